@@ -1,0 +1,1 @@
+"""The ground floor: errors, events, policy, clock and durable writes. Standard library only, never torch."""

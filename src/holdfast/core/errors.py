@@ -1,0 +1,72 @@
+"""Every error that holdfast raises, built by one constructor: what, the limit, the fix, the rule id.
+
+    HoldfastError
+    ├── PolicyError (ValueError)          H1xx  a setting or an argument is wrong
+    ├── BatchError (ValueError)           H2xx  a batch, a loss or a split is not what a step can use
+    ├── RunDirectoryError                 H30x  the run directory cannot be used
+    ├── CheckpointError                   H31x  saved state cannot be written, trusted or loaded
+    ├── OutOfMemoryError (MemoryError)    H4xx  memory is short and every remedy that keeps the promise is spent
+    ├── NonFiniteError (ArithmeticError)  H5xx  NaN or Inf persists after skipping and rolling back
+    └── LoaderError (ValueError)          H6xx  the data source cannot be iterated as asked
+
+What each rule means is told by `holdfast explain`; the catalogue lives in ``diagnose.rules``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class HoldfastError(Exception):
+    """The family of all errors that holdfast raises on purpose.
+
+    Args:
+        what: What was found, with its value and unit.
+        limit: What it broke: the rule or bound, as the rest of the sentence.
+        fix: One action to take now.
+        rule: Rule id such as ``"H101"``, known to ``holdfast explain``.
+    """
+
+    def __init__(self, what: str, *, limit: str, fix: str, rule: str) -> None:
+        super().__init__(f"{what}; {limit}.\nFix: {fix}\n[{rule}] run `holdfast explain {rule}`")
+        self.what = what
+        self.limit = limit
+        self.fix = fix
+        self.rule = rule
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A keyword-only constructor breaks the default pickling, and an exception that cannot be pickled
+        # in a loader worker makes the parent wait for ever (pytorch#142884).
+        return _rebuild, (type(self), self.what, self.limit, self.fix, self.rule)
+
+
+def _rebuild(kind: type[HoldfastError], what: str, limit: str, fix: str, rule: str) -> HoldfastError:
+    return kind(what, limit=limit, fix=fix, rule=rule)
+
+
+class PolicyError(HoldfastError, ValueError):
+    """A policy field, an environment variable or an argument cannot be used."""
+
+
+class BatchError(HoldfastError, ValueError):
+    """A batch, a loss or a split cannot be used in a step."""
+
+
+class RunDirectoryError(HoldfastError):
+    """The run directory is locked, foreign, newer, or cannot be written."""
+
+
+class CheckpointError(HoldfastError):
+    """Saved state cannot be written without pickle, verified, or loaded into these objects."""
+
+
+class OutOfMemoryError(HoldfastError, MemoryError):
+    """Memory is short and no remedy that keeps its promise is left."""
+
+
+class NonFiniteError(HoldfastError, ArithmeticError):
+    """Non-finite values persist although steps were skipped and the state was rolled back."""
+
+
+class LoaderError(HoldfastError, ValueError):
+    """The loader gives no batch, or was built with arguments that exclude each other."""

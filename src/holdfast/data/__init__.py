@@ -1,0 +1,1 @@
+"""Samples: their order and seeds, how batches are cut, and the random state that augmentation uses."""

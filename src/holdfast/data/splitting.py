@@ -1,0 +1,232 @@
+"""Find the batch dimension of any pytree of tensors, and cut micro-batches out of it.
+
+    default        every tensor and array with at least one dimension is cut along dimension 0; they must agree
+                   on its size. A list of that many strings or numbers is cut too; all else goes to every part.
+    split=1        as above along dimension 1 (sequence-first batches)
+    split={...}    a prefix of the batch's structure: a dimension, None (shared), or "items" (a sequence with
+                   one entry per sample, of whatever shape)
+    split=f        f(batch, micro_batch_size) returns the list of micro-batches
+
+Tensors are cut as views: no copy. What cannot be cut is an error that names the leaves, never a silent no-op.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from holdfast.core.errors import BatchError
+
+SplitSpec: TypeAlias = int | Literal["items"] | Mapping[Any, Any] | Sequence[Any] | None
+SplitFunction: TypeAlias = Callable[[Any, int], Sequence[Any]]
+Split: TypeAlias = SplitSpec | SplitFunction
+
+_FIX = (
+    "pass split= with the batch dimension of each part, for instance split={'frames': 1, 'mask': None, "
+    "'targets': 'items'}, or micro_batch_size=None to turn splitting off."
+)
+
+
+def batch_size(batch: Any, split: Split = 0) -> int:
+    """Return the number of samples in a batch.
+
+    Raises:
+        BatchError: H204 if leaves disagree on the number of samples, or `split` does not fit the batch;
+            H205 if nothing in it can be cut, or something in it cannot be understood.
+    """
+    if callable(split):
+        return len(split(batch, 1))
+    found: int | None = None
+    for path, leaf, how in _leaves(batch, split, "batch"):
+        size = _size(path, leaf, how)
+        if size is None:
+            continue
+        if found is not None and size != found:
+            raise _disagreement(batch, split)
+        found = size
+    if found is None:
+        raise _uncuttable("the batch holds no tensor with a batch dimension")
+    return found
+
+
+def micro_batches(batch: Any, size: int, micro_batch_size: int, split: Split = 0) -> list[tuple[Any, int]]:
+    """Cut a batch.
+
+    Args:
+        batch: Any pytree of tensors.
+        size: Its number of samples, from `batch_size`.
+        micro_batch_size: Most samples of a part, at least 1.
+        split: As `batch_size`.
+
+    Returns:
+        Pairs of a part and its number of samples, in order; the sizes add up to `size`. The last may be short.
+    """
+    if callable(split):
+        parts = list(split(batch, micro_batch_size))
+        whole, rest = divmod(size, micro_batch_size)
+        sizes = [micro_batch_size] * whole + [rest] * (rest > 0)
+        if len(parts) != len(sizes):
+            raise BatchError(
+                f"split(batch, {micro_batch_size}) returned {len(parts)} parts of {size} samples",
+                limit=f"{len(sizes)} are needed, each of {micro_batch_size} samples but the last",
+                fix="cut the batch in order into parts of exactly micro_batch_size samples.",
+                rule="H204",
+            )
+        return list(zip(parts, sizes, strict=True))
+    starts = range(0, size, micro_batch_size)
+    lengths = [min(micro_batch_size, size - start) for start in starts]
+    return [
+        (_cut(batch, split, size, start, length), length)
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+
+
+def tensors_in(batch: Any) -> list[torch.Tensor]:
+    """Return every tensor of a batch, in order."""
+    return [leaf for _, leaf, _ in _leaves(batch, 0, "batch") if isinstance(leaf, torch.Tensor)]
+
+
+def copied(batch: Any) -> Any:
+    """Return the batch with every tensor and array copied."""
+    return _map(batch, 0, "batch", lambda _, leaf, __: _copy(leaf))
+
+
+def _copy(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, np.ndarray))
+
+
+_SHARED = (str, bytes, bool, int, float, complex, type(None), torch.device, torch.dtype)
+
+
+def _is_plain_list(node: Any) -> bool:
+    """Say whether this is a list of values, such as utterance names, that is cut as a whole."""
+    return isinstance(node, (list, tuple)) and all(isinstance(item, (str, bytes, int, float)) for item in node)
+
+
+def _children(node: Any) -> dict[Any, Any] | None:
+    """Return the children of a container by key, or None for a leaf."""
+    if isinstance(node, PackedSequence):
+        return None  # a namedtuple of tensors whose first dimension is no batch dimension
+    if isinstance(node, Mapping):
+        return dict(node)
+    if isinstance(node, (list, tuple)) and not _is_plain_list(node):
+        return dict(enumerate(node))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
+    return None
+
+
+def _rebuild(node: Any, children: dict[Any, Any]) -> Any:
+    if isinstance(node, MutableMapping):
+        made = copy.copy(node)  # keeps the type: Hugging Face's BatchEncoding is a UserDict
+        made.update(children)
+        return made
+    if isinstance(node, Mapping):
+        return children
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*children.values())
+    if isinstance(node, (list, tuple)):
+        return type(node)(children.values())
+    return dataclasses.replace(node, **children)
+
+
+def _spec_of(spec: SplitSpec, key: Any, path: str) -> SplitSpec:
+    """Return the part of a prefix specification that is meant for one child."""
+    if spec is None or isinstance(spec, (int, str)):
+        return spec
+    try:
+        return spec[key]
+    except (KeyError, IndexError) as error:
+        raise BatchError(
+            f"split= says nothing about {path}",
+            limit="every part of the batch needs a dimension, None (shared) or 'items'",
+            fix=f"add an entry for {path}, for instance 0.",
+            rule="H204",
+        ) from error
+
+
+def _leaves(node: Any, spec: SplitSpec, path: str) -> Iterator[tuple[str, Any, SplitSpec]]:
+    children = None if spec == "items" else _children(node)
+    if children is None:
+        yield path, node, spec
+        return
+    for key, child in children.items():
+        child_path = f"{path}[{key!r}]"
+        yield from _leaves(child, _spec_of(spec, key, child_path), child_path)
+
+
+def _map(node: Any, spec: SplitSpec, path: str, function: Callable[[str, Any, SplitSpec], Any]) -> Any:
+    children = None if spec == "items" else _children(node)
+    if children is None:
+        return function(path, node, spec)
+    made = {}
+    for key, child in children.items():
+        child_path = f"{path}[{key!r}]"
+        made[key] = _map(child, _spec_of(spec, key, child_path), child_path, function)
+    return _rebuild(node, made)
+
+
+def _size(path: str, leaf: Any, how: SplitSpec) -> int | None:
+    """Return the samples of one leaf, or None for one that every part shares."""
+    if how == "items":
+        return len(leaf)
+    if how is None or isinstance(leaf, _SHARED) or _is_plain_list(leaf):
+        return None
+    if not _is_array(leaf) or getattr(leaf, "is_nested", False):
+        raise _uncuttable(f"{path} is a {type(leaf).__name__}, and whether each sample has a part in it is unknown")
+    if leaf.ndim == 0:
+        return None
+    assert isinstance(how, int)
+    if not -leaf.ndim <= how < leaf.ndim:
+        raise BatchError(
+            f"{path} has shape {tuple(leaf.shape)}",
+            limit=f"split= names its dimension {how}",
+            fix=f"name a dimension from 0 to {leaf.ndim - 1}, or None if every part shares it.",
+            rule="H204",
+        )
+    return int(leaf.shape[how])
+
+
+def _cut(batch: Any, spec: SplitSpec, size: int, start: int, length: int) -> Any:
+    part = slice(start, start + length)
+
+    def cut(path: str, leaf: Any, how: SplitSpec) -> Any:
+        if how == "items":
+            return leaf[part]
+        if _size(path, leaf, how) is None:
+            return leaf[part] if how is not None and _is_plain_list(leaf) and len(leaf) == size else leaf
+        if isinstance(leaf, torch.Tensor):
+            return leaf.narrow(how, start, length)  # type: ignore[arg-type]
+        return leaf[(slice(None),) * (how % leaf.ndim) + (part,)]  # type: ignore[operator]
+
+    return _map(batch, spec, "batch", cut)
+
+
+def _uncuttable(what: str) -> BatchError:
+    return BatchError(what, limit="only parts with a known batch dimension can be cut", fix=_FIX, rule="H205")
+
+
+def _disagreement(batch: Any, spec: SplitSpec) -> BatchError:
+    shapes = [
+        f"{path} {tuple(leaf.shape) if _is_array(leaf) else f'{len(leaf)} items'}"
+        for path, leaf, how in _leaves(batch, spec, "batch")
+        if _size(path, leaf, how) is not None
+    ]
+    return BatchError(
+        f"the parts of the batch disagree on the number of samples: {', '.join(shapes[:6])}",
+        limit="all must have the same size along the batch dimension",
+        fix=_FIX,
+        rule="H204",
+    )
