@@ -1,2 +1,72 @@
-"""holdfast keeps PyTorch training alive, correct and inside its memory, and says why when it cannot."""
-__version__ = "0.1.0"
+"""holdfast keeps PyTorch training alive, correct and inside its memory, and says why when it cannot.
+
+Importing this package loads no torch: names are looked up when they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.core.errors import (
+        CheckpointError,
+        HoldfastError,
+        NonFiniteError,
+        OutOfMemoryError,
+        PolicyError,
+        RunDirectoryError,
+    )
+    from holdfast.core.events import Event
+    from holdfast.core.policy import Policy
+    from holdfast.core.version import __version__
+    from holdfast.data.loader import DataLoader
+    from holdfast.run.guard import Guard
+    from holdfast.run.loss import Loss
+    from holdfast.run.result import Statistics, StepResult
+
+_HOMES = {
+    "CheckpointError": "core.errors",
+    "DataLoader": "data.loader",
+    "Event": "core.events",
+    "Guard": "run.guard",
+    "HoldfastError": "core.errors",
+    "Loss": "run.loss",
+    "NonFiniteError": "core.errors",
+    "OutOfMemoryError": "core.errors",
+    "Policy": "core.policy",
+    "PolicyError": "core.errors",
+    "RunDirectoryError": "core.errors",
+    "Statistics": "run.result",
+    "StepResult": "run.result",
+    "__version__": "core.version",
+}
+
+__all__ = [
+    "CheckpointError",
+    "DataLoader",
+    "Event",
+    "Guard",
+    "HoldfastError",
+    "Loss",
+    "NonFiniteError",
+    "OutOfMemoryError",
+    "Policy",
+    "PolicyError",
+    "RunDirectoryError",
+    "Statistics",
+    "StepResult",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"holdfast.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,6 +6,7 @@
     ├── RunDirectoryError                 H30x  the run directory cannot be used
     ├── CheckpointError                   H31x  saved state cannot be written, trusted or loaded
     ├── OutOfMemoryError (MemoryError)    H4xx  memory is short and every remedy that keeps the promise is spent
+    ├── DeviceError (RuntimeError)         H403  the device's context is dead
     ├── NonFiniteError (ArithmeticError)  H5xx  NaN or Inf persists after skipping and rolling back
     └── LoaderError (ValueError)          H6xx  the data source cannot be iterated as asked
 
@@ -62,6 +63,10 @@ class CheckpointError(HoldfastError):
 
 class OutOfMemoryError(HoldfastError, MemoryError):
     """Memory is short and no remedy that keeps its promise is left."""
+
+
+class DeviceError(HoldfastError, RuntimeError):
+    """The device's context is dead: nothing in this process can use it any more."""
 
 
 class NonFiniteError(HoldfastError, ArithmeticError):

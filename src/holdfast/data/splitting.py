@@ -92,6 +92,15 @@ def tensors_in(batch: Any) -> list[torch.Tensor]:
     return [leaf for _, leaf, _ in _leaves(batch, 0, "batch") if isinstance(leaf, torch.Tensor)]
 
 
+def fresh(batch: Any) -> Any:
+    """Return the batch in new dicts and lists, so that a loss function may pop from them; leaves are shared."""
+    if isinstance(batch, MutableMapping):
+        return _rebuild(batch, {key: fresh(item) for key, item in batch.items()})
+    if type(batch) in (list, tuple):
+        return type(batch)([fresh(item) for item in batch])
+    return batch
+
+
 def copied(batch: Any) -> Any:
     """Return the batch with every tensor and array copied."""
     return _map(batch, 0, "batch", lambda _, leaf, __: _copy(leaf))
@@ -107,7 +116,7 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (torch.Tensor, np.ndarray))
 
 
-_SHARED = (str, bytes, bool, int, float, complex, type(None), torch.device, torch.dtype)
+_SHARED = (str, bytes, bool, int, float, complex, type(None), np.generic, torch.device, torch.dtype)
 
 
 def _is_plain_list(node: Any) -> bool:

@@ -1,0 +1,176 @@
+"""Turn a tree of state into JSON and named tensors, and back. No pickle, no code in the file.
+
+Known: None, bool, int, float, str, bytes, complex; dict, OrderedDict, Counter, defaultdict, list, tuple, set,
+frozenset, deque; tensors (also tied ones), numpy arrays and scalars, dtype, device, Size, Path. Anything else is
+an error that names the place in the tree.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.core.errors import CheckpointError
+
+_TAG = "$"
+_FACTORIES: dict[str, Callable[[], Any]] = {"int": int, "float": float, "list": list, "dict": dict, "set": set}
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "size": torch.Size,
+}
+
+
+class Encoder:
+    """Encode one component of a checkpoint, such as ``"model"``.
+
+    Args:
+        component: Name of the component, for error messages.
+    """
+
+    def __init__(self, component: str) -> None:
+        self._component = component
+        self._names: dict[tuple[Any, ...], str] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def encode(self, value: Any, path: tuple[str, ...] = ()) -> Any:
+        """Return the JSON form of a value; its tensors are gathered in `tensors`.
+
+        Raises:
+            CheckpointError: H310, if a value cannot be stored without pickle.
+        """
+        if value is None or isinstance(value, (bool, int, str)) and type(value) in (bool, int, str):
+            return value
+        if isinstance(value, torch.Tensor):
+            if value.is_complex():  # safetensors has no complex128
+                return {_TAG: "complex_tensor", "name": self._keep(torch.view_as_real(value.detach()), path)}
+            return {_TAG: "tensor", "name": self._keep(value, path)}
+        if isinstance(value, Mapping):
+            return self._mapping(value, path)
+        if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+            return self._sequence(value, path)
+        return self._other(value, path)
+
+    def _keep(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+        tensor = tensor.detach()
+        if tensor.layout != torch.strided:
+            raise self._unsupported(f"a {tensor.layout} tensor", path)
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in self._names:
+            return self._names[place]  # tied weights are stored once
+        name = ".".join(path) or "value"
+        while name in self.tensors:
+            name += "_"
+        self._names[place] = name
+        self.tensors[name] = tensor
+        return name
+
+    def _mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Any:
+        items = [(key, self.encode(item, (*path, str(key)))) for key, item in value.items()]
+        kind = type(value).__name__
+        if kind == "dict" and all(isinstance(key, str) for key, _ in items) and _TAG not in value:
+            return dict(items)
+        body: dict[str, Any] = {_TAG: kind, "items": [[self.encode(key, path), item] for key, item in items]}
+        if isinstance(value, collections.defaultdict):
+            factory = getattr(value.default_factory, "__name__", None)
+            if value.default_factory is not None and _FACTORIES.get(str(factory)) is not value.default_factory:
+                raise self._unsupported(f"a defaultdict of {value.default_factory!r}", path)
+            body["factory"] = factory
+        if kind not in _MAPPINGS:
+            raise self._unsupported(f"a {type(value).__module__}.{kind}", path)
+        return body
+
+    def _sequence(self, value: Any, path: tuple[str, ...]) -> Any:
+        items = [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
+        if type(value) is list:
+            return items
+        if isinstance(value, torch.Size):
+            return {_TAG: "size", "items": items}
+        if isinstance(value, collections.deque):
+            return {_TAG: "deque", "items": items, "maxlen": value.maxlen}
+        kind = type(value).__name__
+        if kind not in _SEQUENCES:
+            raise self._unsupported(f"a {type(value).__module__}.{kind}", path)
+        return {_TAG: kind, "items": items}
+
+    def _other(self, value: Any, path: tuple[str, ...]) -> Any:
+        if type(value) is float:
+            return value if math.isfinite(value) else {_TAG: "float", "text": repr(value)}
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            tensor = torch.from_numpy(np.array(value, copy=True))
+            return {_TAG: "ndarray", "name": self._keep(tensor, path)}
+        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+            return {_TAG: "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
+        if type(value) is bytes:
+            return {_TAG: "bytes", "hex": value.hex()}
+        if type(value) is complex:
+            return {_TAG: "complex", "text": repr(value)}
+        if isinstance(value, (torch.dtype, torch.device)):
+            return {_TAG: type(value).__name__, "text": str(value).removeprefix("torch.")}
+        if isinstance(value, PurePath):
+            return {_TAG: "path", "text": str(value)}
+        raise self._unsupported(f"a {type(value).__module__}.{type(value).__qualname__}", path)
+
+    def _unsupported(self, what: str, path: tuple[str, ...]) -> CheckpointError:
+        place = "".join(f"[{key!r}]" for key in path)
+        return CheckpointError(
+            f"{self._component}{place} is {what}",
+            limit="a checkpoint holds tensors, arrays, numbers, text and standard containers, never pickle",
+            fix="let state_dict() return one of these, for instance a tensor or a dict of numbers.",
+            rule="H310",
+        )
+
+
+_MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
+    "dict": dict,
+    "OrderedDict": collections.OrderedDict,
+    "Counter": lambda items: collections.Counter(dict(items)),
+    "defaultdict": dict,
+}
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the value that `Encoder.encode` was given.
+
+    Args:
+        value: The JSON form.
+        tensors: The component's tensors by name.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode(item, tensors) for key, item in value.items()}
+    kind = value[_TAG]
+    if kind in _MAPPINGS:
+        items = [(decode(key, tensors), decode(item, tensors)) for key, item in value["items"]]
+        if kind == "defaultdict":
+            return collections.defaultdict(_FACTORIES.get(str(value["factory"])), items)
+        return _MAPPINGS[kind](items)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind]([decode(item, tensors) for item in value["items"]])
+    if kind == "deque":
+        return collections.deque([decode(item, tensors) for item in value["items"]], value["maxlen"])
+    return _LEAVES[kind](value, tensors)
+
+
+_LEAVES: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]] = {
+    "tensor": lambda value, tensors: tensors[value["name"]],
+    "complex_tensor": lambda value, tensors: torch.view_as_complex(tensors[value["name"]]),
+    "ndarray": lambda value, tensors: tensors[value["name"]].numpy().copy(),
+    "scalar": lambda value, _: np.frombuffer(bytes.fromhex(value["hex"]), dtype=value["dtype"])[0],
+    "float": lambda value, _: float(value["text"]),
+    "bytes": lambda value, _: bytes.fromhex(value["hex"]),
+    "complex": lambda value, _: complex(value["text"]),
+    "dtype": lambda value, _: getattr(torch, value["text"]),
+    "device": lambda value, _: torch.device(value["text"]),
+    "path": lambda value, _: Path(value["text"]),
+}

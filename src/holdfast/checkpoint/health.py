@@ -1,0 +1,36 @@
+"""Say whether state may be saved as good: no NaN, no Inf in weights, statistics or optimizer state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+
+def nonfinite_tensors(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:
+    """Return the names of the tensors that hold NaN or Inf, and how many there are in all.
+
+    Args:
+        named: ``(name, tensor)`` pairs; those that are not floating point or complex are passed over.
+        most: Names to return.
+
+    Cost: reads every tensor once, no temporaries; one host sync for each device.
+    """
+    by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in named:
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            by_device.setdefault(tensor.device, []).append((name, tensor.detach()))
+    bad: list[str] = []
+    for pairs in by_device.values():
+        largest = torch._foreach_norm([tensor for _, tensor in pairs], math.inf)
+        values = torch.stack([value.float() for value in largest]).tolist()
+        bad += [
+            name for (name, tensor), value in zip(pairs, values, strict=True) if not _finite(tensor, value)
+        ]
+    return bad[:most], len(bad)
+
+
+def _finite(tensor: torch.Tensor, largest: float) -> bool:
+    # Above fp32's range (fp64 weights) the shortened maximum says Inf: look again.
+    return math.isfinite(largest) or bool(torch.isfinite(tensor).all())

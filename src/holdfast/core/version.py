@@ -1,0 +1,3 @@
+"""The version, where every floor can read it without importing the root package."""
+
+__version__ = "0.1.0"

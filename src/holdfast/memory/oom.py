@@ -1,0 +1,118 @@
+"""Recognise an out-of-memory error in every form it takes, let go of what it holds, and give memory back.
+
+The frames of the exception own the activations of the failed attempt, so nothing can be freed inside the
+``except`` block: leave it first, then call `let_go` and `release_memory`.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from holdfast.core.errors import HoldfastError
+from holdfast.memory.host_allocator import trim_heap
+
+# Texts as found in torch 2.11 to 2.13, CUDA, cuBLAS, cuDNN, NCCL, HIP and glibc. An error's type is looked at
+# first; these are for errors that are a bare RuntimeError, AcceleratorError or OSError.
+_PATTERNS = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(cuda|hip|xpu|mps|backend|npu|privateuseone).{0,20}out of memory",
+        r"out of memory.{0,20}tried to allocate",
+        r"cuda error: out of memory",
+        r"(cublas|cudnn|cusolver|cusparse|cufft|hipblas|miopen)\w*_alloc_failed",
+        r"cudnn_status_internal_error_host_allocation_failed",
+        r"nccl.{0,200}out of memory",
+        r"unable to find a valid cudnn algorithm",
+        r"get was unable to find an engine to execute this computation",
+        r"defaultcpuallocator: (can't allocate memory|not enough memory)",
+        r"unable to allocate .* for an array",
+        r"std::bad_alloc",
+        r"cannot allocate memory",
+    )
+)
+_STICKY = re.compile(
+    r"device-side assert|illegal memory access|unspecified launch failure|uncorrectable|misaligned address"
+    r"|illegal instruction|hardware stack error|cuda error: .*context is destroyed",
+    re.IGNORECASE,
+)
+
+
+def find_out_of_memory(error: BaseException) -> str | None:
+    """Return the text of the out-of-memory error in this error or its causes, else None.
+
+    Args:
+        error: What was caught. Its ``__cause__`` chain is followed.
+
+    Returns:
+        One line for people, or None if the error is something else (also for an `OutOfMemoryError` of
+        holdfast itself, which is a verdict and not a failure to allocate).
+
+    Example:
+        >>> find_out_of_memory(MemoryError("no room"))
+        'MemoryError: no room'
+        >>> find_out_of_memory(ValueError("CUDA out of memory")) is None
+        True
+    """
+    for link in _causes(error):
+        if isinstance(link, HoldfastError):
+            continue
+        typed = isinstance(link, (torch.OutOfMemoryError, MemoryError))
+        texted = isinstance(link, (RuntimeError, OSError)) and any(
+            pattern.search(str(link)) for pattern in _PATTERNS
+        )
+        if typed or texted:
+            lines = str(link).strip().splitlines() or [""]
+            return f"{type(link).__name__}: {lines[0]}"[:300]
+    return None
+
+
+def is_sticky(error: BaseException) -> bool:
+    """Say whether the device's context is dead, so that nothing on it can be retried or saved."""
+    return any(isinstance(link, RuntimeError) and _STICKY.search(str(link)) for link in _causes(error))
+
+
+def let_go(error: BaseException) -> None:
+    """Drop every frame that an exception and its chain hold, and with them the tensors in those frames.
+
+    Call it after the ``except`` block was left; the running frames keep their variables.
+    """
+    for link in list(_chain(error)):
+        if link.__traceback__ is not None:
+            traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = link.__context__ = link.__cause__ = None
+
+
+def release_memory(devices: Sequence[torch.device]) -> None:
+    """Collect garbage and give cached blocks back, on the host and on these devices.
+
+    Cost: a full garbage collection, 0.1 to 0.3 s in a large process. Only after an out-of-memory error.
+    """
+    gc.collect()
+    for device in devices:
+        torch.get_device_module(device).empty_cache()
+    trim_heap()
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        link = todo.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            yield link
+            todo += [link.__cause__, link.__context__]

@@ -1,0 +1,109 @@
+"""Activation checkpointing of repeated blocks, switched on for one attempt only.
+
+A block forgets its activations and computes them again in the backward pass. The second time it must see what
+the first one saw: random state and buffers are put back before it and set forward again after it, so BatchNorm's
+statistics move once and dropout draws the same mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
+
+
+def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the outermost modules that occur at least twice, of one class, under one parent.
+
+    Such as the layers of a transformer or the blocks of a residual network. Single layers (a convolution)
+    do not count: their activations are their neighbours' inputs, and stay anyway.
+
+    Returns:
+        ``(name, module)`` pairs in the order of the model.
+    """
+    return list(_search(model, ""))
+
+
+def _search(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    children = list(parent.named_children())
+    kinds = [type(child) for _, child in children]
+    for name, child in children:
+        composite = any(True for _ in child.children()) and not isinstance(child, _CONTAINERS)
+        if composite and kinds.count(type(child)) >= 2 and any(True for _ in child.parameters()):
+            yield prefix + name, child
+        else:
+            yield from _search(child, f"{prefix}{name}.")
+
+
+@contextlib.contextmanager
+def recomputing(
+    blocks: Sequence[nn.Module], capture: Callable[[], Any], restore: Callable[[Any], None]
+) -> Iterator[None]:
+    """Checkpoint the activations of these blocks while the context lasts.
+
+    Args:
+        blocks: Modules whose ``forward`` is replaced for the time being.
+        capture: Returns the random state of the process.
+        restore: Puts it back.
+    """
+    replaced: list[tuple[nn.Module, bool]] = []
+    try:
+        for block in blocks:
+            replaced.append((block, "forward" in vars(block)))
+            block.forward = _checkpointed(block, block.forward, capture, restore)
+        yield
+    finally:
+        for block, own in replaced:
+            wrapper = vars(block).pop("forward")
+            if own:
+                block.forward = wrapper.__wrapped__
+
+
+def _checkpointed(
+    block: nn.Module, forward: Callable[..., Any], capture: Callable[[], Any], restore: Callable[[Any], None]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        seen_random = capture()
+        buffers = list(block.buffers())
+        seen_buffers = [buffer.clone() for buffer in buffers]
+
+        @contextlib.contextmanager
+        def second_time() -> Iterator[None]:
+            now_random = capture()
+            now_buffers = [buffer.clone() for buffer in buffers]
+            restore(seen_random)
+            overwrite(buffers, seen_buffers)
+            try:
+                yield
+            finally:
+                overwrite(buffers, now_buffers)
+                restore(now_random)
+
+        def contexts() -> Contexts:
+            return contextlib.nullcontext(), second_time()
+
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
+        )
+
+    run.__wrapped__ = forward  # type: ignore[attr-defined]
+    return run
+
+
+def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy values into tensors without telling autograd.
+
+    A bumped version counter would make backward refuse BatchNorm's saved running statistics, which it does
+    not read in training mode.
+    """
+    for target, value in zip(targets, values, strict=True):
+        target.data.copy_(value)

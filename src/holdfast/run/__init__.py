@@ -1,0 +1,1 @@
+"""What acts inside the training process: the transaction, the guard, and what they stand on."""

@@ -1,0 +1,172 @@
+"""From live objects to the components of a checkpoint, and back into the same objects.
+
+    model, model.<name>            state_dict of each model: plain safetensors with the model's own tensor names
+    optimizer, optimizer.<name>    state_dict of each optimizer
+    state.<name>                   the caller's further state
+    training                       schedulers, scaler, random state, position, memory ladder, counters
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
+from holdfast.run.parts import Parts
+
+
+def _component(kind: str, name: str) -> str:
+    return kind if name == kind else f"{kind}.{name}"
+
+
+def component_names(parts: Parts) -> list[str]:
+    """Return the components that hold the state of these parts."""
+    return [
+        *(_component("model", name) for name in parts.models),
+        *(_component("optimizer", name) for name in parts.optimizers),
+        *(f"state.{name}" for name in parts.states),
+        "training",
+    ]
+
+
+def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the trees of a checkpoint; their tensors are the live ones.
+
+    Args:
+        parts: The objects.
+        training: What the guard itself adds to the component of that name.
+    """
+    metadata = {}
+    trees: dict[str, Any] = {}
+    for name, model in parts.models.items():
+        state = model.state_dict()
+        metadata[name] = dict(getattr(state, "_metadata", {}))
+        trees[_component("model", name)] = dict(state)
+    for name, optimizer in parts.optimizers.items():
+        trees[_component("optimizer", name)] = optimizer.state_dict()
+    for name, stateful in parts.states.items():
+        trees[f"state.{name}"] = stateful.state_dict()
+    trees["training"] = {
+        **training,
+        "model_metadata": metadata,
+        "schedulers": {name: scheduler.state_dict() for name, scheduler in parts.schedulers.items()},
+        "kinds": _kinds(parts),
+    }
+    return trees
+
+
+def _kinds(parts: Parts) -> dict[str, str]:
+    described = {}
+    for group in (parts.optimizers, parts.schedulers):
+        described.update({f"{name}": type(value).__name__ for name, value in group.items()})
+    return described
+
+
+def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
+    """Check that a checkpoint was made by the same models, optimizers and state, before anything is loaded.
+
+    Args:
+        trees: Components as read.
+        parts: The objects.
+        where: Name of the checkpoint, for messages.
+
+    Raises:
+        RunDirectoryError: H304, naming the first tensor that differs.
+        CheckpointError: H313, for another optimizer, scheduler or state.
+    """
+    for name, model in parts.models.items():
+        component = _component("model", name)
+        if component not in trees:
+            raise _other_run(f"it holds no model {name!r}", where)
+        _check_model(component, trees[component], model.state_dict(), where)
+    for name, optimizer in parts.optimizers.items():
+        _check_optimizer(name, trees.get(_component("optimizer", name)), optimizer, where)
+    for name in parts.states:
+        if f"state.{name}" not in trees:
+            raise _other_parts(f"it holds no state {name!r}", where)
+    training = trees["training"]
+    for name in parts.schedulers:
+        if name not in training["schedulers"]:
+            raise _other_parts(f"it holds no scheduler {name!r}", where)
+    for name, kind in _kinds(parts).items():
+        saved = training["kinds"].get(name)
+        if saved != kind:
+            raise _other_parts(f"{name!r} was a {saved} and is a {kind}", where)
+
+
+def _check_model(component: str, saved: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
+    for key in itertools.chain(saved, live):
+        if key not in live or key not in saved:
+            place = "the checkpoint" if key in saved else "the model"
+            raise _other_run(f"{component}: tensor {key!r} is only in {place}", where)
+        was, now = saved[key], live[key]
+        if isinstance(was, torch.Tensor) and (was.shape != now.shape or was.dtype != now.dtype):
+            raise _other_run(
+                f"{component}: tensor {key!r} was {was.dtype} {tuple(was.shape)} and is {now.dtype} "
+                f"{tuple(now.shape)}",
+                where,
+            )
+
+
+def _check_optimizer(name: str, saved: Any, optimizer: Optimizer, where: str) -> None:
+    if saved is None:
+        raise _other_parts(f"it holds no optimizer {name!r}", where)
+    was = [len(group["params"]) for group in saved["param_groups"]]
+    now = [len(group["params"]) for group in optimizer.param_groups]
+    if was != now:
+        raise _other_parts(f"optimizer {name!r} had parameter groups of {was} tensors and has {now}", where)
+
+
+def _other_run(what: str, where: str) -> HoldfastError:
+    return RunDirectoryError(
+        f"{where} belongs to another model: {what}",
+        limit="a run continues only with the model that it was started with",
+        fix="use another run directory for the changed model, or undo the change.",
+        rule="H304",
+    )
+
+
+def _other_parts(what: str, where: str) -> HoldfastError:
+    return CheckpointError(
+        f"{where} does not fit what was given to Guard: {what}",
+        limit="every part must find its own state again, or the resume would not be exact",
+        fix="give Guard the same optimizers, schedulers and state as before, or start in a new run directory.",
+        rule="H313",
+    )
+
+
+def load(trees: Mapping[str, Any], parts: Parts) -> None:
+    """Put saved state into the objects. `check_fits` was called before."""
+    training = trees["training"]
+    for name, model in parts.models.items():
+        _load_model(model, trees[_component("model", name)], training["model_metadata"][name])
+    for name, optimizer in parts.optimizers.items():
+        _load_optimizer(optimizer, trees[_component("optimizer", name)])
+    for name, scheduler in parts.schedulers.items():
+        scheduler.load_state_dict(training["schedulers"][name])
+    for name, stateful in parts.states.items():
+        stateful.load_state_dict(trees[f"state.{name}"])
+
+
+def _load_model(model: nn.Module, saved: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+    state: OrderedDict[str, Any] = OrderedDict(saved)
+    state._metadata = metadata  # type: ignore[attr-defined]
+    model.load_state_dict(state)
+
+
+def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    optimizer.load_state_dict(saved)
+    # torch casts state to the type of its parameter; fp32 moments of bf16 weights would lose their bits.
+    ids = [key for group in saved["param_groups"] for key in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, parameter in zip(ids, parameters, strict=True):
+        for entry, value in saved["state"].get(key, {}).items():
+            now = optimizer.state[parameter][entry]
+            if isinstance(value, torch.Tensor) and now.dtype != value.dtype:
+                optimizer.state[parameter][entry] = value.to(now.device)

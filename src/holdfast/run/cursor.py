@@ -1,0 +1,164 @@
+"""Where the data is: epochs and batches that were *trained*, and how to get there again.
+
+    a loader with state_dict     its own position (holdfast.DataLoader: exact, in no time)
+    any other iterable           the random state at the start of the epoch is put back, the batches before the
+                                 position are read and dropped, and the random state of the moment follows.
+                                 Exact for torch's own DataLoader, shuffled or not, with the same worker count
+    an iterator                  cannot be started again: its order is nobody's to restore
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.data.loader import DataLoader
+from holdfast.data.random_state import RandomState, capture, restore
+from holdfast.run.parts import Stateful
+
+_EXACT = "bit-exact: order and augmentation depend on (seed, epoch, index) only"
+_OWN = "what the loader's own state_dict keeps"
+_REPLAY = "bit-exact if iterating it again under the same random state gives the same batches; skips by reading"
+_ONCE = "none: an iterator cannot be started again; batches already trained are read and dropped"
+
+
+class Cursor:
+    """The position in a loader.
+
+    Args:
+        loader: Any iterable of batches.
+        devices: Accelerator devices whose random state belongs to the position.
+    """
+
+    def __init__(self, loader: Iterable[Any], devices: Sequence[torch.device]) -> None:
+        self._loader = loader
+        self._devices = devices
+        self._stateful = isinstance(loader, Stateful)
+        self.epoch = 0
+        self.batches = 0
+        self._epoch_start: RandomState | None = None
+        self._generators: list[torch.Tensor] = []
+        self._loader_state: Any = None
+        self._reload = False
+        self._fetched = False
+
+    @property
+    def promise(self) -> str:
+        """Return what a resume can promise for this loader."""
+        if isinstance(self._loader, DataLoader):
+            return _EXACT
+        if self._stateful:
+            return _OWN
+        return _ONCE if isinstance(self._loader, Iterator) else _REPLAY
+
+    def begin(self, state: RandomState | None) -> Iterator[Any]:
+        """Return an iterator over the batches from here to the end of the epoch.
+
+        Args:
+            state: Random state of a resumed run, put back at the right moment; None leaves it alone.
+        """
+        for name in ("sampler", "batch_sampler"):
+            sampler = getattr(self._loader, name, None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch)
+        if self._stateful:
+            if self._reload:
+                self._loader.load_state_dict(self._loader_state)  # type: ignore[attr-defined]
+                self._reload = False
+            iterator = iter(self._loader)
+        elif self.batches == 0:
+            if state is not None:
+                restore(state)
+            self._epoch_start = capture(self._devices)
+            self._generators = [generator.get_state() for generator in self._own_generators()]
+            return iter(self._loader)
+        else:
+            state = state or capture(self._devices)
+            iterator = self._replay()
+        if state is not None:
+            restore(state)
+        return iterator
+
+    def _replay(self) -> Iterator[Any]:
+        now = [generator.get_state() for generator in self._own_generators()]
+        if self._epoch_start is not None:
+            restore(self._epoch_start)
+        for generator, seen in zip(self._own_generators(), self._generators, strict=False):
+            generator.set_state(seen)
+        iterator = iter(self._loader)
+        for _ in range(self.batches):
+            if next(iterator, self) is self:
+                break
+        for generator, seen in zip(self._own_generators(), now, strict=False):
+            generator.set_state(seen)
+        return iterator
+
+    def fetch(self, iterator: Iterator[Any]) -> Any:
+        """Return the next batch; until `advance` it does not count as trained.
+
+        Raises:
+            StopIteration: at the end of the epoch.
+        """
+        if self._stateful:
+            self._loader_state = self._loader.state_dict()  # type: ignore[attr-defined]
+        batch = next(iterator)
+        self._fetched = True
+        return batch
+
+    def advance(self) -> None:
+        """Count the batch that was fetched last as trained. Without effect if it was counted before."""
+        if self._fetched:
+            self.batches += 1
+            self._fetched = False
+
+    def leave(self) -> None:
+        """Note that the iterator is given up, so that the next `begin` goes to this position again."""
+        if self._stateful:
+            self._loader_state = self.state_dict()["loader"]
+            self._reload = True
+        self._fetched = False
+
+    def end_epoch(self) -> None:
+        """Go to the beginning of the next epoch."""
+        self.epoch, self.batches, self._epoch_start, self._generators = self.epoch + 1, 0, None, []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: batches that are fetched but not trained do not count."""
+        if self._stateful and not self._fetched:
+            self._loader_state = self._loader.state_dict()  # type: ignore[attr-defined]
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "loader": self._loader_state,
+            "epoch_start": None if self._epoch_start is None else self._epoch_start.to_tree(),
+            "generators": self._generators,
+            "generators_now": [generator.get_state() for generator in self._own_generators()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position; the next `begin` starts there.
+
+        Raises:
+            LoaderError: H604, if a holdfast loader has another order than the one that was saved.
+        """
+        self.epoch, self.batches, self._fetched = state["epoch"], state["batches"], False
+        self._loader_state = state["loader"] if self._stateful else None
+        self._reload = self._loader_state is not None
+        if isinstance(self._loader, DataLoader) and self._loader_state is not None:
+            self._loader.load_state_dict(self._loader_state)  # says at once if the order is another one
+        start = state["epoch_start"]
+        self._epoch_start = None if start is None else RandomState.from_tree(start)
+        self._generators = state["generators"]
+        for generator, seen in zip(self._own_generators(), state["generators_now"], strict=False):
+            generator.set_state(seen)
+
+    def _own_generators(self) -> list[torch.Generator]:
+        """Return the generators that a torch loader draws its order from; holdfast's draws from none."""
+        if self._stateful:
+            return []
+        holders = (self._loader, getattr(self._loader, "sampler", None))
+        found = [getattr(holder, "generator", None) for holder in holders]
+        unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
+        return list(unique.values())

@@ -1,0 +1,131 @@
+"""The objects that a run is made of, checked and named once.
+
+A single model is named ``"model"``, a single optimizer ``"optimizer"``; of a dict the keys are used. These names
+appear in gradient norms, in error messages and in the files of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from holdfast.core.errors import PolicyError
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can be saved and put back."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Put the state back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a guard takes care of.
+
+    Args:
+        models: Modules by name.
+        optimizers: By name.
+        schedulers: By the name of the optimizer that they drive, or by any name.
+        states: Further state by name.
+    """
+
+    models: dict[str, nn.Module]
+    optimizers: dict[str, Optimizer]
+    schedulers: dict[str, Any]
+    states: dict[str, Stateful]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield every parameter of every model with its full name."""
+        single = len(self.models) == 1 and "model" in self.models
+        for name, model in self.models.items():
+            prefix = "" if single else f"{name}."
+            for key, parameter in model.named_parameters():
+                yield prefix + key, parameter
+
+    def devices(self) -> list[torch.device]:
+        """Return the accelerator devices that hold parameters."""
+        found = {p.device for model in self.models.values() for p in model.parameters()}
+        return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
+
+    def device_type(self) -> str:
+        """Return the kind of device that computes, such as ``"cuda"`` or ``"cpu"``."""
+        devices = self.devices()
+        return devices[0].type if devices else "cpu"
+
+
+def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Parts:
+    """Check and name what the caller gave.
+
+    Raises:
+        PolicyError: H105 for an object of the wrong kind, H106 for an optimizer with parameters of no model,
+            H107 for one that needs a closure.
+    """
+    models: dict[str, nn.Module] = _named(model, "model", nn.Module)
+    optimizers: dict[str, Optimizer] = _named(optimizer, "optimizer", Optimizer)
+    parts = Parts(
+        models={name: getattr(module, "_orig_mod", module) for name, module in models.items()},
+        optimizers=optimizers,
+        schedulers={} if scheduler is None else _named(scheduler, "scheduler", Stateful),
+        states={} if state is None else _named(state, "state", Stateful),
+    )
+    owned = {id(parameter): name for name, parameter in parts.named_parameters()}
+    for name, each in optimizers.items():
+        _check_optimizer(name, each, owned)
+    return parts
+
+
+def _named(given: Any, what: str, kind: type) -> dict[str, Any]:
+    found = dict(given) if isinstance(given, Mapping) else {what: given}
+    for name, value in found.items():
+        fine = isinstance(value, kind) and isinstance(name, str) and name != "" and "/" not in name
+        if not fine:
+            needed = "something with state_dict and load_state_dict" if kind is Stateful else f"a torch {what}"
+            raise _wrong(f"{what} {name!r} is a {type(value).__name__}", f"{needed} is needed, or a dict of such")
+    if not found:
+        raise _wrong(f"{what}={given!r}", "at least one is needed")
+    return found
+
+
+def _wrong(what: str, limit: str) -> PolicyError:
+    return PolicyError(
+        what,
+        limit=limit,
+        fix='pass one object, or a dict of named ones such as {"generator": ..., "discriminator": ...}.',
+        rule="H105",
+    )
+
+
+def _check_optimizer(name: str, optimizer: Optimizer, owned: dict[int, str]) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PolicyError(
+            f"optimizer {name!r} is LBFGS",
+            limit="its step evaluates the loss several times, which is not one transaction",
+            fix="use an optimizer whose step() needs no closure, for instance AdamW.",
+            rule="H107",
+        )
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in owned]
+    if strangers:
+        raise PolicyError(
+            f"optimizer {name!r} holds {len(strangers)} parameter(s) of no model given to Guard, "
+            f"the first of shape {tuple(strangers[0].shape)}",
+            limit="they would be missing from every checkpoint",
+            fix='pass the module that owns them too: model={"net": net, "loss": loss_module}; if the model was '
+            "moved or copied after the optimizer was made, make the optimizer last.",
+            rule="H106",
+        )
+
+
+def advances_alone(scheduler: Any) -> bool:
+    """Say whether a scheduler can be stepped without a metric."""
+    return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)

@@ -1,0 +1,80 @@
+"""What a step and a run report back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one ``guard.step`` did.
+
+    Args:
+        loss: Mean loss over the items of the batch, shape ``()``, detached, on the model's device. Reading it
+            with ``float(...)`` is the caller's sync, not ours.
+        items: Loss-bearing items that the mean is over: as returned by the loss function, else samples.
+        grad_norm: L2 norm by parameter group before clipping, under names such as ``"optimizer.0"``. Empty if
+            the step was skipped before gradients were measured.
+        micro_batch_size: Most samples in one forward/backward; None if the batch has no batch dimension.
+        attempts: Attempts made, the successful one included.
+        skipped: True if the weights were left as they were.
+        reason: Why it was skipped, else None.
+    """
+
+    loss: torch.Tensor
+    items: float | torch.Tensor
+    grad_norm: Mapping[str, float]
+    micro_batch_size: int | None
+    attempts: int
+    skipped: bool
+    reason: str | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Running totals of a run over all its lives; part of every checkpoint."""
+
+    steps: int = 0
+    skipped_steps: int = 0
+    out_of_memory: int = 0
+    rollbacks: int = 0
+    resumes: int = 0
+    nonfinite_in_a_row: int = 0
+    rollbacks_in_a_row: int = 0
+    good_steps_in_a_row: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """A snapshot of a run.
+
+    Args:
+        global_step: Optimizer steps in the weights.
+        epoch: Epochs completed.
+        steps: Steps committed over all lives of the run, also those that a rollback undid.
+        skipped_steps: Steps that left no trace because of NaN or Inf.
+        out_of_memory: Attempts that ran out of memory.
+        rollbacks: Returns to a checkpoint.
+        resumes: Times that the run was continued from a checkpoint by a new process.
+        checkpoints_saved: By this process.
+        checkpoints_failed: By this process.
+        micro_batch_size: Most samples in one forward/backward from the next step on; None: the whole batch.
+        recompute: Whether activation checkpointing is on.
+        loss_scale: Of fp16 training, else None.
+    """
+
+    global_step: int
+    epoch: int
+    steps: int
+    skipped_steps: int
+    out_of_memory: int
+    rollbacks: int
+    resumes: int
+    checkpoints_saved: int
+    checkpoints_failed: int
+    micro_batch_size: int | None
+    recompute: bool
+    loss_scale: float | None = field(default=None)

@@ -1,0 +1,462 @@
+"""One step as a transaction: it commits, or it leaves no trace and says why.
+
+    begin      note random state and mutable buffers, empty the gradients
+    prepare    optimizer state exists before it is needed
+    attempt    forward and backward of every micro-batch; out of memory → outside the handler: drop the frames, put
+               everything back, ask the ladder, attempt again from the start
+    inspect    norm of every group, finite or not: one read by the host
+    vote       the ranks agree
+    commit     clip, step every optimizer, update the scaler
+
+Everything up to the vote can be taken back. Inside the commit nothing is retried: an optimizer that fails
+half-way raises `TornStep`, and only a checkpoint helps.
+
+Does not: save, roll back, count, or know where batches come from (see ``guard``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.utils.checkpoint import CheckpointError as RecomputeMismatch
+
+from holdfast.core.errors import BatchError, DeviceError, OutOfMemoryError
+from holdfast.core.events import Decision, Stop
+from holdfast.core.policy import Policy
+from holdfast.data.random_state import RandomState, capture, restore
+from holdfast.data.splitting import Split, batch_size, copied, fresh, micro_batches, tensors_in
+from holdfast.memory.ladder import Means, MemoryLadder
+from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
+from holdfast.memory.recompute import find_repeated_blocks, recomputing
+from holdfast.numerics.gradients import GradientFacts, Group, clip, inspect, nonfinite_gradients
+from holdfast.run.buffers import BufferKeeper
+from holdfast.run.loss import bad_items, read_loss
+from holdfast.run.optimizer_state import create_state, drop_state
+from holdfast.run.parts import Parts
+from holdfast.run.promises import LossFunction, Promises
+from holdfast.run.ranks import Ranks, Vote
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TornStep(Exception):  # noqa: N818 - a signal to the guard, never seen by users
+    """An optimizer ran out of memory half-way: weights and moments cannot be trusted."""
+
+
+class Recorder(Protocol):
+    """Where the transaction says what it does."""
+
+    def decided(self, decision: Decision, **facts: Any) -> None:
+        """Record a decision."""
+
+    def happened(self, kind: str, **facts: Any) -> None:
+        """Record a fact."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """What one step works on."""
+
+    batch: Any
+    loss_fn: LossFunction
+    names: Sequence[str]
+    split: Split
+    size: int | None
+    parameters: list[torch.Tensor]
+    inputs: list[torch.Tensor] | None
+    random_state: RandomState
+    versions: list[int]
+    attempts: int = 0
+    unscaled: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """An attempt that came through, not yet committed.
+
+    Args:
+        loss: Mean over the items, shape ``()``, detached.
+        items: Number of items.
+        micro_batch_size: Most samples in one pass, None if unknown.
+        groups: Parameter groups with their gradients.
+        facts: About the gradients.
+        norms: Of each gradient.
+    """
+
+    loss: torch.Tensor
+    items: float | torch.Tensor
+    micro_batch_size: int | None
+    groups: list[Group]
+    facts: GradientFacts
+    norms: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a step ended.
+
+    Args:
+        attempt: The attempt that was committed or skipped.
+        attempts: Attempts made.
+        size: Samples in the batch, None if unknown.
+        committed: False if it left no trace.
+        culprits: Names of parameters with non-finite gradients, some of them.
+        culprit_count: How many there are.
+        scale_search: True if fp16's loss scale was merely too large.
+    """
+
+    attempt: Attempt
+    attempts: int
+    size: int | None
+    committed: bool
+    culprits: list[str] = field(default_factory=list)
+    culprit_count: int = 0
+    scale_search: bool = False
+
+
+class Transaction:
+    """Carries out steps on one set of parts.
+
+    Args:
+        parts: Models and optimizers.
+        policy: Settings.
+        ladder: Decides what to do about a lack of memory.
+        ranks: Who votes.
+        recorder: Where decisions and facts go.
+        split: How batches are cut where a step does not say.
+    """
+
+    def __init__(
+        self, *, parts: Parts, policy: Policy, ladder: MemoryLadder, ranks: Ranks, recorder: Recorder, split: Split
+    ) -> None:
+        self._parts = parts
+        self._policy = policy
+        self._ladder = ladder
+        self._ranks = ranks
+        self._recorder = recorder
+        self._split = split
+        self._devices = parts.devices()
+        self._device_type = parts.device_type()
+        self.buffers = BufferKeeper(parts.models)
+        self.scaler = torch.amp.GradScaler(self._device_type) if policy.precision == "fp16" else None
+        self._promises = Promises(parts, policy, self.buffers, recorder)
+        self._blocks = [
+            (name if key == "model" else f"{key}.{name}", block)
+            for key, model in parts.models.items()
+            for name, block in (find_repeated_blocks(model) if policy.recompute else [])
+        ]
+        self._all_parameters = [p for _, p in parts.named_parameters()]
+        self._born: dict[str, list[torch.Tensor]] = {}
+        self._step_id = 0
+
+    def run(
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        names: Sequence[str],
+        *,
+        split: Split | None,
+        stop_requested: bool,
+    ) -> Outcome:
+        """Make one step.
+
+        Args:
+            batch: Any pytree of tensors.
+            loss_fn: Of a micro-batch.
+            names: Optimizers to step.
+            split: How the batch is cut; None: as the guard was told.
+            stop_requested: For the vote.
+
+        Raises:
+            BatchError: H2xx, for a batch or a loss that cannot be used.
+            OutOfMemoryError: H401, if no remedy is left.
+            DeviceError: H403, if the device's context is dead.
+            TornStep: if an optimizer ran out of memory half-way.
+        """
+        self._step_id += 1
+        work = self._begin(batch, loss_fn, names, self._split if split is None else split)
+        try:
+            attempt = self._attempt_until_it_fits(work)
+            agreed = self._ranks.agree(
+                Vote(
+                    step_id=self._step_id,
+                    out_of_memory=work.attempts > 1,
+                    nonfinite=attempt.facts.nonfinite,
+                    stop_requested=stop_requested,
+                )
+            )
+        except BaseException as error:
+            if is_sticky(error):
+                raise _dead_device(error) from error
+            self._take_back(work)
+            raise
+        return self._skip(work, attempt) if agreed.nonfinite else self._commit(work, attempt)
+
+    def _begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split) -> _Work:
+        size = self._promises.size_of(batch, split)
+        self.buffers.keep()
+        parameters = [
+            p for name in names for group in self._parts.optimizers[name].param_groups for p in group["params"]
+        ]
+        for parameter in parameters:
+            parameter.grad = None
+        return _Work(
+            batch=batch,
+            loss_fn=loss_fn,
+            names=names,
+            split=split,
+            size=size,
+            parameters=parameters,
+            inputs=self._inputs(parameters),
+            random_state=capture(self._devices),
+            versions=_versions(batch),
+        )
+
+    def _inputs(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return where gradients may go, or None if backward reaches nothing else anyway."""
+        mine = {id(p) for p in parameters}
+        if all(id(p) in mine for p in self._all_parameters if p.requires_grad):
+            return None
+        return [p for p in parameters if p.requires_grad]
+
+    def _prepare(self, names: Sequence[str]) -> None:
+        """Let all state exist before the first attempt, where a lack of memory can still be helped."""
+        for name in names:
+            if name not in self._born:
+                optimizer = self._parts.optimizers[name]
+                trainable = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+                self._born[name] = create_state(optimizer, trainable)
+
+    def _let_state_exist(self, groups: Sequence[Group]) -> None:
+        """Make the state of parameters that get their first gradient late, before the step is committed."""
+        for group in groups:
+            optimizer = self._parts.optimizers[group.optimizer]
+            if optimizer.state:
+                missing = [p for p in group.parameters if p not in optimizer.state]
+                if missing:
+                    create_state(optimizer, missing)
+
+    def _attempt_until_it_fits(self, work: _Work) -> Attempt:
+        self._promises.make(work.batch, work.size, work.split, work.loss_fn, work.parameters)
+        self._restore(work)
+        while True:
+            work.attempts += 1
+            try:
+                return self._attempt(work)
+            except Exception as error:
+                found = find_out_of_memory(error)
+                mismatch = isinstance(error, RecomputeMismatch) and self._ladder.plan.recompute
+                if found is None and not mismatch:
+                    raise
+                failure = error
+            # Out of the handler: only now can the frames of the failed attempt be dropped.
+            let_go(failure)
+            del failure
+            self._take_back(work)
+            if _versions(work.batch) != work.versions:
+                raise self._promises.batch_was_changed(work.loss_fn)
+            if found is None:
+                self._blocks = []
+                self._ladder.without_recompute()
+                self._recorder.happened("recompute_impossible", why="a block computes another result the second time")
+                continue
+            release_memory(self._devices)
+            self._decide(work, found)
+
+    def _decide(self, work: _Work, found: str) -> None:
+        plan = self._ladder.plan
+        size = work.size or 1
+        self._recorder.happened(
+            "out_of_memory", error=found, attempt=work.attempts, micro_batch_size=plan.samples(size), recompute=plan.recompute
+        )
+        means = Means()
+        if work.attempts > 1:
+            means = self._promises.means(work.batch, work.size, work.split, work.loss_fn, work.parameters)
+            self._restore(work)
+        decision = self._ladder.decide_after_oom(
+            batch_size=size, attempts=work.attempts, means=Means(
+                blocks=tuple(name for name, _ in self._blocks), no_split=means.no_split,
+                split_promise=means.split_promise, smallest=means.smallest,
+            )
+        )
+        self._recorder.decided(decision)
+        if isinstance(decision, Stop):
+            raise OutOfMemoryError(
+                f"a batch of {size} samples does not fit, in {work.attempts} attempts ({found})",
+                limit=decision.reason,
+                fix="free memory, use a smaller batch or model, or allow what was refused by "
+                "Policy(allow_split_with=...); the weights are those of the last committed step.",
+                rule="H401",
+            )
+
+    def _attempt(self, work: _Work) -> Attempt:
+        self._prepare(work.names)
+        plan = self._ladder.plan
+        samples = None if work.size is None else plan.samples(work.size)
+        active = [block for _, block in self._blocks] if plan.recompute else []
+        with recomputing(active, lambda: capture(self._devices), restore) if active else contextlib.nullcontext():
+            if samples is None or samples == work.size:
+                loss, items = self._whole(work)
+            else:
+                loss, items = self._parted(work, micro_batches(work.batch, work.size or 0, samples, work.split))
+        if self.scaler is not None:
+            work.unscaled = True
+            for name in work.names:
+                self.scaler.unscale_(self._parts.optimizers[name])
+        groups = self._groups(work.names)
+        if not any(group.parameters for group in groups):
+            raise BatchError(
+                f"no parameter of {', '.join(work.names)} received a gradient",
+                limit="the loss must depend on the parameters that are stepped",
+                fix="check that the loss uses the right model, that nothing on the way is detached, and that "
+                "optimizer= names the right optimizer.",
+                rule="H202",
+            )
+        self._let_state_exist(groups)
+        facts, norms = inspect(groups, loss)
+        return Attempt(loss=loss, items=items, micro_batch_size=samples, groups=groups, facts=facts, norms=norms)
+
+    def _whole(self, work: _Work) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """One pass, with no arithmetic of ours: bit-identical to a bare loop."""
+        loss, items, _ = self._forward(work, fresh(work.batch), work.size)
+        if not isinstance(items, torch.Tensor) and items <= 0:
+            raise bad_items(items)
+        self._backward(work, loss)
+        return loss.detach(), items
+
+    def _parted(
+        self, work: _Work, parts: list[tuple[Any, int]]
+    ) -> tuple[torch.Tensor, float]:
+        """Several passes, each weighted by its share of the items.
+
+        Declared items are known only after each forward pass, so weights are relative to an estimate, and the
+        gradients are corrected once at the end. For bare means the estimate is the truth.
+        """
+        assert work.size is not None
+        estimate, total, loss = 0.0, 0.0, None
+        for part, samples in parts:
+            mean, items, declared = self._forward(work, part, samples)
+            count = float(items)  # of a device tensor: a sync for each part, only when a batch is split
+            if count < 0 or not count < float("inf"):
+                raise bad_items(count)
+            if count == 0:
+                continue  # a part without any item has no mean; it weighs nothing
+            if not estimate:
+                estimate = count * work.size / samples if declared else float(work.size)
+            self._backward(work, mean * (count / estimate))
+            total += count
+            share = mean.detach() * count
+            loss = share if loss is None else loss + share
+        if loss is None:
+            raise bad_items(0)
+        if total != estimate:
+            gradients = [p.grad for p in work.parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, estimate / total)
+        return loss / total, total
+
+    def _forward(self, work: _Work, part: Any, samples: int | None) -> tuple[torch.Tensor, Any, bool]:
+        with self._autocast(), self._promises.pristine(work.loss_fn, part) as given:
+            returned = work.loss_fn(given)
+        return read_loss(returned, samples)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = _AUTOCAST.get(self._policy.precision)
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self._device_type, dtype)
+
+    def _backward(self, work: _Work, loss: torch.Tensor) -> None:
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward(inputs=work.inputs)  # type: ignore[no-untyped-call]
+
+    def _groups(self, names: Sequence[str]) -> list[Group]:
+        return [
+            Group(
+                f"{name}.{group.get('name', index)}", name, [p for p in group["params"] if p.grad is not None]
+            )
+            for name in names
+            for index, group in enumerate(self._parts.optimizers[name].param_groups)
+        ]
+
+    def _restore(self, work: _Work) -> None:
+        """Put random state and buffers back to the beginning, and empty the gradients."""
+        for parameter in work.parameters:
+            parameter.grad = None
+        late = self.buffers.put_back()
+        if late:
+            self._recorder.happened("buffer_not_restored", buffers=late)
+        restore(work.random_state)
+
+    def _take_back(self, work: _Work) -> None:
+        self._restore(work)
+        if work.unscaled and self.scaler is not None:
+            # A scaler cannot be told to forget that it has unscaled: a new one goes on.
+            state, self.scaler = self.scaler.state_dict(), torch.amp.GradScaler(self._device_type)
+            self.scaler.load_state_dict(state)
+            work.unscaled = False
+
+    def _skip(self, work: _Work, attempt: Attempt) -> Outcome:
+        mine = {id(p) for p in work.parameters}
+        named = ((name, p) for name, p in self._parts.named_parameters() if id(p) in mine)
+        culprits, count = nonfinite_gradients(named)
+        scale_search = False
+        if self.scaler is not None:
+            self.scaler.update()
+            work.unscaled = False
+            loss_is_finite = bool(torch.isfinite(attempt.loss))
+            scale_search = loss_is_finite and self.scaler.get_scale() >= 1.0
+        self._take_back(work)
+        return Outcome(
+            attempt=attempt,
+            attempts=work.attempts,
+            size=work.size,
+            committed=False,
+            culprits=culprits,
+            culprit_count=count,
+            scale_search=scale_search,
+        )
+
+    def _commit(self, work: _Work, attempt: Attempt) -> Outcome:
+        if self._policy.max_grad_norm is not None:
+            clip(attempt.groups, attempt.norms, self._policy.max_grad_norm, self._policy.clip_by)
+        self._step_optimizers(work.names)
+        if self.scaler is not None:
+            self.scaler.update()
+        new = self.buffers.learn()
+        if new:
+            self._recorder.happened("mutable_buffers", buffers=new[:20], count=len(new))
+        if _versions(work.batch) != work.versions:
+            self._promises.notice_change(work.loss_fn)
+        return Outcome(attempt=attempt, attempts=work.attempts, size=work.size, committed=True)
+
+    def _step_optimizers(self, names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                self._parts.optimizers[name].step()
+                drop_state(self._parts.optimizers[name], [p for p in self._born[name] if p.grad is None])
+                self._born[name] = []
+                continue
+            except Exception as error:
+                found = find_out_of_memory(error)
+                if found is None:
+                    raise
+                failure = error
+            let_go(failure)
+            del failure
+            release_memory(self._devices)
+            raise TornStep(f"optimizer {name!r}: {found}")
+
+
+def _versions(batch: Any) -> list[int]:
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors_in(batch)]
+
+
+def _dead_device(error: BaseException) -> DeviceError:
+    return DeviceError(
+        f"the device reports {str(error).strip().splitlines()[0][:200]!r}",
+        limit="its context is dead and nothing on it can be retried or saved",
+        fix="start the run again: it continues from its newest checkpoint.",
+        rule="H403",
+    )
