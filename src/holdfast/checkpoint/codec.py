@@ -19,7 +19,13 @@ import torch
 from holdfast.core.errors import CheckpointError
 
 _TAG = "$"
-_FACTORIES: dict[str, Callable[[], Any]] = {"int": int, "float": float, "list": list, "dict": dict, "set": set}
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    "int": int,
+    "float": float,
+    "list": list,
+    "dict": dict,
+    "set": set,
+}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -46,7 +52,7 @@ class Encoder:
         Raises:
             CheckpointError: H310, if a value cannot be stored without pickle.
         """
-        if value is None or isinstance(value, (bool, int, str)) and type(value) in (bool, int, str):
+        if value is None or (isinstance(value, (bool, int, str)) and type(value) in (bool, int, str)):
             return value
         if isinstance(value, torch.Tensor):
             if value.is_complex():  # safetensors has no complex128

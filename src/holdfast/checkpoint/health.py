@@ -25,9 +25,7 @@ def nonfinite_tensors(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 
     for pairs in by_device.values():
         largest = torch._foreach_norm([tensor for _, tensor in pairs], math.inf)
         values = torch.stack([value.float() for value in largest]).tolist()
-        bad += [
-            name for (name, tensor), value in zip(pairs, values, strict=True) if not _finite(tensor, value)
-        ]
+        bad += [name for (name, tensor), value in zip(pairs, values, strict=True) if not _finite(tensor, value)]
     return bad[:most], len(bad)
 
 

@@ -119,9 +119,7 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Ex
         prefix += file.read(struct.unpack("<Q", prefix)[0])
     header = json.loads(prefix[8:])
     header.pop("__metadata__", None)
-    extents = {
-        "header of the file": Extent(begin=0, end=len(prefix), sha256=hashlib.sha256(prefix).hexdigest())
-    }
+    extents = {"header of the file": Extent(begin=0, end=len(prefix), sha256=hashlib.sha256(prefix).hexdigest())}
     for name, found in header.items():
         begin, end = found["data_offsets"]
         flat = tensors[name].reshape(-1).view(torch.uint8).numpy()

@@ -218,9 +218,7 @@ def _tuple_if_list(value: Any) -> Any:
 
 
 def _bad_value(name: str, value: object, expected: str) -> PolicyError:
-    return PolicyError(
-        f"{name}={value!r}", limit=f"it must be {expected}", fix=f"pass {expected}.", rule="H102"
-    )
+    return PolicyError(f"{name}={value!r}", limit=f"it must be {expected}", fix=f"pass {expected}.", rule="H102")
 
 
 def _is_number(value: object) -> bool:
@@ -255,7 +253,7 @@ def _check_flag(value: object) -> str | None:
 
 
 def _check_rollbacks(value: object) -> str | None:
-    return None if value == 0 and not isinstance(value, bool) or _is_count(value) else "a whole number >= 0"
+    return None if (value == 0 and not isinstance(value, bool)) or _is_count(value) else "a whole number >= 0"
 
 
 def _check_hazards(value: object) -> str | None:

@@ -49,7 +49,7 @@ def capture(devices: Sequence[torch.device] = ()) -> RandomState:
     """
     return RandomState(
         random.getstate(),
-        np.random.get_state(),  # noqa: NPY002 - the global generator is the one that augmentation uses
+        np.random.get_state(),
         torch.get_rng_state(),
         {str(device): torch.get_device_module(device).get_rng_state(device) for device in devices},
     )
@@ -58,7 +58,7 @@ def capture(devices: Sequence[torch.device] = ()) -> RandomState:
 def restore(state: RandomState) -> None:
     """Put back what `capture` returned; a device that is not here any more is passed over."""
     random.setstate(state.python)
-    np.random.set_state(state.numpy)  # noqa: NPY002
+    np.random.set_state(state.numpy)
     torch.set_rng_state(state.cpu)
     for name, device_state in state.devices.items():
         device = torch.device(name)
@@ -77,7 +77,7 @@ def seed_cpu(seed: int) -> None:
     queues one more callback at each call.
     """
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002
+    np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)
 
 

@@ -81,15 +81,17 @@ def micro_batches(batch: Any, size: int, micro_batch_size: int, split: Split = 0
         return list(zip(parts, sizes, strict=True))
     starts = range(0, size, micro_batch_size)
     lengths = [min(micro_batch_size, size - start) for start in starts]
-    return [
-        (_cut(batch, split, size, start, length), length)
-        for start, length in zip(starts, lengths, strict=True)
-    ]
+    return [(_cut(batch, split, size, start, length), length) for start, length in zip(starts, lengths, strict=True)]
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
     """Return every tensor of a batch, in order."""
     return [leaf for _, leaf, _ in _leaves(batch, 0, "batch") if isinstance(leaf, torch.Tensor)]
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return autograd's counters of in-place changes; -1 for a tensor that does not count."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def fresh(batch: Any) -> Any:

@@ -62,9 +62,7 @@ def find_out_of_memory(error: BaseException) -> str | None:
         if isinstance(link, HoldfastError):
             continue
         typed = isinstance(link, (torch.OutOfMemoryError, MemoryError))
-        texted = isinstance(link, (RuntimeError, OSError)) and any(
-            pattern.search(str(link)) for pattern in _PATTERNS
-        )
+        texted = isinstance(link, (RuntimeError, OSError)) and any(pattern.search(str(link)) for pattern in _PATTERNS)
         if typed or texted:
             lines = str(link).strip().splitlines() or [""]
             return f"{type(link).__name__}: {lines[0]}"[:300]

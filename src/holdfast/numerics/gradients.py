@@ -80,9 +80,7 @@ def inspect(groups: Sequence[Group], loss: torch.Tensor) -> tuple[GradientFacts,
     if facts.nonfinite:
         return facts, each
     return (
-        GradientFacts(
-            norms=facts.norms, total=facts.total, loss=facts.loss, overflowed=True, nonfinite=False
-        ),
+        GradientFacts(norms=facts.norms, total=facts.total, loss=facts.loss, overflowed=True, nonfinite=False),
         each,
     )
 
@@ -136,9 +134,7 @@ def clip(groups: Sequence[Group], each: torch.Tensor, max_norm: float, clip_by: 
             clip_grads_with_norm_(parameters, max_norm, norm)
 
 
-def nonfinite_gradients(
-    named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5
-) -> tuple[list[str], int]:
+def nonfinite_gradients(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:
     """Return the names of parameters whose gradient holds NaN or Inf, and how many there are in all.
 
     Args:

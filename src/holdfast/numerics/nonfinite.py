@@ -23,7 +23,9 @@ def decide_after_nonfinite(
         return SkipStep(reason=reason, promise="changes training")
     if rollbacks_in_a_row < max_rollbacks:
         return RollBack(
-            reason=f"{in_a_row} non-finite steps in a row: {reason}", promise="changes training", rewind_data=False
+            reason=f"{in_a_row} non-finite steps in a row: {reason}",
+            promise="changes training",
+            rewind_data=False,
         )
     return Stop(
         reason=f"{in_a_row} non-finite steps in a row after {rollbacks_in_a_row} rollback(s): {reason}",

@@ -1,9 +1,9 @@
 """From live objects to the components of a checkpoint, and back into the same objects.
 
-    model, model.<name>            state_dict of each model: plain safetensors with the model's own tensor names
-    optimizer, optimizer.<name>    state_dict of each optimizer
-    state.<name>                   the caller's further state
-    training                       schedulers, scaler, random state, position, memory ladder, counters
+model, model.<name>            state_dict of each model: plain safetensors with the model's own tensor names
+optimizer, optimizer.<name>    state_dict of each optimizer
+state.<name>                   the caller's further state
+training                       schedulers, scaler, random state, position, memory ladder, counters
 """
 
 from __future__ import annotations

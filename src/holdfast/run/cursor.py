@@ -1,10 +1,10 @@
 """Where the data is: epochs and batches that were *trained*, and how to get there again.
 
-    a loader with state_dict     its own position (holdfast.DataLoader: exact, in no time)
-    any other iterable           the random state at the start of the epoch is put back, the batches before the
-                                 position are read and dropped, and the random state of the moment follows.
-                                 Exact for torch's own DataLoader, shuffled or not, with the same worker count
-    an iterator                  cannot be started again: its order is nobody's to restore
+a loader with state_dict     its own position (holdfast.DataLoader: exact, in no time)
+any other iterable           the random state at the start of the epoch is put back, the batches before the
+                             position are read and dropped, and the random state of the moment follows.
+                             Exact for torch's own DataLoader, shuffled or not, with the same worker count
+an iterator                  cannot be started again: its order is nobody's to restore
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The run directory: its layout, its format, and the lock that keeps a second run out.
 
-    run.json               format of the directory
-    lock                   held while a guard is open
-    micro_batch_size.json  what the memory ladder has learned, for a run without checkpoints
-    recorder/              the black box
-    checkpoints/           see ``checkpoint.store``
+run.json               format of the directory
+lock                   held while a guard is open
+micro_batch_size.json  what the memory ladder has learned, for a run without checkpoints
+recorder/              the black box
+checkpoints/           see ``checkpoint.store``
 """
 
 from __future__ import annotations

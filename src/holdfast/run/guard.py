@@ -11,13 +11,11 @@ batch done, also what the caller does after ``step``. Checkpoints are taken at b
 from __future__ import annotations
 
 import difflib
-import logging
 import math
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -212,7 +210,9 @@ class Guard:
     def _loop(self, cursor: Cursor, max_epochs: int | None, max_steps: int | None) -> Iterator[Any]:
         def finished() -> bool:
             enough = max_epochs is not None and cursor.epoch >= max_epochs
-            return enough or (max_steps is not None and self.global_step >= max_steps) or self._stop.reason is not None
+            return (
+                enough or (max_steps is not None and self.global_step >= max_steps) or self._stop.reason is not None
+            )
 
         self._ready()
         self._driven = True
@@ -437,6 +437,7 @@ class Guard:
                 rule="H402",
             )
         self._torn_at = at_step
+        self._transaction.committing = False
         session.decided(
             RollBack(
                 reason=str(torn),

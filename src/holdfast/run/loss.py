@@ -84,8 +84,7 @@ def bad_items(items: Any) -> BatchError:
     return BatchError(
         f"items={items!r}",
         limit="the mean loss must be over a positive number of items",
-        fix="return the number of tokens, frames or samples that the mean is over; leave out batches without "
-        "any.",
+        fix="return the number of tokens, frames or samples that the mean is over; leave out batches without any.",
         rule="H203",
     )
 

@@ -19,7 +19,7 @@ import torch
 from holdfast.core.errors import BatchError
 from holdfast.core.policy import Policy
 from holdfast.data.random_state import isolated
-from holdfast.data.splitting import Split, batch_size, copied, tensors_in
+from holdfast.data.splitting import Split, batch_size, copied, tensors_in, versions_of
 from holdfast.memory.ladder import Means
 from holdfast.run.buffers import BufferKeeper
 from holdfast.run.hazards import find_hazards, split_promise
@@ -89,9 +89,17 @@ class Promises:
         return size
 
     def make(
-        self, batch: Any, size: int | None, split: Split, loss_fn: LossFunction, parameters: Sequence[torch.Tensor]
-    ) -> None:
+        self,
+        batch: Any,
+        size: int | None,
+        split: Split,
+        loss_fn: LossFunction,
+        parameters: Sequence[torch.Tensor],
+    ) -> bool:
         """Find out about a loss function, at its first step, and say what cannot be promised.
+
+        Returns:
+            Whether it was tried out in this process, so that buffers and random state are to be put back.
 
         Raises:
             BatchError: H206 or H207, if the policy asks for a micro-batch size and splitting would change
@@ -101,16 +109,20 @@ class Promises:
         asked = self._policy.micro_batch_size
         splits_now = isinstance(asked, int) and size is not None and size > asked
         if known.made and not splits_now:
-            return
-        if size is not None and size > 1 and known.verdict is None and asked is not None:
-            if self._parts.device_type() == "cpu" or splits_now:
-                self._rehearse(known, batch, size, split, loss_fn, parameters)
+            return False
+        in_place = False
+        on_cpu = self._parts.device_type() == "cpu"
+        wanted = asked is not None and (on_cpu or splits_now)
+        if wanted and known.verdict is None and size is not None and size > 1:
+            self._rehearse(known, batch, size, split, loss_fn, parameters)
+            in_place = not on_cpu
         refused = self._refused(known)
         if splits_now and refused is not None:
             raise self._refusal(*refused)
         if not known.made:
             known.made = True
             self._say(known, size, refused)
+        return in_place
 
     def _say(self, known: _Known, size: int | None, refused: tuple[str, str] | None) -> None:
         cannot = refused[1] if refused else self._uncuttable
@@ -129,7 +141,12 @@ class Promises:
             )
 
     def means(
-        self, batch: Any, size: int | None, split: Split, loss_fn: LossFunction, parameters: Sequence[torch.Tensor]
+        self,
+        batch: Any,
+        size: int | None,
+        split: Split,
+        loss_fn: LossFunction,
+        parameters: Sequence[torch.Tensor],
     ) -> Means:
         """Return what a step may do about a lack of memory, finding out what is not known yet."""
         if size is None or self._policy.micro_batch_size is None:
@@ -207,10 +224,11 @@ class Promises:
             yield part
             return
         given = copied(part)
-        before = [tensor._version for tensor in tensors_in(given)]
+        tensors = tensors_in(given)
+        before = versions_of(tensors)
         yield given
         if known.changes_batch is None:
-            known.changes_batch = [tensor._version for tensor in tensors_in(given)] != before
+            known.changes_batch = versions_of(tensors) != before
 
     def batch_was_changed(self, loss_fn: LossFunction) -> BatchError:
         """Return the error about a loss function that has spoiled the batch of a step that must be repeated."""

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from holdfast.data.random_state import seed_cpu
-from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in
+from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
 from holdfast.run.loss import read_loss
 
 _SAMPLES = 4
@@ -80,12 +80,13 @@ def rehearse(
     few = min(_SAMPLES, size)
     head = copied(micro_batches(batch, size, few, split)[0][0])
     few = batch_size(head, split)
-    versions = [tensor._version for tensor in tensors_in(head)]
+    tensors = tensors_in(head)
+    versions = versions_of(tensors)
     parts = micro_batches(head, few, min(_PART, few - 1), split)
     with _evaluating(models), torch.enable_grad():
         seed_cpu(0)
         declared = _accumulate([(head, few)], 1.0, loss_fn, parameters)
-        changes = [tensor._version for tensor in tensors_in(head)] != versions
+        changes = versions_of(tensors) != versions
         whole = _norm(parameters)
         if changes:
             return Verdict(outcome="unknown", changes_batch=True, declared=declared, why="it changes its batch")

@@ -45,9 +45,7 @@ class Session:
         version: Of holdfast, for the manifests.
     """
 
-    def __init__(
-        self, directory: RunDirectory, parts: Parts, policy: Policy, clock: Clock, version: str
-    ) -> None:
+    def __init__(self, directory: RunDirectory, parts: Parts, policy: Policy, clock: Clock, version: str) -> None:
         self.directory = directory
         self.store = Store(directory.checkpoints)
         self._parts = parts
@@ -112,9 +110,7 @@ class Session:
 
     def happened(self, kind: str, **facts: Any) -> None:
         """Record a fact, and tell people if it is one that they should see."""
-        event = Event(
-            kind=kind, global_step=self.global_step, unix_seconds=self._clock.unix_seconds(), data=facts
-        )
+        event = Event(kind=kind, global_step=self.global_step, unix_seconds=self._clock.unix_seconds(), data=facts)
         if self._box is not None:
             self._box.event(event)
         if kind in _LOUD:
@@ -136,7 +132,12 @@ class Session:
     # --- save -----------------------------------------------------------------------------------------------
 
     def save(
-        self, *, cursor: Cursor, ladder: MemoryLadder, scaler: Any, buffers: list[tuple[str, torch.Tensor]]
+        self,
+        *,
+        cursor: Cursor | None,
+        ladder: MemoryLadder,
+        scaler: Any,
+        buffers: list[tuple[str, torch.Tensor]],
     ) -> bool:
         """Write a checkpoint of everything. A save that fails is an event and does not stop training.
 
@@ -165,9 +166,7 @@ class Session:
         try:
             trees = gather(self._parts, self._training(cursor, ladder, scaler))
             shot = snapshot(trees, self.global_step)
-            entry = write(
-                self.store, shot, unix_seconds=self._clock.unix_seconds(), written_by=self._version
-            )
+            entry = write(self.store, shot, unix_seconds=self._clock.unix_seconds(), written_by=self._version)
             removed = self.store.prune(self._policy.keep_latest_k, known_good=entry)
         except Exception as error:
             if first and not isinstance(error, OSError):
@@ -198,11 +197,11 @@ class Session:
                         named.append((f"{optimizer_name}: {key} of {where}", value))
         return named + buffers
 
-    def _training(self, cursor: Cursor, ladder: MemoryLadder, scaler: Any) -> dict[str, Any]:
+    def _training(self, cursor: Cursor | None, ladder: MemoryLadder, scaler: Any) -> dict[str, Any]:
         return {
             "global_step": self.global_step,
             "counters": asdict(self.counters),
-            "position": cursor.state_dict(),
+            "position": None if cursor is None else cursor.state_dict(),
             "random_state": capture(self._parts.devices()).to_tree(),
             "ladder": ladder.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),

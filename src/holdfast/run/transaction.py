@@ -17,7 +17,7 @@ Does not: save, roll back, count, or know where batches come from (see ``guard``
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from holdfast.core.errors import BatchError, DeviceError, OutOfMemoryError
 from holdfast.core.events import Decision, Stop
 from holdfast.core.policy import Policy
 from holdfast.data.random_state import RandomState, capture, restore
-from holdfast.data.splitting import Split, batch_size, copied, fresh, micro_batches, tensors_in
+from holdfast.data.splitting import Split, fresh, micro_batches, tensors_in, versions_of
 from holdfast.memory.ladder import Means, MemoryLadder
 from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
 from holdfast.memory.recompute import find_repeated_blocks, recomputing
@@ -41,10 +41,6 @@ from holdfast.run.promises import LossFunction, Promises
 from holdfast.run.ranks import Ranks, Vote
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class TornStep(Exception):  # noqa: N818 - a signal to the guard, never seen by users
-    """An optimizer ran out of memory half-way: weights and moments cannot be trusted."""
 
 
 class Recorder(Protocol):
@@ -69,6 +65,7 @@ class _Work:
     parameters: list[torch.Tensor]
     inputs: list[torch.Tensor] | None
     random_state: RandomState
+    tensors: list[torch.Tensor]
     versions: list[int]
     attempts: int = 0
     unscaled: bool = False
@@ -118,6 +115,19 @@ class Outcome:
     scale_search: bool = False
 
 
+class TornStep(Exception):  # noqa: N818 - a signal to the guard, never seen by users
+    """An optimizer ran out of memory half-way: weights and moments cannot be trusted.
+
+    Args:
+        why: Optimizer and error.
+        outcome: What would have been committed.
+    """
+
+    def __init__(self, why: str, outcome: Outcome) -> None:
+        super().__init__(why)
+        self.outcome = outcome
+
+
 class Transaction:
     """Carries out steps on one set of parts.
 
@@ -131,7 +141,14 @@ class Transaction:
     """
 
     def __init__(
-        self, *, parts: Parts, policy: Policy, ladder: MemoryLadder, ranks: Ranks, recorder: Recorder, split: Split
+        self,
+        *,
+        parts: Parts,
+        policy: Policy,
+        ladder: MemoryLadder,
+        ranks: Ranks,
+        recorder: Recorder,
+        split: Split,
     ) -> None:
         self._parts = parts
         self._policy = policy
@@ -152,6 +169,7 @@ class Transaction:
         self._all_parameters = [p for _, p in parts.named_parameters()]
         self._born: dict[str, list[torch.Tensor]] = {}
         self._step_id = 0
+        self.committing = False
 
     def run(
         self,
@@ -199,6 +217,7 @@ class Transaction:
     def _begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split) -> _Work:
         size = self._promises.size_of(batch, split)
         self.buffers.keep()
+        tensors = tensors_in(batch)
         parameters = [
             p for name in names for group in self._parts.optimizers[name].param_groups for p in group["params"]
         ]
@@ -213,7 +232,8 @@ class Transaction:
             parameters=parameters,
             inputs=self._inputs(parameters),
             random_state=capture(self._devices),
-            versions=_versions(batch),
+            tensors=tensors,
+            versions=versions_of(tensors),
         )
 
     def _inputs(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -241,8 +261,8 @@ class Transaction:
                     create_state(optimizer, missing)
 
     def _attempt_until_it_fits(self, work: _Work) -> Attempt:
-        self._promises.make(work.batch, work.size, work.split, work.loss_fn, work.parameters)
-        self._restore(work)
+        if self._promises.make(work.batch, work.size, work.split, work.loss_fn, work.parameters):
+            self._restore(work)
         while True:
             work.attempts += 1
             try:
@@ -257,7 +277,7 @@ class Transaction:
             let_go(failure)
             del failure
             self._take_back(work)
-            if _versions(work.batch) != work.versions:
+            if versions_of(work.tensors) != work.versions:
                 raise self._promises.batch_was_changed(work.loss_fn)
             if found is None:
                 self._blocks = []
@@ -271,17 +291,25 @@ class Transaction:
         plan = self._ladder.plan
         size = work.size or 1
         self._recorder.happened(
-            "out_of_memory", error=found, attempt=work.attempts, micro_batch_size=plan.samples(size), recompute=plan.recompute
+            "out_of_memory",
+            error=found,
+            attempt=work.attempts,
+            micro_batch_size=plan.samples(size),
+            recompute=plan.recompute,
         )
         means = Means()
         if work.attempts > 1:
             means = self._promises.means(work.batch, work.size, work.split, work.loss_fn, work.parameters)
             self._restore(work)
         decision = self._ladder.decide_after_oom(
-            batch_size=size, attempts=work.attempts, means=Means(
-                blocks=tuple(name for name, _ in self._blocks), no_split=means.no_split,
-                split_promise=means.split_promise, smallest=means.smallest,
-            )
+            batch_size=size,
+            attempts=work.attempts,
+            means=Means(
+                blocks=tuple(name for name, _ in self._blocks),
+                no_split=means.no_split,
+                split_promise=means.split_promise,
+                smallest=means.smallest,
+            ),
         )
         self._recorder.decided(decision)
         if isinstance(decision, Stop):
@@ -328,9 +356,7 @@ class Transaction:
         self._backward(work, loss)
         return loss.detach(), items
 
-    def _parted(
-        self, work: _Work, parts: list[tuple[Any, int]]
-    ) -> tuple[torch.Tensor, float]:
+    def _parted(self, work: _Work, parts: list[tuple[Any, int]]) -> tuple[torch.Tensor, float]:
         """Several passes, each weighted by its share of the items.
 
         Declared items are known only after each forward pass, so weights are relative to an estimate, and the
@@ -373,9 +399,7 @@ class Transaction:
 
     def _groups(self, names: Sequence[str]) -> list[Group]:
         return [
-            Group(
-                f"{name}.{group.get('name', index)}", name, [p for p in group["params"] if p.grad is not None]
-            )
+            Group(f"{name}.{group.get('name', index)}", name, [p for p in group["params"] if p.grad is not None])
             for name in names
             for index, group in enumerate(self._parts.optimizers[name].param_groups)
         ]
@@ -421,17 +445,20 @@ class Transaction:
     def _commit(self, work: _Work, attempt: Attempt) -> Outcome:
         if self._policy.max_grad_norm is not None:
             clip(attempt.groups, attempt.norms, self._policy.max_grad_norm, self._policy.clip_by)
-        self._step_optimizers(work.names)
+        outcome = Outcome(attempt=attempt, attempts=work.attempts, size=work.size, committed=True)
+        self.committing = True  # stays so if an optimizer fails
+        self._step_optimizers(work.names, outcome)
+        self.committing = False
         if self.scaler is not None:
             self.scaler.update()
         new = self.buffers.learn()
         if new:
             self._recorder.happened("mutable_buffers", buffers=new[:20], count=len(new))
-        if _versions(work.batch) != work.versions:
+        if versions_of(work.tensors) != work.versions:
             self._promises.notice_change(work.loss_fn)
-        return Outcome(attempt=attempt, attempts=work.attempts, size=work.size, committed=True)
+        return outcome
 
-    def _step_optimizers(self, names: Sequence[str]) -> None:
+    def _step_optimizers(self, names: Sequence[str], outcome: Outcome) -> None:
         for name in names:
             try:
                 self._parts.optimizers[name].step()
@@ -446,11 +473,7 @@ class Transaction:
             let_go(failure)
             del failure
             release_memory(self._devices)
-            raise TornStep(f"optimizer {name!r}: {found}")
-
-
-def _versions(batch: Any) -> list[int]:
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors_in(batch)]
+            raise TornStep(f"optimizer {name!r}: {found}", outcome)
 
 
 def _dead_device(error: BaseException) -> DeviceError:
