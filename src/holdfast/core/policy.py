@@ -131,6 +131,17 @@ class Policy:
         check_keys(from_file)
         return cls(**{**from_file, **_from_environment(os.environ), **overrides})
 
+    @classmethod
+    def of(cls, policy: Policy | str | os.PathLike[str] | None, **overrides: Any) -> Policy:
+        """Return a policy from what a caller may pass: one, the path of a YAML file, or None for the defaults.
+
+        Raises:
+            PolicyError: H101, H102 or H103.
+        """
+        if isinstance(policy, Policy):
+            return policy.replace(**overrides) if overrides else policy
+        return cls(**overrides) if policy is None else cls.from_yaml(policy, **overrides)
+
     def replace(self, **overrides: Any) -> Policy:
         """Return a policy with some fields changed.
 
@@ -221,10 +232,6 @@ def _bad_value(name: str, value: object, expected: str) -> PolicyError:
     return PolicyError(f"{name}={value!r}", limit=f"it must be {expected}", fix=f"pass {expected}.", rule="H102")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
@@ -236,7 +243,8 @@ def _check_micro_batch_size(value: object) -> str | None:
 
 def _check_norm(value: object) -> str | None:
     # Zero would freeze training and a negative limit would climb the gradient (pytorch#31367).
-    fine = value is None or (_is_number(value) and math.isfinite(value) and value > 0)  # type: ignore[arg-type]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fine = value is None or (number and math.isfinite(value) and value > 0)
     return None if fine else "a finite number > 0, or None to turn clipping off"
 
 

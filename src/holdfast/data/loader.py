@@ -123,7 +123,7 @@ class DataLoader(TorchDataLoader[Any]):
                 for entry in entries
             ]
             return keyed, _ones()
-        length = len(self.dataset)
+        length = self._length()
         order = shuffled(length, self.seed, epoch) if self._shuffle else list(range(length))
         keys = [(epoch, index) for index in order[start:]]
         if self.batch_size is None:
@@ -138,7 +138,8 @@ class DataLoader(TorchDataLoader[Any]):
         with isolated():
             seed = derive_seed(self.seed, epoch, "order")
             seed_cpu(seed)
-            for sampler in (self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
+            samplers: tuple[Any, ...] = (self.sampler, self.batch_sampler)
+            for sampler in (*samplers, getattr(self.batch_sampler, "sampler", None)):
                 if isinstance(getattr(sampler, "generator", None), torch.Generator):
                     sampler.generator.manual_seed(seed)
                 if hasattr(sampler, "set_epoch"):
@@ -155,8 +156,11 @@ class DataLoader(TorchDataLoader[Any]):
         }
 
     def _order_identity(self) -> dict[str, Any]:
-        length = None if self._iterable else len(self.dataset)
+        length = None if self._iterable else self._length()
         return {"seed": self.seed, "shuffle": self._shuffle, "length": length}
+
+    def _length(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type] # torch's Dataset does not declare it
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position at the next ``iter()``.

@@ -7,6 +7,7 @@ seen here; pass them through ``Guard(state=...)`` to have them saved.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+_MT19937_BYTES = 624 * 4 + 4  # the words and the position in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,12 @@ class RandomState:
 def capture(devices: Sequence[torch.device] = ()) -> RandomState:
     """Return the random state of this process and of these accelerator devices.
 
-    Cost: about 40 microseconds, most of it numpy's. No device sync: torch keeps a device's state on the host.
+    Cost: about 10 microseconds, and 30 more if numpy's generator was used since the last call. No device sync:
+    torch keeps a device's state on the host.
     """
     return RandomState(
         random.getstate(),
-        np.random.get_state(),
+        _numpy_state(),
         torch.get_rng_state(),
         {str(device): torch.get_device_module(device).get_rng_state(device) for device in devices},
     )
@@ -58,13 +62,35 @@ def capture(devices: Sequence[torch.device] = ()) -> RandomState:
 def restore(state: RandomState) -> None:
     """Put back what `capture` returned; a device that is not here any more is passed over."""
     random.setstate(state.python)
-    np.random.set_state(state.numpy)
+    if _numpy_state() is not state.numpy:
+        np.random.set_state(state.numpy)
     torch.set_rng_state(state.cpu)
     for name, device_state in state.devices.items():
         device = torch.device(name)
         module = torch.get_device_module(device)
         if device.index is None or device.index < module.device_count():
             module.set_rng_state(device_state, device)
+
+
+_seen: tuple[bytes, Any] = (b"", None)
+
+
+def _numpy_state() -> Any:
+    """Return numpy's global state; the object that was returned last if nothing was drawn since.
+
+    Reading it takes numpy 28 microseconds, so first its raw memory is compared. That misses one thing, the second
+    half of a pair of normal numbers, so a state that holds one is always read anew.
+    """
+    global _seen
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(generator, np.random.MT19937):
+        return np.random.get_state()
+    raw = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    seen_raw, seen_state = _seen
+    holds_normal = seen_state is not None and seen_state[3]
+    if raw != seen_raw or holds_normal:
+        _seen = raw, np.random.get_state()
+    return _seen[1]
 
 
 def seed_cpu(seed: int) -> None:

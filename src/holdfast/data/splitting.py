@@ -42,14 +42,14 @@ def batch_size(batch: Any, split: Split = 0) -> int:
     """
     if callable(split):
         return len(split(batch, 1))
-    found: int | None = None
-    for path, leaf, how in _leaves(batch, split, "batch"):
-        size = _size(path, leaf, how)
-        if size is None:
-            continue
-        if found is not None and size != found:
-            raise _disagreement(batch, split)
-        found = size
+    if split == 0 and type(batch) in (tuple, list) and batch and all(type(leaf) is torch.Tensor for leaf in batch):
+        sizes = {leaf.shape[0] for leaf in batch if leaf.ndim}  # the usual batch, in a tenth of the time
+    else:
+        measured = (_size(path, leaf, how) for path, leaf, how in _leaves(batch, split, "batch"))
+        sizes = {size for size in measured if size is not None}
+    if len(sizes) > 1:
+        raise _disagreement(batch, split)
+    found: int | None = next(iter(sizes), None)
     if found is None:
         raise _uncuttable("the batch holds no tensor with a batch dimension")
     return found
@@ -86,6 +86,8 @@ def micro_batches(batch: Any, size: int, micro_batch_size: int, split: Split = 0
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
     """Return every tensor of a batch, in order."""
+    if type(batch) in (tuple, list) and all(type(leaf) is torch.Tensor for leaf in batch):
+        return list(batch)
     return [leaf for _, leaf, _ in _leaves(batch, 0, "batch") if isinstance(leaf, torch.Tensor)]
 
 
@@ -220,7 +222,7 @@ def _cut(batch: Any, spec: SplitSpec, size: int, start: int, length: int) -> Any
             return leaf[part] if how is not None and _is_plain_list(leaf) and len(leaf) == size else leaf
         if isinstance(leaf, torch.Tensor):
             return leaf.narrow(how, start, length)  # type: ignore[arg-type]
-        return leaf[(slice(None),) * (how % leaf.ndim) + (part,)]  # type: ignore[operator]
+        return leaf[(slice(None),) * (how % leaf.ndim) + (part,)]
 
     return _map(batch, spec, "batch", cut)
 

@@ -91,7 +91,7 @@ def _summarise(
     first = norms[0]
     each = torch.stack([norm if norm.device == first.device else norm.to(first.device) for norm in norms])
     sizes = [len(group.parameters) for group in groups]
-    parts = [each] if len(groups) == 1 else list(each.split(sizes))
+    parts = [each] if len(groups) == 1 else list(torch.split(each, sizes))
     wide = torch.float64 if each.device.type != "mps" else torch.float32
     wanted = [torch.linalg.vector_norm(part) for part in (each, *parts)] if len(parts) > 1 else []
     if not wanted:
@@ -124,7 +124,7 @@ def clip(groups: Sequence[Group], each: torch.Tensor, max_norm: float, clip_by: 
     Cost: no host sync.
     """
     scopes: dict[str, list[tuple[Group, torch.Tensor]]] = {}
-    for group, norms in zip(groups, each.split([len(group.parameters) for group in groups]), strict=True):
+    for group, norms in zip(groups, torch.split(each, [len(group.parameters) for group in groups]), strict=True):
         scope = {"global": "", "optimizer": group.optimizer, "group": group.name}[clip_by]
         scopes.setdefault(scope, []).append((group, norms))
     for members in scopes.values():
@@ -161,4 +161,5 @@ def _dense(gradient: torch.Tensor | None) -> torch.Tensor:
 def _norm_fp64(gradient: torch.Tensor) -> torch.Tensor:
     # No fp64 on Apple's GPUs: once, after a failure, on the CPU.
     source = gradient.cpu() if gradient.device.type == "mps" else gradient
-    return torch.linalg.vector_norm(source, dtype=torch.float64)
+    norm: torch.Tensor = torch.linalg.vector_norm(source, dtype=torch.float64)
+    return norm

@@ -77,7 +77,8 @@ class BufferKeeper:
         """
         if self._known:
             return self._learn_late()
-        changed, constant = [], []
+        changed: list[_Place] = []
+        constant: list[_Place] = []
         for place, before, copy in zip(self._mutable, self._before, self._copies, strict=True):
             statistics = isinstance(place.module, _NormBase)
             same = place.now() is before and (before is None or _equal(before, copy))

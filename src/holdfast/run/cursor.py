@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from holdfast.core.errors import LoaderError
 from holdfast.data.loader import DataLoader
 from holdfast.data.random_state import RandomState, capture, restore
 from holdfast.run.parts import Stateful
@@ -43,6 +44,8 @@ class Cursor:
         self._loader_state: Any = None
         self._reload = False
         self._fetched = False
+        self._begun_in_the_middle = False
+        self._before_fetch: RandomState | None = None
 
     @property
     def promise(self) -> str:
@@ -59,9 +62,10 @@ class Cursor:
         Args:
             state: Random state of a resumed run, put back at the right moment; None leaves it alone.
         """
+        self._begun_in_the_middle = self.batches > 0
         for name in ("sampler", "batch_sampler"):
             sampler = getattr(self._loader, name, None)
-            if hasattr(sampler, "set_epoch"):
+            if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.epoch)
         if self._stateful:
             if self._reload:
@@ -103,6 +107,7 @@ class Cursor:
         """
         if self._stateful:
             self._loader_state = self._loader.state_dict()  # type: ignore[attr-defined]
+        self._before_fetch = capture(self._devices)
         batch = next(iterator)
         self._fetched = True
         return batch
@@ -113,6 +118,12 @@ class Cursor:
             self.batches += 1
             self._fetched = False
 
+    def random_state(self) -> RandomState:
+        """Return the random state that belongs to the position: from before a fetch that does not count yet."""
+        if self._fetched and self._before_fetch is not None:
+            return self._before_fetch
+        return capture(self._devices)
+
     def leave(self) -> None:
         """Note that the iterator is given up, so that the next `begin` goes to this position again."""
         if self._stateful:
@@ -120,8 +131,20 @@ class Cursor:
             self._reload = True
         self._fetched = False
 
-    def end_epoch(self) -> None:
-        """Go to the beginning of the next epoch."""
+    def end_epoch(self, *, needs_steps: bool, stepped: bool) -> None:
+        """Go to the beginning of the next epoch.
+
+        Args:
+            needs_steps: Whether the loop ends only after a number of steps.
+            stepped: Whether a step was made since this epoch was begun or resumed.
+
+        Raises:
+            LoaderError: H601 if the epoch had no batch, H602 if the loop would never end.
+        """
+        if self.batches == 0:
+            raise _empty_loader()
+        if needs_steps and not stepped and not self._begun_in_the_middle:
+            raise _no_step()
         self.epoch, self.batches, self._epoch_start, self._generators = self.epoch + 1, 0, None, []
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,3 +185,22 @@ class Cursor:
         found = [getattr(holder, "generator", None) for holder in holders]
         unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
         return list(unique.values())
+
+
+def _empty_loader() -> LoaderError:
+    return LoaderError(
+        "the loader gave no batch in a whole epoch",
+        limit="at least one is needed",
+        fix="check the path of the data, filters, and drop_last with a batch size above the number of samples; an "
+        "iterator that was used up cannot be iterated again, pass the iterable itself.",
+        rule="H601",
+    )
+
+
+def _no_step() -> LoaderError:
+    return LoaderError(
+        "a whole epoch passed without guard.step()",
+        limit="max_steps counts optimizer steps and would never be reached",
+        fix="call guard.step(batch, loss_fn) in the loop, or pass max_epochs.",
+        rule="H602",
+    )

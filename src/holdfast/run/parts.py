@@ -6,7 +6,8 @@ appear in gradient norms, in error messages and in the files of a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -52,6 +53,27 @@ class Parts:
             prefix = "" if single else f"{name}."
             for key, parameter in model.named_parameters():
                 yield prefix + key, parameter
+
+    def optimizer_names(self, chosen: str | Sequence[str] | None) -> list[str]:
+        """Return the names of the optimizers that a step moves; None: all.
+
+        Raises:
+            PolicyError: H104, naming the nearest optimizer.
+        """
+        known = list(self.optimizers)
+        if chosen is None:
+            return known
+        names = [chosen] if isinstance(chosen, str) else list(chosen)
+        for name in names:
+            if name not in known:
+                nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+                raise PolicyError(
+                    f"optimizer={name!r}",
+                    limit=f"the optimizers of this guard are {', '.join(map(repr, known))}",
+                    fix=f"did you mean {nearest!r}?",
+                    rule="H104",
+                )
+        return names
 
     def devices(self) -> list[torch.device]:
         """Return the accelerator devices that hold parameters."""

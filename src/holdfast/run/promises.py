@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,14 +23,10 @@ from holdfast.memory.ladder import Means
 from holdfast.run.buffers import BufferKeeper
 from holdfast.run.hazards import find_hazards, split_promise
 from holdfast.run.parts import Parts
+from holdfast.run.record import RunRecord
 from holdfast.run.rehearsal import Verdict, attempted, in_a_copy_of_this_process, rehearse
 
 LossFunction: TypeAlias = Callable[[Any], Any]
-_log = logging.getLogger("holdfast")
-
-
-class _Recorder(Protocol):
-    def happened(self, kind: str, **facts: Any) -> None: ...
 
 
 @dataclass(slots=True)
@@ -50,14 +45,14 @@ class Promises:
         parts: Models and optimizers.
         policy: Settings.
         buffers: Knows which buffers a forward pass changes.
-        recorder: Where promises are written down.
+        record: Where promises are written down.
     """
 
-    def __init__(self, parts: Parts, policy: Policy, buffers: BufferKeeper, recorder: _Recorder) -> None:
+    def __init__(self, parts: Parts, policy: Policy, buffers: BufferKeeper, record: RunRecord) -> None:
         self._parts = parts
         self._policy = policy
         self._buffers = buffers
-        self._recorder = recorder
+        self._record = record
         self._known: dict[Any, _Known] = {}
         self._uncuttable: str | None = None
 
@@ -76,8 +71,7 @@ class Promises:
                 raise
             if self._uncuttable is None:
                 self._uncuttable = error.what
-                self._recorder.happened("cannot_split", why=error.what)
-                _log.warning("batches will not be split when memory is short: %s. %s", error.what, error.fix)
+                self._record.happened("cannot_split", why=error.what, fix=error.fix)
             return None
         if size == 0:
             raise BatchError(
@@ -126,19 +120,14 @@ class Promises:
 
     def _say(self, known: _Known, size: int | None, refused: tuple[str, str] | None) -> None:
         cannot = refused[1] if refused else self._uncuttable
-        self._recorder.happened(
+        self._record.happened(
             "promises",
             batch_size=size,
             split="off" if self._policy.micro_batch_size is None else f"refused: {cannot}" if cannot else "possible",
             rehearsal=None if known.verdict is None else asdict(known.verdict),
         )
-        if refused and self._policy.micro_batch_size == "auto":
-            _log.warning(
-                "if memory runs out, this batch will not be split, because %s. Policy(allow_split_with=(%r,)) "
-                "allows it; training then changes.",
-                refused[1],
-                refused[0],
-            )
+        if refused is not None and self._policy.micro_batch_size == "auto":
+            self._record.happened("split_refused", why=refused[1], allow_split_with=refused[0])
 
     def means(
         self,

@@ -46,6 +46,20 @@ class Counters:
     rollbacks_in_a_row: int = 0
     good_steps_in_a_row: int = 0
 
+    def note_good_step(self, enough: int) -> None:
+        """Count a committed step; `enough` of them in a row end a row of rollbacks."""
+        self.steps += 1
+        self.nonfinite_in_a_row = 0
+        self.good_steps_in_a_row += 1
+        if self.good_steps_in_a_row >= enough:
+            self.rollbacks_in_a_row = 0
+
+    def note_rollback(self) -> None:
+        """Count a return to a checkpoint."""
+        self.rollbacks += 1
+        self.rollbacks_in_a_row += 1
+        self.nonfinite_in_a_row = 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:

@@ -1,10 +1,10 @@
-"""A run directory that is open: what is recorded there, saved there, and brought back from there."""
+"""An open run directory: what is saved there, and how everything comes back from there."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,251 +14,280 @@ from holdfast.checkpoint.saver import read_components, snapshot, write
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, NonFiniteError, RunDirectoryError
-from holdfast.core.events import Decision, Event
 from holdfast.core.policy import Policy
-from holdfast.data.random_state import RandomState, capture
+from holdfast.core.version import __version__
+from holdfast.data.random_state import RandomState, capture, restore
 from holdfast.memory.ladder import MemoryLadder
-from holdfast.recorder.black_box import BlackBox, StepMark
-from holdfast.recorder.reader import read_events
 from holdfast.run.components import check_fits, component_names, gather, load
 from holdfast.run.cursor import Cursor
 from holdfast.run.directory import RunDirectory
 from holdfast.run.parts import Parts
+from holdfast.run.record import RunRecord
 from holdfast.run.result import Counters
-
-_log = logging.getLogger("holdfast")
-# Events that people should see although they did not ask; the others are for the record.
-_LOUD = {
-    "out_of_memory", "split", "recompute", "skip_step", "roll_back", "stop", "save_failed", "save_refused",
-    "checkpoint_damaged", "loss_scale_collapsed", "stop_requested", "buffer_not_restored", "recompute_impossible",
-}  # fmt: skip
+from holdfast.run.transaction import Transaction
 
 
 class Session:
-    """Records, saves and restores one run.
+    """Saves and restores one run.
 
     Args:
         directory: The run directory.
+        record: Its recording.
         parts: Objects to save and restore.
         policy: Settings.
         clock: Time.
-        version: Of holdfast, for the manifests.
+        cursor: Position in the data, or None if the loop is not driven by a guard.
+        ladder: Memory ladder.
+        transaction: Owner of the loss scaler and of the knowledge about buffers.
     """
 
-    def __init__(self, directory: RunDirectory, parts: Parts, policy: Policy, clock: Clock, version: str) -> None:
-        self.directory = directory
-        self.store = Store(directory.checkpoints)
+    def __init__(
+        self,
+        *,
+        directory: RunDirectory,
+        record: RunRecord,
+        parts: Parts,
+        policy: Policy,
+        clock: Clock,
+        cursor: Cursor | None,
+        ladder: MemoryLadder,
+        transaction: Transaction,
+    ) -> None:
+        self._directory = directory
+        self._record = record
         self._parts = parts
         self._policy = policy
         self._clock = clock
-        self._version = version
-        self._box: BlackBox | None = None
-        self._newest_id = 0
-        self.global_step = 0
+        self._cursor = cursor
+        self._ladder = ladder
+        self._transaction = transaction
+        self._store = Store(directory.checkpoints)
+        self._newest_id: int | None = None  # of the checkpoints when this object closed the directory
+        self._saved_at: tuple[int, int, int] | None = None
+        self._tried_at_step: int | None = None
         self.counters = Counters()
         self.saved = 0
         self.failed = 0
-        self.last_saved_step: int | None = None
-
-    # --- open and close -------------------------------------------------------------------------------------
+        self.whole = True  # False while the state belongs to no boundary, so that it must not be saved
+        self.random_state: RandomState | None = None  # of a resumed run, until its loader is started
 
     @property
     def is_open(self) -> bool:
-        """Return whether the lock is held and the recording goes on."""
-        return self._box is not None
+        """Return whether the lock is held."""
+        return self._record.is_open
 
     def open(self) -> None:
         """Take the lock and continue the recording.
 
         Raises:
-            RunDirectoryError: H301 if another run holds it, H302 if the recording cannot be allocated, H306
-                if another process has continued the run since this object closed it.
+            RunDirectoryError: H301 if another run holds it, H302 if the recording cannot be allocated, H306 if
+                another process has continued the run since this object closed it.
         """
-        self.directory.acquire()
+        self._directory.acquire()
         try:
-            self.store.clean_up()
-            newest = self.store.next_save_id() - 1
-            if self.last_saved_step is not None and newest != self._newest_id:
-                raise RunDirectoryError(
-                    f"run directory {self.directory.path} was continued by another process",
-                    limit="the state in this process is not its newest any more",
-                    fix="make a new Guard: it continues from the newest checkpoint.",
-                    rule="H306",
-                )
-            self._newest_id = newest
-            try:
-                self._box = BlackBox(self.directory.recorder)
-            except OSError as error:
-                raise RunDirectoryError(
-                    f"the recording in {self.directory.recorder} cannot be made ({error.strerror or error})",
-                    limit="3 MiB are allocated when a run starts, so that a full disk cannot silence it later",
-                    fix="free some space, or choose another run directory.",
-                    rule="H302",
-                ) from error
+            self._store.clean_up()
+            self._check_not_continued()
+            self._record.open()
         except BaseException:
-            self.directory.release()
+            self._directory.release()
             raise
+
+    def _check_not_continued(self) -> None:
+        if self._newest_id is not None and self._store.next_save_id() - 1 != self._newest_id:
+            raise RunDirectoryError(
+                f"run directory {self._directory.path} was continued by another process",
+                limit="the state in this process is not its newest any more",
+                fix="make a new Guard: it continues from the newest checkpoint.",
+                rule="H306",
+            )
 
     def close(self) -> None:
         """End the recording and give the lock back."""
-        if self._box is not None:
-            self._box.close()
-            self._box = None
-        self.directory.release()
-
-    # --- record ---------------------------------------------------------------------------------------------
-
-    def happened(self, kind: str, **facts: Any) -> None:
-        """Record a fact, and tell people if it is one that they should see."""
-        event = Event(kind=kind, global_step=self.global_step, unix_seconds=self._clock.unix_seconds(), data=facts)
-        if self._box is not None:
-            self._box.event(event)
-        if kind in _LOUD:
-            _log.warning("%s", event)
-
-    def decided(self, decision: Decision, **facts: Any) -> None:
-        """Record a decision."""
-        self.happened(decision.name(), **decision.facts(), **facts)
-
-    def step(self, mark: StepMark, micro_batch_size: int | None, loss: float, norm: float, seconds: float) -> None:
-        """Record a mark of a step."""
-        assert self._box is not None
-        self._box.step(mark, self.global_step, micro_batch_size or 0, loss, norm, seconds)
-
-    def events(self) -> list[Event]:
-        """Return everything that was recorded in this run directory, oldest first."""
-        return read_events(self.directory.recorder)
+        if self.is_open:
+            self._newest_id = self._store.next_save_id() - 1
+        self._record.close()
+        self._directory.release()
 
     # --- save -----------------------------------------------------------------------------------------------
 
-    def save(
-        self,
-        *,
-        cursor: Cursor | None,
-        ladder: MemoryLadder,
-        scaler: Any,
-        buffers: list[tuple[str, torch.Tensor]],
-    ) -> bool:
-        """Write a checkpoint of everything. A save that fails is an event and does not stop training.
+    def _position(self) -> tuple[int, int, int]:
+        cursor = self._cursor
+        return self._record.global_step, *((0, 0) if cursor is None else (cursor.epoch, cursor.batches))
 
-        Args:
-            cursor: Position in the data.
-            ladder: Memory ladder.
-            scaler: Of fp16, or None.
-            buffers: Mutable buffers, which must be finite too.
+    @property
+    def is_due(self) -> bool:
+        """Return whether a multiple of the save interval was passed since the last attempt to save."""
+        interval = self._policy.save_interval_steps
+        if interval is None or self._tried_at_step is None:
+            return interval is not None
+        return self._record.global_step // interval > self._tried_at_step // interval
 
-        Returns:
-            Whether it was saved.
+    @property
+    def has_unsaved(self) -> bool:
+        """Return whether steps were made that no checkpoint holds, and that may be saved."""
+        saves = self._policy.save_interval_steps is not None and self._tried_at_step is not None
+        return saves and self.whole and self._saved_at != self._position()
+
+    def save_first(self) -> None:
+        """Have a state to return to before the first step.
 
         Raises:
-            CheckpointError: H310 at the first save of a run, if some state cannot be stored without pickle.
-            NonFiniteError: H502 at the first save of a run, if the weights hold NaN or Inf already.
+            CheckpointError: H310, if some state cannot be stored without pickle.
+            NonFiniteError: H502, if the weights hold NaN or Inf already.
         """
-        first = self.last_saved_step is None
-        started = self._clock.monotonic_seconds()
-        bad, count = nonfinite_tensors(self._must_be_finite(buffers))
+        if self._tried_at_step is None:
+            self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint, unless the newest is of this very state or this state is not whole.
+
+        A save that fails is an event and does not stop training.
+        """
+        if self._policy.save_interval_steps is None or not self.whole or self._saved_at == self._position():
+            return
+        first = self._tried_at_step is None
+        bad, count = nonfinite_tensors(self._must_be_finite())
+        if count and first:
+            raise _unhealthy_start(bad, count)
+        self._tried_at_step = self._record.global_step
         if count:
-            if first:
-                raise _unhealthy_start(bad, count)
-            self.happened("save_refused", nonfinite=bad, count=count)
             self.failed += 1
-            return False
+            self._record.happened("save_refused", nonfinite=bad, count=count)
+            return
         try:
-            trees = gather(self._parts, self._training(cursor, ladder, scaler))
-            shot = snapshot(trees, self.global_step)
-            entry = write(self.store, shot, unix_seconds=self._clock.unix_seconds(), written_by=self._version)
-            removed = self.store.prune(self._policy.keep_latest_k, known_good=entry)
+            self._write()
         except Exception as error:
             if first and not isinstance(error, OSError):
-                raise  # a state that cannot be saved at all is the caller's to know before any work is done
+                self._tried_at_step = None
+                raise  # a state that can never be saved is the caller's to know before any work is done
             self.failed += 1
-            self.happened("save_failed", error=f"{type(error).__name__}: {error}"[:500])
-            return False
-        self._newest_id = entry.save_id
-        self.last_saved_step = self.global_step
-        self.saved += 1
-        self.happened(
+            self._record.happened("save_failed", error=f"{type(error).__name__}: {error}"[:500])
+        else:
+            self.saved += 1
+            self._saved_at = self._position()
+
+    def _write(self) -> None:
+        started = self._clock.monotonic_seconds()
+        shot = snapshot(gather(self._parts, self._training()), self._record.global_step)
+        entry = write(self._store, shot, unix_seconds=self._clock.unix_seconds(), written_by=__version__)
+        removed = self._store.prune(self._policy.keep_latest_k, known_good=entry)
+        self._record.happened(
             "checkpoint_saved",
             checkpoint=entry.path.name,
             size_bytes=shot.size_bytes(),
             seconds=round(self._clock.monotonic_seconds() - started, 4),
             removed=[path.name for path in removed],
         )
-        return True
 
-    def _must_be_finite(self, buffers: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        named = [(name, p) for name, p in self._parts.named_parameters() if p.requires_grad]
-        names = {id(p): name for name, p in self._parts.named_parameters()}
+    def _must_be_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
+        names: dict[int, str] = {}
+        parameter: torch.Tensor
+        for name, parameter in self._parts.named_parameters():
+            names[id(parameter)] = name
+            if parameter.requires_grad:
+                yield name, parameter
         for optimizer_name, optimizer in self._parts.optimizers.items():
             for parameter, state in optimizer.state.items():
                 for key, value in state.items() if isinstance(state, Mapping) else ():
                     if isinstance(value, torch.Tensor):
-                        where = names.get(id(parameter), "?")
-                        named.append((f"{optimizer_name}: {key} of {where}", value))
-        return named + buffers
+                        yield f"{optimizer_name}: {key} of {names.get(id(parameter), '?')}", value
+        yield from self._transaction.buffers.mutable()
 
-    def _training(self, cursor: Cursor | None, ladder: MemoryLadder, scaler: Any) -> dict[str, Any]:
+    def _training(self) -> dict[str, Any]:
+        cursor = self._cursor
+        random_state = capture(self._parts.devices()) if cursor is None else cursor.random_state()
         return {
-            "global_step": self.global_step,
+            "global_step": self._record.global_step,
             "counters": asdict(self.counters),
             "position": None if cursor is None else cursor.state_dict(),
-            "random_state": capture(self._parts.devices()).to_tree(),
-            "ladder": ladder.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
+            "random_state": random_state.to_tree(),
+            "ladder": self._ladder.state_dict(),
+            "loss_scale": self._transaction.loss_scale.state_dict(),
         }
 
     # --- restore --------------------------------------------------------------------------------------------
 
-    def newest_good(self) -> Entry | None:
-        """Return the newest checkpoint that verifies, setting those aside that do not.
+    def resume(self) -> Path | None:
+        """Continue from the newest good checkpoint, if there is one.
 
         Returns:
-            None if there is no checkpoint at all.
+            Its directory, or None at the start of a run.
 
         Raises:
-            CheckpointError: H312 if there are some and none verifies.
-            RunDirectoryError: H303 if one was written in a newer format.
+            CheckpointError: H312 if there are checkpoints and none verifies, H313 if it does not fit.
+            RunDirectoryError: H303 for a newer format, H304 for another model.
         """
-        entries = self.store.entries()
+        entry = self._newest_good()
+        if entry is None:
+            remembered = self._directory.recall_ladder()
+            if remembered is not None:
+                self._ladder.load_state_dict(remembered)
+            return None
+        training = self._restore(entry)
+        self._go_to_position_of(training)
+        self._ladder.load_state_dict(training["ladder"])
+        restore(RandomState.from_tree(training["random_state"]))
+        self.counters = Counters(**training["counters"])
+        self.counters.resumes += 1
+        self._tried_at_step = self._record.global_step
+        self._saved_at = self._position()
+        self._record.happened("resumed", checkpoint=entry.path.name, position=self._position()[1:])
+        return entry.path
+
+    def roll_back(self, *, rewind_data: bool) -> bool:
+        """Return to the newest good checkpoint.
+
+        Args:
+            rewind_data: Also go back in the data, and to the random state of then.
+
+        Returns:
+            False if there is none.
+        """
+        if self._policy.save_interval_steps is None:
+            return False
+        entry = self._newest_good()
+        if entry is None:
+            return False
+        training = self._restore(entry)
+        if rewind_data:
+            self._go_to_position_of(training)
+        return True
+
+    def _go_to_position_of(self, training: Mapping[str, Any]) -> None:
+        if self._cursor is not None and training["position"] is not None:
+            self._cursor.load_state_dict(training["position"])
+        self.random_state = RandomState.from_tree(training["random_state"])
+
+    def _newest_good(self) -> Entry | None:
+        """Return the newest checkpoint that verifies, setting those aside that do not."""
+        entries = self._store.entries()
         for entry in entries:
             try:
                 entry.verify()
             except CheckpointError as error:
-                self.store.set_aside(entry)
-                self.happened("checkpoint_damaged", checkpoint=entry.path.name, why=error.what)
+                self._store.set_aside(entry)
+                self._record.happened("checkpoint_damaged", checkpoint=entry.path.name, why=error.what)
                 continue
             return entry
-        found = entries or self.store.damaged()
-        if found:
+        lost = entries or self._store.damaged()
+        if lost:
             raise CheckpointError(
-                f"none of the {len(found)} checkpoint(s) in {self.store.directory} verifies",
+                f"none of the {len(lost)} checkpoint(s) in {self._store.directory} verifies",
                 limit="starting from scratch without a word would hide the loss",
                 fix="bring back a copy of this directory, or move it away to start again.",
                 rule="H312",
             )
         return None
 
-    def restore(self, entry: Entry) -> dict[str, Any]:
-        """Load models, optimizers, schedulers and further state from a verified checkpoint.
-
-        Returns:
-            The component ``"training"``: random state, position, ladder, scaler, counters.
-
-        Raises:
-            RunDirectoryError: H304. CheckpointError: H313. Nothing is loaded then.
-        """
+    def _restore(self, entry: Entry) -> dict[str, Any]:
         trees = read_components(entry, component_names(self._parts))
         check_fits(trees, self._parts, f"checkpoint {entry.path.name}")
         load(trees, self._parts)
         training: dict[str, Any] = trees["training"]
-        self.global_step = training["global_step"]
-        self.last_saved_step = self.global_step
+        self._transaction.loss_scale.load_state_dict(training["loss_scale"])
+        self._record.global_step = training["global_step"]
+        self.whole = True
         return training
-
-
-def random_state_of(training: Mapping[str, Any]) -> RandomState:
-    """Return the random state in the component ``"training"``."""
-    return RandomState.from_tree(training["random_state"])
 
 
 def _unhealthy_start(bad: list[str], count: int) -> NonFiniteError:

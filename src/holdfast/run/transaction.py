@@ -17,40 +17,32 @@ Does not: save, roll back, count, or know where batches come from (see ``guard``
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointError as RecomputeMismatch
 
 from holdfast.core.errors import BatchError, DeviceError, OutOfMemoryError
-from holdfast.core.events import Decision, Stop
+from holdfast.core.events import Stop
 from holdfast.core.policy import Policy
 from holdfast.data.random_state import RandomState, capture, restore
 from holdfast.data.splitting import Split, fresh, micro_batches, tensors_in, versions_of
 from holdfast.memory.ladder import Means, MemoryLadder
 from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
 from holdfast.memory.recompute import find_repeated_blocks, recomputing
-from holdfast.numerics.gradients import GradientFacts, Group, clip, inspect, nonfinite_gradients
+from holdfast.numerics.gradients import Group, clip, inspect, nonfinite_gradients
 from holdfast.run.buffers import BufferKeeper
-from holdfast.run.loss import bad_items, read_loss
+from holdfast.run.loss_scale import LossScale
 from holdfast.run.optimizer_state import create_state, drop_state
+from holdfast.run.outcome import Attempt, Outcome, TornStep
 from holdfast.run.parts import Parts
+from holdfast.run.passes import Passes
 from holdfast.run.promises import LossFunction, Promises
 from holdfast.run.ranks import Ranks, Vote
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class Recorder(Protocol):
-    """Where the transaction says what it does."""
-
-    def decided(self, decision: Decision, **facts: Any) -> None:
-        """Record a decision."""
-
-    def happened(self, kind: str, **facts: Any) -> None:
-        """Record a fact."""
+from holdfast.run.record import RunRecord
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,64 +60,6 @@ class _Work:
     tensors: list[torch.Tensor]
     versions: list[int]
     attempts: int = 0
-    unscaled: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """An attempt that came through, not yet committed.
-
-    Args:
-        loss: Mean over the items, shape ``()``, detached.
-        items: Number of items.
-        micro_batch_size: Most samples in one pass, None if unknown.
-        groups: Parameter groups with their gradients.
-        facts: About the gradients.
-        norms: Of each gradient.
-    """
-
-    loss: torch.Tensor
-    items: float | torch.Tensor
-    micro_batch_size: int | None
-    groups: list[Group]
-    facts: GradientFacts
-    norms: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a step ended.
-
-    Args:
-        attempt: The attempt that was committed or skipped.
-        attempts: Attempts made.
-        size: Samples in the batch, None if unknown.
-        committed: False if it left no trace.
-        culprits: Names of parameters with non-finite gradients, some of them.
-        culprit_count: How many there are.
-        scale_search: True if fp16's loss scale was merely too large.
-    """
-
-    attempt: Attempt
-    attempts: int
-    size: int | None
-    committed: bool
-    culprits: list[str] = field(default_factory=list)
-    culprit_count: int = 0
-    scale_search: bool = False
-
-
-class TornStep(Exception):  # noqa: N818 - a signal to the guard, never seen by users
-    """An optimizer ran out of memory half-way: weights and moments cannot be trusted.
-
-    Args:
-        why: Optimizer and error.
-        outcome: What would have been committed.
-    """
-
-    def __init__(self, why: str, outcome: Outcome) -> None:
-        super().__init__(why)
-        self.outcome = outcome
 
 
 class Transaction:
@@ -136,7 +70,7 @@ class Transaction:
         policy: Settings.
         ladder: Decides what to do about a lack of memory.
         ranks: Who votes.
-        recorder: Where decisions and facts go.
+        record: Where decisions and facts go.
         split: How batches are cut where a step does not say.
     """
 
@@ -147,20 +81,20 @@ class Transaction:
         policy: Policy,
         ladder: MemoryLadder,
         ranks: Ranks,
-        recorder: Recorder,
+        record: RunRecord,
         split: Split,
     ) -> None:
         self._parts = parts
         self._policy = policy
         self._ladder = ladder
         self._ranks = ranks
-        self._recorder = recorder
+        self._record = record
         self._split = split
         self._devices = parts.devices()
-        self._device_type = parts.device_type()
         self.buffers = BufferKeeper(parts.models)
-        self.scaler = torch.amp.GradScaler(self._device_type) if policy.precision == "fp16" else None
-        self._promises = Promises(parts, policy, self.buffers, recorder)
+        self.loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
+        self._promises = Promises(parts, policy, self.buffers, record)
+        self._passes = Passes(self._promises, self.loss_scale, parts.device_type(), policy.precision)
         self._blocks = [
             (name if key == "model" else f"{key}.{name}", block)
             for key, model in parts.models.items()
@@ -282,7 +216,7 @@ class Transaction:
             if found is None:
                 self._blocks = []
                 self._ladder.without_recompute()
-                self._recorder.happened("recompute_impossible", why="a block computes another result the second time")
+                self._record.happened("recompute_impossible", why="a block computes another result the second time")
                 continue
             release_memory(self._devices)
             self._decide(work, found)
@@ -290,7 +224,7 @@ class Transaction:
     def _decide(self, work: _Work, found: str) -> None:
         plan = self._ladder.plan
         size = work.size or 1
-        self._recorder.happened(
+        self._record.happened(
             "out_of_memory",
             error=found,
             attempt=work.attempts,
@@ -311,7 +245,7 @@ class Transaction:
                 smallest=means.smallest,
             ),
         )
-        self._recorder.decided(decision)
+        self._record.decided(decision)
         if isinstance(decision, Stop):
             raise OutOfMemoryError(
                 f"a batch of {size} samples does not fit, in {work.attempts} attempts ({found})",
@@ -328,13 +262,12 @@ class Transaction:
         active = [block for _, block in self._blocks] if plan.recompute else []
         with recomputing(active, lambda: capture(self._devices), restore) if active else contextlib.nullcontext():
             if samples is None or samples == work.size:
-                loss, items = self._whole(work)
+                loss, items = self._passes.whole(fresh(work.batch), work.size, work.loss_fn, work.inputs)
             else:
-                loss, items = self._parted(work, micro_batches(work.batch, work.size or 0, samples, work.split))
-        if self.scaler is not None:
-            work.unscaled = True
-            for name in work.names:
-                self.scaler.unscale_(self._parts.optimizers[name])
+                assert work.size is not None
+                pieces = micro_batches(work.batch, work.size, samples, work.split)
+                loss, items = self._passes.parted(pieces, work.size, work.loss_fn, work.parameters, work.inputs)
+        self.loss_scale.unscale(self._parts.optimizers[name] for name in work.names)
         groups = self._groups(work.names)
         if not any(group.parameters for group in groups):
             raise BatchError(
@@ -347,55 +280,6 @@ class Transaction:
         self._let_state_exist(groups)
         facts, norms = inspect(groups, loss)
         return Attempt(loss=loss, items=items, micro_batch_size=samples, groups=groups, facts=facts, norms=norms)
-
-    def _whole(self, work: _Work) -> tuple[torch.Tensor, float | torch.Tensor]:
-        """One pass, with no arithmetic of ours: bit-identical to a bare loop."""
-        loss, items, _ = self._forward(work, fresh(work.batch), work.size)
-        if not isinstance(items, torch.Tensor) and items <= 0:
-            raise bad_items(items)
-        self._backward(work, loss)
-        return loss.detach(), items
-
-    def _parted(self, work: _Work, parts: list[tuple[Any, int]]) -> tuple[torch.Tensor, float]:
-        """Several passes, each weighted by its share of the items.
-
-        Declared items are known only after each forward pass, so weights are relative to an estimate, and the
-        gradients are corrected once at the end. For bare means the estimate is the truth.
-        """
-        assert work.size is not None
-        estimate, total, loss = 0.0, 0.0, None
-        for part, samples in parts:
-            mean, items, declared = self._forward(work, part, samples)
-            count = float(items)  # of a device tensor: a sync for each part, only when a batch is split
-            if count < 0 or not count < float("inf"):
-                raise bad_items(count)
-            if count == 0:
-                continue  # a part without any item has no mean; it weighs nothing
-            if not estimate:
-                estimate = count * work.size / samples if declared else float(work.size)
-            self._backward(work, mean * (count / estimate))
-            total += count
-            share = mean.detach() * count
-            loss = share if loss is None else loss + share
-        if loss is None:
-            raise bad_items(0)
-        if total != estimate:
-            gradients = [p.grad for p in work.parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, estimate / total)
-        return loss / total, total
-
-    def _forward(self, work: _Work, part: Any, samples: int | None) -> tuple[torch.Tensor, Any, bool]:
-        with self._autocast(), self._promises.pristine(work.loss_fn, part) as given:
-            returned = work.loss_fn(given)
-        return read_loss(returned, samples)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        dtype = _AUTOCAST.get(self._policy.precision)
-        return contextlib.nullcontext() if dtype is None else torch.autocast(self._device_type, dtype)
-
-    def _backward(self, work: _Work, loss: torch.Tensor) -> None:
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward(inputs=work.inputs)  # type: ignore[no-untyped-call]
 
     def _groups(self, names: Sequence[str]) -> list[Group]:
         return [
@@ -410,27 +294,18 @@ class Transaction:
             parameter.grad = None
         late = self.buffers.put_back()
         if late:
-            self._recorder.happened("buffer_not_restored", buffers=late)
+            self._record.happened("buffer_not_restored", buffers=late)
         restore(work.random_state)
 
     def _take_back(self, work: _Work) -> None:
         self._restore(work)
-        if work.unscaled and self.scaler is not None:
-            # A scaler cannot be told to forget that it has unscaled: a new one goes on.
-            state, self.scaler = self.scaler.state_dict(), torch.amp.GradScaler(self._device_type)
-            self.scaler.load_state_dict(state)
-            work.unscaled = False
+        self.loss_scale.forget()
 
     def _skip(self, work: _Work, attempt: Attempt) -> Outcome:
         mine = {id(p) for p in work.parameters}
         named = ((name, p) for name, p in self._parts.named_parameters() if id(p) in mine)
         culprits, count = nonfinite_gradients(named)
-        scale_search = False
-        if self.scaler is not None:
-            self.scaler.update()
-            work.unscaled = False
-            loss_is_finite = bool(torch.isfinite(attempt.loss))
-            scale_search = loss_is_finite and self.scaler.get_scale() >= 1.0
+        self.loss_scale.update()
         self._take_back(work)
         return Outcome(
             attempt=attempt,
@@ -439,7 +314,7 @@ class Transaction:
             committed=False,
             culprits=culprits,
             culprit_count=count,
-            scale_search=scale_search,
+            loss_scale=self.loss_scale.value() if math.isfinite(attempt.facts.loss) else None,
         )
 
     def _commit(self, work: _Work, attempt: Attempt) -> Outcome:
@@ -449,11 +324,10 @@ class Transaction:
         self.committing = True  # stays so if an optimizer fails
         self._step_optimizers(work.names, outcome)
         self.committing = False
-        if self.scaler is not None:
-            self.scaler.update()
+        self.loss_scale.update()
         new = self.buffers.learn()
         if new:
-            self._recorder.happened("mutable_buffers", buffers=new[:20], count=len(new))
+            self._record.happened("mutable_buffers", buffers=new[:20], count=len(new))
         if versions_of(work.tensors) != work.versions:
             self._promises.notice_change(work.loss_fn)
         return outcome

@@ -1,0 +1,79 @@
+"""How an attempt and a step ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.numerics.gradients import GradientFacts, Group
+from holdfast.run.result import StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """An attempt that came through, not yet committed.
+
+    Args:
+        loss: Mean over the items, shape ``()``, detached.
+        items: Number of items.
+        micro_batch_size: Most samples in one pass, None if unknown.
+        groups: Parameter groups with their gradients.
+        facts: About the gradients.
+        norms: Of each gradient.
+    """
+
+    loss: torch.Tensor
+    items: float | torch.Tensor
+    micro_batch_size: int | None
+    groups: list[Group]
+    facts: GradientFacts
+    norms: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a step ended.
+
+    Args:
+        attempt: The attempt that was committed or skipped.
+        attempts: Attempts made.
+        size: Samples in the batch, None if unknown.
+        committed: False if it left no trace.
+        culprits: Names of parameters with non-finite gradients, some of them.
+        culprit_count: How many there are.
+        loss_scale: For a step of fp16 that was skipped although its loss is finite, the scale that is tried next.
+    """
+
+    attempt: Attempt
+    attempts: int
+    size: int | None
+    committed: bool
+    culprits: list[str] = field(default_factory=list)
+    culprit_count: int = 0
+    loss_scale: float | None = None
+
+    def result(self, reason: str | None) -> StepResult:
+        """Return what the caller of a step is told; `reason` says why it was skipped, None that it was not."""
+        return StepResult(
+            loss=self.attempt.loss,
+            items=self.attempt.items,
+            grad_norm=self.attempt.facts.norms,
+            micro_batch_size=self.attempt.micro_batch_size,
+            attempts=self.attempts,
+            skipped=reason is not None,
+            reason=reason,
+        )
+
+
+class TornStep(Exception):  # noqa: N818 - a signal to the guard, never seen by users
+    """An optimizer ran out of memory half-way: weights and moments cannot be trusted.
+
+    Args:
+        why: Optimizer and error.
+        outcome: What would have been committed.
+    """
+
+    def __init__(self, why: str, outcome: Outcome) -> None:
+        super().__init__(why)
+        self.outcome = outcome
