@@ -126,7 +126,7 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Ex
         extents[name] = Extent(
             begin=len(prefix) + begin,
             end=len(prefix) + end,
-            sha256=hashlib.sha256(memoryview(flat)).hexdigest(),
+            sha256=hashlib.sha256(flat.data).hexdigest(),
             dtype=found["dtype"],
             shape=tuple(found["shape"]),
         )

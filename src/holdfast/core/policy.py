@@ -243,9 +243,9 @@ def _check_micro_batch_size(value: object) -> str | None:
 
 def _check_norm(value: object) -> str | None:
     # Zero would freeze training and a negative limit would climb the gradient (pytorch#31367).
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    fine = value is None or (number and math.isfinite(value) and value > 0)
-    return None if fine else "a finite number > 0, or None to turn clipping off"
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf):
+        return None
+    return "a finite number > 0, or None to turn clipping off"
 
 
 def _check_count(value: object) -> str | None:

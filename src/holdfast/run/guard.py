@@ -422,7 +422,5 @@ class Guard:
             models, devices = list(self._parts.models.values()), self._parts.devices()
             with self._stop.interruptible(), evaluating(models, devices):
                 yield
-            return
         except Interrupted:
-            pass
-        self._end_process()
+            self._end_process()
