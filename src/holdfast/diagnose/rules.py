@@ -14,7 +14,7 @@ from importlib import resources
 
 from holdfast.core.errors import PolicyError
 
-_SECTION = re.compile(r"^## (H\d{3}): (.+)\n\n(.+?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+_SECTION = re.compile(r"^## (H\d{3}): ([^\n]+)\n\n(.+?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,8 @@ _PATTERNS = tuple(
         r"defaultcpuallocator: (can't allocate memory|not enough memory)",
         r"unable to allocate .* for an array",
         r"std::bad_alloc",
+        # oneDNN gives no reason; seen when memory is refused in the middle of a convolution.
+        r"could not (create|execute|initialize) an? [\w ]*(primitive|memory|descriptor)",
         r"cannot allocate memory",
     )
 )

@@ -1,0 +1,1 @@
+"""Faults on purpose: inject them into a training and say what survives."""

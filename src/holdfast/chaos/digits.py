@@ -1,0 +1,156 @@
+"""The main job of the demo: a convolutional classifier on the 1,797 real handwritten digits of scikit-learn.
+
+`train` is a user's own loop under a guard; `train_bare` is the same loop in plain PyTorch, the reference that
+every promise is held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - its usual name
+from torch.utils.data import Dataset
+
+from holdfast.data.loader import DataLoader
+from holdfast.run.guard import Guard
+
+EPOCHS = 36
+BATCH_SIZE = 480
+_TEST_SAMPLES = 360
+
+
+class Digits(Dataset[Any]):
+    """Images of 8 x 8 pixels from 0 to 1, shifted at random by up to one pixel, with their labels.
+
+    Args:
+        train: The first 1,437 samples, else the last 360, which are not shifted.
+        damaged: Index of a sample whose pixels are NaN, or None.
+    """
+
+    def __init__(self, *, train: bool, damaged: int | None = None) -> None:
+        found = load_digits()
+        images = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16.0
+        labels = torch.tensor(found.target)
+        part = slice(None, -_TEST_SAMPLES) if train else slice(-_TEST_SAMPLES, None)
+        self.images, self.labels, self._shift = images[part].clone(), labels[part], train
+        if damaged is not None:
+            self.images[damaged] = float("nan")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        image = self.images[index]
+        if self._shift:
+            down, right = torch.randint(-1, 2, (2,)).tolist()
+            image = image.roll((down, right), dims=(1, 2))
+        return image, self.labels[index]
+
+
+class Block(nn.Module):
+    """Two convolutions around a residual connection, shape ``(batch, channels, 8, 8)``."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1)
+        self.norm = nn.GroupNorm(4, channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input with its residual added."""
+        hidden: torch.Tensor = self.second(F.relu(self.norm(self.first(x))))
+        return x + hidden
+
+
+@dataclass(slots=True)
+class Job:
+    """Model, optimizer and learning-rate schedule, the same at every start."""
+
+    model: nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    scheduler: torch.optim.lr_scheduler.LRScheduler = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            Block(32),
+            Block(32),
+            Block(32),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(128, 10),
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=3 * EPOCHS)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the mean cross-entropy of images and labels, shape ``()``."""
+        images, labels = batch
+        return F.cross_entropy(self.model(images), labels)
+
+    def accuracy(self) -> float:
+        """Return the share of the 360 test images that are classified right."""
+        test = Digits(train=False)
+        with torch.no_grad():
+            return (self.model(test.images).argmax(dim=1) == test.labels).float().mean().item()
+
+
+def train(run_dir: Path, *, damaged: int | None = None, after_step: Callable[[Job, Guard], None]) -> Job:
+    """Train under a guard, from wherever the run directory stands.
+
+    Args:
+        run_dir: Of the run.
+        damaged: Sample with NaN pixels.
+        after_step: Called in the loop, to look and to inject faults.
+    """
+    job = Job()
+    guard = Guard(
+        run_dir,
+        model=job.model,
+        optimizer=job.optimizer,
+        scheduler=job.scheduler,
+        loader=DataLoader(Digits(train=True, damaged=damaged), batch_size=BATCH_SIZE, shuffle=True, seed=0),
+        max_grad_norm=1.0,
+        save_interval_steps=10,
+    )
+    for batch in guard.batches(max_epochs=EPOCHS):
+        guard.step(batch, job.loss)
+        after_step(job, guard)
+    return job
+
+
+def train_bare(
+    *, damaged: int | None = None, after_step: Callable[[Job, int], None]
+) -> tuple[Job, list[float]]:
+    """Train without a guard; batches that hold NaN are passed over.
+
+    Args:
+        damaged: Sample with NaN pixels.
+        after_step: Called in the loop with the number of steps, to look.
+
+    Returns:
+        The job, and the loss of each step.
+    """
+    job, losses = Job(), []
+    loader = DataLoader(Digits(train=True, damaged=damaged), batch_size=BATCH_SIZE, shuffle=True, seed=0)
+    for _ in range(EPOCHS):
+        for batch in loader:
+            if batch[0].isnan().any():
+                continue
+            job.optimizer.zero_grad()
+            loss = job.loss(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(job.model.parameters(), 1.0)
+            job.optimizer.step()
+            job.scheduler.step()
+            losses.append(loss.item())
+            after_step(job, len(losses))
+    return job, losses

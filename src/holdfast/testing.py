@@ -1,0 +1,144 @@
+"""For tests, here and in your own project: real faults to inject, a clock that is set by hand, a check for loaders.
+
+The faults are the system's own: an allocation fails because the kernel refuses it, a disk is full because it is.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.durable import free_bytes
+
+
+class FakeClock:
+    """A clock that stands still until it is told to move.
+
+    Example:
+        >>> clock = FakeClock(); clock.advance(2.5); clock.monotonic_seconds()
+        2.5
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def advance(self, seconds: float) -> None:
+        """Move forward."""
+        self._seconds += seconds
+
+    def unix_seconds(self) -> float:
+        """Return the seconds since this clock was made."""
+        return self._seconds
+
+    def monotonic_seconds(self) -> float:
+        """Return the seconds since this clock was made."""
+        return self._seconds
+
+
+def limit_memory(headroom_bytes: int | None) -> None:
+    """Let allocations of this process fail for real beyond what it has now and some headroom.
+
+    Limits the data segment (``RLIMIT_DATA``), which counts heap and private mappings, and not thread stacks, so an
+    innocent allocation is not hit.
+
+    Args:
+        headroom_bytes: What may still be allocated; None takes the limit away.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = hard if headroom_bytes is None else data_segment_bytes() + headroom_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def data_segment_bytes() -> int:
+    """Return the size of this process's data segment, as ``RLIMIT_DATA`` counts it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmData:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmData: memory can be limited on Linux only")
+
+
+@contextmanager
+def memory_limited(headroom_bytes: int) -> Iterator[None]:
+    """Limit memory as `limit_memory` does, while the context lasts."""
+    limit_memory(headroom_bytes)
+    try:
+        yield
+    finally:
+        limit_memory(None)
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    """Flip one bit of a file, counted from its beginning."""
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ (1 << bit % 8)]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flip_random_bit(directory: Path, chance: random.Random) -> tuple[Path, int]:
+    """Flip one bit in one of the files of a directory, each bit being as likely as any other.
+
+    Returns:
+        The file and the number of the bit.
+    """
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size)
+    bit = chance.randrange(sum(8 * path.stat().st_size for path in files))
+    for path in files:
+        if bit < 8 * path.stat().st_size:
+            flip_bit(path, bit)
+            return path, bit
+        bit -= 8 * path.stat().st_size
+    raise FileNotFoundError(f"{directory} holds no bytes")
+
+
+def fill_disk(file: Path, *, leave_bytes: int = 0) -> None:
+    """Write a file until its disk is full. Only for small disks of a test's own."""
+    with file.open("wb") as filler:
+        while (left := free_bytes(file.parent) - leave_bytes) > 0:
+            try:
+                filler.write(b"\0" * min(left, 2**20))
+                filler.flush()
+            except OSError:
+                return
+
+
+def check_resumable(make_loader: Callable[[], Any], same: Callable[[Any, Any], bool]) -> None:
+    """Check that a loader continues exactly: stopped after any batch, the rest of two epochs is the same.
+
+    Args:
+        make_loader: Returns a new loader with ``state_dict`` and ``load_state_dict``, the same each time.
+        same: Says whether two batches are equal.
+
+    Raises:
+        AssertionError: naming the first batch that differs.
+
+    Example:
+        >>> from holdfast import DataLoader
+        >>> check_resumable(lambda: DataLoader(list(range(5)), batch_size=2, shuffle=True), lambda a, b: a.equal(b))
+    """
+    undisturbed = make_loader()
+    whole = [batch for _ in range(2) for batch in undisturbed]
+    for cut in range(len(whole)):
+        first, rest = make_loader(), make_loader()
+        iterator = iter(())
+        for _ in range(cut):
+            try:
+                next(iterator)
+            except StopIteration:
+                iterator = iter(first)
+                next(iterator)
+        rest.load_state_dict(first.state_dict())
+        continued: list[Any] = []
+        while cut + len(continued) < len(whole):
+            continued += list(rest)
+        for number, (expected, found) in enumerate(zip(whole[cut:], continued, strict=True), start=cut):
+            if not same(expected, found):
+                raise AssertionError(f"stopped after {cut} batches, batch {number} is {found!r}, not {expected!r}")
