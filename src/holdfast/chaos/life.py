@@ -23,8 +23,10 @@ from safetensors.torch import save_file
 from holdfast.chaos.digits import Job, train, train_bare
 from holdfast.checkpoint.store import Store
 from holdfast.run.guard import Guard
+from holdfast.run.result import StepResult
 from holdfast.testing import fill_disk, limit_memory
 
+_DAMAGED = 700
 _FIRST_HEADROOM_BYTES = 96 * 2**20
 _LESS_EACH_STEP_BYTES = 4 * 2**20
 _SMALL_FILE_BYTES = 64 * 1024
@@ -41,15 +43,35 @@ def digest(job: Job) -> str:
     return found.hexdigest()[:16]
 
 
-def shrinking_memory(from_step: int, until: str) -> Callable[[Guard], None]:
-    """Return a fault: less memory after each step, until the guard has answered with the decision `until`."""
+class DamagedSample:
+    """A sample whose pixels are NaN from one step on, until a batch was passed over because of it."""
 
-    def shrink(guard: Guard) -> None:
-        steps = guard.global_step - from_step
-        if steps >= 0 and all(event.kind != until for event in guard.events()):
-            limit_memory(_FIRST_HEADROOM_BYTES - steps * _LESS_EACH_STEP_BYTES)
+    def __init__(self, job: Job, from_step: int, *, over: bool) -> None:
+        self._images, self._from_step, self._over = job.data.images, from_step, over
+        self._sound = self._images[_DAMAGED].clone()
 
-    return shrink
+    def after_step(self, step: int, *, skipped: bool) -> None:
+        """Damage or mend the sample."""
+        self._over = self._over or skipped
+        if self._over:
+            self._images[_DAMAGED] = self._sound
+        elif step >= self._from_step:
+            self._images[_DAMAGED] = float("nan")
+
+
+class ShrinkingMemory:
+    """Less memory after each step, until the guard has answered with a certain decision; then no less."""
+
+    def __init__(self, from_step: int, until: str) -> None:
+        self._from_step, self._until = from_step, until
+        self._headroom = _FIRST_HEADROOM_BYTES
+
+    def after_step(self, guard: Guard) -> None:
+        """Set the limit for the next step."""
+        if guard.global_step >= self._from_step:
+            if all(event.kind != self._until for event in guard.events()):
+                self._headroom -= _LESS_EACH_STEP_BYTES
+            limit_memory(self._headroom)
 
 
 def full_disk(first_step: int, last_step: int, store: Store, filler: Path | None) -> Callable[[Guard], None]:
@@ -85,32 +107,57 @@ def main(request: dict[str, Any]) -> None:
     torch.set_num_threads(1)  # the same number everywhere, or sums are rounded differently
     trace = os.open(request["trace"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def write(**facts: Any) -> None:
-        os.write(trace, json.dumps(facts).encode() + b"\n")
+    def write(job: Job, step: int, **facts: Any) -> None:
+        os.write(trace, json.dumps({"step": step, "digest": digest(job), **facts}).encode() + b"\n")
+        if "weights" in request:
+            save_file(dict(job.model.state_dict()), f"{request['weights']}/{step}.safetensors")
 
-    damaged, faults = request.get("damaged"), request.get("faults", {})
-    if request.get("bare"):
-        job, losses = train_bare(damaged=damaged, after_step=lambda job, step: write(step=step, digest=digest(job)))
-        write(losses=losses)
-    else:
-        run_dir = Path(request["run_dir"])
-        injected: list[Callable[[Guard], None]] = []
-        if "memory" in faults:
-            injected.append(shrinking_memory(**faults["memory"]))
-        if "disk" in faults:
-            filler = faults["disk"].pop("filler")
-            store = Store(run_dir / "checkpoints")
-            injected.append(full_disk(**faults["disk"], store=store, filler=Path(filler) if filler else None))
+    live = _live_bare if request.get("bare") else _live_guarded
+    job, last_step, losses = live(request, write)
+    limit_memory(None)
+    write(job, last_step, accuracy=job.accuracy(), losses=losses)
 
-        def after_step(job: Job, guard: Guard) -> None:
-            write(step=guard.global_step, digest=digest(job))
-            for inject in injected:
-                inject(guard)
 
-        job = train(run_dir, damaged=damaged, after_step=after_step)
-        limit_memory(None)
-    save_file(dict(job.model.state_dict()), request["weights"])
-    write(finished=True, accuracy=job.accuracy())
+def _live_bare(request: dict[str, Any], write: Callable[..., None]) -> tuple[Job, int, list[float]]:
+    sample: DamagedSample | None = None
+
+    def after_step(job: Job, step: int, skipped: bool) -> None:  # noqa: FBT001
+        nonlocal sample
+        write(job, step)
+        if "sample" in request:
+            sample = sample or DamagedSample(job, **request["sample"], over=False)
+            sample.after_step(step, skipped=skipped)
+
+    job, losses = train_bare(after_step)
+    return job, len(losses), losses
+
+
+def _live_guarded(request: dict[str, Any], write: Callable[..., None]) -> tuple[Job, int, list[float]]:
+    run_dir = Path(request["run_dir"])
+    memory = ShrinkingMemory(**request["memory"]) if "memory" in request else None
+    disk = None
+    if "disk" in request:
+        filler = request["disk"].pop("filler")
+        store = Store(run_dir / "checkpoints")
+        disk = full_disk(**request["disk"], store=store, filler=Path(filler) if filler else None)
+    sample: DamagedSample | None = None
+    last_step = 0
+
+    def after_step(job: Job, guard: Guard, result: StepResult) -> None:
+        nonlocal sample, last_step
+        last_step = guard.global_step
+        write(job, last_step)
+        if "sample" in request:
+            over = sample is None and any(event.kind == "skip_step" for event in guard.events())
+            sample = sample or DamagedSample(job, **request["sample"], over=over)
+            sample.after_step(guard.global_step, skipped=result.skipped)
+        if memory is not None:
+            memory.after_step(guard)
+        if disk is not None:
+            disk(guard)
+
+    job = train(run_dir, after_step)
+    return job, last_step, []
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 
 from holdfast.core.errors import HoldfastError
 from holdfast.memory.host_allocator import trim_heap
+from holdfast.memory.onednn import is_onednn_failure
 
 # Texts as found in torch 2.11 to 2.13, CUDA, cuBLAS, cuDNN, NCCL, HIP and glibc. An error's type is looked at
 # first; these are for errors that are a bare RuntimeError, AcceleratorError or OSError.
@@ -32,9 +33,6 @@ _PATTERNS = tuple(
         r"defaultcpuallocator: (can't allocate memory|not enough memory)",
         r"unable to allocate .* for an array",
         r"std::bad_alloc",
-        # oneDNN gives no reason; seen when memory is refused in the middle of a convolution.
-        r"could not (create|execute|initialize) an? [\w ]*(primitive|memory|descriptor)",
-        r"cannot allocate memory",
     )
 )
 _STICKY = re.compile(
@@ -64,9 +62,12 @@ def find_out_of_memory(error: BaseException) -> str | None:
         if isinstance(link, HoldfastError):
             continue
         typed = isinstance(link, (torch.OutOfMemoryError, MemoryError))
-        texted = isinstance(link, (RuntimeError, OSError)) and any(pattern.search(str(link)) for pattern in _PATTERNS)
+        text = str(link)
+        texted = isinstance(link, (RuntimeError, OSError)) and (
+            is_onednn_failure(text) or any(pattern.search(text) for pattern in _PATTERNS)
+        )
         if typed or texted:
-            lines = str(link).strip().splitlines() or [""]
+            lines = text.strip().splitlines() or [""]
             return f"{type(link).__name__}: {lines[0]}"[:300]
     return None
 

@@ -154,20 +154,21 @@ class Session:
             self.failed += 1
             self._record.happened("save_refused", nonfinite=bad, count=count)
             return
+        started = self._clock.monotonic_seconds()
         try:
-            self._write()
+            self._write(started)
         except Exception as error:
             if first and not isinstance(error, OSError):
                 self._tried_at_step = None
                 raise  # a state that can never be saved is the caller's to know before any work is done
             self.failed += 1
-            self._record.happened("save_failed", error=f"{type(error).__name__}: {error}"[:500])
+            seconds = round(self._clock.monotonic_seconds() - started, 4)
+            self._record.happened("save_failed", error=f"{type(error).__name__}: {error}"[:500], seconds=seconds)
         else:
             self.saved += 1
             self._saved_at = self._position()
 
-    def _write(self) -> None:
-        started = self._clock.monotonic_seconds()
+    def _write(self, started: float) -> None:
         shot = snapshot(gather(self._parts, self._training()), self._record.global_step)
         entry = write(self._store, shot, unix_seconds=self._clock.unix_seconds(), written_by=__version__)
         removed = self._store.prune(self._policy.keep_latest_k, known_good=entry)

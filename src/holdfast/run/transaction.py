@@ -31,6 +31,7 @@ from holdfast.core.policy import Policy
 from holdfast.data.random_state import RandomState, capture, restore
 from holdfast.data.splitting import Split, fresh, micro_batches, tensors_in, versions_of
 from holdfast.memory.ladder import Means, MemoryLadder
+from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken
 from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
 from holdfast.memory.recompute import find_repeated_blocks, recomputing
 from holdfast.numerics.gradients import Group, clip, inspect, nonfinite_gradients
@@ -219,6 +220,8 @@ class Transaction:
                 self._record.happened("recompute_impossible", why="a block computes another result the second time")
                 continue
             release_memory(self._devices)
+            if is_onednn_failure(found) and switch_off_if_broken():
+                self._record.happened("onednn_switched_off", promise="equal up to rounding")
             self._decide(work, found)
 
     def _decide(self, work: _Work, found: str) -> None:

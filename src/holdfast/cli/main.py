@@ -1,0 +1,41 @@
+"""`holdfast`: the entry point, and the list of commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from holdfast.cli import checkpoints, demo, explain
+from holdfast.core.version import __version__
+
+app = typer.Typer(
+    help="Keeps PyTorch training alive, correct and inside its memory, and says why when it cannot.\n\n"
+    "Exit codes: 0 done, 1 a check failed, 2 wrong use or an error.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.run)
+app.command("checkpoints")(checkpoints.run)
+app.command("explain")(explain.run)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"holdfast {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

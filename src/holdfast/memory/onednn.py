@@ -1,0 +1,45 @@
+"""oneDNN remembers a refused allocation for ever, and what helps.
+
+If the kernel refuses memory while oneDNN compiles a kernel, that thread can compile none any more, also when there is
+memory again: every convolution of a new shape fails with "could not create a primitive" (seen with torch 2.13, whose
+oneDNN keeps the error of its assembler in a thread-local variable and never clears it). torch's own kernels still
+work, so oneDNN is switched off for the rest of the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import torch
+
+_FAILURE = re.compile(r"could not (create|execute|initialize) an? [\w ]*(primitive|memory|descriptor)", re.IGNORECASE)
+_fresh_widths = itertools.count(5)
+
+
+def is_onednn_failure(text: str) -> bool:
+    """Say whether an error is oneDNN's way to say that something, maybe memory, was refused."""
+    return _FAILURE.search(text) is not None
+
+
+def switch_off_if_broken() -> bool:
+    """Try to compile a kernel of a new shape, and switch oneDNN off if that fails.
+
+    Call it after memory was freed, in the thread that trains.
+
+    Returns:
+        True if it was broken. Results then differ by rounding from those of oneDNN's kernels.
+    """
+    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():  # type: ignore[no-untyped-call]
+        return False
+    width = next(_fresh_widths)
+    try:
+        with torch.no_grad():
+            torch.nn.functional.conv2d(torch.zeros(16, 3, 5, width), torch.zeros(width, 3, 3, 3))
+    except RuntimeError as error:
+        if not is_onednn_failure(str(error)):
+            raise
+    else:
+        return False
+    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+    return True
