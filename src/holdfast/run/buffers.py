@@ -105,9 +105,10 @@ class BufferKeeper:
             return []
         return [place.name for place in self._mutable if not isinstance(place.module, _NormBase)]
 
-    def mutable(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers that forward passes change, by name, as they are now."""
-        return [(place.name, buffer) for place in self._mutable if (buffer := place.now()) is not None]
+    def running_statistics(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the statistics of norm layers by name. Other buffers may be infinite on purpose: masks, minima."""
+        norms = [place for place in self._mutable if isinstance(place.module, _NormBase)]
+        return [(place.name, buffer) for place in norms if (buffer := place.now()) is not None]
 
 
 def _places(models: dict[str, nn.Module]) -> list[_Place]:

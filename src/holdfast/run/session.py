@@ -192,7 +192,7 @@ class Session:
                 for key, value in state.items() if isinstance(state, Mapping) else ():
                     if isinstance(value, torch.Tensor):
                         yield f"{optimizer_name}: {key} of {names.get(id(parameter), '?')}", value
-        yield from self._transaction.buffers.mutable()
+        yield from self._transaction.buffers.running_statistics()
 
     def _training(self) -> dict[str, Any]:
         cursor = self._cursor

@@ -1,0 +1,39 @@
+# `make demo` and `make test` are all that is needed on a fresh machine; both set up what they use.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+.PHONY: demo test check fast gpu benchmarks clean
+
+demo: $(INSTALLED)  ## train the main job through real faults, and check every promise
+	$(BIN)/holdfast demo
+
+test: check  ## all gates and all tests, the slow ones too
+	$(BIN)/pytest -m "" -n 2 --dist worksteal
+
+fast: $(INSTALLED)  ## the tests that take seconds
+	$(BIN)/pytest -n 2
+
+check: $(INSTALLED)  ## lint, format, types, floors
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+gpu: $(INSTALLED)  ## tests that need a CUDA machine; skipped, by name, elsewhere
+	$(BIN)/pytest -m "" tests/gpu
+
+benchmarks: $(INSTALLED)  ## measure every figure in the README again, about half an hour
+	$(BIN)/python -m benchmarks.run_all
+
+# The environment is made anew when what goes into it has changed.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "holdfast needs Python 3.11 or later; $(PYTHON) is older. Fix: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+clean:  ## remove what make has made
+	rm -rf .venv demo dist build
