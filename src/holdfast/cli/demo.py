@@ -87,7 +87,11 @@ def _print(report: dict[str, Any], plot: Path, seconds: float) -> None:
     reference, disturbed = report["accuracy"]
     broken = sum(not row["held"] for row in report["rows"])
     out.print(
-        f"{len(report['rows']) - broken} of {len(report['rows'])} promises held. Test accuracy: {reference:.1%} "
-        f"undisturbed, {disturbed:.1%} with all faults. Plot: {os.fspath(plot)}"
+        f"{len(report['rows']) - broken} of {len(report['rows'])} promises held. Test accuracy: "
+        f"{_percent(reference)} undisturbed, {_percent(disturbed)} with all faults. Plot: {os.fspath(plot)}"
     )
     out.print(f"{seconds:.0f} s; repeat it with --seed {report['seed']}", style="dim")
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.1%}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +37,12 @@ def draw_losses(
 
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     axes.plot(range(1, len(reference) + 1), reference, color="0.55", linewidth=5, label="undisturbed, plain PyTorch")
-    axes.plot(*zip(*curve, strict=True), color="tab:blue", linewidth=1.3, label="with all faults, under holdfast")
+    axes.plot(
+        *zip(*_broken_at_restarts(curve), strict=True),
+        color="tab:blue",
+        linewidth=1.3,
+        label="with all faults, under holdfast",
+    )
     for number, what in enumerate(dict.fromkeys(what for _, what in marks)):
         steps = [step for step, kind in marks if kind == what]
         axes.plot(steps, [0.0] * len(steps), "v", color=f"C{number + 1}", markersize=9, label=what, clip_on=False)
@@ -46,3 +52,13 @@ def draw_losses(
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _broken_at_restarts(curve: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+    """Return the curve with a gap wherever it goes back, where a line would be drawn that nobody trained."""
+    points: list[tuple[float, float]] = [(math.nan, math.nan)]
+    for step, loss in curve:
+        if step <= points[-1][0]:
+            points.append((math.nan, math.nan))
+        points.append((step, loss))
+    return points

@@ -1,11 +1,8 @@
 """`Guard`: the user's own loop, made to hold.
 
-    batches()   where the run continues, when it saves, and where it stops
-    step()      one transaction, and what is done about NaN, Inf and a torn optimizer step
-    evaluate()  evaluation that leaves no trace in training and can be interrupted
-
-The loop is at a *boundary* when the body for one batch is finished: only there is everything that belongs to a
-batch done, also what the caller does after ``step``. Checkpoints are taken at boundaries.
+batches()   where the run continues, when it saves, and where it stops
+step()      one transaction, and what is done about NaN, Inf and a torn optimizer step
+evaluate()  evaluation that leaves no trace in training and can be interrupted
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +21,7 @@ import torch
 from holdfast.core.clock import Clock, SystemClock
 from holdfast.core.errors import OutOfMemoryError, PolicyError
 from holdfast.core.events import Event
-from holdfast.core.policy import Policy, SchedulerInterval
+from holdfast.core.policy import Policy
 from holdfast.data.splitting import Split
 from holdfast.memory.host_allocator import set_malloc_threshold
 from holdfast.memory.ladder import MemoryLadder
@@ -32,8 +29,9 @@ from holdfast.recorder.black_box import StepMark
 from holdfast.run.cursor import Cursor
 from holdfast.run.directory import RunDirectory
 from holdfast.run.evaluation import evaluating
+from holdfast.run.loop import Loop
 from holdfast.run.outcome import Outcome, TornStep
-from holdfast.run.parts import advances_alone, gather_parts
+from holdfast.run.parts import gather_parts
 from holdfast.run.promises import LossFunction
 from holdfast.run.ranks import find_ranks
 from holdfast.run.record import RunRecord
@@ -131,9 +129,15 @@ class Guard:
         self._recovery = Recovery(
             session=self._session, record=self._record, parts=self._parts, policy=self.policy, cursor=self._cursor
         )
-        self._driven = False  # batches() is running, so boundaries are known
-        self._stepped = False  # a step was committed or skipped since the last boundary
-        self._rewound = False  # a rollback has moved the position: batches() must start its loader anew
+        self._boundaries = Loop(
+            session=self._session,
+            record=self._record,
+            stop=self._stop,
+            recovery=self._recovery,
+            parts=self._parts,
+            policy=self.policy,
+            cursor=self._cursor,
+        )
         weakref.finalize(self, self._stop.uninstall)
         self._open()
         try:
@@ -215,80 +219,17 @@ class Guard:
         return self._loop(self._cursor, max_epochs, max_steps)
 
     def _loop(self, cursor: Cursor, max_epochs: int | None, max_steps: int | None) -> Iterator[Any]:
-        def finished() -> bool:
-            enough = max_epochs is not None and cursor.epoch >= max_epochs
-            return (
-                enough or (max_steps is not None and self.global_step >= max_steps) or self._stop.reason is not None
-            )
-
-        self._ready()
-        self._driven = True
-        self._record.happened("loop", resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches)
-        try:
-            self._session.save_first()
-            while not finished():
-                yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
-            if self._stop.reason is not None:
-                self._record.happened("stop_requested", reason=self._stop.reason)
-            self._session.save()
-        except GeneratorExit:
-            raise
-        except Exception:
-            self._session.save()  # the loader failed at a boundary: nothing is lost
-            raise
-        finally:
-            self._count_batch()
-            cursor.leave()
-            self._driven = False
-            self._release()
-
-    def _epoch(self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool) -> Iterator[Any]:
-        """Yield the rest of an epoch; returns early when finished, interrupted or rewound."""
-        iterator = cursor.begin(self._session.random_state)
-        self._session.random_state = None
-        before = self.global_step, self._session.counters.skipped_steps
-        while True:
-            try:
-                with self._stop.interruptible():
-                    batch = cursor.fetch(iterator)
-            except StopIteration:
-                break
-            except Interrupted:
-                return
-            yield batch
-            if self._rewound:
-                # The rest of the loop body ran on state that was already restored: restore it again.
-                self._session.roll_back(rewind_data=True)
-                self._recovery.spare_optimizer_memory()
-                self._rewound = self._stepped = False
-                return
-            cursor.advance()
-            self._stepped = False
-            if self._session.is_due:
-                self._session.save()
-            if finished():
-                return
-        stepped = before != (self.global_step, self._session.counters.skipped_steps)
-        cursor.end_epoch(needs_steps=needs_steps, stepped=stepped)
-        self._advance_schedulers("epoch", list(self._parts.optimizers))
-
-    def _count_batch(self) -> None:
-        """Count the batch that is out as trained, if a step was made with it."""
-        if self._stepped and self._cursor is not None:
-            self._cursor.advance()
-        self._stepped = False
+        self._ready()  # not before the first batch is asked for
+        yield from self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
 
     def _ready(self) -> None:
         """Open the run directory if it was released, and keep boundaries in a loop that is not ours."""
         if not self._session.is_open:
             self._open()
-        if self._driven:
-            return
-        self._stepped = False
-        if self._session.is_due:
-            self._session.save()
-        if self._stop.by_signal:
-            self._end_process()
+        if not self._boundaries.driven:
+            self._boundaries.boundary_outside()
+            if self._stop.by_signal:
+                self._end_process()
 
     # --- the step -------------------------------------------------------------------------------------------
 
@@ -330,7 +271,7 @@ class Guard:
         except TornStep as error:
             torn = error
         except BaseException as error:
-            if self._stepped or self._transaction.committing:
+            if self._boundaries.stepped or self._transaction.committing:
                 self._session.whole = False  # in the middle of a batch or of a step: no boundary
             if isinstance(error, OutOfMemoryError):
                 self._session.save()  # the weights are those of the last step: keep them
@@ -338,10 +279,11 @@ class Guard:
         finally:
             if self._ladder.plan != plan:
                 self._directory.remember_ladder(self._ladder.state_dict())
-        self._stepped = True
+        self._boundaries.stepped = True
         if torn is not None:
-            undone = self._recovery.after_torn_step(torn, rewind_data=self._driven)
-            self._transaction.committing, self._rewound = False, self._driven
+            driven = self._boundaries.driven
+            undone = self._recovery.after_torn_step(torn, rewind_data=driven)
+            self._transaction.committing, self._boundaries.rewound = False, driven
             return torn.outcome.result(undone)
         self._session.counters.out_of_memory += outcome.attempts - 1
         if outcome.committed:
@@ -357,18 +299,11 @@ class Guard:
         self._session.counters.note_good_step(self.policy.nonfinite_patience or 1)
         if outcome.attempt.facts.overflowed:
             self._record.happened("norm_overflowed", total=outcome.attempt.facts.total)
-        self._advance_schedulers("step", names)
+        if self.policy.scheduler_interval == "step":
+            self._parts.advance_schedulers(names)
         larger = self._ladder.decide_after_step(batch_size=outcome.size or 1, attempts=outcome.attempts)
         if larger is not None:
             self._record.decided(larger)
-
-    def _advance_schedulers(self, interval: SchedulerInterval, names: Sequence[str]) -> None:
-        if self.policy.scheduler_interval != interval:
-            return
-        moved = [self._parts.optimizers[name] for name in names]
-        for scheduler in self._parts.schedulers.values():
-            if advances_alone(scheduler) and any(scheduler.optimizer is each for each in moved):
-                scheduler.step()
 
     # --- opening, closing -----------------------------------------------------------------------------------
 
@@ -382,7 +317,7 @@ class Guard:
 
     def close(self) -> None:
         """Write what is not saved yet, and release the run directory. May be called again."""
-        self._count_batch()
+        self._boundaries.count_batch()
         if self._session.has_unsaved:
             if not self._session.is_open:
                 self._open()
@@ -403,7 +338,7 @@ class Guard:
     def _end_process(self) -> NoReturn:
         """Save and end the process cleanly, where there is no loop of ours that could end."""
         self._record.happened("stop_requested", reason=self._stop.reason)
-        self._count_batch()
+        self._boundaries.count_batch()
         self._session.save()
         self._release()
         raise SystemExit(0)

@@ -80,6 +80,14 @@ class Parts:
         found = {p.device for model in self.models.values() for p in model.parameters()}
         return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
 
+    def advance_schedulers(self, names: Sequence[str]) -> None:
+        """Advance the learning-rate schedulers that drive these optimizers, and need no metric for it."""
+        moved = [id(self.optimizers[name]) for name in names]
+        for scheduler in self.schedulers.values():
+            alone = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
+            if alone and id(scheduler.optimizer) in moved:
+                scheduler.step()
+
     def device_type(self) -> str:
         """Return the kind of device that computes, such as ``"cuda"`` or ``"cpu"``."""
         devices = self.devices()
@@ -146,8 +154,3 @@ def _check_optimizer(name: str, optimizer: Optimizer, owned: dict[int, str]) -> 
             "moved or copied after the optimizer was made, make the optimizer last.",
             rule="H106",
         )
-
-
-def advances_alone(scheduler: Any) -> bool:
-    """Say whether a scheduler can be stepped without a metric."""
-    return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)

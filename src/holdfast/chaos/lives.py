@@ -1,0 +1,144 @@
+"""The lives of one run of the demo: start them, follow their trace, compare it with that of another run."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from holdfast.core.events import Event
+from holdfast.recorder.black_box import StepMark
+from holdfast.recorder.reader import StepRecord, read_events, read_steps
+
+_LIFE_SECONDS = 150.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Lives:
+    """A run of the training, over all its processes.
+
+    Args:
+        run_dir: Of the run.
+        trace: What the processes write after each step.
+        weights: Where they keep the weights of each step, or None.
+        output: What they print.
+        digests: Step and digest of all state, in the order in which the steps were made.
+        losses: Of a plain loop.
+        accuracy: On the test images, once the training has ended.
+    """
+
+    run_dir: Path
+    trace: Path
+    weights: Path | None
+    output: Path
+    digests: list[tuple[int, str]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    accuracy: float | None = None
+
+    def start(self, **request: Any) -> subprocess.Popen[bytes]:
+        """Start a life; `request` says which faults it meets."""
+        paths = {"run_dir": str(self.run_dir), "trace": str(self.trace)}
+        if self.weights is not None:
+            self.weights.mkdir(exist_ok=True)
+            paths["weights"] = str(self.weights)
+        command = [sys.executable, "-m", "holdfast.chaos.life", json.dumps({**paths, **request})]
+        with self.output.open("ab") as output:
+            return subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+
+    def finish(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait for the end of the training.
+
+        Raises:
+            RuntimeError: if the process ended before the training did.
+        """
+        process.wait(_LIFE_SECONDS)
+        self.read()
+        if self.accuracy is None:
+            tail = self.output.read_text(errors="replace").strip().splitlines()[-1:]
+            raise RuntimeError(f"the training ended with exit code {process.returncode}: {''.join(tail)}")
+
+    def read(self) -> None:
+        """Read what the trace holds by now."""
+        lines = self.trace.read_bytes().split(b"\n")[:-1] if self.trace.exists() else []
+        entries = [json.loads(line) for line in lines]
+        self.digests = [(entry["step"], entry["digest"]) for entry in entries if "digest" in entry]
+        for entry in entries:
+            self.losses = entry.get("losses", self.losses)
+            self.accuracy = entry.get("accuracy", self.accuracy)
+
+    def wait_for_step(self, process: subprocess.Popen[bytes], step: int) -> None:
+        """Wait until a step was made.
+
+        Raises:
+            RuntimeError: if the process ended before.
+        """
+        deadline = time.monotonic() + _LIFE_SECONDS
+        while process.poll() is None and time.monotonic() < deadline:
+            self.read()
+            if self.digests and self.digests[-1][0] >= step:
+                return
+            time.sleep(0.02)
+        raise RuntimeError(f"the training did not reach step {step}: see {self.output}")
+
+    def events(self, kind: str) -> list[Event]:
+        """Return what the run recorded of one kind."""
+        return [event for event in read_events(self._recorder) if event.kind == kind]
+
+    def steps(self, mark: StepMark) -> list[StepRecord]:
+        """Return the recorded steps with one mark."""
+        return [record for record in read_steps(self._recorder) if record.mark == mark]
+
+    def difference_of_update(self, reference: Lives, step: int) -> float:
+        """Return the relative L2 difference of the updates that two runs made in one step from equal weights."""
+        assert self.weights is not None
+        assert reference.weights is not None
+        before, expected, found = (
+            torch.cat([tensor.double().flatten() for _, tensor in sorted(load_file(path).items())])
+            for path in (
+                reference.weights / f"{step - 1}.safetensors",
+                reference.weights / f"{step}.safetensors",
+                self.weights / f"{step}.safetensors",
+            )
+        )
+        return float((found - expected).norm() / (expected - before).norm())
+
+    def same_as(self, reference: Lives) -> bool:
+        """Say whether this run had the state of its reference at every step, and came as far."""
+        return self.same_until(reference, self.digests[-1][0]) and self.digests[-1] == reference.digests[-1]
+
+    def same_until(self, reference: Lives, last_step: int) -> bool:
+        """Say whether every step so far has left the state that the reference had after as many steps."""
+        expected = dict(reference.digests)
+        found = [pair for pair in self.digests if pair[0] <= last_step]
+        return bool(found) and all(expected.get(step) == value for step, value in found)
+
+    def extra_seconds(self, step: int) -> float:
+        """Return how much longer a step took than the others, failed attempts included."""
+        committed = self.steps(StepMark.COMMITTED)
+        typical = statistics.median(record.seconds for record in committed)
+        return max(0.0, sum(record.seconds for record in committed if record.global_step == step) - typical)
+
+    def cost_of_restart(self) -> tuple[int, float]:
+        """Return the steps that were made twice, and the time until the run was back where it was killed."""
+        committed = self.steps(StepMark.COMMITTED)
+        resumed = self.events("resumed")[0]
+        before = [record for record in committed if record.unix_seconds < resumed.unix_seconds]
+        after = [record for record in committed if record.unix_seconds >= resumed.unix_seconds]
+        furthest = max(record.global_step for record in before)
+        back = next(record for record in after if record.global_step >= furthest)
+        return furthest - resumed.global_step, back.unix_seconds - before[-1].unix_seconds
+
+    @property
+    def _recorder(self) -> Path:
+        return self.run_dir / "recorder" / "rank0"

@@ -1,0 +1,136 @@
+"""The loop over batches: where the run continues, when it saves, where it stops, and what goes back after a rollback.
+
+A *boundary* is where the body of the caller's loop is finished for one batch: only there is everything that belongs
+to a batch done, also what the caller does after ``step``. Checkpoints are taken at boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from holdfast.core.policy import Policy
+from holdfast.run.cursor import Cursor
+from holdfast.run.parts import Parts
+from holdfast.run.record import RunRecord
+from holdfast.run.recovery import Recovery
+from holdfast.run.session import Session
+from holdfast.run.stop import Interrupted, StopRequest
+
+
+class Loop:
+    """Drives one run over its loader, and knows where its boundaries are.
+
+    Args:
+        session: Saves and restores.
+        record: The recording, with the step that the run stands at.
+        stop: Whether the run shall end.
+        recovery: Told when a step is repeated because an optimizer had too little memory.
+        parts: Whose schedulers are advanced after an epoch.
+        policy: Settings.
+        cursor: Position in the loader; None if the guard has none.
+    """
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        record: RunRecord,
+        stop: StopRequest,
+        recovery: Recovery,
+        parts: Parts,
+        policy: Policy,
+        cursor: Cursor | None,
+    ) -> None:
+        self._session = session
+        self._record = record
+        self._stop = stop
+        self._recovery = recovery
+        self._parts = parts
+        self._policy = policy
+        self._cursor = cursor
+        self.driven = False  # a loop of ours is running, so boundaries are known
+        self.stepped = False  # a step was committed or skipped since the last boundary
+        self.rewound = False  # a rollback has moved the position: the loader must be started anew
+
+    def batches(
+        self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[], None]
+    ) -> Iterator[Any]:
+        """Yield batches until a limit is reached or a stop was requested; save where one is due, and at the end.
+
+        Args:
+            cursor: Position in the loader.
+            max_epochs: Over all lives of the run.
+            max_steps: Likewise.
+            release: Called when the loop is left, however that happens.
+        """
+
+        def finished() -> bool:
+            enough = max_epochs is not None and cursor.epoch >= max_epochs
+            enough = enough or (max_steps is not None and self._record.global_step >= max_steps)
+            return enough or self._stop.reason is not None
+
+        self.driven = True
+        self._record.happened("loop", resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches)
+        try:
+            self._session.save_first()
+            while not finished():
+                yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
+            if self._stop.reason is not None:
+                self._record.happened("stop_requested", reason=self._stop.reason)
+            self._session.save()
+        except GeneratorExit:
+            raise
+        except Exception:
+            self._session.save()  # the loader failed at a boundary: nothing is lost
+            raise
+        finally:
+            self.count_batch()
+            cursor.leave()
+            self.driven = False
+            release()
+
+    def _epoch(self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool) -> Iterator[Any]:
+        """Yield the rest of an epoch; returns early when finished, interrupted or rewound."""
+        iterator = cursor.begin(self._session.random_state)
+        self._session.random_state = None
+        before = self._progress()
+        while True:
+            try:
+                with self._stop.interruptible():
+                    batch = cursor.fetch(iterator)
+            except StopIteration:
+                break
+            except Interrupted:
+                return
+            yield batch
+            if self.rewound:
+                # The rest of the loop body ran on state that was already restored: restore it again.
+                self._session.roll_back(rewind_data=True)
+                self._recovery.spare_optimizer_memory()
+                self.rewound = self.stepped = False
+                return
+            cursor.advance()
+            self.stepped = False
+            if self._session.is_due:
+                self._session.save()
+            if finished():
+                return
+        cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
+        if self._policy.scheduler_interval == "epoch":
+            self._parts.advance_schedulers(list(self._parts.optimizers))
+
+    def _progress(self) -> tuple[int, int]:
+        return self._record.global_step, self._session.counters.skipped_steps
+
+    def count_batch(self) -> None:
+        """Count the batch that is out as trained, if a step was made with it."""
+        if self.stepped and self._cursor is not None:
+            self._cursor.advance()
+        self.stepped = False
+
+    def boundary_outside(self) -> None:
+        """Save where it is due, in a loop that is not ours: the next step has begun, so the last one is over."""
+        self.stepped = False
+        if self._session.is_due:
+            self._session.save()
