@@ -84,8 +84,8 @@ class Policy:
     None: skip for ever. 3: SpeechBrain's default."""
 
     max_rollbacks: int = 2
-    """Returns to a checkpoint in a row, without ``nonfinite_patience`` good steps between, before the run
-    stops."""
+    """Returns to a checkpoint in a row before the run stops. A row ends ``nonfinite_patience`` steps beyond the
+    step that the last return came from."""
 
     precision: Precision = "fp32"
     """Autocast type of the forward pass. ``"fp16"`` brings a loss scaler that holdfast owns."""

@@ -70,6 +70,11 @@ class MemoryLadder:
         self._clean_steps = 0
         self._wait = grow_after_steps
 
+    @property
+    def on_trial(self) -> bool:
+        """Return whether the plan is a larger one that is tried for one step."""
+        return self._fallback is not None
+
     def decide_after_oom(self, *, batch_size: int, attempts: int, means: Means) -> Decision:
         """Return what to do about an attempt that ran out of memory, and make it the plan.
 

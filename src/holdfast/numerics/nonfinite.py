@@ -16,7 +16,7 @@ def decide_after_nonfinite(
         reason: What was found.
         in_a_row: Non-finite steps in a row, this one included.
         patience: So many in a row lead to a rollback; None: never.
-        rollbacks_in_a_row: Rollbacks without enough good steps since.
+        rollbacks_in_a_row: Rollbacks without getting beyond the place where they came from.
         max_rollbacks: So many in a row and the run stops.
     """
     if patience is None or in_a_row < patience:

@@ -296,7 +296,7 @@ class Guard:
 
     def _committed(self, outcome: Outcome, names: Sequence[str]) -> None:
         self._record.global_step += 1
-        self._session.counters.note_good_step(self.policy.nonfinite_patience or 1)
+        self._session.counters.note_good_step(self.global_step, self.policy.nonfinite_patience or 1)
         if outcome.attempt.facts.overflowed:
             self._record.happened("norm_overflowed", total=outcome.attempt.facts.total)
         if self.policy.scheduler_interval == "step":

@@ -53,7 +53,6 @@ class Recovery:
             if not collapsed:  # fp16 finds its scale by trying: no sign of trouble
                 return f"{reason}; fp16 loss scale lowered to {outcome.loss_scale:g}"
         counters.nonfinite_in_a_row += 1
-        counters.good_steps_in_a_row = 0
         decision = decide_after_nonfinite(
             reason=reason,
             in_a_row=counters.nonfinite_in_a_row,
@@ -64,12 +63,14 @@ class Recovery:
         place = {} if self._cursor is None else {"epoch": self._cursor.epoch, "batch": self._cursor.batches}
         self._record.decided(decision, **place)
         if isinstance(decision, RollBack):
+            failed_at = self._record.global_step
             if self._session.roll_back(rewind_data=False):
-                counters.note_rollback()
+                counters.note_rollback(failed_at)
                 return f"{reason}; rolled back to step {self._record.global_step}"
             decision = Stop(reason=f"{decision.reason}; no checkpoint to return to", promise=decision.promise)
             self._record.decided(decision)
         if isinstance(decision, Stop):
+            counters.nonfinite_in_a_row = counters.rollbacks_in_a_row = 0  # whoever starts again has changed something
             raise self._persistent(decision.reason)
         return reason
 
@@ -105,7 +106,7 @@ class Recovery:
         self._torn_at = at_step
         promise: Promise = "bit-exact" if rewind_data else "changes training"
         self._record.decided(RollBack(reason=str(torn), promise=promise, rewind_data=rewind_data))
-        self._session.counters.note_rollback()
+        self._session.counters.note_rollback(at_step)
         self.spare_optimizer_memory()
         return f"{torn}; returned to step {self._record.global_step}"
 

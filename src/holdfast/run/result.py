@@ -44,20 +44,23 @@ class Counters:
     resumes: int = 0
     nonfinite_in_a_row: int = 0
     rollbacks_in_a_row: int = 0
-    good_steps_in_a_row: int = 0
+    rolled_back_from: int = 0
 
-    def note_good_step(self, enough: int) -> None:
-        """Count a committed step; `enough` of them in a row end a row of rollbacks."""
+    def note_good_step(self, global_step: int, beyond: int) -> None:
+        """Count a committed step; getting so far beyond the last rollback ends a row of them.
+
+        Good steps before that place prove nothing: they were good the first time too.
+        """
         self.steps += 1
         self.nonfinite_in_a_row = 0
-        self.good_steps_in_a_row += 1
-        if self.good_steps_in_a_row >= enough:
+        if global_step >= self.rolled_back_from + beyond:
             self.rollbacks_in_a_row = 0
 
-    def note_rollback(self) -> None:
-        """Count a return to a checkpoint."""
+    def note_rollback(self, from_step: int) -> None:
+        """Count a return to a checkpoint from a step."""
         self.rollbacks += 1
         self.rollbacks_in_a_row += 1
+        self.rolled_back_from = max(self.rolled_back_from, from_step)
         self.nonfinite_in_a_row = 0
 
 

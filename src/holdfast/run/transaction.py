@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class _Work:
     tensors: list[torch.Tensor]
     versions: list[int]
     attempts: int = 0
+    prepared: bool = False
 
 
 class Transaction:
@@ -234,20 +235,8 @@ class Transaction:
             micro_batch_size=plan.samples(size),
             recompute=plan.recompute,
         )
-        means = Means()
-        if work.attempts > 1:
-            means = self._promises.means(work.batch, work.size, work.split, work.loss_fn, work.parameters)
-            self._restore(work)
-        decision = self._ladder.decide_after_oom(
-            batch_size=size,
-            attempts=work.attempts,
-            means=Means(
-                blocks=tuple(name for name, _ in self._blocks),
-                no_split=means.no_split,
-                split_promise=means.split_promise,
-                smallest=means.smallest,
-            ),
-        )
+        means = self._means(work)
+        decision = self._ladder.decide_after_oom(batch_size=size, attempts=work.attempts, means=means)
         self._record.decided(decision)
         if isinstance(decision, Stop):
             raise OutOfMemoryError(
@@ -258,8 +247,19 @@ class Transaction:
                 rule="H401",
             )
 
+    def _means(self, work: _Work) -> Means:
+        if not work.prepared:
+            return Means(no_split="the state of the optimizer does not fit, whatever the micro-batch")
+        blocks = tuple(name for name, _ in self._blocks)
+        if work.attempts == 1 and not self._ladder.on_trial:
+            return Means(blocks=blocks)  # the first remedy changes nothing, so nothing has to be found out
+        means = self._promises.means(work.batch, work.size, work.split, work.loss_fn, work.parameters)
+        self._restore(work)
+        return replace(means, blocks=blocks)
+
     def _attempt(self, work: _Work) -> Attempt:
         self._prepare(work.names)
+        work.prepared = True
         plan = self._ladder.plan
         samples = None if work.size is None else plan.samples(work.size)
         active = [block for _, block in self._blocks] if plan.recompute else []

@@ -1,0 +1,28 @@
+"""What every test may rely on: one thread, known random state, nothing left behind in the process."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)  # sums are rounded differently by another number of threads
+
+
+@pytest.fixture(autouse=True)
+def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith("HOLDFAST_"):
+            monkeypatch.delenv(name)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    assert torch._C._get_mkldnn_enabled(), "a test has left oneDNN switched off"

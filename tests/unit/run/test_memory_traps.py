@@ -1,0 +1,396 @@
+"""Traps around out-of-memory that other projects have shipped; each test fails on the naive code.
+
+An allocation fails for real here, at a place of the test's choosing: 1 PiB is beyond the address space, so no machine
+grants it. Tests with a real memory limit are in tests/faults.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import holdfast
+from holdfast.testing import memory_limited
+
+
+def ask_for_too_much() -> None:
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        ask_for_too_much()
+        return gradient
+
+
+def small_model(*extra: nn.Module) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), *extra, nn.Tanh(), nn.Linear(8, 1))
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    tensors = [value.clone() for value in model.state_dict().values()]
+    for state in optimizer.state.values():
+        tensors += [value.clone() for value in state.values() if isinstance(value, torch.Tensor)]
+    return tensors
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_adam_state_that_was_half_made_never_breaks_later_steps(tmp_path):
+    """Out of memory while Adam makes its moments leaves no entry behind, and the next step is the bare loop's."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = nn.Linear(2048, 2048)
+        return model, torch.optim.Adam(model.parameters(), foreach=False)
+
+    data = torch.randn(4, 2048)
+    naive_model, naive = make()
+    naive_model(data).square().mean().backward()
+    with memory_limited(24 * 2**20), pytest.raises(RuntimeError, match="allocate"):
+        naive.step()  # room for one moment of 16 MiB, not for two
+    with pytest.raises(KeyError):
+        naive.step()
+
+    bare_model, bare = make()
+    bare_model(data).square().mean().backward()
+    bare.step()
+
+    model, optimizer = make()
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=None)
+    before = state_of(model, optimizer)
+    with memory_limited(24 * 2**20), pytest.raises(holdfast.OutOfMemoryError, match="state of the optimizer"):
+        guard.step(data, lambda x: model(x).square().mean())
+    assert_same(state_of(model, optimizer), before)
+    guard.step(data, lambda x: model(x).square().mean())
+    assert_same(state_of(model, optimizer), state_of(bare_model, bare))
+
+
+class FailsHalfWay(torch.optim.SGD):
+    """Moves its first parameter, then runs out of memory, at one call of step."""
+
+    def __init__(self, parameters: Any, fail_at: int, **how: Any) -> None:
+        super().__init__(parameters, **how)
+        self.calls, self.fail_at = 0, fail_at
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            ask_for_too_much()
+        super().step(closure)
+
+
+def train_two(run_dir: Any, fail_at: int) -> tuple[holdfast.Guard, list[torch.Tensor], list[bool]]:
+    """Train two networks with an optimizer each; the second optimizer fails at one of its calls."""
+    torch.manual_seed(5)
+    models = {"a": small_model(nn.BatchNorm1d(8)), "b": small_model(nn.Dropout(0.3))}
+    optimizers = {
+        "a": torch.optim.AdamW(models["a"].parameters(), lr=0.01),
+        "b": FailsHalfWay(models["b"].parameters(), fail_at, lr=0.1, momentum=0.9),
+    }
+    schedulers = {name: torch.optim.lr_scheduler.StepLR(each, 2) for name, each in optimizers.items()}
+    data = holdfast.DataLoader(torch.randn(24, 6).unbind(), batch_size=4, shuffle=True, seed=1)
+    guard = holdfast.Guard(
+        run_dir, model=models, optimizer=optimizers, scheduler=schedulers, loader=data, save_interval_steps=3
+    )
+    skipped = []
+    for batch in guard.batches(max_epochs=2):
+        result = guard.step(batch, lambda x: (models["a"](x) * models["b"](x)).square().mean())
+        skipped.append(result.skipped)
+    tensors = [*state_of(models["a"], optimizers["a"]), *state_of(models["b"], optimizers["b"])]
+    tensors += [torch.tensor(scheduler.get_last_lr()) for scheduler in schedulers.values()]
+    return guard, tensors, skipped
+
+
+def test_an_optimizer_that_fails_half_way_is_not_retried_and_the_first_of_two_steps_once(tmp_path):
+    """After an out-of-memory inside an optimizer the last good state comes back, and the run ends bit-identical."""
+    _, undisturbed, _ = train_two(tmp_path / "a", fail_at=0)
+    guard, found, skipped = train_two(tmp_path / "b", fail_at=5)
+    assert_same(found, undisturbed)
+    assert skipped.count(True) == 1
+    (back,) = [event for event in guard.events() if event.kind == "roll_back"]
+    assert back.data["promise"] == "bit-exact"
+    assert "optimizer 'b'" in back.data["reason"]
+    assert guard.statistics().rollbacks == 1
+    assert guard.global_step == 12
+
+
+def test_without_a_checkpoint_a_half_made_step_is_an_error_and_never_saved(tmp_path):
+    """Half-changed weights are neither trained on nor written as a checkpoint."""
+    model = small_model()
+    optimizer = FailsHalfWay(model.parameters(), 1, lr=0.1)
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=None)
+    with pytest.raises(holdfast.OutOfMemoryError, match="H402"):
+        guard.step(torch.randn(4, 6), lambda x: model(x).square().mean())
+    guard.close()
+    assert not list((tmp_path / "checkpoints").glob("*"))
+
+
+def test_a_batch_is_trained_once_also_when_the_plan_grows_after_it(tmp_path):
+    """Adapting after a good step does not run that batch again."""
+    model = small_model()
+    guard = holdfast.Guard(
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        save_interval_steps=None,
+        check_split=False,
+        grow_after_steps=2,
+    )
+    tight, passes = True, []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        passes.append(len(x))
+        if tight and len(x) > 4:
+            ask_for_too_much()
+        return model(x).square().mean()
+
+    results = []
+    for number in range(8):
+        tight = number == 0
+        results.append(guard.step(torch.randn(8, 6), loss))
+    assert [result.attempts for result in results] == [3] + [1] * 7
+    assert [result.micro_batch_size for result in results] == [4, 4, 4, 8, 8, 8, 8, 8]
+    assert sum(passes) == 8 + 8 + 8 * 8, "two failed attempts, and every batch once"
+    assert [event.kind for event in guard.events() if event.kind in ("retry", "split", "grow")] == [
+        "retry",
+        "split",
+        "grow",
+    ]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_retry_moves_batch_norm_once_and_starts_with_empty_gradients(tmp_path, where):
+    """A step that was retried leaves weights, statistics, momenta and random state of a step that was not."""
+
+    def one_step(fail: bool) -> tuple[list[torch.Tensor], torch.Tensor, int]:
+        model = small_model(nn.BatchNorm1d(8), nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        torch.manual_seed(7)
+        failures = int(fail)
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            nonlocal failures
+            hidden = model[0](x)
+            if failures and where == "backward":
+                failures -= 1
+                hidden = FailsInBackward.apply(hidden)  # the gradients of later layers are there already
+            out = model[1:](hidden).square().mean()
+            if failures and where == "forward":
+                failures -= 1
+                ask_for_too_much()
+            return out
+
+        guard = holdfast.Guard(tmp_path / str(fail), model=model, optimizer=optimizer, save_interval_steps=None)
+        data = torch.randn(16, 6)
+        attempts = guard.step(data, loss).attempts
+        guard.step(data, loss)
+        return state_of(model, optimizer), torch.get_rng_state(), attempts
+
+    expected, expected_random, _ = one_step(fail=False)
+    found, found_random, attempts = one_step(fail=True)
+    assert attempts == 2
+    assert_same(found, expected)
+    assert torch.equal(found_random, expected_random)
+
+
+def test_the_failed_attempt_is_forgotten_before_the_next_one_begins(tmp_path):
+    """No frame, traceback or context of the exception keeps the activations of a failed attempt alive."""
+    model = small_model()
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive_at_retry = []
+
+    def deep(x: torch.Tensor, depth: int) -> torch.Tensor:
+        activations = model[0](x)
+        held.append(weakref.ref(activations))
+        if depth:
+            return deep(x, depth - 1)
+        try:
+            ask_for_too_much()
+        except RuntimeError as error:
+            raise RuntimeError("the caller's own words") from error
+        return activations
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        if not held:
+            deep(x, depth=3)
+        alive_at_retry.append(sum(ref() is not None for ref in held))
+        return model(x).square().mean()
+
+    guard = holdfast.Guard(
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        save_interval_steps=None,
+        check_split=False,
+    )
+    assert guard.step(torch.randn(4, 6), loss).attempts == 2
+    assert alive_at_retry == [0]
+    assert len(held) == 4
+
+
+def test_what_cannot_be_cut_is_said_at_the_first_step_and_not_at_the_first_out_of_memory(tmp_path, caplog):
+    """A ragged batch is an event and a warning before any memory is short, and training goes on."""
+    model = small_model()
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_interval_steps=None
+    )
+    ragged = {"x": nn.utils.rnn.pack_sequence([torch.randn(3, 6), torch.randn(2, 6)])}
+    result = guard.step(ragged, lambda batch: model(batch["x"].data).square().mean())
+    (said,) = [event for event in guard.events() if event.kind == "cannot_split"]
+    assert "batch['x'] is a PackedSequence" in said.data["why"]
+    assert "split=" in said.data["fix"]
+    assert "cannot_split" in caplog.text
+    assert result.micro_batch_size is None
+    assert not result.skipped
+
+
+def test_the_ladder_tries_the_exact_remedies_first(tmp_path):
+    """Free and retry comes before recomputation, recomputation before a split, and each is an event in that order."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    model = nn.Sequential(Block(), Block(), nn.Linear(6, 1))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 2:
+            ask_for_too_much()
+        return model(x).square().mean()
+
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_interval_steps=None
+    )
+    result = guard.step(torch.randn(8, 6), loss)
+    kinds = [event.kind for event in guard.events() if event.kind in ("retry", "recompute", "split", "grow")]
+    assert kinds == ["retry", "recompute", "split", "split"]
+    assert (result.attempts, result.micro_batch_size) == (5, 2)
+    statistics = guard.statistics()
+    assert (statistics.out_of_memory, statistics.micro_batch_size, statistics.recompute) == (4, 2, True)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_batch_norm_is_split_only_when_allowed_by_name(tmp_path, allowed):
+    """With BatchNorm in training a split is refused with the name that would allow it, before and at the failure."""
+    model = small_model(nn.BatchNorm1d(8))
+    guard = holdfast.Guard(
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        save_interval_steps=None,
+        allow_split_with=("batch_norm",) if allowed else (),
+    )
+    guard.step(torch.randn(8, 6), lambda x: model(x).square().mean())
+    said = [event for event in guard.events() if event.kind == "split_refused"]
+    before = state_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        out = model(x).square().mean()
+        if len(x) > 4:
+            ask_for_too_much()
+        return out
+
+    if allowed:
+        assert not said
+        assert guard.step(torch.randn(8, 6), loss).micro_batch_size == 4
+        (split,) = [event for event in guard.events() if event.kind == "split"]
+        assert split.data["promise"] == "changes training"
+    else:
+        assert said[0].data["allow_split_with"] == "batch_norm"
+        with pytest.raises(holdfast.OutOfMemoryError, match=r"(?s)BatchNorm1d.*allow_split_with"):
+            guard.step(torch.randn(8, 6), loss)
+        assert_same(state_of(model, torch.optim.SGD(model.parameters(), lr=0.1)), before)
+
+
+def in_batch_negatives(model: nn.Module) -> Any:
+    def loss(batch: Any) -> torch.Tensor:
+        left, right = (F.normalize(model(part), dim=1) for part in batch)
+        return F.cross_entropy(left @ right.T * 5, torch.arange(len(left)))
+
+    return loss
+
+
+def test_a_loss_that_couples_samples_is_found_out_before_memory_is_short(tmp_path):
+    """In-batch negatives are noticed at the first step: splitting is refused, or an error if asked for by number."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    batch = (torch.randn(8, 6), torch.randn(8, 6))
+    guard = holdfast.Guard(
+        tmp_path / "a", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_interval_steps=None
+    )
+    guard.step(batch, in_batch_negatives(model))
+    (said,) = [event for event in guard.events() if event.kind == "split_refused"]
+    assert said.data["allow_split_with"] == "coupled_loss"
+    asked = holdfast.Guard(
+        tmp_path / "b",
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        save_interval_steps=None,
+        micro_batch_size=2,
+    )
+    with pytest.raises(holdfast.HoldfastError, match="H207"):
+        asked.step(batch, in_batch_negatives(model))
+
+
+def test_a_loss_function_that_changes_its_batch_cannot_spoil_a_retry(tmp_path):
+    """A retry sees the batch as it was, although the loss function works in place."""
+
+    def train(run_dir: Any, fail: bool) -> list[torch.Tensor]:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        failures = int(fail)
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            nonlocal failures
+            x -= 0.5
+            if failures:
+                failures -= 1
+                ask_for_too_much()
+            return model(x).square().mean()
+
+        guard = holdfast.Guard(run_dir, model=model, optimizer=optimizer, save_interval_steps=None)
+        torch.manual_seed(9)
+        guard.step(torch.randn(4, 6), loss)
+        return state_of(model, optimizer)
+
+    assert_same(train(tmp_path / "a", fail=True), train(tmp_path / "b", fail=False))
+
+
+def test_an_error_that_is_no_out_of_memory_passes_through_and_leaves_no_trace(tmp_path):
+    """A bug in the loss function reaches the caller as it is, with weights, buffers and random state untouched."""
+    model = small_model(nn.BatchNorm1d(8), nn.Dropout(0.5))
+    optimizer = torch.optim.Adam(model.parameters())
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=None)
+    guard.step(torch.randn(4, 6), lambda x: model(x).square().mean())
+    before, random_before = state_of(model, optimizer), torch.get_rng_state()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        model(x)
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        guard.step(torch.randn(0, 6).new_zeros(4, 6), loss)
+    assert_same(state_of(model, optimizer), before)
+    assert torch.equal(torch.get_rng_state(), random_before)
+    assert guard.step(torch.randn(4, 6), lambda x: model(x).square().mean()).attempts == 1
