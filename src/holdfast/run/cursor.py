@@ -39,6 +39,7 @@ class Cursor:
         self._stateful = isinstance(loader, Stateful)
         self.epoch = 0
         self.batches = 0
+        self.trained = 0  # batches over all epochs
         self._epoch_start: RandomState | None = None
         self._generators: list[torch.Tensor] = []
         self._loader_state: Any = None
@@ -116,7 +117,16 @@ class Cursor:
         """Count the batch that was fetched last as trained. Without effect if it was counted before."""
         if self._fetched:
             self.batches += 1
+            self.trained += 1
             self._fetched = False
+
+    @property
+    def seems_to_end(self) -> bool:
+        """Return whether the epoch is over, as far as the loader's length tells: a save can wait for its turn."""
+        try:
+            return self.batches == len(self._loader)  # type: ignore[arg-type]
+        except TypeError:
+            return False
 
     def random_state(self) -> RandomState:
         """Return the random state that belongs to the position: from before a fetch that does not count yet."""
@@ -154,6 +164,7 @@ class Cursor:
         return {
             "epoch": self.epoch,
             "batches": self.batches,
+            "trained": self.trained,
             "loader": self._loader_state,
             "epoch_start": None if self._epoch_start is None else self._epoch_start.to_tree(),
             "generators": self._generators,
@@ -166,7 +177,8 @@ class Cursor:
         Raises:
             LoaderError: H604, if a holdfast loader has another order than the one that was saved.
         """
-        self.epoch, self.batches, self._fetched = state["epoch"], state["batches"], False
+        self.epoch, self.batches, self.trained = state["epoch"], state["batches"], state["trained"]
+        self._fetched = False
         self._loader_state = state["loader"] if self._stateful else None
         self._reload = self._loader_state is not None
         if isinstance(self._loader, DataLoader) and self._loader_state is not None:

@@ -126,18 +126,8 @@ class Guard:
             transaction=self._transaction,
         )
         self._directory = directory
-        self._recovery = Recovery(
-            session=self._session, record=self._record, parts=self._parts, policy=self.policy, cursor=self._cursor
-        )
-        self._boundaries = Loop(
-            session=self._session,
-            record=self._record,
-            stop=self._stop,
-            recovery=self._recovery,
-            parts=self._parts,
-            policy=self.policy,
-            cursor=self._cursor,
-        )
+        self._recovery = Recovery(self._session)
+        self._boundaries = Loop(self._session, self._stop, self._recovery)
         weakref.finalize(self, self._stop.uninstall)
         self._open()
         try:

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.core.policy import Policy
 from holdfast.run.cursor import Cursor
-from holdfast.run.parts import Parts
-from holdfast.run.record import RunRecord
 from holdfast.run.recovery import Recovery
 from holdfast.run.session import Session
 from holdfast.run.stop import Interrupted, StopRequest
@@ -22,33 +19,16 @@ class Loop:
     """Drives one run over its loader, and knows where its boundaries are.
 
     Args:
-        session: Saves and restores.
-        record: The recording, with the step that the run stands at.
-        stop: Whether the run shall end.
+        session: The run.
+        stop: Whether it shall end.
         recovery: Told when a step is repeated because an optimizer had too little memory.
-        parts: Whose schedulers are advanced after an epoch.
-        policy: Settings.
-        cursor: Position in the loader; None if the guard has none.
     """
 
-    def __init__(
-        self,
-        *,
-        session: Session,
-        record: RunRecord,
-        stop: StopRequest,
-        recovery: Recovery,
-        parts: Parts,
-        policy: Policy,
-        cursor: Cursor | None,
-    ) -> None:
+    def __init__(self, session: Session, stop: StopRequest, recovery: Recovery) -> None:
         self._session = session
-        self._record = record
+        self._record = session.record
         self._stop = stop
         self._recovery = recovery
-        self._parts = parts
-        self._policy = policy
-        self._cursor = cursor
         self.driven = False  # a loop of ours is running, so boundaries are known
         self.stepped = False  # a step was committed or skipped since the last boundary
         self.rewound = False  # a rollback has moved the position: the loader must be started anew
@@ -112,25 +92,29 @@ class Loop:
                 return
             cursor.advance()
             self.stepped = False
-            if self._session.is_due:
-                self._session.save()
+            if not cursor.seems_to_end:
+                self._save_if_due()
             if finished():
                 return
         cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
-        if self._policy.scheduler_interval == "epoch":
-            self._parts.advance_schedulers(list(self._parts.optimizers))
+        if self._session.policy.scheduler_interval == "epoch":
+            self._session.parts.advance_schedulers(list(self._session.parts.optimizers))
+        self._save_if_due()
+
+    def _save_if_due(self) -> None:
+        if self._session.is_due:
+            self._session.save()
 
     def _progress(self) -> tuple[int, int]:
         return self._record.global_step, self._session.counters.skipped_steps
 
     def count_batch(self) -> None:
         """Count the batch that is out as trained, if a step was made with it."""
-        if self.stepped and self._cursor is not None:
-            self._cursor.advance()
+        if self.stepped and self._session.cursor is not None:
+            self._session.cursor.advance()
         self.stepped = False
 
     def boundary_outside(self) -> None:
         """Save where it is due, in a loop that is not ours: the next step has begun, so the last one is over."""
         self.stepped = False
-        if self._session.is_due:
-            self._session.save()
+        self._save_if_due()

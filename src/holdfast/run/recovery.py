@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from holdfast.core.errors import NonFiniteError, OutOfMemoryError
 from holdfast.core.events import Promise, RollBack, Stop
-from holdfast.core.policy import Policy
 from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
-from holdfast.run.cursor import Cursor
 from holdfast.run.outcome import Outcome, TornStep
-from holdfast.run.parts import Parts
-from holdfast.run.record import RunRecord
 from holdfast.run.session import Session
 
 
@@ -17,21 +13,13 @@ class Recovery:
     """Carries out the decisions about steps that went wrong.
 
     Args:
-        session: Knows the way back to a checkpoint.
-        record: Where decisions are written down.
-        parts: Whose optimizers are told to use less memory.
-        policy: Patience.
-        cursor: Says where in the data it happened, if known.
+        session: The run, with the way back to a checkpoint.
     """
 
-    def __init__(
-        self, *, session: Session, record: RunRecord, parts: Parts, policy: Policy, cursor: Cursor | None
-    ) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self._record = record
-        self._parts = parts
-        self._policy = policy
-        self._cursor = cursor
+        self._record = session.record
+        self._policy = session.policy
         self._torn_at: int | None = None
 
     def after_nonfinite_step(self, outcome: Outcome) -> str:
@@ -60,7 +48,11 @@ class Recovery:
             rollbacks_in_a_row=counters.rollbacks_in_a_row,
             max_rollbacks=self._policy.max_rollbacks,
         )
-        place = {} if self._cursor is None else {"epoch": self._cursor.epoch, "batch": self._cursor.batches}
+        place = (
+            {}
+            if self._session.cursor is None
+            else {"epoch": self._session.cursor.epoch, "batch": self._session.cursor.batches}
+        )
         self._record.decided(decision, **place)
         if isinstance(decision, RollBack):
             failed_at = self._record.global_step
@@ -70,7 +62,9 @@ class Recovery:
             decision = Stop(reason=f"{decision.reason}; no checkpoint to return to", promise=decision.promise)
             self._record.decided(decision)
         if isinstance(decision, Stop):
-            counters.nonfinite_in_a_row = counters.rollbacks_in_a_row = 0  # whoever starts again has changed something
+            counters.nonfinite_in_a_row = counters.rollbacks_in_a_row = (
+                0  # whoever starts again has changed something
+            )
             raise self._persistent(decision.reason)
         return reason
 
@@ -112,7 +106,7 @@ class Recovery:
 
     def spare_optimizer_memory(self) -> None:
         """Let optimizers update one tensor at a time, which needs the smallest temporaries."""
-        for optimizer in self._parts.optimizers.values():
+        for optimizer in self._session.parts.optimizers.values():
             for group in optimizer.param_groups:
                 if not group.get("fused") and "foreach" in group:
                     group["foreach"] = False

@@ -54,16 +54,16 @@ class Session:
         transaction: Transaction,
     ) -> None:
         self._directory = directory
-        self._record = record
-        self._parts = parts
-        self._policy = policy
+        self.record = record
+        self.parts = parts
+        self.policy = policy
         self._clock = clock
-        self._cursor = cursor
+        self.cursor = cursor
         self._ladder = ladder
         self._transaction = transaction
         self._store = Store(directory.checkpoints)
         self._newest_id: int | None = None  # of the checkpoints when this object closed the directory
-        self._saved_at: tuple[int, int, int] | None = None
+        self._saved_at: tuple[int, int] | None = None
         self._tried_at_step: int | None = None
         self.counters = Counters()
         self.saved = 0
@@ -74,7 +74,7 @@ class Session:
     @property
     def is_open(self) -> bool:
         """Return whether the lock is held."""
-        return self._record.is_open
+        return self.record.is_open
 
     def open(self) -> None:
         """Take the lock and continue the recording.
@@ -87,7 +87,7 @@ class Session:
         try:
             self._store.clean_up()
             self._check_not_continued()
-            self._record.open()
+            self.record.open()
         except BaseException:
             self._directory.release()
             raise
@@ -105,27 +105,27 @@ class Session:
         """End the recording and give the lock back."""
         if self.is_open:
             self._newest_id = self._store.next_save_id() - 1
-        self._record.close()
+        self.record.close()
         self._directory.release()
 
     # --- save -----------------------------------------------------------------------------------------------
 
-    def _position(self) -> tuple[int, int, int]:
-        cursor = self._cursor
-        return self._record.global_step, *((0, 0) if cursor is None else (cursor.epoch, cursor.batches))
+    def _position(self) -> tuple[int, int]:
+        """Return what moves with each step and each batch; the turn of an epoch in itself changes nothing."""
+        return self.record.global_step, 0 if self.cursor is None else self.cursor.trained
 
     @property
     def is_due(self) -> bool:
         """Return whether a multiple of the save interval was passed since the last attempt to save."""
-        interval = self._policy.save_interval_steps
+        interval = self.policy.save_interval_steps
         if interval is None or self._tried_at_step is None:
             return interval is not None
-        return self._record.global_step // interval > self._tried_at_step // interval
+        return self.record.global_step // interval > self._tried_at_step // interval
 
     @property
     def has_unsaved(self) -> bool:
         """Return whether steps were made that no checkpoint holds, and that may be saved."""
-        saves = self._policy.save_interval_steps is not None and self._tried_at_step is not None
+        saves = self.policy.save_interval_steps is not None and self._tried_at_step is not None
         return saves and self.whole and self._saved_at != self._position()
 
     def save_first(self) -> None:
@@ -143,16 +143,16 @@ class Session:
 
         A save that fails is an event and does not stop training.
         """
-        if self._policy.save_interval_steps is None or not self.whole or self._saved_at == self._position():
+        if self.policy.save_interval_steps is None or not self.whole or self._saved_at == self._position():
             return
         first = self._tried_at_step is None
         bad, count = nonfinite_tensors(self._must_be_finite())
         if count and first:
             raise _unhealthy_start(bad, count)
-        self._tried_at_step = self._record.global_step
+        self._tried_at_step = self.record.global_step
         if count:
             self.failed += 1
-            self._record.happened("save_refused", nonfinite=bad, count=count)
+            self.record.happened("save_refused", nonfinite=bad, count=count)
             return
         started = self._clock.monotonic_seconds()
         try:
@@ -163,16 +163,16 @@ class Session:
                 raise  # a state that can never be saved is the caller's to know before any work is done
             self.failed += 1
             seconds = round(self._clock.monotonic_seconds() - started, 4)
-            self._record.happened("save_failed", error=f"{type(error).__name__}: {error}"[:500], seconds=seconds)
+            self.record.happened("save_failed", error=f"{type(error).__name__}: {error}"[:500], seconds=seconds)
         else:
             self.saved += 1
             self._saved_at = self._position()
 
     def _write(self, started: float) -> None:
-        shot = snapshot(gather(self._parts, self._training()), self._record.global_step)
+        shot = snapshot(gather(self.parts, self._training()), self.record.global_step)
         entry = write(self._store, shot, unix_seconds=self._clock.unix_seconds(), written_by=__version__)
-        removed = self._store.prune(self._policy.keep_latest_k, known_good=entry)
-        self._record.happened(
+        removed = self._store.prune(self.policy.keep_latest_k, known_good=entry)
+        self.record.happened(
             "checkpoint_saved",
             checkpoint=entry.path.name,
             size_bytes=shot.size_bytes(),
@@ -183,11 +183,11 @@ class Session:
     def _must_be_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
         names: dict[int, str] = {}
         parameter: torch.Tensor
-        for name, parameter in self._parts.named_parameters():
+        for name, parameter in self.parts.named_parameters():
             names[id(parameter)] = name
             if parameter.requires_grad:
                 yield name, parameter
-        for optimizer_name, optimizer in self._parts.optimizers.items():
+        for optimizer_name, optimizer in self.parts.optimizers.items():
             for parameter, state in optimizer.state.items():
                 for key, value in state.items() if isinstance(state, Mapping) else ():
                     if isinstance(value, torch.Tensor):
@@ -195,10 +195,10 @@ class Session:
         yield from self._transaction.buffers.running_statistics()
 
     def _training(self) -> dict[str, Any]:
-        cursor = self._cursor
-        random_state = capture(self._parts.devices()) if cursor is None else cursor.random_state()
+        cursor = self.cursor
+        random_state = capture(self.parts.devices()) if cursor is None else cursor.random_state()
         return {
-            "global_step": self._record.global_step,
+            "global_step": self.record.global_step,
             "counters": asdict(self.counters),
             "position": None if cursor is None else cursor.state_dict(),
             "random_state": random_state.to_tree(),
@@ -230,9 +230,9 @@ class Session:
         restore(RandomState.from_tree(training["random_state"]))
         self.counters = Counters(**training["counters"])
         self.counters.resumes += 1
-        self._tried_at_step = self._record.global_step
+        self._tried_at_step = self.record.global_step
         self._saved_at = self._position()
-        self._record.happened("resumed", checkpoint=entry.path.name, position=self._position()[1:])
+        self.record.happened("resumed", checkpoint=entry.path.name, trained_batches=self._position()[1])
         return entry.path
 
     def roll_back(self, *, rewind_data: bool) -> bool:
@@ -244,7 +244,7 @@ class Session:
         Returns:
             False if there is none.
         """
-        if self._policy.save_interval_steps is None:
+        if self.policy.save_interval_steps is None:
             return False
         entry = self._newest_good()
         if entry is None:
@@ -255,8 +255,8 @@ class Session:
         return True
 
     def _go_to_position_of(self, training: Mapping[str, Any]) -> None:
-        if self._cursor is not None and training["position"] is not None:
-            self._cursor.load_state_dict(training["position"])
+        if self.cursor is not None and training["position"] is not None:
+            self.cursor.load_state_dict(training["position"])
         self.random_state = RandomState.from_tree(training["random_state"])
 
     def _newest_good(self) -> Entry | None:
@@ -267,7 +267,7 @@ class Session:
                 entry.verify()
             except CheckpointError as error:
                 self._store.set_aside(entry)
-                self._record.happened("checkpoint_damaged", checkpoint=entry.path.name, why=error.what)
+                self.record.happened("checkpoint_damaged", checkpoint=entry.path.name, why=error.what)
                 continue
             return entry
         lost = entries or self._store.damaged()
@@ -281,12 +281,12 @@ class Session:
         return None
 
     def _restore(self, entry: Entry) -> dict[str, Any]:
-        trees = read_components(entry, component_names(self._parts))
-        check_fits(trees, self._parts, f"checkpoint {entry.path.name}")
-        load(trees, self._parts)
+        trees = read_components(entry, component_names(self.parts))
+        check_fits(trees, self.parts, f"checkpoint {entry.path.name}")
+        load(trees, self.parts)
         training: dict[str, Any] = trees["training"]
         self._transaction.loss_scale.load_state_dict(training["loss_scale"])
-        self._record.global_step = training["global_step"]
+        self.record.global_step = training["global_step"]
         self.whole = True
         return training
 

@@ -163,9 +163,10 @@ def test_optimizer_names_train_one_network_and_leak_nothing_into_the_other(tmp_p
         def for_discriminator(batch: Any) -> torch.Tensor:
             real, noise = batch
             fake = generator(noise)  # on purpose without detach
-            return nn.functional.softplus(-discriminator(real)).mean() + nn.functional.softplus(
-                discriminator(fake)
-            ).mean()
+            return (
+                nn.functional.softplus(-discriminator(real)).mean()
+                + nn.functional.softplus(discriminator(fake)).mean()
+            )
 
         return for_discriminator, lambda batch: nn.functional.softplus(-discriminator(generator(batch[1]))).mean()
 
@@ -227,9 +228,8 @@ def test_a_stop_request_in_an_evaluation_ends_the_loop_after_this_batch(tmp_path
 
 def test_the_run_directory_is_free_after_the_loop_and_after_the_context(tmp_path):
     """The lock is held from the constructor until `batches` ends, `close`, or the end of the context."""
-    with holdfast.Guard(tmp_path, **make_parts()):
-        with pytest.raises(holdfast.RunDirectoryError, match="H301"):
-            holdfast.Guard(tmp_path, **make_parts())
+    with holdfast.Guard(tmp_path, **make_parts()), pytest.raises(holdfast.RunDirectoryError, match="H301"):
+        holdfast.Guard(tmp_path, **make_parts())
     guard = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), **make_parts())
     for batch in guard.batches(max_steps=1):
         guard.step(batch, loss_of(guard._parts.models["model"]))

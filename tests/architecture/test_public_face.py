@@ -1,0 +1,127 @@
+"""What users hold on to: names, arguments, commands and flags. A change here is a decision, not an accident."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+import typer.main
+
+import holdfast
+from holdfast.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_exported_names() -> None:
+    """The package exports these names and no others, all of which can be had."""
+    assert holdfast.__all__ == [
+        "CheckpointError",
+        "DataLoader",
+        "Event",
+        "Guard",
+        "HoldfastError",
+        "Loss",
+        "NonFiniteError",
+        "OutOfMemoryError",
+        "Policy",
+        "PolicyError",
+        "RunDirectoryError",
+        "Statistics",
+        "StepResult",
+        "__version__",
+    ]
+    assert dir(holdfast) == sorted(holdfast.__all__)
+    assert all(getattr(holdfast, name) is not None for name in holdfast.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        holdfast.Trainer  # noqa: B018
+
+
+def test_the_arguments_of_the_guard() -> None:
+    """The signatures of Guard are the contract that other tools build on."""
+    assert list(inspect.signature(holdfast.Guard).parameters) == [
+        "run_dir",
+        "model",
+        "optimizer",
+        "scheduler",
+        "loader",
+        "state",
+        "policy",
+        "split",
+        "clock",
+        "overrides",
+    ]
+    assert list(inspect.signature(holdfast.Guard.batches).parameters) == ["self", "max_epochs", "max_steps"]
+    assert list(inspect.signature(holdfast.Guard.step).parameters) == [
+        "self",
+        "batch",
+        "loss_fn",
+        "optimizer",
+        "split",
+    ]
+    public = {name for name in vars(holdfast.Guard) if not name.startswith("_")}
+    assert public == {
+        "batches", "close", "epoch", "evaluate", "events", "global_step", "request_stop", "statistics", "step",
+        "stop_reason",
+    }  # fmt: skip
+
+
+def test_the_fields_of_a_result_and_of_the_policy() -> None:
+    """Field names are part of the contract; every policy field has its docstring under it."""
+    assert [field.name for field in dataclasses.fields(holdfast.StepResult)] == [
+        "loss", "items", "grad_norm", "micro_batch_size", "attempts", "skipped", "reason",
+    ]  # fmt: skip
+    source = (ROOT / "src/holdfast/core/policy.py").read_text().splitlines()
+    for field in dataclasses.fields(holdfast.Policy):
+        (line,) = [number for number, text in enumerate(source) if text.startswith(f"    {field.name}: ")]
+        assert source[line + 1].strip().startswith('"""'), field.name
+
+
+def test_the_commands_and_their_flags() -> None:
+    """Every command has --json, and no flag appears or disappears unnoticed."""
+    group = typer.main.get_command(app)
+    commands = getattr(group, "commands")  # noqa: B009 - click's type does not show it
+    flags = {
+        name: sorted(option for parameter in command.params for option in parameter.opts if option.startswith("--"))
+        for name, command in commands.items()
+    }
+    assert flags == {
+        "demo": ["--json", "--out", "--seed"],
+        "checkpoints": ["--json", "--prune", "--verify"],
+        "explain": ["--json"],
+    }
+
+
+def test_importing_holdfast_loads_no_torch() -> None:
+    """`import holdfast`, a Policy and the commands that need no training start without torch."""
+    code = (
+        "import sys, holdfast; holdfast.Policy(); from holdfast.cli.main import app; "
+        "from holdfast.recorder import reader; from holdfast.diagnose import rules; rules.all_rules(); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_all_that_the_package_needs(tmp_path) -> None:
+    """Built and installed elsewhere, without the source tree, the package explains its rules and trains a step."""
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)], check=True)
+    (wheel,) = tmp_path.glob("holdfast-*.whl")
+    target = tmp_path / "installed"
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import holdfast, torch, tempfile\n"
+        "assert holdfast.__file__.startswith(sys.argv[1])\n"
+        "from holdfast.diagnose.rules import all_rules; assert len(all_rules()) > 30\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "with holdfast.Guard(tempfile.mkdtemp(), model=model, optimizer=optimizer) as guard:\n"
+        "    guard.step(torch.ones(4, 2), lambda x: model(x).mean())\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(target)], check=True, cwd=tmp_path)

@@ -1,0 +1,103 @@
+"""The bar of the project, counted. These numbers may only be tightened."""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = sorted((ROOT / "src").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+LONGEST_MODULE = 400
+LONGEST_FUNCTION = 60
+FUNCTION_P90 = 31
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager"}
+
+
+def trees(paths: list[Path]) -> Iterator[tuple[Path, ast.Module]]:
+    for path in paths:
+        yield path, ast.parse(path.read_text())
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the lines of a function without its docstring: contracts may be as long as they must."""
+    assert function.end_lineno is not None
+    first = function.body[0]
+    documented = ast.get_docstring(function) is not None
+    docstring = (first.end_lineno or 0) - first.lineno + 1 if documented else 0
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
+def test_no_module_is_longer_than_a_reader_can_hold() -> None:
+    """Every module of the package has at most 400 lines."""
+    long = {str(path): lines for path in SOURCE if (lines := len(path.read_text().splitlines())) > LONGEST_MODULE}
+    assert not long
+
+
+def test_functions_are_short() -> None:
+    """No function is longer than 60 lines, and nine of ten have at most 31."""
+    sizes = {
+        f"{path}:{function.name}": body_lines(function)
+        for path, tree in trees(SOURCE)
+        for function in functions(tree)
+    }
+    assert not {name: size for name, size in sizes.items() if size > LONGEST_FUNCTION}
+    assert statistics.quantiles(sizes.values(), n=10)[-1] <= FUNCTION_P90
+
+
+def test_every_module_says_what_lives_there() -> None:
+    """Every module of the package and of the tests opens with a docstring."""
+    assert not [str(path) for path, tree in trees(SOURCE + TESTS) if not ast.get_docstring(tree)]
+
+
+def test_every_test_opens_with_the_sentence_that_it_proves() -> None:
+    """A test has a docstring whose first line is a whole sentence."""
+    lacking = [
+        f"{path.name}:{function.name}"
+        for path, tree in trees(TESTS)
+        for function in functions(tree)
+        if function.name.startswith("test_")
+        and not (ast.get_docstring(function) or "").split("\n\n")[0].rstrip().endswith(".")
+    ]
+    assert not lacking
+
+
+def test_no_file_is_a_drawer_for_the_rest() -> None:
+    """No file or folder is named utils, helpers, common, misc, base or manager."""
+    everything = [*(ROOT / "src").rglob("*"), *(ROOT / "tests").rglob("*"), *(ROOT / "benchmarks").rglob("*")]
+    assert not [str(path) for path in everything if path.stem.lower() in FORBIDDEN_NAMES]
+
+
+@pytest.mark.parametrize("name", ["pickle", "cloudpickle", "dill", "marshal", "shelve"])
+def test_nothing_pickles(name: str) -> None:
+    """No module imports pickle or a relative of it, nor calls torch.save or torch.load."""
+    for path, tree in trees(SOURCE):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert name not in [alias.name.split(".")[0] for alias in node.names], path
+            if isinstance(node, ast.ImportFrom):
+                assert node.module is None or node.module.split(".")[0] != name, path
+            if isinstance(node, ast.Attribute) and node.attr in ("save", "load"):
+                assert not (isinstance(node.value, ast.Name) and node.value.id == "torch"), path
+
+
+def test_no_test_asserts_a_wall_clock_time() -> None:
+    """Tests measure no durations: a slow machine must not fail them."""
+    clocks = {"perf_counter", "process_time", "thread_time"}
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path, tree in trees(TESTS)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in clocks and path.name != "test_clock.py"
+    ]
+    assert not found

@@ -1,0 +1,135 @@
+"""The commands as a user calls them: what they print, as text and as JSON, and how they exit."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import holdfast
+from holdfast.cli import demo
+from holdfast.cli.main import app
+from holdfast.testing import flip_bit
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = [torch.ones(4, 2)] * 6
+    with holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=data, save_interval_steps=2) as guard:
+        for batch in guard.batches(max_epochs=1):
+            guard.step(batch, lambda x: model(x).square().mean())
+    return tmp_path
+
+
+def test_checkpoints_lists_newest_first(run_dir):
+    """The table and the JSON hold name, step, size, time and status of each checkpoint."""
+    listed = call("checkpoints", run_dir)
+    assert listed.exit_code == 0
+    names = re.findall(r"\d{6}-step\d{8}", listed.output)
+    assert names == ["000004-step00000006", "000003-step00000004", "000002-step00000002"]
+    (newest, *_) = json.loads(call("checkpoints", run_dir, "--json").output)["checkpoints"]
+    assert (newest["global_step"], newest["status"], newest["written_by"]) == (6, "complete", holdfast.__version__)
+    assert newest["size_bytes"] > 0
+    verified = json.loads(call("checkpoints", run_dir, "--verify", "--json").output)["checkpoints"]
+    assert [row["status"] for row in verified] == ["verified"] * 3
+
+
+def test_a_flipped_bit_is_found_and_is_exit_code_1(run_dir):
+    """--verify names the file and the tensor that is damaged, and the others still verify."""
+    file = run_dir / "checkpoints/000003-step00000004/model.safetensors"
+    flip_bit(file, 8 * file.stat().st_size - 3)
+    verified = call("checkpoints", run_dir, "--verify", "--json")
+    assert verified.exit_code == 1
+    status = [row["status"] for row in json.loads(verified.output)["checkpoints"]]
+    assert status[0] == status[2] == "verified"
+    assert status[1].startswith("damaged: model.safetensors")
+    assert "sha256" in call("checkpoints", run_dir, "--verify").output
+
+
+def test_prune_keeps_the_newest_and_the_last_good_one(run_dir):
+    """--prune 1 keeps more than one checkpoint while the newest does not verify."""
+    flip_bit(run_dir / "checkpoints/000004-step00000006/state.json", 30)
+    pruned = json.loads(call("checkpoints", run_dir, "--prune", 1, "--json").output)
+    assert pruned["removed"] == ["000002-step00000002"]
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {
+        "000003-step00000004",
+        "000004-step00000006",
+    }
+
+
+def test_prune_refuses_to_delete_under_a_live_run(run_dir):
+    """A run that holds the directory keeps its checkpoints."""
+    model = torch.nn.Linear(2, 1)
+    with holdfast.Guard(run_dir, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)):
+        refused = call("checkpoints", run_dir, "--prune", 1, "--json")
+    assert refused.exit_code == 2
+    assert json.loads(refused.output)["error"]["rule"] == "H301"
+    assert len(list((run_dir / "checkpoints").iterdir())) == 3
+
+
+@pytest.mark.parametrize("arguments", [["checkpoints", "nowhere"], ["explain", "H999"]])
+def test_wrong_use_is_a_message_and_exit_code_2(arguments):
+    """An error says what, the limit and the fix, as text or JSON, and never shows a traceback."""
+    failed = call(*arguments)
+    assert failed.exit_code == 2
+    assert "Fix: " in failed.output
+    assert "Traceback" not in failed.output
+    error = json.loads(call(*arguments, "--json").output)["error"]
+    assert {"rule", "what", "limit", "fix"} == set(error)
+
+
+def test_explain_tells_one_rule_and_lists_all():
+    """Every rule id can be explained, in lower case too, and without an id all are listed."""
+    assert "H101" in call("explain", "h101").output
+    listed = json.loads(call("explain", "--json").output)
+    assert len(listed) == len(call("explain").output.splitlines()) > 30
+    assert all(json.loads(call("explain", rule["id"], "--json").output) == rule for rule in listed[:3])
+
+
+def test_the_version_is_printed():
+    """--version prints the version of the package."""
+    assert call("--version").output == f"holdfast {holdfast.__version__}\n"
+
+
+def report(held: bool) -> dict[str, Any]:
+    row = {
+        "fault": "SIGKILL",
+        "happened": "killed",
+        "remedy": "resume",
+        "promise": "bit-exact",
+        "held": held,
+        "evidence": "digests",
+        "lost_steps": 3,
+        "seconds": 1.5,
+    }
+    return {
+        "rows": [row],
+        "reference": [2.0, 1.0],
+        "curve": [[1, 2.0], [2, 1.0], [1, 2.0]],
+        "marks": [[1, "SIGKILL"]],
+        "accuracy": [0.9, 0.9 if held else None],
+        "seed": 7,
+    }
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_broken_promise_of_the_demo_is_exit_code_1(tmp_path, monkeypatch, held):
+    """The demo exits with 1 if a promise did not hold; the campaign is replaced by a made-up report here."""
+    monkeypatch.setattr(demo, "_campaign", lambda seed, quiet: report(held))
+    shown = call("demo", "--out", tmp_path)
+    assert shown.exit_code == (0 if held else 1)
+    assert f"{int(held)} of 1 promises held" in shown.output
+    assert ("NO" in shown.output) is not held
+    assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads(call("demo", "--out", tmp_path, "--json").output)["held"] is held

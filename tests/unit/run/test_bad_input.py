@@ -1,0 +1,324 @@
+"""Every mistake that a caller can make is an error that says what, the limit and the fix, and damages nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+
+
+def make(width: int = 3) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.1)}
+
+
+def assert_says(error: BaseException, rule: str, *words: str) -> None:
+    assert isinstance(error, holdfast.HoldfastError)
+    text = str(error)
+    assert re.fullmatch(r"(?s).+; .+\.\nFix: .+\n\[H\d{3}\] run `holdfast explain H\d{3}`", text), text
+    assert error.rule == rule, text
+    for word in words:
+        assert word in text, text
+
+
+def mean(model: nn.Module) -> Any:
+    return lambda x: model(x).square().mean()
+
+
+BAD_LOSSES = {
+    "vector": (lambda model, x: model(x).squeeze(1), "H201", ["shape (8,)", ".mean()"]),
+    "number": (lambda model, x: 3.0, "H201", ["a float"]),
+    "none": (lambda model, x: None, "H201", ["NoneType"]),
+    "dict": (lambda model, x: {"loss": model(x).mean()}, "H201", ["a dict"]),
+    "triple": (lambda model, x: (model(x).mean(), 1, 2), "H201", ["a tuple"]),
+    "detached": (lambda model, x: model(x).mean().detach(), "H202", ["without a graph", "requires_grad"]),
+    "no parameter": (lambda model, x: x.clone().requires_grad_().mean(), "H202", ["received a gradient"]),
+    "zero items": (lambda model, x: (model(x).mean(), 0), "H203", ["items=0"]),
+    "negative items": (lambda model, x: holdfast.Loss(model(x).mean(), items=-2), "H203", ["items=-2"]),
+    "nan items": (lambda model, x: (model(x).mean(), float("nan")), "H203", ["items=nan"]),
+    "items are text": (lambda model, x: (model(x).mean(), "many"), "H203", ["many"]),
+    "items are true": (lambda model, x: (model(x).mean(), True), "H203", ["True"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LOSSES)
+def test_a_bad_loss_is_named_and_leaves_no_trace(tmp_path, case):
+    """Whatever a loss function returns by mistake, no weight, statistic or random state moves, and training goes on."""
+    loss, rule, words = BAD_LOSSES[case]
+    parts = make()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=None, **parts)
+    before = {name: value.clone() for name, value in parts["model"].state_dict().items()}
+    random_before = torch.get_rng_state()
+    x = torch.ones(8, 3)
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        guard.step(x, lambda part: loss(parts["model"], part))
+    assert_says(caught.value, rule, *words)
+    assert all(torch.equal(value, before[name]) for name, value in parts["model"].state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_before)
+    assert guard.step(torch.randn(8, 3), mean(parts["model"])).attempts == 1
+    assert guard.global_step == 1
+
+
+BAD_BATCHES = {
+    "leaves disagree": (
+        {"x": torch.ones(8, 3), "y": torch.ones(7)},
+        "H204",
+        ["batch['x'] (8, 3)", "batch['y'] (7,)"],
+    ),
+    "no samples": (torch.ones(0, 3), "H205", ["0 samples"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BATCHES)
+def test_a_bad_batch_is_named_at_the_first_step(tmp_path, case):
+    """A batch that cannot be what was meant is an error before the loss function is called."""
+    batch, rule, words = BAD_BATCHES[case]
+    guard = holdfast.Guard(tmp_path, save_interval_steps=None, **make())
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        guard.step(batch, lambda part: pytest.fail("the loss function was called"))
+    assert_says(caught.value, rule, *words)
+
+
+def test_a_batch_that_cannot_be_cut_is_an_error_if_a_size_is_asked_for(tmp_path):
+    """With a number for the micro-batch size, a batch without a batch dimension is an error that names the leaf."""
+    guard = holdfast.Guard(tmp_path, save_interval_steps=None, micro_batch_size=2, **make())
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        guard.step({"x": object()}, lambda part: pytest.fail("the loss function was called"))
+    assert_says(caught.value, "H205", "batch['x'] is a object", "split=")
+
+
+def test_a_step_of_an_unknown_optimizer_names_the_nearest(tmp_path):
+    """A misspelt optimizer name is an error that offers the right one."""
+    models = {"generator": nn.Linear(2, 2), "discriminator": nn.Linear(2, 2)}
+    optimizers = {name: torch.optim.SGD(model.parameters(), 0.1) for name, model in models.items()}
+    guard = holdfast.Guard(tmp_path, model=models, optimizer=optimizers)
+    with pytest.raises(holdfast.PolicyError) as caught:
+        guard.step(torch.ones(2, 2), mean(models["generator"]), optimizer="generatr")
+    assert_says(caught.value, "H104", "did you mean 'generator'?")
+
+
+def constructor_mistakes() -> dict[str, tuple[dict[str, Any], str, list[str]]]:
+    parts, stranger = make(), make()
+    lbfgs = torch.optim.LBFGS(parts["model"].parameters())
+    return {
+        "no module": ({**parts, "model": lambda x: x}, "H105", ["model 'model' is a function"]),
+        "no optimizer": ({**parts, "optimizer": 0.1}, "H105", ["a float"]),
+        "no models": ({**parts, "model": {}}, "H105", ["at least one"]),
+        "stateless state": ({**parts, "state": {"ema": 3}}, "H105", ["state 'ema' is a int", "state_dict"]),
+        "scheduler": ({**parts, "scheduler": 3}, "H105", ["state_dict"]),
+        "strangers": ({**parts, "optimizer": stranger["optimizer"]}, "H106", ["(4, 3)"]),
+        "closure": ({**parts, "optimizer": lbfgs}, "H107", ["LBFGS"]),
+        "unknown field": ({**parts, "max_gradient_norm": 1.0}, "H101", ["did you mean 'max_grad_norm'?"]),
+        "negative norm": ({**parts, "max_grad_norm": -1.0}, "H102", ["max_grad_norm=-1.0"]),
+        "policy file": ({**parts, "policy": "nowhere.yaml"}, "H103", ["nowhere.yaml"]),
+    }
+
+
+@pytest.mark.parametrize("case", constructor_mistakes())
+def test_a_wrong_argument_is_named_before_a_run_directory_is_made(tmp_path, case):
+    """The constructor checks what it was given before it touches the disk."""
+    arguments, rule, words = constructor_mistakes()[case]
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        holdfast.Guard(tmp_path / "run", **arguments)
+    assert_says(caught.value, rule, *words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("loader", "limits", "rule"),
+    [(None, {"max_epochs": 1}, "H105"), ([torch.ones(2, 3)], {}, "H105")],
+)
+def test_batches_needs_a_loader_and_a_limit(tmp_path, loader, limits, rule):
+    """A loop that could not begin or not end is an error where it is asked for."""
+    guard = holdfast.Guard(tmp_path, loader=loader, **make())
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        guard.batches(**limits)
+    assert_says(caught.value, rule)
+
+
+@pytest.mark.parametrize("loader", [[], iter([]), torch.utils.data.DataLoader([0], batch_size=4, drop_last=True)])
+def test_an_empty_loader_is_an_error_and_not_an_endless_loop(tmp_path, loader):
+    """A loader without a batch ends with an error, and the directory is free again."""
+    guard = holdfast.Guard(tmp_path, loader=loader, **make())
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        list(guard.batches(max_steps=3))
+    assert_says(caught.value, "H601", "drop_last")
+    holdfast.Guard(tmp_path, **make()).close()
+
+
+def test_a_loop_without_a_step_is_an_error_and_not_an_endless_loop(tmp_path):
+    """`max_steps` with a body that never steps ends after one epoch."""
+    guard = holdfast.Guard(tmp_path, loader=[torch.ones(2, 3)] * 3, **make())
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        list(guard.batches(max_steps=3))
+    assert_says(caught.value, "H602")
+
+
+def trained(run_dir: Path, **how: Any) -> None:
+    parts = make()
+    with holdfast.Guard(run_dir, loader=[torch.randn(4, 3)] * 3, **how, **parts) as guard:
+        for batch in guard.batches(max_epochs=1):
+            guard.step(batch, mean(parts["model"]))
+
+
+def content_of(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted((directory / "checkpoints").rglob("*"))
+        if path.is_file()
+    }
+
+
+def wider() -> dict[str, Any]:
+    return make(width=5)
+
+
+def more_layers() -> dict[str, Any]:
+    model = nn.Sequential(*make()["model"], nn.Linear(1, 1))
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.1)}
+
+
+def half_precision() -> dict[str, Any]:
+    model = make()["model"].to(torch.bfloat16)
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.1)}
+
+
+def other_optimizer() -> dict[str, Any]:
+    model = make()["model"]
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def more_state() -> dict[str, Any]:
+    parts = make()
+    return {**parts, "state": {"ema": torch.optim.swa_utils.AveragedModel(parts["model"])}}
+
+
+@pytest.mark.parametrize(
+    ("other", "rule", "words"),
+    [
+        (wider, "H304", ["'0.weight'", "(4, 3)", "(4, 5)"]),
+        (more_layers, "H304", ["'3.weight'", "only in the model"]),
+        (half_precision, "H304", ["'0.weight'", "torch.float32", "torch.bfloat16"]),
+        (other_optimizer, "H313", ["was a Adam and is a SGD"]),
+        (more_state, "H313", ["no state 'ema'"]),
+    ],
+)
+def test_the_run_directory_of_something_else_is_refused_and_not_damaged(tmp_path, other, rule, words):
+    """Another model, type, optimizer or state is named, nothing is loaded, and the right one still resumes."""
+    trained(tmp_path)
+    before = content_of(tmp_path)
+    parts = other()
+    weights = [p.clone() for p in parts["model"].parameters()]
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        holdfast.Guard(tmp_path, **parts)
+    assert_says(caught.value, rule, *words)
+    assert all(torch.equal(a, b) for a, b in zip(weights, parts["model"].parameters(), strict=True))
+    assert content_of(tmp_path) == before
+    guard = holdfast.Guard(tmp_path, loader=[torch.randn(4, 3)] * 3, **make())
+    assert guard.global_step == 3
+    guard.close()
+
+
+@pytest.mark.parametrize("place", ["directory", "checkpoint"])
+def test_a_newer_format_is_refused_and_not_damaged(tmp_path, place):
+    """A directory or checkpoint of a later holdfast is left alone, and the error says to upgrade."""
+    trained(tmp_path)
+    if place == "directory":
+        (tmp_path / "run.json").write_text(json.dumps({"format": 2}))
+    else:
+        import hashlib
+
+        manifest = max((tmp_path / "checkpoints").iterdir()) / "manifest.json"
+        body = json.dumps({**json.loads(manifest.read_bytes().split(b"\n")[0]), "format": 2}).encode()
+        manifest.write_bytes(body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n")
+    before = content_of(tmp_path), (tmp_path / "run.json").read_bytes()
+    with pytest.raises(holdfast.RunDirectoryError) as caught:
+        holdfast.Guard(tmp_path, **make())
+    assert_says(caught.value, "H303", "upgrade")
+    assert (content_of(tmp_path), (tmp_path / "run.json").read_bytes()) == before
+
+
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path):
+    """A path that is no directory is an error with a fix."""
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(holdfast.RunDirectoryError) as caught:
+        holdfast.Guard(tmp_path / "file", **make())
+    assert_says(caught.value, "H302")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_read_only_place_is_refused(tmp_path):
+    """A directory that cannot be written is an error before any work is done."""
+    place = Path("/proc/self/run") if os.geteuid() == 0 else tmp_path  # root writes everywhere but there
+    if os.geteuid() != 0:
+        tmp_path.chmod(0o500)
+    with pytest.raises(holdfast.RunDirectoryError) as caught:
+        holdfast.Guard(place / "run", **make())
+    assert_says(caught.value, "H302", "cannot be written")
+
+
+def test_state_that_needs_pickle_is_refused_before_the_first_step(tmp_path):
+    """An object that cannot be stored is named with its place, before a batch was trained."""
+
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"fine": 1, "deep": [{"bad": object()}]}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    guard = holdfast.Guard(tmp_path, loader=[torch.randn(4, 3)], state={"odd": Odd()}, **make())
+    with pytest.raises(holdfast.CheckpointError) as caught:
+        for _ in guard.batches(max_epochs=1):
+            pytest.fail("a batch was given out")
+    assert_says(caught.value, "H310", "state.odd['deep']['0']['bad'] is a builtins.object")
+
+
+def test_weights_that_are_not_finite_at_the_start_are_refused(tmp_path):
+    """NaN in the weights before the first step is an error that names the tensor."""
+    parts = make()
+    with torch.no_grad():
+        parts["model"][2].weight[0, 1] = torch.inf
+    guard = holdfast.Guard(tmp_path, loader=[torch.randn(4, 3)], **parts)
+    with pytest.raises(holdfast.NonFiniteError) as caught:
+        for _ in guard.batches(max_epochs=1):
+            pytest.fail("a batch was given out")
+    assert_says(caught.value, "H502", "2.weight")
+
+
+def test_a_loader_with_another_order_is_refused(tmp_path):
+    """A changed seed or length would point the position at other samples: an error says which."""
+    data = list(torch.randn(12, 3).unbind())
+    parts = make()
+    guard = holdfast.Guard(tmp_path, loader=holdfast.DataLoader(data, batch_size=4, seed=1), **parts)
+    for batch in guard.batches(max_steps=2):
+        guard.step(batch, mean(parts["model"]))
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        holdfast.Guard(tmp_path, loader=holdfast.DataLoader(data, batch_size=4, seed=2), **make())
+    assert_says(caught.value, "H604", "seed=2", "seed=1")
+
+
+def test_several_ranks_are_refused_for_now(tmp_path):
+    """A process group of two ranks is an error, since ranks that skip by themselves would diverge (faked here)."""
+    import torch.distributed as distributed
+
+    if not distributed.is_available():
+        pytest.skip("torch was built without distributed")
+    store = distributed.HashStore()
+    distributed.init_process_group("fake", rank=0, world_size=2, store=store) if hasattr(
+        distributed.Backend, "FAKE"
+    ) else pytest.skip("this torch has no fake process group")
+    try:
+        with pytest.raises(holdfast.PolicyError) as caught:
+            holdfast.Guard(tmp_path, **make())
+        assert_says(caught.value, "H108", "world_size=2")
+    finally:
+        distributed.destroy_process_group()
