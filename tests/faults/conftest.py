@@ -1,0 +1,100 @@
+"""Start the training program, wait for what it says, hurt it, and read what it left."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "programs"
+_TIMEOUT_SECONDS = 120.0
+
+
+class Life:
+    """One process of the training program.
+
+    Args:
+        trace: Where it writes.
+        request: What it is asked for.
+        command: What comes before the interpreter, such as a command that mounts a disk.
+    """
+
+    def __init__(self, trace: Path, request: dict[str, Any], command: list[str]) -> None:
+        self.trace = trace
+        full = [*command, sys.executable, str(PROGRAMS / "train.py"), json.dumps({"trace": str(trace), **request})]
+        self.process = subprocess.Popen(
+            full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, text=True
+        )
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return what was written so far; a line that was cut by a kill does not count."""
+        if not self.trace.exists():
+            return []
+        return [json.loads(line) for line in self.trace.read_bytes().split(b"\n")[:-1]]
+
+    def steps(self) -> list[int]:
+        return [line["step"] for line in self.lines() if "step" in line]
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], Any]) -> None:
+        """Wait for a line; a process that ends before it fails the test."""
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        while not any(condition(line) for line in self.lines()):
+            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.output()}"
+            assert time.monotonic() < deadline, f"nothing came: {self.lines()[-3:]}"
+            time.sleep(0.005)
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the trainer alone, as the kernel does, and wait until it is gone."""
+        self.send(signal.SIGKILL)
+        self.process.wait()
+
+    def output(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.read()
+
+    def end(self) -> dict[str, Any]:
+        """Wait for the end and return the last line."""
+        output, _ = self.process.communicate(timeout=_TIMEOUT_SECONDS)
+        assert self.process.returncode == 0, output
+        return self.lines()[-1]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Life]]:
+    """Return a function that starts a life; whatever still runs at the end of the test is killed."""
+    lives: list[Life] = []
+    numbers = itertools.count()
+
+    def start_one(*, command: list[str] | None = None, **request: Any) -> Life:
+        full = {"run_dir": str(tmp_path / "run"), **request}
+        life = Life(tmp_path / f"trace{next(numbers)}.jsonl", full, command or [])
+        lives.append(life)
+        return life
+
+    yield start_one
+    for life in lives:
+        if life.process.poll() is None:
+            os.killpg(life.process.pid, signal.SIGKILL)
+            life.process.wait()
+        if life.process.stdout is not None:
+            life.process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return the last line of a run that nothing happened to."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    life = Life(place / "trace.jsonl", {"run_dir": str(place / "run")}, [])
+    return life.end()

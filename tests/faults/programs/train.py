@@ -1,0 +1,106 @@
+"""A training script as a user writes it, in a process of its own, so that it can be hurt from outside.
+
+    python train.py '{"run_dir": ..., "trace": ..., "workers": 0, "epochs": 4, ...}'
+
+After each step it appends a line to the trace, and at the end the digest of everything that was trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import holdfast
+
+torch.set_num_threads(1)
+request: dict[str, Any] = json.loads(sys.argv[1])
+trace = os.open(request["trace"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def write(**facts: Any) -> None:
+    os.write(trace, json.dumps(facts).encode() + b"\n")
+
+
+class Augmented(torch.utils.data.Dataset):
+    """64 samples with noise from python, numpy and torch."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == request.get("slow_sample"):
+            write(waiting=True)
+            time.sleep(600)
+        base = torch.linspace(0, 1, 8) * (index % 7)
+        noise = 0.1 * torch.randn(8) + 0.05 * random.random() + 0.05 * float(np.random.rand())
+        return base + noise, torch.tensor(index % 7)
+
+
+def main() -> None:
+    torch.manual_seed(1)
+    width = request.get("width", 16)
+    model = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 7))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    loader = holdfast.DataLoader(
+        Augmented(), batch_size=8, shuffle=True, num_workers=request.get("workers", 0), seed=4
+    )
+    guard = holdfast.Guard(
+        request["run_dir"],
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loader=loader,
+        state={"average": average},
+        save_interval_steps=request.get("save_interval_steps", 5),
+        max_grad_norm=1.0,
+    )
+    write(start=guard.global_step, resumed_from=None if guard.resumed_from is None else guard.resumed_from.name)
+
+    def loss(batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    for batch in guard.batches(max_epochs=request.get("epochs", 4)):
+        guard.step(batch, loss)
+        average.update_parameters(model)
+        write(step=guard.global_step)
+        if guard.global_step == request.get("evaluate_at"):
+            with guard.evaluate():
+                write(evaluating=True)
+                time.sleep(600)
+        if guard.global_step == request.get("fill_at"):
+            from holdfast.testing import fill_disk
+
+            fill_disk(Path(request["filler"]), leave_bytes=request.get("leave_bytes", 4096))
+        if guard.global_step == request.get("free_at"):
+            Path(request["filler"]).unlink()
+        if guard.global_step == request.get("die_at"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(request.get("seconds_per_step", 0.0))
+    tensors = [*model.state_dict().values(), *average.state_dict().values()]
+    for state in optimizer.state.values():
+        tensors += list(state.values())
+    digest = hashlib.sha256(repr(scheduler.get_last_lr()).encode())
+    for tensor in tensors:
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    write(
+        end=guard.global_step,
+        digest=digest.hexdigest(),
+        stop_reason=guard.stop_reason,
+        events=[[event.kind, event.global_step, dict(event.data)] for event in guard.events()],
+    )
+
+
+main()

@@ -1,0 +1,133 @@
+"""A run that is killed goes on as if nothing had happened; one that is asked to stop does so cleanly."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.recorder.black_box import StepMark
+from holdfast.recorder.reader import read_events, read_steps
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (2, 2), (2, 0), (0, 3)])
+def test_sigkill_at_random_moments_is_bit_exact(start, undisturbed, tmp_path, first, second):
+    """Killed twice at random moments, also with another number of workers, the run ends bit-identical."""
+    chance = random.Random(f"{first} {second}")
+    reached = 0
+    for workers in (first, second):
+        target = min(reached + chance.randrange(3, 12), 29)
+        life = start(workers=workers, seconds_per_step=0.01)
+        life.wait_for(lambda line, target=target: line.get("step", 0) >= target)
+        time.sleep(chance.random() * 0.02)
+        life.kill()
+        reached = life.steps()[-1]
+    last = start(workers=second)
+    end = last.end()
+    assert last.lines()[0]["start"] >= reached - 5, "at most one save interval is lost"
+    assert end["digest"] == undisturbed["digest"]
+    assert end["end"] == 32
+    assert [event[0] for event in end["events"]].count("resumed") == 2
+
+
+def test_the_black_box_outlives_the_process(start, tmp_path):
+    """After SIGKILL every step that the process finished is in the recording, with the one that was under way."""
+    life = start(seconds_per_step=0.01)
+    life.wait_for(lambda line: line.get("step", 0) >= 9)
+    life.kill()
+    marks = read_steps(tmp_path / "run" / "recorder" / "rank0")
+    committed = [record.global_step for record in marks if record.mark == StepMark.COMMITTED]
+    assert committed[: len(life.steps())] == life.steps()
+    assert len(committed) <= len(life.steps()) + 1
+    assert "checkpoint_saved" in {event.kind for event in read_events(tmp_path / "run" / "recorder" / "rank0")}
+
+
+def test_sigterm_saves_at_the_next_boundary_and_exits_with_zero(start, undisturbed):
+    """SIGTERM ends the loop after the step under way with a checkpoint of it, the script runs to its end, exit 0."""
+    life = start(seconds_per_step=0.02, save_interval_steps=1000)
+    life.wait_for(lambda line: line.get("step", 0) >= 7)
+    life.send(signal.SIGTERM)
+    end = life.end()
+    assert end["stop_reason"] == "SIGTERM"
+    assert 7 <= end["end"] < 32
+    rest = start(save_interval_steps=1000)
+    assert rest.end()["digest"] == undisturbed["digest"]
+    assert rest.lines()[0]["start"] == end["end"], "nothing was lost"
+
+
+@pytest.mark.parametrize(
+    "place", [{"evaluate_at": 6}, {"slow_sample": 13}, {"slow_sample": 13, "workers": 2}], ids=str
+)
+def test_sigterm_is_honoured_while_nothing_is_trained(start, undisturbed, place):
+    """A stop request ends a long evaluation and a wait for data at once, and loses no step."""
+    life = start(save_interval_steps=1000, **place)
+    life.wait_for(lambda line: "evaluating" in line or "waiting" in line)
+    if place.get("workers"):
+        time.sleep(1.0)  # let the trainer use up what the workers have ready
+    life.send(signal.SIGTERM)
+    life.process.wait(60)
+    assert life.process.returncode == 0
+    reached = life.steps()[-1] if life.steps() else 0
+    rest = start(save_interval_steps=1000)
+    end = rest.end()
+    assert rest.lines()[0]["start"] == reached
+    assert end["digest"] == undisturbed["digest"]
+
+
+def test_a_second_sigterm_means_it(start):
+    """Who asks twice gets a process that ends by the signal."""
+    life = start(seconds_per_step=600)
+    life.wait_for(lambda line: "step" in line)
+    life.send(signal.SIGTERM)
+    time.sleep(0.2)
+    assert life.process.poll() is None, "the first one waits for the boundary"
+    life.send(signal.SIGTERM)
+    assert life.process.wait(60) == -signal.SIGTERM
+
+
+def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(start, tmp_path):
+    """The lock names its holder, falls with the process, and is not kept by workers that outlive it."""
+    life = start(seconds_per_step=0.05, workers=2, slow_sample=13)
+    life.wait_for(lambda line: "waiting" in line)
+    second = start()
+    output, _ = second.process.communicate(timeout=60)
+    assert second.process.returncode != 0
+    assert f"process {life.process.pid}" in output
+    assert "[H301]" in output
+    before = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    life.send(signal.SIGSTOP)
+    workers = [
+        int(child) for child in Path(f"/proc/{life.process.pid}/task/{life.process.pid}/children").read_text().split()
+    ]
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)  # one that hangs does not notice that its parent is gone
+    life.kill()
+    third = start(epochs=1)
+    try:
+        assert third.end()["end"] == 8
+    finally:
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+    assert before
+
+
+def test_a_kill_during_a_save_never_leaves_an_unusable_directory(start, tmp_path):
+    """Killed at random moments while it saves after every step, the run always finds a whole checkpoint."""
+    chance = random.Random(2)
+    reached = 0
+    for _ in range(8):
+        life = start(save_interval_steps=1, width=2048, epochs=1000)
+        life.wait_for(lambda line: "step" in line)
+        time.sleep(chance.random() * 0.15)
+        life.kill()
+        begun = life.lines()[0]["start"]
+        assert begun >= reached - 1, "only the save under way was lost"
+        reached = life.steps()[-1]
+    assert json.loads((tmp_path / "run" / "run.json").read_text()) == {"format": 1}
