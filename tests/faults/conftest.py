@@ -78,7 +78,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Life]]:
     numbers = itertools.count()
 
     def start_one(*, command: list[str] | None = None, **request: Any) -> Life:
-        full = {"run_dir": str(tmp_path / "run"), **request}
+        full = {**request, "run_dir": str(tmp_path / request.get("run_dir", "run"))}
         life = Life(tmp_path / f"trace{next(numbers)}.jsonl", full, command or [])
         lives.append(life)
         return life

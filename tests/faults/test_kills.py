@@ -81,6 +81,29 @@ def test_sigterm_is_honoured_while_nothing_is_trained(start, undisturbed, place)
     assert end["digest"] == undisturbed["digest"]
 
 
+@pytest.mark.parametrize("slow_read", [1, 3, 8 * 8 + 1, 8 * 8 + 20])
+def test_sigterm_in_a_wait_for_torchs_own_loader_is_bit_exact_too(start, slow_read):
+    """The random numbers of a fetch that was cut off, the first of an epoch too, are drawn again after the resume."""
+    undisturbed = start(loader="torch", run_dir="undisturbed").end()
+    life = start(loader="torch", slow_read=slow_read, save_interval_steps=1000)
+    life.wait_for(lambda line: "waiting" in line)
+    life.send(signal.SIGTERM)
+    assert life.process.wait(60) == 0
+    assert start(loader="torch").end()["digest"] == undisturbed["digest"]
+
+
+def test_sigterm_to_the_whole_process_group_is_a_clean_stop(start, undisturbed):
+    """A scheduler signals the loader workers too: their death is no error, and the last step is saved."""
+    life = start(workers=2, seconds_per_step=0.05, save_interval_steps=1000)
+    life.wait_for(lambda line: line.get("step", 0) >= 5)
+    os.killpg(life.process.pid, signal.SIGTERM)
+    end = life.end()
+    assert end["stop_reason"] == "SIGTERM"
+    rest = start(workers=2, save_interval_steps=1000)
+    assert rest.end()["digest"] == undisturbed["digest"]
+    assert rest.lines()[0]["start"] == end["end"]
+
+
 def test_a_second_sigterm_means_it(start):
     """Who asks twice gets a process that ends by the signal."""
     life = start(seconds_per_step=600)

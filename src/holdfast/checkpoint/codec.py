@@ -56,7 +56,8 @@ class Encoder:
             return value
         if isinstance(value, torch.Tensor):
             if value.is_complex():  # safetensors has no complex128
-                return {_TAG: "complex_tensor", "name": self._keep(torch.view_as_real(value.detach()), path)}
+                pairs = torch.view_as_real(value.detach().resolve_conj())
+                return {_TAG: "complex_tensor", "name": self._keep(pairs, path)}
             return {_TAG: "tensor", "name": self._keep(value, path)}
         if isinstance(value, Mapping):
             return self._mapping(value, path)
@@ -109,8 +110,11 @@ class Encoder:
     def _other(self, value: Any, path: tuple[str, ...]) -> Any:
         if type(value) is float:
             return value if math.isfinite(value) else {_TAG: "float", "text": repr(value)}
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            tensor = torch.from_numpy(np.array(value, copy=True))
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            try:
+                tensor = torch.from_numpy(np.array(value, copy=True))
+            except (TypeError, ValueError) as error:  # longdouble, foreign byte order
+                raise self._unsupported(f"an array of {value.dtype}", path) from error
             return {_TAG: "ndarray", "name": self._keep(tensor, path)}
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return {_TAG: "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}

@@ -63,7 +63,9 @@ def _describe(entry: Entry, *, verify: bool, status: str = "complete") -> dict[s
     facts: dict[str, Any] = {"name": entry.path.name, "global_step": entry.global_step, "status": status}
     try:
         manifest = entry.verify() if verify else read_manifest(entry.path)
-    except (CheckpointError, RunDirectoryError) as error:
+    except RunDirectoryError:
+        return {**facts, "status": "of a newer holdfast"}
+    except CheckpointError as error:
         reason = error.what.partition(": ")[2] or error.what
         return facts if status != "complete" else {**facts, "status": f"damaged: {reason}"}
     saved = datetime.fromtimestamp(manifest.unix_seconds, UTC).isoformat(timespec="seconds")

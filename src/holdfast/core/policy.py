@@ -91,8 +91,8 @@ class Policy:
     """Autocast type of the forward pass. ``"fp16"`` brings a loss scaler that holdfast owns."""
 
     save_interval_steps: int | None = 500
-    """Optimizer steps between checkpoints. None turns saving off, and with it resume and rollback. 500: a
-    convention of other trainers (the Hugging Face Trainer's default)."""
+    """Optimizer steps between checkpoints. None writes none, so there is nothing to roll back to; a run directory
+    that holds checkpoints already is resumed all the same. 500: the Hugging Face Trainer's default."""
 
     keep_latest_k: int = 3
     """Good checkpoints to keep, the newest; at least 1."""
@@ -194,12 +194,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    import yaml
-
     found: dict[str, Any] = {}
     for variable, text in environment.items():
         if not variable.startswith(PREFIX):
             continue
+        import yaml  # here, so that a process without such variables never loads it
+
         key = variable.removeprefix(PREFIX).lower()
         check_keys([key])
         try:

@@ -10,6 +10,7 @@ Does not (yet): heal a worker that dies or hangs, or shard over ranks.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import LoaderError
-from holdfast.data.random_state import isolated, seed_cpu
+from holdfast.data.random_state import capture, isolated, restore, seed_cpu
 from holdfast.data.seeds import SeededDataset, derive_seed, shuffled
 
 _TORCH_ARGUMENTS = inspect.signature(TorchDataLoader.__init__)
@@ -40,8 +41,8 @@ class _Plan:
 class DataLoader(TorchDataLoader[Any]):
     """A drop-in `torch.utils.data.DataLoader` whose order and augmentation resume exactly.
 
-    Each ``iter()`` is one epoch, as with torch; the position is in `state_dict`. With an
-    ``IterableDataset`` the position is kept by reading and dropping the batches before it.
+    Each ``iter()`` is one epoch, as with torch; the position is in `state_dict`. With an ``IterableDataset`` the
+    position is kept by reading and dropping the batches before it, and the number of workers must stay the same.
 
     Args:
         dataset: As torch.
@@ -104,15 +105,37 @@ class DataLoader(TorchDataLoader[Any]):
         epoch, start = self._epoch, self._consumed
         self._base_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
         if self._iterable:
-            steps = _ones()
+            steps, batches = _ones(), self._stream(epoch, start)
         else:
             self._plan.entries, steps = self._make_plan(epoch, start)
-        for number, batch in enumerate(self._inner):
-            if self._iterable and number < start:
-                continue
+            batches = iter(self._inner)
+        for batch in batches:
             self._consumed += next(steps)
             yield batch
         self._epoch, self._consumed, self._under_way = epoch + 1, 0, False
+
+    def _stream(self, epoch: int, start: int) -> Iterator[Any]:
+        """Yield the batches of an iterable dataset from a position on.
+
+        Without workers the dataset draws from the random state of this process: it is given one of its own for the
+        epoch, so that what it draws does not depend on what training draws, nor on where the run was stopped.
+        """
+        if self.num_workers:
+            yield from itertools.islice(self._inner, start, None)
+            return
+        with isolated():
+            seed_cpu(derive_seed(self.seed, epoch, "stream"))
+            inner, own = iter(self._inner), capture()
+        for number in itertools.count():
+            with isolated():
+                restore(own)
+                try:
+                    batch = next(inner)
+                except StopIteration:
+                    return
+                own = capture()
+            if number >= start:
+                yield batch
 
     def _make_plan(self, epoch: int, start: int) -> tuple[list[Any], Iterator[int]]:
         """Return what is left to fetch of an epoch, and by how much each batch moves the position."""
@@ -144,20 +167,33 @@ class DataLoader(TorchDataLoader[Any]):
                     sampler.generator.manual_seed(seed)
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
-            return list(self.sampler if self.batch_sampler is None else self.batch_sampler)
+            return list(self._sampler_of_entries())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: what was handed out so far, as numbers and text."""
-        return {
-            "epoch": self._epoch,
-            "consumed": self._consumed,
-            "counts": "samples" if self._own_sampler and not self._iterable else "batches",
-            "order": self._order_identity(),
-        }
+        return {"epoch": self._epoch, "consumed": self._consumed, "order": self._order_identity()}
+
+    def state_at(self, epoch: int) -> dict[str, Any]:
+        """Return the position at the beginning of an epoch."""
+        return {"epoch": epoch, "consumed": 0, "order": self._order_identity()}
+
+    def go_to(self, epoch: int) -> None:
+        """Let the next ``iter()`` be the whole of this epoch."""
+        self._epoch, self._consumed, self._under_way = epoch, 0, False
 
     def _order_identity(self) -> dict[str, Any]:
-        length = None if self._iterable else self._length()
-        return {"seed": self.seed, "shuffle": self._shuffle, "length": length}
+        """Return what must be the same for a position to point at the same samples."""
+        by_sample = self._own_sampler and not self._iterable
+        return {
+            "seed": self.seed,
+            "shuffle": self._shuffle,
+            "length": None if self._iterable else self._length(),
+            "counts": "samples" if by_sample else "batches",
+            "batches": None if by_sample or self._iterable else len(self._sampler_of_entries()),
+        }
+
+    def _sampler_of_entries(self) -> Any:
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
 
     def _length(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type] # torch's Dataset does not declare it
@@ -173,9 +209,9 @@ class DataLoader(TorchDataLoader[Any]):
         for name, saved in state["order"].items():
             if here[name] != saved:
                 raise LoaderError(
-                    f"the loader has {name}={here[name]!r} and the position was saved with {saved!r}",
+                    f"the loader has {name}={here[name]!r} and the position was saved with {name}={saved!r}",
                     limit="the same order is needed to continue in the middle of an epoch",
-                    fix=f"build the loader with {name}={saved!r}, or start in a new run directory.",
+                    fix="build the loader as it was, or start in a new run directory.",
                     rule="H604",
                 )
         self._epoch, self._consumed, self._under_way = state["epoch"], state["consumed"], False

@@ -51,11 +51,8 @@ class SeededDataset(Dataset[Any]):
             return self._fetch(keys)
 
     def _fetch(self, keys: list[tuple[int, Any]]) -> list[Any]:
-        batched = getattr(self.dataset, "__getitems__", None)
-        if batched is not None:
-            # One call reads all: its seed is that of the first sample, exact for an unchanged batch size.
-            seed_cpu(derive_seed(self.seed, *keys[0]))
-            return list(batched([index for _, index in keys]))
+        # Not through the dataset's own __getitems__ (torch's Subset has one): a sample's random numbers would
+        # depend on the batch that it is in.
         samples = []
         for epoch, index in keys:
             seed_cpu(derive_seed(self.seed, epoch, index))

@@ -55,7 +55,9 @@ def batch_size(batch: Any, split: Split = 0) -> int:
     return found
 
 
-def micro_batches(batch: Any, size: int, micro_batch_size: int, split: Split = 0) -> list[tuple[Any, int]]:
+def micro_batches(
+    batch: Any, size: int, micro_batch_size: int, split: Split = 0, *, smallest: int = 1
+) -> list[tuple[Any, int]]:
     """Cut a batch.
 
     Args:
@@ -63,6 +65,8 @@ def micro_batches(batch: Any, size: int, micro_batch_size: int, split: Split = 0
         size: Its number of samples, from `batch_size`.
         micro_batch_size: Most samples of a part, at least 1.
         split: As `batch_size`.
+        smallest: Fewest samples of a part. A shorter rest is added to the part before it, which then has a few
+            more than `micro_batch_size`. A function that cuts decides for itself.
 
     Returns:
         Pairs of a part and its number of samples, in order; the sizes add up to `size`. The last may be short.
@@ -79,8 +83,10 @@ def micro_batches(batch: Any, size: int, micro_batch_size: int, split: Split = 0
                 rule="H204",
             )
         return list(zip(parts, sizes, strict=True))
-    starts = range(0, size, micro_batch_size)
-    lengths = [min(micro_batch_size, size - start) for start in starts]
+    starts = list(range(0, size, micro_batch_size))
+    if len(starts) > 1 and size - starts[-1] < smallest:
+        starts.pop()
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], size], strict=True)]
     return [(_cut(batch, split, size, start, length), length) for start, length in zip(starts, lengths, strict=True)]
 
 
@@ -97,12 +103,13 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def fresh(batch: Any) -> Any:
-    """Return the batch in new dicts and lists, so that a loss function may pop from them; leaves are shared."""
-    if isinstance(batch, MutableMapping):
-        return _rebuild(batch, {key: fresh(item) for key, item in batch.items()})
-    if type(batch) in (list, tuple):
-        return type(batch)([fresh(item) for item in batch])
-    return batch
+    """Return the batch in new containers and with arrays copied, so that a loss function may change these.
+
+    Tensors are shared: their version counters tell whether they were changed, which arrays cannot.
+    """
+    if type(batch) in (tuple, list) and all(type(leaf) is torch.Tensor for leaf in batch):
+        return type(batch)(batch)
+    return _map(batch, 0, "batch", lambda _, leaf, __: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
 
 
 def copied(batch: Any) -> Any:

@@ -102,6 +102,11 @@ class MemoryLadder:
         self.plan = replace(self.plan, micro_batch_size=smaller)
         return self._as_decision(f"{samples} samples at a time do not fit", batch_size, means)
 
+    def without_split(self) -> None:
+        """Note that batches may not be cut after all."""
+        self.plan = replace(self.plan, micro_batch_size=None)
+        self._fallback = None
+
     def without_recompute(self) -> None:
         """Note that recomputation does not work for this model."""
         self.plan = replace(self.plan, recompute=False)

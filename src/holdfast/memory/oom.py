@@ -6,6 +6,7 @@ The frames of the exception own the activations of the failed attempt, so nothin
 
 from __future__ import annotations
 
+import errno
 import gc
 import re
 import traceback
@@ -62,6 +63,7 @@ def find_out_of_memory(error: BaseException) -> str | None:
         if isinstance(link, HoldfastError):
             continue
         typed = isinstance(link, (torch.OutOfMemoryError, MemoryError))
+        typed = typed or (isinstance(link, OSError) and link.errno == errno.ENOMEM)
         text = str(link)
         texted = isinstance(link, (RuntimeError, OSError)) and (
             is_onednn_failure(text) or any(pattern.search(text) for pattern in _PATTERNS)

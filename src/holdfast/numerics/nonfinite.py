@@ -23,14 +23,11 @@ def decide_after_nonfinite(
         return SkipStep(reason=reason, promise="changes training")
     if rollbacks_in_a_row < max_rollbacks:
         return RollBack(
-            reason=f"{in_a_row} non-finite steps in a row: {reason}",
+            reason=reason if patience == 1 else f"{in_a_row} non-finite steps in a row: {reason}",
             promise="changes training",
             rewind_data=False,
         )
-    return Stop(
-        reason=f"{in_a_row} non-finite steps in a row after {rollbacks_in_a_row} rollback(s): {reason}",
-        promise="changes training",
-    )
+    return Stop(reason=f"after {rollbacks_in_a_row} rollback(s) again: {reason}", promise="changes training")
 
 
 def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:

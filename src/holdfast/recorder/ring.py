@@ -51,7 +51,7 @@ class RingWriter:
     """Append records to a ring file, created or continued.
 
     Args:
-        path: The file. An existing one is continued if its layout is the same, else started anew.
+        path: The file. An existing one is continued if its layout is the same, else kept beside it as ``.old``.
         payload_bytes: Most bytes of one record.
         capacity: Records kept; older ones are overwritten.
 
@@ -70,7 +70,10 @@ class RingWriter:
         try:
             continues = os.fstat(descriptor).st_size == size and os.pread(descriptor, len(header), 0) == header
             if not continues:
-                os.ftruncate(descriptor, 0)
+                if os.fstat(descriptor).st_size > 0:  # of another layout, or damaged: not ours to destroy
+                    path.replace(path.with_name(path.name + ".old"))
+                    os.close(descriptor)
+                    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 os.posix_fallocate(descriptor, 0, size)
                 os.pwrite(descriptor, header, 0)
             self._map = mmap.mmap(descriptor, size)

@@ -62,10 +62,9 @@ def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(parts: Parts) -> dict[str, str]:
-    described = {}
-    for group in (parts.optimizers, parts.schedulers):
-        described.update({f"{name}": type(value).__name__ for name, value in group.items()})
-    return described
+    described = {f"optimizer {name!r}": type(value).__name__ for name, value in parts.optimizers.items()}
+    described |= {f"scheduler {name!r}": type(value).__name__ for name, value in parts.schedulers.items()}
+    return described | dict.fromkeys((f"state {name!r}" for name in parts.states), "saved")
 
 
 def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
@@ -85,19 +84,16 @@ def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
         if component not in trees:
             raise _other_run(f"it holds no model {name!r}", where)
         _check_model(component, trees[component], model.state_dict(), where)
+    saved, here = trees["training"]["kinds"], _kinds(parts)
+    for name in itertools.chain(saved, here):
+        if name not in here:
+            raise _other_parts(f"it holds {name}, which is missing now", where)
+        if name not in saved:
+            raise _other_parts(f"it holds no {name}", where)
+        if saved[name] != here[name]:
+            raise _other_parts(f"{name} was a {saved[name]} and is a {here[name]}", where)
     for name, optimizer in parts.optimizers.items():
-        _check_optimizer(name, trees.get(_component("optimizer", name)), optimizer, where)
-    for name in parts.states:
-        if f"state.{name}" not in trees:
-            raise _other_parts(f"it holds no state {name!r}", where)
-    training = trees["training"]
-    for name in parts.schedulers:
-        if name not in training["schedulers"]:
-            raise _other_parts(f"it holds no scheduler {name!r}", where)
-    for name, kind in _kinds(parts).items():
-        saved = training["kinds"].get(name)
-        if saved != kind:
-            raise _other_parts(f"{name!r} was a {saved} and is a {kind}", where)
+        _check_groups(name, trees[_component("optimizer", name)], optimizer, where)
 
 
 def _check_model(component: str, saved: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
@@ -114,9 +110,7 @@ def _check_model(component: str, saved: Mapping[str, Any], live: Mapping[str, An
             )
 
 
-def _check_optimizer(name: str, saved: Any, optimizer: Optimizer, where: str) -> None:
-    if saved is None:
-        raise _other_parts(f"it holds no optimizer {name!r}", where)
+def _check_groups(name: str, saved: Any, optimizer: Optimizer, where: str) -> None:
     was = [len(group["params"]) for group in saved["param_groups"]]
     now = [len(group["params"]) for group in optimizer.param_groups]
     if was != now:

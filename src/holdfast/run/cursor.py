@@ -44,7 +44,8 @@ class Cursor:
         self._generators: list[torch.Tensor] = []
         self._loader_state: Any = None
         self._reload = False
-        self._fetched = False
+        self._under_way = False  # an iterator of this epoch is in use
+        self._fetching = False  # a batch is out, or being fetched, that does not count as trained yet
         self._begun_in_the_middle = False
         self._before_fetch: RandomState | None = None
 
@@ -64,6 +65,7 @@ class Cursor:
             state: Random state of a resumed run, put back at the right moment; None leaves it alone.
         """
         self._begun_in_the_middle = self.batches > 0
+        self._under_way = True
         for name in ("sampler", "batch_sampler"):
             sampler = getattr(self._loader, name, None)
             if sampler is not None and hasattr(sampler, "set_epoch"):
@@ -72,6 +74,8 @@ class Cursor:
             if self._reload:
                 self._loader.load_state_dict(self._loader_state)  # type: ignore[attr-defined]
                 self._reload = False
+            elif isinstance(self._loader, DataLoader):
+                self._loader.go_to(self.epoch)  # whoever looked at a batch before has moved nothing
             iterator = iter(self._loader)
         elif self.batches == 0:
             if state is not None:
@@ -108,17 +112,21 @@ class Cursor:
         """
         if self._stateful:
             self._loader_state = self._loader.state_dict()  # type: ignore[attr-defined]
-        self._before_fetch = capture(self._devices)
-        batch = next(iterator)
-        self._fetched = True
-        return batch
+        # Before the first batch, the place to return to is the beginning of the epoch, with its order still to draw.
+        self._before_fetch = self._epoch_start if self.batches == 0 and self._epoch_start else capture(self._devices)
+        self._fetching = True  # from here on a signal may interrupt
+        try:
+            return next(iterator)
+        except StopIteration:
+            self._fetching = False
+            raise
 
     def advance(self) -> None:
         """Count the batch that was fetched last as trained. Without effect if it was counted before."""
-        if self._fetched:
+        if self._fetching:
             self.batches += 1
             self.trained += 1
-            self._fetched = False
+            self._fetching = False
 
     @property
     def seems_to_end(self) -> bool:
@@ -130,7 +138,7 @@ class Cursor:
 
     def random_state(self) -> RandomState:
         """Return the random state that belongs to the position: from before a fetch that does not count yet."""
-        if self._fetched and self._before_fetch is not None:
+        if self._fetching and self._before_fetch is not None:
             return self._before_fetch
         return capture(self._devices)
 
@@ -139,7 +147,7 @@ class Cursor:
         if self._stateful:
             self._loader_state = self.state_dict()["loader"]
             self._reload = True
-        self._fetched = False
+        self._fetching = self._under_way = False
 
     def end_epoch(self, *, needs_steps: bool, stepped: bool) -> None:
         """Go to the beginning of the next epoch.
@@ -156,11 +164,15 @@ class Cursor:
         if needs_steps and not stepped and not self._begun_in_the_middle:
             raise _no_step()
         self.epoch, self.batches, self._epoch_start, self._generators = self.epoch + 1, 0, None, []
+        self._under_way = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: batches that are fetched but not trained do not count."""
-        if self._stateful and not self._fetched:
+        if isinstance(self._loader, DataLoader) and not self._under_way and not self._reload:
+            self._loader_state = self._loader.state_at(self.epoch)
+        elif self._stateful and not self._fetching and not self._reload:
             self._loader_state = self._loader.state_dict()  # type: ignore[attr-defined]
+        drawn = self._fetching and self.batches == 0  # maybe the order of this epoch: return to before that
         return {
             "epoch": self.epoch,
             "batches": self.batches,
@@ -168,7 +180,9 @@ class Cursor:
             "loader": self._loader_state,
             "epoch_start": None if self._epoch_start is None else self._epoch_start.to_tree(),
             "generators": self._generators,
-            "generators_now": [generator.get_state() for generator in self._own_generators()],
+            "generators_now": self._generators
+            if drawn
+            else [generator.get_state() for generator in self._own_generators()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -178,7 +192,7 @@ class Cursor:
             LoaderError: H604, if a holdfast loader has another order than the one that was saved.
         """
         self.epoch, self.batches, self.trained = state["epoch"], state["batches"], state["trained"]
-        self._fetched = False
+        self._fetching = self._under_way = False
         self._loader_state = state["loader"] if self._stateful else None
         self._reload = self._loader_state is not None
         if isinstance(self._loader, DataLoader) and self._loader_state is not None:

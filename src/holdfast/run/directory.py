@@ -115,6 +115,22 @@ class RunDirectory:
             rule="H301",
         )
 
+    def hold(self) -> None:
+        """Make sure that the lock is still there, before something is written.
+
+        A POSIX lock is lost when its process closes any descriptor of the file, for instance by copying the run
+        directory.
+
+        Raises:
+            RunDirectoryError: H301, if another run has it by now.
+        """
+        if self._lock is not None:
+            try:
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
+                raise self._locked(holder) from error
+
     def release(self) -> None:
         """Give the lock back. Without effect if it is not held."""
         if self._lock is not None:
@@ -134,7 +150,9 @@ class RunDirectory:
     def recall_ladder(self) -> dict[str, Any] | None:
         """Return what `remember_ladder` kept, or None if there is nothing that can be read."""
         try:
-            found: dict[str, Any] = json.loads((self.path / _LADDER_FILE).read_bytes())
+            found = json.loads((self.path / _LADDER_FILE).read_bytes())
         except (OSError, ValueError):
             return None
-        return found
+        return (
+            found if isinstance(found, dict) and {"plan", "fallback", "clean_steps", "wait"} <= found.keys() else None
+        )

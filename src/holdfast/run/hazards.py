@@ -24,19 +24,30 @@ def find_hazards(
         verdict: Of the rehearsal, if there was one.
     """
     found: dict[SplitHazard, str] = {}
-    norms = [module for model in models for module in model.modules() if _mixes_samples(module)]
+    norms = mixing_layers(models)
     if norms:
         found["batch_norm"] = (
             f"{len(norms)} {type(norms[0]).__name__} layer(s) in training mode take statistics over the samples "
             "of one forward pass"
         )
-    if mutable_buffers:
-        found["buffers"] = f"each forward pass changes the buffer {mutable_buffers[0]!r}"
+    changed = [*mutable_buffers, *([verdict.changed_buffer] if verdict and verdict.changed_buffer else [])]
+    if changed:
+        found["buffers"] = f"each forward pass changes the buffer {changed[0]!r}"
+    if verdict is not None and verdict.outcome == "unknown":
+        found["coupled_loss"] = (
+            f"it could not be found out whether that keeps the gradient ({verdict.why}; check_split=False says that "
+            "it does)"
+        )
     if verdict is not None and verdict.outcome == "coupled":
         found["coupled_loss"] = (
             f"the gradient over 4 samples differs from that over 3 + 1 of them by {verdict.difference:.1%}"
         )
     return found
+
+
+def mixing_layers(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the layers that take statistics over the samples of one forward pass, as the models are now."""
+    return [module for model in models for module in model.modules() if _mixes_samples(module)]
 
 
 def _mixes_samples(module: nn.Module) -> bool:

@@ -50,6 +50,7 @@ class Loop:
             enough = enough or (max_steps is not None and self._record.global_step >= max_steps)
             return enough or self._stop.reason is not None
 
+        self._stop.begin_anew()
         self.driven = True
         self._record.happened("loop", resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches)
         try:
@@ -57,6 +58,7 @@ class Loop:
             while not finished():
                 yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
             if self._stop.reason is not None:
+                self._stop.honoured = True
                 self._record.happened("stop_requested", reason=self._stop.reason)
             self._session.save()
         except GeneratorExit:
@@ -65,6 +67,8 @@ class Loop:
             self._session.save()  # the loader failed at a boundary: nothing is lost
             raise
         finally:
+            if self.rewound:
+                self._go_back_again()
             self.count_batch()
             cursor.leave()
             self.driven = False
@@ -85,10 +89,7 @@ class Loop:
                 return
             yield batch
             if self.rewound:
-                # The rest of the loop body ran on state that was already restored: restore it again.
-                self._session.roll_back(rewind_data=True)
-                self._recovery.spare_optimizer_memory()
-                self.rewound = self.stepped = False
+                self._go_back_again()
                 return
             cursor.advance()
             self.stepped = False
@@ -101,9 +102,17 @@ class Loop:
             self._session.parts.advance_schedulers(list(self._session.parts.optimizers))
         self._save_if_due()
 
+    def _go_back_again(self) -> None:
+        """Restore once more: the rest of the loop body ran on state that was restored already."""
+        self._session.roll_back(rewind_data=True)
+        self._recovery.spare_optimizer_memory()
+        self.rewound = self.stepped = False
+
     def _save_if_due(self) -> None:
         if self._session.is_due:
             self._session.save()
+            if self._session.refused is not None:
+                self._recovery.after_refused_save(self._session.refused)
 
     def _progress(self) -> tuple[int, int]:
         return self._record.global_step, self._session.counters.skipped_steps

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.core.errors import BatchError
@@ -28,12 +29,13 @@ class Loss:
     items: int | float | torch.Tensor
 
 
-def read_loss(returned: Any, samples: int | None) -> tuple[torch.Tensor, Any, bool]:
+def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -> tuple[torch.Tensor, Any, bool]:
     """Check what a loss function returned.
 
     Args:
         returned: A scalar tensor, a `Loss`, or a pair of mean and items.
         samples: Samples in the micro-batch, the items of a bare scalar; None if unknown.
+        needs_graph: Whether a loss without a graph is an error.
 
     Returns:
         The mean, shape ``()``; the items; whether they were declared.
@@ -56,7 +58,7 @@ def read_loss(returned: Any, samples: int | None) -> tuple[torch.Tensor, Any, bo
             fix="reduce it, for instance with .mean(), and return the tensor itself.",
             rule="H201",
         )
-    if not mean.requires_grad:
+    if needs_graph and not mean.requires_grad:
         raise BatchError(
             "loss_fn returned a loss without a graph",
             limit="backward needs a loss that depends on parameters with requires_grad",
@@ -68,6 +70,8 @@ def read_loss(returned: Any, samples: int | None) -> tuple[torch.Tensor, Any, bo
         items = items.detach().reshape(())
         if items.device.type == "cpu":
             items = items.item()  # free on the CPU; on a device it would be a sync
+    if isinstance(items, np.generic):
+        items = items.item()
     if not isinstance(items, torch.Tensor):
         _check_items(items)
     return mean.reshape(()), items, declared

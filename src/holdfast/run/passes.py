@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from holdfast.core.policy import Precision
+from holdfast.data.splitting import fresh
 from holdfast.run.loss import bad_items, read_loss
-from holdfast.run.loss_scale import LossScale
+from holdfast.run.mixed_precision import LossScale, autocast
 from holdfast.run.promises import LossFunction, Promises
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Passes:
@@ -30,7 +28,7 @@ class Passes:
         self._promises = promises
         self._loss_scale = loss_scale
         self._device_type = device_type
-        self._dtype = _AUTOCAST.get(precision)
+        self._precision: Precision = precision
 
     def whole(
         self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Sequence[torch.Tensor] | None
@@ -96,14 +94,9 @@ class Passes:
         return loss / total, total
 
     def _forward(self, part: Any, samples: int | None, loss_fn: LossFunction) -> tuple[torch.Tensor, Any, bool]:
-        with self._autocast(), self._promises.pristine(loss_fn, part) as given:
+        with autocast(self._device_type, self._precision), self._promises.pristine(loss_fn, fresh(part)) as given:
             returned = loss_fn(given)
         return read_loss(returned, samples)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device_type, self._dtype)
 
     def _backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None) -> None:
         self._loss_scale.scale(loss).backward(inputs=inputs)  # type: ignore[no-untyped-call]

@@ -2,7 +2,10 @@
 
 For each loss function: whether its batch can be cut, whether cutting it keeps the gradient, whether it changes the
 batch that it is given. A promise that cannot be kept is an event and a warning before training, or an error if the
-policy asks for splitting by number.
+policy asks for splitting by number. What could not be found out is not promised: such a batch is not split.
+
+While batches are split, the rehearsal is repeated at the 1st, 2nd, 4th, 8th ... of them and after each failure, and
+the worst that was ever found counts: a mean over tokens looks exact as long as all sentences are of one length.
 """
 
 from __future__ import annotations
@@ -16,15 +19,16 @@ from typing import Any, TypeAlias
 import torch
 
 from holdfast.core.errors import BatchError
-from holdfast.core.policy import Policy
+from holdfast.core.policy import Policy, SplitHazard
 from holdfast.data.random_state import isolated
 from holdfast.data.splitting import Split, batch_size, copied, tensors_in, versions_of
 from holdfast.memory.ladder import Means
 from holdfast.run.buffers import BufferKeeper
-from holdfast.run.hazards import find_hazards, split_promise
+from holdfast.run.hazards import find_hazards, mixing_layers, split_promise
+from holdfast.run.mixed_precision import autocast
 from holdfast.run.parts import Parts
 from holdfast.run.record import RunRecord
-from holdfast.run.rehearsal import Verdict, attempted, in_a_copy_of_this_process, rehearse
+from holdfast.run.rehearsal import Verdict, attempted, in_a_copy_of_this_process, rehearse, worst
 
 LossFunction: TypeAlias = Callable[[Any], Any]
 
@@ -35,7 +39,10 @@ class _Known:
 
     verdict: Verdict | None = None
     changes_batch: bool | None = None
-    made: bool = False
+    steps: int = 0
+    split_steps: int = 0
+    said: tuple[str, str] | None = None
+    settled: bool = False
 
 
 class Promises:
@@ -89,43 +96,56 @@ class Promises:
         split: Split,
         loss_fn: LossFunction,
         parameters: Sequence[torch.Tensor],
-    ) -> bool:
-        """Find out about a loss function, at its first step, and say what cannot be promised.
+        *,
+        splits_now: bool,
+    ) -> tuple[bool, bool]:
+        """Find out about a loss function, and say at its first step what cannot be promised.
+
+        Args:
+            batch: The batch of this step.
+            size: Its samples, if it can be cut.
+            split: How it is cut.
+            loss_fn: As given to the step.
+            parameters: That the step moves.
+            splits_now: Whether the plan is to cut this batch.
 
         Returns:
-            Whether it was tried out in this process, so that buffers and random state are to be put back.
+            Whether it was tried out in this process, so that buffers and random state are to be put back; and
+            whether this batch may be cut.
 
         Raises:
             BatchError: H206 or H207, if the policy asks for a micro-batch size and splitting would change
                 training.
         """
         known = self._of(loss_fn)
-        asked = self._policy.micro_batch_size
-        splits_now = isinstance(asked, int) and size is not None and size > asked
-        if known.made and not splits_now:
-            return False
+        known.steps += 1
+        known.split_steps += splits_now
+        if not splits_now and known.settled:
+            return False, True
         in_place = False
         on_cpu = self._parts.device_type() == "cpu"
-        wanted = asked is not None and (on_cpu or splits_now)
-        if wanted and known.verdict is None and size is not None and size > 1:
+        due = _is_power_of_two(known.split_steps if splits_now else known.steps)
+        wanted = self._policy.micro_batch_size is not None and (on_cpu or splits_now)
+        if due and wanted and size is not None and size > 1:
             self._rehearse(known, batch, size, split, loss_fn, parameters)
             in_place = not on_cpu
         refused = self._refused(known)
-        if splits_now and refused is not None:
+        if splits_now and refused is not None and isinstance(self._policy.micro_batch_size, int):
             raise self._refusal(*refused)
-        if not known.made:
-            known.made = True
+        if known.steps == 1 or (splits_now and refused != known.said):
             self._say(known, size, refused)
-        return in_place
+        known.said = refused
+        tried = known.verdict is not None and known.verdict.outcome != "unknown"
+        known.settled = tried or not on_cpu or size is None or self._policy.micro_batch_size is None
+        return in_place, refused is None
 
     def _say(self, known: _Known, size: int | None, refused: tuple[str, str] | None) -> None:
         cannot = refused[1] if refused else self._uncuttable
-        self._record.happened(
-            "promises",
-            batch_size=size,
-            split="off" if self._policy.micro_batch_size is None else f"refused: {cannot}" if cannot else "possible",
-            rehearsal=None if known.verdict is None else asdict(known.verdict),
-        )
+        split = "possible" if known.verdict is not None else "possible, to be tried out before the first one"
+        if cannot or self._policy.micro_batch_size is None:
+            split = f"refused: {cannot}" if cannot else "off"
+        rehearsal = None if known.verdict is None else asdict(known.verdict)
+        self._record.happened("promises", batch_size=size, split=split, rehearsal=rehearsal)
         if refused is not None and self._policy.micro_batch_size == "auto":
             self._record.happened("split_refused", why=refused[1], allow_split_with=refused[0])
 
@@ -139,26 +159,30 @@ class Promises:
     ) -> Means:
         """Return what a step may do about a lack of memory, finding out what is not known yet."""
         if size is None or self._policy.micro_batch_size is None:
-            return Means(no_split=self._uncuttable or "micro_batch_size=None turns splitting off")
+            return Means(no_split=self._uncuttable or "micro_batch_size=None turns splitting off", smallest=0)
         known = self._of(loss_fn)
-        if size > 1 and known.verdict is None:
+        if size > 1:
             self._rehearse(known, batch, size, split, loss_fn, parameters)
         refused = self._refused(known)
         hazards = self._hazards(known)
         return Means(
             no_split=None if refused is None else refused[1],
             split_promise=split_promise(self._parts.models.values(), list(hazards), known.verdict),
-            smallest=2 if "batch_norm" in hazards else 1,
+            smallest=self.smallest_part(),
         )
+
+    def smallest_part(self) -> int:
+        """Return the fewest samples that one forward pass can take."""
+        return 2 if mixing_layers(self._parts.models.values()) else 1
 
     def _of(self, loss_fn: LossFunction) -> _Known:
         # A lambda in a loop is a new object each time; its code is not.
         plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
         plain = getattr(plain, "__func__", plain)
-        key = getattr(plain, "__code__", type(plain))
+        key = getattr(plain, "__code__", type(plain)), id(getattr(loss_fn, "__self__", None))
         return self._known.setdefault(key, _Known())
 
-    def _hazards(self, known: _Known) -> dict[Any, str]:
+    def _hazards(self, known: _Known) -> dict[SplitHazard, str]:
         return find_hazards(self._parts.models.values(), self._buffers.mutable_outside_norms(), known.verdict)
 
     def _refused(self, known: _Known) -> tuple[str, str] | None:
@@ -187,23 +211,31 @@ class Promises:
         parameters: Sequence[torch.Tensor],
     ) -> None:
         if not self._policy.check_split:
-            known.verdict = Verdict(outcome="unknown", why="check_split=False")
+            known.verdict = Verdict(outcome="trusted", why="check_split=False")
             return
 
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
 
         def run() -> Verdict:
-            return rehearse(batch, size, split, loss_fn, list(self._parts.models.values()), trainable)
+            with autocast(self._parts.device_type(), self._policy.precision):
+                return rehearse(
+                    batch,
+                    size,
+                    split,
+                    loss_fn,
+                    self._parts.models,
+                    trainable,
+                    rounds_to_half=self._policy.precision != "fp32",
+                )
 
         if self._parts.device_type() == "cpu":
-            known.verdict = in_a_copy_of_this_process(run)
+            found = in_a_copy_of_this_process(run)
         else:
             with isolated():  # the caller puts buffers and device random state back
-                known.verdict = attempted(run)
-        if known.verdict.changes_batch:
-            known.changes_batch = True
-        elif known.verdict.outcome != "unknown":
-            known.changes_batch = False
+                found = attempted(run)
+        known.verdict = found if known.verdict is None else worst([known.verdict, found])
+        if known.verdict.changes_batch or known.verdict.outcome != "unknown":
+            known.changes_batch = known.verdict.changes_batch or bool(known.changes_batch)
 
     @contextlib.contextmanager
     def pristine(self, loss_fn: LossFunction, part: Any) -> Iterator[Any]:
@@ -233,3 +265,7 @@ class Promises:
     def notice_change(self, loss_fn: LossFunction) -> None:
         """Note that a loss function changes its batch after all: it is given copies from now on."""
         self._of(loss_fn).changes_batch = True
+
+
+def _is_power_of_two(count: int) -> bool:
+    return count > 0 and count & (count - 1) == 0

@@ -68,6 +68,30 @@ class Recovery:
             raise self._persistent(decision.reason)
         return reason
 
+    def after_refused_save(self, why: str) -> None:
+        """Return to a checkpoint, or stop: weights or moments hold NaN or Inf, although every step looked sound.
+
+        An example is a finite gradient of 1e22: its square, Adam's second moment, is Inf.
+
+        Raises:
+            NonFiniteError: H501, if rollbacks are spent.
+        """
+        counters = self._session.counters
+        decision = decide_after_nonfinite(
+            reason=why,
+            in_a_row=1,
+            patience=1,
+            rollbacks_in_a_row=counters.rollbacks_in_a_row,
+            max_rollbacks=self._policy.max_rollbacks,
+        )
+        self._record.decided(decision)
+        failed_at = self._record.global_step
+        if isinstance(decision, RollBack) and self._session.roll_back(rewind_data=False):
+            counters.note_rollback(failed_at)
+            return
+        self._session.whole = False
+        raise self._persistent(why)
+
     def _persistent(self, reason: str) -> NonFiniteError:
         spent = f"nonfinite_patience={self._policy.nonfinite_patience} and max_rollbacks={self._policy.max_rollbacks}"
         return NonFiniteError(

@@ -68,6 +68,7 @@ class Session:
         self.counters = Counters()
         self.saved = 0
         self.failed = 0
+        self.refused: str | None = None  # why the last save was refused, if it was
         self.whole = True  # False while the state belongs to no boundary, so that it must not be saved
         self.random_state: RandomState | None = None  # of a resumed run, until its loader is started
 
@@ -141,8 +142,12 @@ class Session:
     def save(self) -> None:
         """Write a checkpoint, unless the newest is of this very state or this state is not whole.
 
-        A save that fails is an event and does not stop training.
+        A save that fails is an event and does not stop training. One of weights that are not finite is refused.
+
+        Raises:
+            RunDirectoryError: H301, if the lock was lost and another run has the directory.
         """
+        self.refused = None
         if self.policy.save_interval_steps is None or not self.whole or self._saved_at == self._position():
             return
         first = self._tried_at_step is None
@@ -152,8 +157,10 @@ class Session:
         self._tried_at_step = self.record.global_step
         if count:
             self.failed += 1
+            self.refused = f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}"
             self.record.happened("save_refused", nonfinite=bad, count=count)
             return
+        self._directory.hold()
         started = self._clock.monotonic_seconds()
         try:
             self._write(started)
@@ -171,7 +178,11 @@ class Session:
     def _write(self, started: float) -> None:
         shot = snapshot(gather(self.parts, self._training()), self.record.global_step)
         entry = write(self._store, shot, unix_seconds=self._clock.unix_seconds(), written_by=__version__)
-        removed = self._store.prune(self.policy.keep_latest_k, known_good=entry)
+        try:
+            removed = self._store.prune(self.policy.keep_latest_k, known_good=entry)
+        except OSError as error:
+            removed = []  # the checkpoint is good all the same
+            self.record.happened("prune_failed", error=str(error))
         self.record.happened(
             "checkpoint_saved",
             checkpoint=entry.path.name,
@@ -250,6 +261,7 @@ class Session:
         if entry is None:
             return False
         training = self._restore(entry)
+        self._tried_at_step = self.record.global_step
         if rewind_data:
             self._go_to_position_of(training)
         return True
@@ -286,6 +298,7 @@ class Session:
         load(trees, self.parts)
         training: dict[str, Any] = trees["training"]
         self._transaction.loss_scale.load_state_dict(training["loss_scale"])
+        self._transaction.state_was_replaced()
         self.record.global_step = training["global_step"]
         self.whole = True
         return training

@@ -19,12 +19,24 @@ class Interrupted(BaseException):
     """Raised by the signal handler inside `StopRequest.interruptible`, and never seen by users."""
 
 
+def _let_workers_die() -> None:
+    """Do not let torch raise wherever the program happens to be, because loader workers got the same signal.
+
+    A scheduler that stops a job sends it to the whole process group. What the workers had loaded is not needed: the
+    loop ends at the next boundary.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    if callable(handler) and getattr(handler, "__module__", "").startswith("torch.utils.data"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 class StopRequest:
     """Whether the run shall end, and why."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self.by_signal = False
+        self.honoured = False  # a loop has ended because of it
         self._previous: Any = None
         self._installed = False
         self._interruptible = False
@@ -46,6 +58,12 @@ class StopRequest:
     def request(self, reason: str) -> None:
         """Ask the run to end; the first reason is kept."""
         self.reason = self.reason or reason
+
+    def begin_anew(self) -> None:
+        """Forget a request by call that has ended a loop: whoever starts another one wants it to run."""
+        if self.honoured and not self.by_signal:
+            self.reason = None
+        self.honoured = False
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -69,6 +87,7 @@ class StopRequest:
             return
         self.by_signal = True
         self.request(signal.Signals(number).name)
+        _let_workers_die()
         if callable(self._previous):
             self._previous(number, frame)
         if self._interruptible:

@@ -29,14 +29,14 @@ from holdfast.core.errors import BatchError, DeviceError, OutOfMemoryError
 from holdfast.core.events import Stop
 from holdfast.core.policy import Policy
 from holdfast.data.random_state import RandomState, capture, restore
-from holdfast.data.splitting import Split, fresh, micro_batches, tensors_in, versions_of
+from holdfast.data.splitting import Split, micro_batches, tensors_in, versions_of
 from holdfast.memory.ladder import Means, MemoryLadder
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken
 from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
 from holdfast.memory.recompute import find_repeated_blocks, recomputing
 from holdfast.numerics.gradients import Group, clip, inspect, nonfinite_gradients
 from holdfast.run.buffers import BufferKeeper
-from holdfast.run.loss_scale import LossScale
+from holdfast.run.mixed_precision import LossScale
 from holdfast.run.optimizer_state import create_state, drop_state
 from holdfast.run.outcome import Attempt, Outcome, TornStep
 from holdfast.run.parts import Parts
@@ -106,6 +106,10 @@ class Transaction:
         self._born: dict[str, list[torch.Tensor]] = {}
         self._step_id = 0
         self.committing = False
+
+    def state_was_replaced(self) -> None:
+        """Note that optimizer state was loaded: some of it may be missing again."""
+        self._born.clear()
 
     def run(
         self,
@@ -197,8 +201,14 @@ class Transaction:
                     create_state(optimizer, missing)
 
     def _attempt_until_it_fits(self, work: _Work) -> Attempt:
-        if self._promises.make(work.batch, work.size, work.split, work.loss_fn, work.parameters):
+        splits = work.size is not None and self._ladder.plan.samples(work.size) < work.size
+        tried_here, may_split = self._promises.make(
+            work.batch, work.size, work.split, work.loss_fn, work.parameters, splits_now=splits
+        )
+        if tried_here:
             self._restore(work)
+        if splits and not may_split:
+            self._ladder.without_split()
         while True:
             work.attempts += 1
             try:
@@ -239,8 +249,9 @@ class Transaction:
         decision = self._ladder.decide_after_oom(batch_size=size, attempts=work.attempts, means=means)
         self._record.decided(decision)
         if isinstance(decision, Stop):
+            what = "the batch" if work.size is None else f"a batch of {size} samples"
             raise OutOfMemoryError(
-                f"a batch of {size} samples does not fit, in {work.attempts} attempts ({found})",
+                f"{what} does not fit, in {work.attempts} attempts ({found})",
                 limit=decision.reason,
                 fix="free memory, use a smaller batch or model, or allow what was refused by "
                 "Policy(allow_split_with=...); the weights are those of the last committed step.",
@@ -265,10 +276,11 @@ class Transaction:
         active = [block for _, block in self._blocks] if plan.recompute else []
         with recomputing(active, lambda: capture(self._devices), restore) if active else contextlib.nullcontext():
             if samples is None or samples == work.size:
-                loss, items = self._passes.whole(fresh(work.batch), work.size, work.loss_fn, work.inputs)
+                loss, items = self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
             else:
                 assert work.size is not None
-                pieces = micro_batches(work.batch, work.size, samples, work.split)
+                smallest = self._promises.smallest_part()
+                pieces = micro_batches(work.batch, work.size, samples, work.split, smallest=smallest)
                 loss, items = self._passes.parted(pieces, work.size, work.loss_fn, work.parameters, work.inputs)
         self.loss_scale.unscale(self._parts.optimizers[name] for name in work.names)
         groups = self._groups(work.names)

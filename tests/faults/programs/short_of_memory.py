@@ -55,6 +55,14 @@ class BackwardHeavy(nn.Module):
         return (x @ self.weight).softmax(dim=1) @ self.weight.T
 
 
+def square() -> nn.Linear:
+    return nn.Linear(256, 256)
+
+
+def normed() -> nn.BatchNorm1d:
+    return nn.BatchNorm1d(256)
+
+
 CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "mlp": (lambda: nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8))), (8192, 256)),
     "conv": (
@@ -69,7 +77,7 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "backward": (BackwardHeavy, (65536, 256)),
     "batch_norm": (
         lambda: nn.Sequential(*(
-            nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.BatchNorm1d(256), nn.ReLU())))
+            nn.Sequential(*(layer() for _ in range(3) for layer in (square, normed, nn.ReLU)))
             for _ in range(4)
         )),
         (8192, 256),

@@ -35,11 +35,14 @@ def write(**facts: Any) -> None:
 class Augmented(torch.utils.data.Dataset):
     """64 samples with noise from python, numpy and torch."""
 
+    read = 0
+
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if index == request.get("slow_sample"):
+        self.read += 1
+        if index == request.get("slow_sample") or self.read == request.get("slow_read"):
             write(waiting=True)
             time.sleep(600)
         base = torch.linspace(0, 1, 8) * (index % 7)
@@ -49,14 +52,17 @@ class Augmented(torch.utils.data.Dataset):
 
 def main() -> None:
     torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
     width = request.get("width", 16)
     model = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 7))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
-    loader = holdfast.DataLoader(
-        Augmented(), batch_size=8, shuffle=True, num_workers=request.get("workers", 0), seed=4
-    )
+    kind, own = holdfast.DataLoader, {"seed": 4}
+    if request.get("loader") == "torch":
+        kind, own = torch.utils.data.DataLoader, {}
+    loader = kind(Augmented(), batch_size=8, shuffle=True, num_workers=request.get("workers", 0), **own)
     guard = holdfast.Guard(
         request["run_dir"],
         model=model,

@@ -52,7 +52,7 @@ BAD_LOSSES = {
 
 @pytest.mark.parametrize("case", BAD_LOSSES)
 def test_a_bad_loss_is_named_and_leaves_no_trace(tmp_path, case):
-    """Whatever a loss function returns by mistake, no weight, statistic or random state moves, and training goes on."""
+    """Whatever a loss function returns by mistake, no weight or statistic moves, and training goes on."""
     loss, rule, words = BAD_LOSSES[case]
     parts = make()
     guard = holdfast.Guard(tmp_path, save_interval_steps=None, **parts)

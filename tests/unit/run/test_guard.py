@@ -425,17 +425,167 @@ def test_infinite_buffers_that_are_meant_do_not_stop_a_save(tmp_path):
     assert torch.equal(again.lowest, model.lowest)
 
 
-def test_weights_that_are_not_finite_are_never_a_good_checkpoint(tmp_path):
-    """Weights that the caller spoils are refused with their name, and the last good checkpoint stays."""
+@pytest.mark.parametrize("once", [True, False])
+def test_weights_that_are_not_finite_are_never_a_good_checkpoint(tmp_path, once):
+    """Weights that went bad outside a step are not saved: the run returns to its last good state, or ends."""
     parts = make_parts()
-    guard = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), save_interval_steps=2, keep_latest_k=1, **parts)
-    for batch in guard.batches(max_steps=6):
+    spoilt = 0
+
+    def run() -> holdfast.Guard:
+        nonlocal spoilt
+        guard = holdfast.Guard(
+            tmp_path, loader=make_loader("holdfast"), save_interval_steps=2, keep_latest_k=1, **parts
+        )
+        for batch in guard.batches(max_steps=6):
+            guard.step(batch, loss_of(parts["model"]))
+            if guard.global_step == 4 and not (once and spoilt):
+                spoilt += 1
+                with torch.no_grad():
+                    parts["model"][3].weight[0, 0] = torch.nan
+        return guard
+
+    if once:
+        guard = run()
+        assert guard.global_step == 6
+        assert all(torch.isfinite(tensor).all() for tensor in tensors_of(parts))
+        kinds = [event.kind for event in guard.events()]
+        assert kinds.count("save_refused") == kinds.count("roll_back") == 1
+    else:
+        with pytest.raises(holdfast.NonFiniteError, match=r"3\.weight"):
+            run()
+        assert spoilt == 3, "two rollbacks are the policy's default"
+        assert [path.name[-2:] for path in (tmp_path / "checkpoints").iterdir()] == ["02"]
+
+
+def test_a_moment_that_overflows_does_not_freeze_training_in_silence(tmp_path):
+    """A finite gradient of 1e22 makes Adam's second moment Inf: the run returns to the state before it."""
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), save_interval_steps=2, **parts)
+    factors = iter([1.0, 1.0, 1.0, 1e22])
+    for batch in guard.batches(max_steps=8):
+        factor = next(factors, 1.0)
+        guard.step(batch, lambda x, factor=factor: loss_of(parts["model"])(x) * factor)
+    assert guard.global_step == 8
+    assert guard.statistics().rollbacks == 1
+    assert all(torch.isfinite(tensor).all() for tensor in tensors_of(parts))
+
+
+def test_a_second_loop_of_one_guard_runs_although_the_first_was_stopped(tmp_path):
+    """A request that has ended a loop does not silence the next one, as in a notebook."""
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), **parts)
+    for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_of(parts["model"]))
-        if guard.global_step == 4:
-            with torch.no_grad():
-                parts["model"][3].weight[0, 0] = torch.nan
-        if guard.statistics().skipped_steps:
-            break
-    refused = [event for event in guard.events() if event.kind == "save_refused"]
-    assert refused[0].data["nonfinite"] == ["3.weight"]
-    assert [path.name[-2:] for path in (tmp_path / "checkpoints").iterdir()] == ["02"]
+        guard.request_stop()
+    assert guard.global_step == 1
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(parts["model"]))
+    assert guard.global_step == 6
+
+
+def test_looking_at_a_batch_before_training_moves_nothing(tmp_path):
+    """`next(iter(loader))` to look at shapes neither skips a batch nor spoils the first checkpoint."""
+    seen: list[list[int]] = []
+    for life in range(2):
+        parts = make_parts()
+        loader = holdfast.DataLoader([torch.full((4,), float(i)) for i in range(8)], batch_size=2)
+        next(iter(loader))
+        guard = holdfast.Guard(tmp_path, loader=loader, save_interval_steps=100, **parts)
+        next(iter(loader))
+        for batch in guard.batches(max_epochs=1, max_steps=2 if life == 0 else None):
+            seen.append(batch[:, 0].int().tolist())
+            guard.step(batch, loss_of(parts["model"]))
+    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Samples drawn at random while they are read."""
+
+    def __iter__(self) -> Any:
+        for index in range(24):
+            yield torch.randn(4) + index + float(np.random.rand()) + random.random()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_resumes_bit_for_bit(tmp_path, workers):
+    """An iterable dataset that draws random numbers goes on with the samples that it would have given."""
+
+    def run(run_dir: Any, stop_after: int | None) -> dict[str, Any]:
+        parts = make_parts()
+        loader = holdfast.DataLoader(Stream(), batch_size=4, num_workers=workers)
+        torch.manual_seed(2)
+        guard = holdfast.Guard(run_dir, loader=loader, save_interval_steps=100, **parts)
+        for number, batch in enumerate(guard.batches(max_epochs=2), start=1):
+            guard.step(batch, loss_of(parts["model"]))
+            if number == stop_after:
+                guard.request_stop()
+        return parts
+
+    expected = run(tmp_path / "a", None)
+    run(tmp_path / "b", 9)
+    found = run(tmp_path / "b", None)
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(found), tensors_of(expected), strict=True))
+
+
+def test_a_dropped_part_is_named_at_resume(tmp_path):
+    """A scheduler or an average that was saved and is not given any more is an error, not a silent loss."""
+    train(tmp_path, "holdfast", epochs=1)
+    for name in ("scheduler", "state"):
+        parts = {key: value for key, value in make_parts().items() if key != name}
+        with pytest.raises(holdfast.CheckpointError, match=f"{name} .*missing now"):
+            holdfast.Guard(tmp_path, **parts)
+
+
+def test_a_scheduler_may_be_named_like_its_optimizer(tmp_path):
+    """The documented dict of schedulers by optimizer name resumes, and another optimizer class is still noticed."""
+
+    def make(kind: Any) -> dict[str, Any]:
+        model = nn.Linear(4, 1)
+        optimizer = kind(model.parameters(), lr=0.1)
+        return {
+            "model": {"g": model},
+            "optimizer": {"g": optimizer},
+            "scheduler": {"g": torch.optim.lr_scheduler.StepLR(optimizer, 1)},
+        }
+
+    parts = make(torch.optim.SGD)
+    with holdfast.Guard(tmp_path, **parts) as guard:
+        guard.step(torch.randn(4, 4), loss_of(parts["model"]["g"]))
+    holdfast.Guard(tmp_path, **make(torch.optim.SGD)).close()
+    with pytest.raises(holdfast.CheckpointError, match="optimizer 'g' was a SGD and is a Adam"):
+        holdfast.Guard(tmp_path, **make(torch.optim.Adam))
+
+
+def test_a_lock_that_was_lost_is_noticed_before_a_save(tmp_path):
+    """Closing the lock file loses a POSIX lock: it is taken again, or the run ends if another has it."""
+    import multiprocessing
+
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=1, **parts)
+    guard.step(torch.randn(4, 4), loss_of(parts["model"]))
+    (tmp_path / "lock").read_bytes()
+    guard.step(torch.randn(4, 4), loss_of(parts["model"]))  # saves the step before, and takes the lock again
+    child = multiprocessing.get_context("fork").Process(target=hold_lock, args=(tmp_path,))
+    child.start()
+    child.join()
+    assert child.exitcode == 3, "the other process was kept out"
+
+
+def hold_lock(run_dir: Any) -> None:
+    import os
+
+    from holdfast.run import directory
+
+    directory._held.clear()
+    try:
+        directory.RunDirectory(run_dir).acquire()
+    except holdfast.RunDirectoryError:
+        os._exit(3)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "nonsense", '{"plan": 1}'])
+def test_a_damaged_note_about_the_micro_batch_is_passed_over(tmp_path, text):
+    """The remembered micro-batch size is a help, never a reason not to start."""
+    (tmp_path / "micro_batch_size.json").write_text(text)
+    holdfast.Guard(tmp_path, **make_parts()).close()

@@ -394,3 +394,205 @@ def test_an_error_that_is_no_out_of_memory_passes_through_and_leaves_no_trace(tm
     assert_same(state_of(model, optimizer), before)
     assert torch.equal(torch.get_rng_state(), random_before)
     assert guard.step(torch.randn(4, 6), lambda x: model(x).square().mean()).attempts == 1
+
+
+def too_much_above(samples: int, x: torch.Tensor) -> None:
+    if len(x) > samples:
+        ask_for_too_much()
+
+
+def test_a_token_mean_that_looked_exact_is_found_out_when_batches_become_ragged(tmp_path):
+    """Sentences of one length hide that a mean is over tokens: while batches are split this is looked at again."""
+    model = nn.Linear(6, 1)
+
+    def token_mean(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, mask = batch
+        too_much_above(4, x)
+        return ((model(x).squeeze(2) * mask).sum() / mask.sum()).square()
+
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_interval_steps=None
+    )
+    even = torch.ones(8, 5)
+    ragged = even * (torch.arange(5) < torch.tensor([5, 1, 4, 1, 3, 5, 1, 2]).unsqueeze(1))
+    x = torch.randn(8, 1, 6).expand(8, 5, 6)
+    linear = holdfast.Guard(
+        tmp_path / "linear",
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        save_interval_steps=None,
+    )
+
+    def linear_mean(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x, mask = batch
+        too_much_above(4, x)
+        return (model(x).squeeze(2) * mask).sum() / mask.sum()
+
+    assert linear.step((x, even), linear_mean).micro_batch_size == 4
+    before = state_of(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(holdfast.OutOfMemoryError, match="may not split: the gradient over 4 samples differs"):
+        for _ in range(3):
+            linear.step((x, ragged), linear_mean)
+    assert_same(state_of(model, torch.optim.SGD(model.parameters(), lr=0.1)), before)
+    with pytest.raises(holdfast.OutOfMemoryError, match="may not split"):
+        guard.step((x, ragged), token_mean)
+
+
+def test_what_could_not_be_found_out_is_not_promised(tmp_path):
+    """A loss that cannot be tried on a few samples is not split, unless the caller says that it may be."""
+    model = nn.Linear(6, 1)
+
+    def picky(x: torch.Tensor) -> torch.Tensor:
+        if len(x) < 8:
+            raise ValueError("I want eight")
+        ask_for_too_much()
+        return model(x).square().mean()
+
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_interval_steps=None
+    )
+    with pytest.raises(
+        holdfast.OutOfMemoryError, match=r"(?s)could not be found out.*I want eight.*check_split=False"
+    ):
+        guard.step(torch.randn(8, 6), picky)
+
+
+def test_a_first_batch_of_nan_proves_nothing(tmp_path):
+    """A verdict is made on numbers: after a batch of NaN the next one is tried, and coupling is found."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_interval_steps=None
+    )
+    loss = in_batch_negatives(model)
+    bad = torch.full((8, 6), torch.nan)
+    assert guard.step((bad, bad), loss).skipped
+    good = (torch.randn(8, 6), torch.randn(8, 6))
+    guard.step(good, loss)
+
+    def short_of_memory(batch: Any) -> torch.Tensor:
+        too_much_above(4, batch[0])
+        return loss(batch)
+
+    with pytest.raises(holdfast.OutOfMemoryError, match="may not split: the gradient over 4 samples differs"):
+        guard.step(good, short_of_memory)
+
+
+def test_a_contrastive_loss_that_works_in_place_is_found_out_too(tmp_path):
+    """Centring a batch in place couples its samples: that it changes its batch does not hide it."""
+    model = nn.Linear(6, 1)
+
+    def centred(x: torch.Tensor) -> torch.Tensor:
+        x -= x.mean(dim=0)
+        too_much_above(4, x)
+        return model(x).square().mean()
+
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_interval_steps=None
+    )
+    with pytest.raises(holdfast.OutOfMemoryError, match="may not split: the gradient over 4 samples differs"):
+        guard.step(torch.randn(8, 6), centred)
+
+
+def test_a_retry_gives_numpy_batches_as_they_were(tmp_path):
+    """An array that a loss function changes in place is a copy, so every attempt sees the same values."""
+    import numpy as np
+
+    model = nn.Linear(6, 1)
+    seen = []
+
+    def loss(batch: dict[str, Any]) -> torch.Tensor:
+        batch["x"] *= 2
+        seen.append(float(batch["x"][0, 0]))
+        if len(seen) == 1:
+            ask_for_too_much()
+        return model(torch.from_numpy(batch["x"])).square().mean()
+
+    guard = holdfast.Guard(
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        save_interval_steps=None,
+        check_split=False,
+    )
+    guard.step({"x": np.ones((4, 6), dtype=np.float32)}, loss)
+    assert seen == [2.0, 2.0]
+
+
+def test_a_rest_of_one_sample_is_not_given_to_batch_norm(tmp_path):
+    """Where BatchNorm may be split, a rest of one sample joins the part before it."""
+    model = small_model(nn.BatchNorm1d(8))
+    guard = holdfast.Guard(
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        save_interval_steps=None,
+        allow_split_with=("batch_norm",),
+        micro_batch_size=2,
+    )
+    sizes = []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return model(x).square().mean()
+
+    guard.step(torch.randn(5, 6), loss)
+    assert sizes == [2, 3]
+
+
+def test_splitting_switched_off_is_what_the_error_says(tmp_path):
+    """With `micro_batch_size=None` the error names the switch, not a batch of one sample."""
+    model = nn.Linear(6, 1)
+    guard = holdfast.Guard(
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        save_interval_steps=None,
+        micro_batch_size=None,
+    )
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        ask_for_too_much()
+        return model(x).square().mean()
+
+    with pytest.raises(holdfast.OutOfMemoryError, match="micro_batch_size=None turns splitting off") as caught:
+        guard.step(torch.randn(8, 6), loss)
+    assert "a batch of 8 samples" in str(caught.value)
+
+
+def test_a_buffer_that_a_split_would_move_twice_is_found_before_the_first_step(tmp_path):
+    """A codebook that each forward pass updates refuses a micro-batch size before anything was trained."""
+
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 1)
+            self.register_buffer("used", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.used.data += 1
+            return self.inner(x)
+
+    model = Codebook()
+    guard = holdfast.Guard(
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        save_interval_steps=None,
+        micro_batch_size=2,
+    )
+    with pytest.raises(holdfast.HoldfastError, match=r"(?s)'used'.*H206"):
+        guard.step(torch.randn(8, 6), lambda x: model(x).square().mean())
+    assert model.used == 0
+    assert guard.global_step == 0
+
+
+def test_double_precision_is_rehearsed_like_single(tmp_path):
+    """A loss that couples samples is found out in fp64 too."""
+    model = nn.Linear(6, 4).double()
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_interval_steps=None
+    )
+    guard.step((torch.randn(8, 6).double(), torch.randn(8, 6).double()), in_batch_negatives(model))
+    assert "split_refused" in {event.kind for event in guard.events()}
