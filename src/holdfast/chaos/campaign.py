@@ -39,7 +39,7 @@ class Row:
         held: Whether the promise held.
         evidence: How that was found out.
         lost_steps: Steps that were made again or left out.
-        seconds: What it cost in time; None if it cannot be told apart from noise.
+        seconds: What it cost in time, noise included.
     """
 
     fault: str

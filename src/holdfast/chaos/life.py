@@ -1,6 +1,6 @@
 """One life of the demo's training, in a process of its own, with the faults that must be injected from inside.
 
-    python -m holdfast.chaos.life '{"run_dir": ..., "trace": ..., "faults": {...}}'
+    python -m holdfast.chaos.life '{"run_dir": ..., "trace": ..., "memory": {...}, "sample": {...}, "disk": {...}}'
 
 After each step it appends step, loss and a digest of all weights and momenta to the trace, so that two runs can be
 compared step by step, also when one of them was killed.

@@ -69,8 +69,9 @@ class Policy:
 
     cpu_malloc_threshold_bytes: int | None = 4 * 2**20
     """Size in bytes from which glibc gives freed memory back to the system, which makes out-of-memory on the
-    CPU recoverable. None leaves malloc alone. 4 MiB: 84 of 84 recoveries at no measurable cost, where the
-    default recovered 11 of 84, and 128 KiB to 1 MiB cost 21 to 41 % CPU (measured on glibc 2.36)."""
+    CPU recoverable. None leaves malloc alone, which is faster for models whose activations are that large, since
+    their pages are not zeroed anew in each step (``benchmarks/malloc_threshold`` measures by how much). 4 MiB: 84
+    of 84 recoveries, where the default recovered 11 of 84 (measured on glibc 2.36)."""
 
     max_grad_norm: float | None = None
     """Largest gradient norm; larger gradients are scaled down to it. None turns clipping off."""

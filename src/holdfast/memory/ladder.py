@@ -45,12 +45,14 @@ class Means:
         blocks: Modules that can be recomputed; empty if there are none or it is switched off.
         no_split: Why the batch may not be split, or None if it may.
         split_promise: What splitting this batch promises.
+        recompute_promise: What recomputing promises on this device.
         smallest: Fewest samples that one forward/backward can take.
     """
 
     blocks: tuple[str, ...] = ()
     no_split: str | None = None
     split_promise: Promise = "equal up to rounding"
+    recompute_promise: Promise = "bit-exact"
     smallest: int = 1
 
 
@@ -69,26 +71,28 @@ class MemoryLadder:
         self._fallback: Plan | None = None  # the plan that is known to fit, while a larger one is tried
         self._clean_steps = 0
         self._wait = grow_after_steps
+        self._means = Means()  # of the last failure: what was promised then holds for the way back too
 
     @property
     def on_trial(self) -> bool:
         """Return whether the plan is a larger one that is tried for one step."""
         return self._fallback is not None
 
-    def decide_after_oom(self, *, batch_size: int, attempts: int, means: Means) -> Decision:
+    def decide_after_oom(self, *, batch_size: int, failures: int, means: Means) -> Decision:
         """Return what to do about an attempt that ran out of memory, and make it the plan.
 
         Args:
             batch_size: Samples in the batch.
-            attempts: Attempts made in this step so far, the failed one included.
+            failures: Attempts of this step that ran out of memory so far, this one included.
             means: What is possible.
         """
         self._clean_steps = 0
+        self._means = means
         if self._fallback is not None:
             self.plan, self._fallback = self._fallback, None
             self._wait = min(2 * self._wait, _LONGEST_WAIT_FACTOR * self._grow_after_steps)
             return self._as_decision("the larger plan that was tried does not fit", batch_size, means)
-        if attempts == 1:
+        if failures == 1:
             return Retry(reason="freed what the failed attempt held", promise="bit-exact")
         if means.blocks and not self.plan.recompute:
             self.plan = replace(self.plan, recompute=True)
@@ -131,8 +135,8 @@ class MemoryLadder:
         self._fallback, self.plan, self._clean_steps = self.plan, larger, 0
         reason = f"{self._wait} clean steps"
         if larger.recompute != self._fallback.recompute:
-            return Recompute(reason=reason, promise="bit-exact", modules=())
-        return Grow(reason=reason, promise="equal up to rounding", micro_batch_size=larger.micro_batch_size)
+            return Recompute(reason=reason, promise=self._means.recompute_promise, modules=())
+        return Grow(reason=reason, promise=self._means.split_promise, micro_batch_size=larger.micro_batch_size)
 
     def _larger(self, batch_size: int) -> Plan:
         size = self.plan.micro_batch_size
@@ -150,7 +154,7 @@ class MemoryLadder:
         if samples < batch_size:
             return Split(reason=reason, promise=means.split_promise, micro_batch_size=samples)
         modules = means.blocks if self.plan.recompute else ()
-        return Recompute(reason=reason, promise="bit-exact", modules=modules)
+        return Recompute(reason=reason, promise=means.recompute_promise, modules=modules)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""

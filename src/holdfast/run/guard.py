@@ -275,7 +275,7 @@ class Guard:
             undone = self._recovery.after_torn_step(torn, rewind_data=driven)
             self._transaction.committing, self._boundaries.rewound = False, driven
             return torn.outcome.result(undone)
-        self._session.counters.out_of_memory += outcome.attempts - 1
+        self._session.counters.out_of_memory += outcome.out_of_memory
         if outcome.committed:
             self._committed(outcome, names)
         reason = None if outcome.committed else self._recovery.after_nonfinite_step(outcome)
@@ -340,8 +340,8 @@ class Guard:
         """Switch the models to evaluation without gradients, and leave no trace in training.
 
         Train/eval modes and random state are as before afterwards. SIGTERM inside ends the process with exit
-        code 0 after a checkpoint, since an evaluation that was cut short has no result to go on with;
-        `request_stop` lets it finish and ends the loop after this batch.
+        code 0 after a checkpoint, since an evaluation that was cut short has no result to go on with; what else the
+        loop body does for this batch is then left out. `request_stop` lets it finish and ends the loop after it.
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()

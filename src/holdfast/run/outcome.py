@@ -38,6 +38,7 @@ class Outcome:
     Args:
         attempt: The attempt that was committed or skipped.
         attempts: Attempts made.
+        out_of_memory: How many of them ran out of memory.
         size: Samples in the batch, None if unknown.
         committed: False if it left no trace.
         culprits: Names of parameters with non-finite gradients, some of them.
@@ -47,6 +48,7 @@ class Outcome:
 
     attempt: Attempt
     attempts: int
+    out_of_memory: int
     size: int | None
     committed: bool
     culprits: list[str] = field(default_factory=list)

@@ -122,11 +122,18 @@ class Recovery:
             self._record.decided(Stop(reason=str(torn), promise="bit-exact"))
             raise _torn_for_good(torn, at_step, twice=twice)
         self._torn_at = at_step
-        promise: Promise = "bit-exact" if rewind_data else "changes training"
+        promise: Promise = "changes training"
+        if rewind_data:  # the steps are made again, one tensor at a time if they were not before
+            promise = "equal up to rounding" if self._updates_many_at_once() else "bit-exact"
         self._record.decided(RollBack(reason=str(torn), promise=promise, rewind_data=rewind_data))
         self._session.counters.note_rollback(at_step)
         self.spare_optimizer_memory()
         return f"{torn}; returned to step {self._record.global_step}"
+
+    def _updates_many_at_once(self) -> bool:
+        groups = [group for optimizer in self._session.parts.optimizers.values() for group in optimizer.param_groups]
+        many = any(group.get("foreach") for group in groups)
+        return many or self._session.parts.device_type() != "cpu"  # where torch chooses foreach by itself
 
     def spare_optimizer_memory(self) -> None:
         """Let optimizers update one tensor at a time, which needs the smallest temporaries."""

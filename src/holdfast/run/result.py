@@ -20,8 +20,9 @@ class StepResult:
             the step was skipped before gradients were measured.
         micro_batch_size: Most samples in one forward/backward; None if the batch has no batch dimension.
         attempts: Attempts made, the successful one included.
-        skipped: True if the weights were left as they were.
-        reason: Why it was skipped, else None.
+        skipped: True if this batch is not in the weights: they were left as they were, or the run has returned to a
+            checkpoint, as `reason` says.
+        reason: Why it was skipped, and what was done; else None.
     """
 
     loss: torch.Tensor

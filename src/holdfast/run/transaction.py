@@ -61,6 +61,7 @@ class _Work:
     tensors: list[torch.Tensor]
     versions: list[int]
     attempts: int = 0
+    out_of_memory: int = 0
     prepared: bool = False
 
 
@@ -142,7 +143,7 @@ class Transaction:
             agreed = self._ranks.agree(
                 Vote(
                     step_id=self._step_id,
-                    out_of_memory=work.attempts > 1,
+                    out_of_memory=work.out_of_memory > 0,
                     nonfinite=attempt.facts.nonfinite,
                     stop_requested=stop_requested,
                 )
@@ -152,7 +153,14 @@ class Transaction:
                 raise _dead_device(error) from error
             self._take_back(work)
             raise
-        return self._skip(work, attempt) if agreed.nonfinite else self._commit(work, attempt)
+        if agreed.nonfinite:
+            return self._skip(work, attempt)
+        try:
+            return self._commit(work, attempt)
+        except RuntimeError as error:
+            if is_sticky(error):
+                raise _dead_device(error) from error
+            raise
 
     def _begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split) -> _Work:
         size = self._promises.size_of(batch, split)
@@ -230,6 +238,7 @@ class Transaction:
                 self._ladder.without_recompute()
                 self._record.happened("recompute_impossible", why="a block computes another result the second time")
                 continue
+            work.out_of_memory += 1
             release_memory(self._devices)
             if is_onednn_failure(found) and switch_off_if_broken():
                 self._record.happened("onednn_switched_off", promise="equal up to rounding")
@@ -246,7 +255,7 @@ class Transaction:
             recompute=plan.recompute,
         )
         means = self._means(work)
-        decision = self._ladder.decide_after_oom(batch_size=size, attempts=work.attempts, means=means)
+        decision = self._ladder.decide_after_oom(batch_size=size, failures=work.out_of_memory, means=means)
         self._record.decided(decision)
         if isinstance(decision, Stop):
             what = "the batch" if work.size is None else f"a batch of {size} samples"
@@ -262,11 +271,12 @@ class Transaction:
         if not work.prepared:
             return Means(no_split="the state of the optimizer does not fit, whatever the micro-batch")
         blocks = tuple(name for name, _ in self._blocks)
-        if work.attempts == 1 and not self._ladder.on_trial:
+        if work.out_of_memory == 1 and not self._ladder.on_trial:
             return Means(blocks=blocks)  # the first remedy changes nothing, so nothing has to be found out
+        exact = self._parts.device_type() == "cpu"  # kernels of accelerators may add in another order each time
         means = self._promises.means(work.batch, work.size, work.split, work.loss_fn, work.parameters)
         self._restore(work)
-        return replace(means, blocks=blocks)
+        return replace(means, blocks=blocks, recompute_promise="bit-exact" if exact else "equal up to rounding")
 
     def _attempt(self, work: _Work) -> Attempt:
         self._prepare(work.names)
@@ -325,6 +335,7 @@ class Transaction:
         return Outcome(
             attempt=attempt,
             attempts=work.attempts,
+            out_of_memory=work.out_of_memory,
             size=work.size,
             committed=False,
             culprits=culprits,
@@ -335,7 +346,13 @@ class Transaction:
     def _commit(self, work: _Work, attempt: Attempt) -> Outcome:
         if self._policy.max_grad_norm is not None:
             clip(attempt.groups, attempt.norms, self._policy.max_grad_norm, self._policy.clip_by)
-        outcome = Outcome(attempt=attempt, attempts=work.attempts, size=work.size, committed=True)
+        outcome = Outcome(
+            attempt=attempt,
+            attempts=work.attempts,
+            out_of_memory=work.out_of_memory,
+            size=work.size,
+            committed=True,
+        )
         self.committing = True  # stays so if an optimizer fails
         self._step_optimizers(work.names, outcome)
         self.committing = False

@@ -1,0 +1,223 @@
+"""The saver: trees go through real files and come back; a save that fails changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from holdfast.checkpoint.saver import Snapshot, read_components, snapshot, write
+from holdfast.checkpoint.store import Entry, Store
+from holdfast.core.errors import CheckpointError
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "run" / "checkpoints")
+
+
+def _save(store: Store, step: int = 1, **components: Any) -> Entry:
+    return write(store, snapshot(components, step), unix_seconds=7.5, written_by="0.0.1")
+
+
+def _saved(store: Store, tree: Any) -> Any:
+    return read_components(_save(store, part=tree), ["part"])["part"]
+
+
+@contextmanager
+def _largest_file(size_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_training_state_comes_back(store: Store) -> None:
+    """Model, optimizer and plain state of a run go to disk and back, bit for bit."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    entry = _save(
+        store, 12, model=model.state_dict(), optimizer=optimizer.state_dict(), run={"loss": float("nan"), "step": 12}
+    )
+    found = read_components(entry, ["model", "optimizer", "run"])
+    assert all(torch.equal(found["model"][name], value) for name, value in model.state_dict().items())
+    assert list(found["model"]) == list(model.state_dict())
+    assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    assert found["optimizer"]["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert found["run"]["step"] == 12
+    assert (entry.global_step, entry.save_id) == (12, 1)
+
+
+def test_the_manifest_covers_what_was_written(store: Store) -> None:
+    """Every file is named, every byte belongs to exactly one extent, and every tensor has its digest."""
+    entry = _save(store, model={"a": torch.randn(3, 5), "b": torch.zeros(0, 2), "c": torch.tensor(True)}, run=[1])
+    manifest = entry.verify()
+    on_disk = {path.name for path in entry.path.iterdir()}
+    assert on_disk == {*manifest.files, "manifest.json"} == {"model.safetensors", "state.json", "manifest.json"}
+    for name, extents in manifest.files.items():
+        bounds = sorted((extent.begin, extent.end) for extent in extents.values())
+        assert bounds[0][0] == 0
+        assert bounds[-1][1] == (entry.path / name).stat().st_size
+        assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(bounds))
+    tensors = manifest.files["model.safetensors"]
+    assert (tensors["a"].dtype, tensors["a"].shape) == ("F32", (3, 5))
+    assert set(tensors) == {"a", "b", "c", "header of the file"}
+    assert (manifest.unix_seconds, manifest.written_by) == (7.5, "0.0.1")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int8,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    ],
+    ids=str,
+)
+def test_every_type_of_tensor_comes_back(dtype: torch.dtype, store: Store) -> None:
+    """Vectors, scalars and empty tensors of every type keep type, shape and values."""
+    tree = {
+        "v": torch.tensor([0.0, 1.0, 3.0]).to(dtype),
+        "s": torch.ones(()).to(dtype),
+        "e": torch.ones(2, 0).to(dtype),
+    }
+    found = _saved(store, tree)
+    for name, tensor in tree.items():
+        assert (found[name].dtype, found[name].shape) == (dtype, tensor.shape)
+        assert torch.equal(found[name].to(torch.complex128), tensor.to(torch.complex128))
+
+
+def test_tied_weights_are_one_on_disk_and_one_after(store: Store) -> None:
+    """A tensor under two names takes its place once, and both names find it."""
+    weight = torch.randn(4, 4)
+    entry = _save(store, model={"embedding": weight, "head": weight})
+    assert list(load_file(entry.path / "model.safetensors")) == ["embedding"]
+    found = read_components(entry, ["model"])["model"]
+    assert found["embedding"] is found["head"]
+    assert torch.equal(found["head"], weight)
+
+
+def test_tensors_that_do_not_lie_in_one_piece_come_back(store: Store) -> None:
+    """Transposed, strided, expanded and sliced tensors keep their values; neighbours in one storage too."""
+    flat = torch.arange(12.0)
+    tree = {
+        "turned": torch.randn(3, 4).T,
+        "every second": torch.arange(10)[::2],
+        "expanded": torch.ones(1).expand(4),
+        "first half": flat[:6],
+        "second half": flat[6:],
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    }
+    found = _saved(store, tree)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tree.items())
+
+
+def test_what_was_read_does_not_hang_on_to_the_file(store: Store) -> None:
+    """The tensors are copies: they survive the checkpoint, and may be changed."""
+    entry = _save(store, part={"a": torch.ones(3)})
+    found = read_components(entry, ["part"])["part"]
+    with (entry.path / "part.safetensors").open("r+b") as file:
+        file.write(bytes((entry.path / "part.safetensors").stat().st_size))
+    assert found["a"].add_(1).tolist() == [2, 2, 2]
+
+
+def test_components_that_are_not_there_are_left_out(store: Store) -> None:
+    """Asking for more than was saved gives what there is, and a component without tensors has no file."""
+    entry = _save(store, run={"a": 1})
+    assert read_components(entry, ["run", "scheduler"]) == {"run": {"a": 1}}
+    assert not (entry.path / "run.safetensors").exists()
+
+
+def test_the_state_file_is_strict_json(store: Store) -> None:
+    """NaN, Inf and non-text keys do not make the file unreadable for other tools."""
+    entry = _save(store, run={"best": float("inf"), "by epoch": {1: float("nan")}})
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    assert json.loads((entry.path / "state.json").read_text(), parse_constant=refuse)
+
+
+def test_a_snapshot_knows_its_size(store: Store) -> None:
+    """The bytes of the tensors are counted before anything is written, tied ones once."""
+    weight = torch.zeros(10)
+    assert snapshot({"a": {"x": weight, "y": weight}, "b": torch.zeros(3, dtype=torch.int64)}, 0).size_bytes() == 64
+
+
+def test_state_that_needs_pickle_fails_before_anything_is_written(store: Store) -> None:
+    """An object in the state is an H310 that names the component, and the disk is untouched."""
+    with pytest.raises(CheckpointError, match=r"scheduler\['lr_lambda'\]") as caught:
+        _save(store, scheduler={"lr_lambda": object()})
+    assert caught.value.rule == "H310"
+    assert not store.directory.exists()
+
+
+@pytest.mark.parametrize("limit_bytes", [100, 8192])
+def test_a_write_that_fails_leaves_the_older_checkpoint(limit_bytes: int, store: Store) -> None:
+    """When the system refuses the bytes, the draft is gone, the older one verifies, and the next save works."""
+    old = _save(store, 1, model={"a": torch.ones(5)})
+    with _largest_file(limit_bytes), pytest.raises(OSError):
+        _save(store, 2, model={"a": torch.ones(50_000)})
+    assert [path.name for path in store.directory.iterdir()] == [old.path.name]
+    old.verify()
+    assert _save(store, 3, model={"a": torch.ones(50_000)}).save_id == 2
+
+
+def test_a_write_of_state_that_fails_leaves_nothing(store: Store) -> None:
+    """Also if only the JSON part is refused, after the tensors were written, nothing is left."""
+    with _largest_file(4096), pytest.raises(OSError):
+        _save(store, 2, model={"a": torch.ones(5)}, run={"text": "x" * 10_000})
+    assert list(store.directory.iterdir()) == []
+
+
+def test_too_little_room_is_said_before_the_write(store: Store) -> None:
+    """A checkpoint larger than the free space is refused with both figures and without a draft."""
+    free = os.statvfs("/").f_blocks * os.statvfs("/").f_frsize
+    huge = torch.empty(1, dtype=torch.uint8).expand(2**50)
+    shot = Snapshot(global_step=1, tensors={"model": {"huge": huge}}, state={})
+    assert shot.size_bytes() > free
+    with pytest.raises(OSError, match=r"needs \d+ bytes and \d+ are free"):
+        write(store, shot, unix_seconds=0.0, written_by="")
+    assert list(store.directory.iterdir()) == []
+
+
+class _Interrupted(dict[str, dict[str, torch.Tensor]]):
+    """Components during whose writing somebody presses Ctrl-C."""
+
+    def items(self) -> Any:
+        yield next(iter(super().items()))
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_no_draft(store: Store) -> None:
+    """Ctrl-C after the first of two files removes what was written, and is passed on."""
+    shot = snapshot({"a": {"x": torch.ones(2)}, "b": {"x": torch.ones(2)}}, 1)
+    interrupted = Snapshot(global_step=1, tensors=_Interrupted(shot.tensors), state=shot.state)
+    with pytest.raises(KeyboardInterrupt):
+        write(store, interrupted, unix_seconds=0.0, written_by="")
+    assert list(store.directory.iterdir()) == []

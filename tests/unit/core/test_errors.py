@@ -1,0 +1,68 @@
+"""Errors: three parts and a rule in every message, one tree, and they survive pickling."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from holdfast.core import errors
+from holdfast.core.errors import HoldfastError
+
+_TREE = {
+    errors.PolicyError: ValueError,
+    errors.BatchError: ValueError,
+    errors.RunDirectoryError: Exception,
+    errors.CheckpointError: Exception,
+    errors.OutOfMemoryError: MemoryError,
+    errors.DeviceError: RuntimeError,
+    errors.NonFiniteError: ArithmeticError,
+    errors.LoaderError: ValueError,
+}
+
+
+def test_the_message_says_what_the_limit_the_fix_and_the_rule() -> None:
+    """The text of an error is its three parts and the command that explains its rule."""
+    error = HoldfastError("size=0", limit="at least 1 is needed", fix="pass 1.", rule="H101")
+    assert str(error) == "size=0; at least 1 is needed.\nFix: pass 1.\n[H101] run `holdfast explain H101`"
+    assert (error.what, error.limit, error.fix, error.rule) == ("size=0", "at least 1 is needed", "pass 1.", "H101")
+
+
+def test_the_table_of_this_file_is_the_whole_tree() -> None:
+    """Every error class of the module hangs directly below the family."""
+    found = {cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, HoldfastError)}
+    assert found - {HoldfastError} == set(_TREE)
+
+
+@pytest.mark.parametrize(("kind", "builtin"), _TREE.items())
+def test_each_error_is_caught_by_its_builtin_family_too(kind: type[HoldfastError], builtin: type[Exception]) -> None:
+    """Code that knows nothing of holdfast catches these as ValueError, MemoryError and so on."""
+    with pytest.raises(builtin):
+        raise kind("a", limit="b", fix="c", rule="H101")
+    with pytest.raises(HoldfastError):
+        raise kind("a", limit="b", fix="c", rule="H101")
+
+
+def test_a_checkpoint_error_is_no_mistake_of_an_argument() -> None:
+    """A damaged file is not swallowed by an ``except ValueError`` around the parsing of arguments."""
+    assert not issubclass(errors.CheckpointError, (ValueError, OSError))
+    assert not issubclass(errors.RunDirectoryError, (ValueError, OSError))
+
+
+@pytest.mark.parametrize("kind", _TREE)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_an_error_survives_pickling(kind: type[HoldfastError], protocol: int) -> None:
+    """An error from a loader worker reaches the parent with its type and all its parts."""
+    error = kind("what", limit="limit", fix="fix", rule="H311")
+    twin = pickle.loads(pickle.dumps(error, protocol))
+    assert type(twin) is kind
+    assert str(twin) == str(error)
+    assert (twin.what, twin.limit, twin.fix, twin.rule) == ("what", "limit", "fix", "H311")
+
+
+def test_the_three_parts_cannot_be_forgotten() -> None:
+    """An error without a limit, a fix or a rule cannot be built."""
+    with pytest.raises(TypeError):
+        HoldfastError("what", limit="limit", fix="fix")  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        HoldfastError("what", "limit", "fix", "H101")  # type: ignore[call-arg, misc]

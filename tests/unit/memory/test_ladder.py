@@ -1,0 +1,211 @@
+"""The ladder: which remedy comes next, what it promises, and when more is tried again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from holdfast.core.events import Decision, Grow, Recompute, Retry, Split, Stop
+from holdfast.memory.ladder import Means, MemoryLadder, Plan
+
+_BLOCKS = Means(blocks=("layers.0", "layers.1"))
+
+
+def _ladder(*, largest: int | None = None, grow_after_steps: int = 3) -> MemoryLadder:
+    return MemoryLadder(largest=largest, grow_after_steps=grow_after_steps)
+
+
+def _fail(ladder: MemoryLadder, times: int, means: Means, *, batch_size: int = 8) -> list[Decision]:
+    """Return the decisions after so many out-of-memory errors within one step."""
+    return [
+        ladder.decide_after_oom(batch_size=batch_size, failures=number, means=means) for number in range(1, times + 1)
+    ]
+
+
+def _clean(ladder: MemoryLadder, steps: int, *, batch_size: int = 8) -> list[Decision | None]:
+    return [ladder.decide_after_step(batch_size=batch_size, attempts=1) for _ in range(steps)]
+
+
+def test_exact_remedies_come_before_inexact_ones() -> None:
+    """The order is retry, recompute, halve, halve, ... and stop, each with its promise."""
+    decisions = _fail(_ladder(), 6, _BLOCKS)
+    assert [type(decision) for decision in decisions] == [Retry, Recompute, Split, Split, Split, Stop]
+    assert [decision.promise for decision in decisions[:3]] == ["bit-exact", "bit-exact", "equal up to rounding"]
+    assert [d.micro_batch_size for d in decisions if isinstance(d, Split)] == [4, 2, 1]
+    assert isinstance(decisions[1], Recompute)
+    assert decisions[1].modules == _BLOCKS.blocks
+
+
+def test_without_blocks_splitting_follows_the_retry() -> None:
+    """Where nothing can be recomputed that rung is left out."""
+    ladder = _ladder()
+    assert [type(decision) for decision in _fail(ladder, 2, Means())] == [Retry, Split]
+    assert ladder.plan == Plan(micro_batch_size=4, recompute=False)
+
+
+def test_halving_rounds_up_and_keeps_to_the_smallest() -> None:
+    """Odd sizes lose less than half, and the smallest is tried before the stop."""
+    decisions = _fail(_ladder(), 6, Means(smallest=2), batch_size=13)
+    assert [d.micro_batch_size for d in decisions if isinstance(d, Split)] == [7, 4, 2]
+    assert isinstance(decisions[-1], Stop)
+    assert "2 sample(s)" in decisions[-1].reason
+
+
+def test_a_batch_that_may_not_be_split_stops_with_the_reason() -> None:
+    """After recompute failed too, the stop says why splitting was refused, and the plan is untouched."""
+    ladder = _ladder()
+    decisions = _fail(ladder, 3, Means(blocks=("layers.0",), no_split="the loss couples samples"))
+    assert isinstance(decisions[-1], Stop)
+    assert "the loss couples samples" in decisions[-1].reason
+    assert ladder.plan.micro_batch_size is None
+
+
+def test_a_split_promises_what_the_batch_allows() -> None:
+    """With dropout or an accepted hazard the promise of a split is the weaker one that was given."""
+    decisions = _fail(_ladder(), 2, Means(split_promise="equal in distribution"))
+    assert decisions[-1].promise == "equal in distribution"
+
+
+def test_a_size_is_tried_again_only_after_enough_clean_steps() -> None:
+    """Growth comes at the very step that the policy names, not one earlier, and doubles."""
+    ladder = _ladder(grow_after_steps=3)
+    _fail(ladder, 3, Means())
+    ladder.decide_after_step(batch_size=8, attempts=4)
+    assert ladder.plan.micro_batch_size == 2
+    found = _clean(ladder, 3)
+    assert found[:2] == [None, None]
+    assert found[2] == Grow(reason="3 clean steps", promise="equal up to rounding", micro_batch_size=4)
+    assert ladder.plan.micro_batch_size == 4
+
+
+def test_a_step_with_a_retry_is_not_clean() -> None:
+    """One step that took two attempts starts the count again."""
+    ladder = _ladder(grow_after_steps=3)
+    _fail(ladder, 2, Means())
+    ladder.decide_after_step(batch_size=8, attempts=3)
+    _clean(ladder, 2)
+    ladder.decide_after_step(batch_size=8, attempts=2)
+    assert _clean(ladder, 2) == [None, None]
+    assert isinstance(_clean(ladder, 1)[0], Grow)
+
+
+def test_growth_ends_at_the_whole_batch_and_last_drops_recompute() -> None:
+    """From the smallest plan the way up is doubling, the whole batch, recompute off, and then nothing."""
+    ladder = _ladder(grow_after_steps=1)
+    _fail(ladder, 5, _BLOCKS)
+    ladder.decide_after_step(batch_size=8, attempts=6)
+    found = [ladder.decide_after_step(batch_size=8, attempts=1) for _ in range(5)]
+    assert [d.micro_batch_size for d in found if isinstance(d, Grow)] == [2, 4, None]
+    assert isinstance(found[3], Recompute)
+    assert found[3].modules == ()
+    assert found[4] is None
+    assert ladder.plan == Plan()
+
+
+def test_growth_never_goes_beyond_the_policy() -> None:
+    """With a limit of 6 the sizes after 2 are 4 and 6."""
+    ladder = _ladder(largest=6, grow_after_steps=1)
+    _fail(ladder, 3, Means(), batch_size=12)
+    ladder.decide_after_step(batch_size=12, attempts=4)
+    sizes = []
+    for _ in range(4):
+        ladder.decide_after_step(batch_size=12, attempts=1)
+        sizes.append(ladder.plan.micro_batch_size)
+    assert sizes == [4, 6, 6, 6]
+
+
+def test_a_failed_trial_costs_one_attempt_and_doubles_the_wait() -> None:
+    """The size that is known to fit comes back at once, without the retry, and the next trial is later."""
+    ladder = _ladder(grow_after_steps=2)
+    _fail(ladder, 2, Means())
+    ladder.decide_after_step(batch_size=8, attempts=3)
+    waits = []
+    for _ in range(3):
+        steps = 0
+        while ladder.plan.micro_batch_size == 4:
+            ladder.decide_after_step(batch_size=8, attempts=1)
+            steps += 1
+        waits.append(steps)
+        (decision,) = _fail(ladder, 1, Means())
+        assert decision == Split(
+            reason="the larger plan that was tried does not fit", promise="equal up to rounding", micro_batch_size=4
+        )
+        ladder.decide_after_step(batch_size=8, attempts=2)
+    assert waits == [2, 4, 8]
+
+
+def test_the_wait_does_not_grow_beyond_all_bounds() -> None:
+    """After many failed trials a larger size is still tried, every 64 times the first wait."""
+    ladder = _ladder(grow_after_steps=1)
+    _fail(ladder, 2, Means())
+    for _ in range(12):
+        ladder.decide_after_step(batch_size=8, attempts=2)
+        steps = 0
+        while ladder.plan.micro_batch_size == 4:
+            ladder.decide_after_step(batch_size=8, attempts=1)
+            steps += 1
+        _fail(ladder, 1, Means())
+    assert steps == 64
+
+
+def test_a_trial_that_fits_makes_the_wait_short_again() -> None:
+    """Success at a larger size forgets the failures before it."""
+    ladder = _ladder(grow_after_steps=2)
+    _fail(ladder, 3, Means())
+    ladder.decide_after_step(batch_size=8, attempts=4)
+    _clean(ladder, 2)
+    _fail(ladder, 1, Means())  # 4 does not fit: the wait is now 4
+    ladder.decide_after_step(batch_size=8, attempts=2)
+    assert isinstance(_clean(ladder, 4)[-1], Grow)
+    assert isinstance(_clean(ladder, 2)[-1], Grow)  # 4 fitted
+
+
+def test_recompute_that_does_not_work_is_given_up() -> None:
+    """After `without_recompute` the plan runs without it, and no fallback brings it back."""
+    ladder = _ladder(grow_after_steps=1)
+    _fail(ladder, 2, _BLOCKS)
+    assert ladder.plan.recompute
+    ladder.without_recompute()
+    assert not ladder.plan.recompute
+    assert isinstance(ladder.decide_after_oom(batch_size=8, failures=2, means=Means()), Split)
+
+
+def test_a_split_that_is_not_allowed_is_taken_back() -> None:
+    """After `without_split` the plan is the whole batch, keeps recomputation, and no fallback brings parts back."""
+    ladder = _ladder(grow_after_steps=1)
+    _fail(ladder, 3, _BLOCKS)
+    ladder.decide_after_step(batch_size=8, attempts=4)
+    ladder.decide_after_step(batch_size=8, attempts=1)
+    ladder.without_split()
+    assert ladder.plan == Plan(micro_batch_size=None, recompute=True)
+    assert ladder.state_dict()["fallback"] is None
+    decisions = _fail(ladder, 2, Means(blocks=("layers.0",), no_split="not this loss"))
+    assert [type(decision) for decision in decisions] == [Retry, Stop]
+
+
+def test_a_lower_limit_wins_over_the_saved_plan() -> None:
+    """A run that is continued with a smaller micro-batch in its policy keeps to it at once."""
+    old = _ladder(grow_after_steps=1)
+    _fail(old, 2, Means(), batch_size=32)
+    old.decide_after_step(batch_size=32, attempts=3)
+    old.decide_after_step(batch_size=32, attempts=1)  # a trial is under way: fallback 16
+    new = _ladder(largest=4)
+    new.load_state_dict(json.loads(json.dumps(old.state_dict())))
+    assert new.plan.micro_batch_size == 4
+    decision = new.decide_after_oom(batch_size=32, failures=1, means=Means())
+    assert isinstance(decision, Split)
+    assert decision.micro_batch_size == 4
+
+
+def test_a_longer_wait_in_the_policy_wins_over_the_saved_one() -> None:
+    """The wait after a resume is at least what the policy says now."""
+    new = _ladder(grow_after_steps=50)
+    new.load_state_dict(_ladder(grow_after_steps=2).state_dict())
+    assert new.state_dict()["wait"] == 50
+
+
+@pytest.mark.parametrize(("size", "batch", "samples"), [(None, 8, 8), (4, 8, 4), (16, 8, 8), (1, 1, 1)])
+def test_a_plan_never_takes_more_samples_than_there_are(size: int | None, batch: int, samples: int) -> None:
+    """The samples of one pass are those of the plan or the whole batch, whichever is less."""
+    assert Plan(micro_batch_size=size).samples(batch) == samples

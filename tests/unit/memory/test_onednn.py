@@ -1,0 +1,45 @@
+"""oneDNN: its way to say out of memory, and when it is switched off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken
+
+
+def test_a_healthy_onednn_stays_on() -> None:
+    """The trial neither switches oneDNN off nor draws random numbers, however often it is made."""
+    before = torch.get_rng_state()
+    assert [switch_off_if_broken() for _ in range(3)] == [False, False, False]
+    assert torch._C._get_mkldnn_enabled() == torch.backends.mkldnn.is_available()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nothing_is_tried_where_it_is_off_already() -> None:
+    """Where the user switched oneDNN off, it is left off and nothing is reported."""
+    torch.backends.mkldnn.set_flags(False)
+    try:
+        assert switch_off_if_broken() is False
+        assert not torch._C._get_mkldnn_enabled()
+    finally:
+        torch.backends.mkldnn.set_flags(True)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_failure"),
+    [
+        ("could not create a primitive", True),
+        ("could not create a primitive descriptor for a convolution forward propagation primitive", True),
+        ("Could not execute a primitive", True),
+        ("could not create an engine primitive", True),
+        ("could not initialize a memory object", True),
+        ("could not create a file", False),
+        ("could not open a primitive", False),
+        ("", False),
+    ],
+)
+def test_its_texts_are_told_apart(text: str, is_failure: bool) -> None:
+    """Only the texts of oneDNN's own failures count, in any case."""
+    assert is_onednn_failure(text) is is_failure
+    assert is_onednn_failure(text.upper()) is is_failure

@@ -1,0 +1,267 @@
+"""Out-of-memory errors: recognised in every form, told apart from their look-alikes, and let go of."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.core.errors import OutOfMemoryError
+from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
+
+_CPU_TEXT = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    "allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
+)
+_TEXTS = [
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 15.00 GiB",
+    "HIP out of memory. Tried to allocate 20.00 MiB",
+    "XPU out of memory. Tried to allocate 1 GiB",
+    "MPS backend out of memory (MPS allocated: 9.0 GB, other allocations: 1 GB, max allowed: 9.07 GB)",
+    "NPU out of memory. NPUWorkspaceAllocator tried to allocate 1 GiB",
+    "PrivateUseOne out of memory",
+    "Device is out of memory, tried to allocate 5 GiB",
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "CUDA driver error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "cuFFT error: CUFFT_ALLOC_FAILED",
+    "HIPBLAS_STATUS_ALLOC_FAILED",
+    "miopenStatus_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    (
+        "NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled cuda error, NCCL version 2.21.5\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed. Last error: Cuda failure 2 'out of memory'"
+    ),
+    "Unable to find a valid cuDNN algorithm to run convolution",
+    "GET was unable to find an engine to execute this computation",
+    _CPU_TEXT,
+    "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.",
+    "Unable to allocate 8.00 PiB for an array with shape (3,) and data type float64",
+    "std::bad_alloc",
+    "could not create a primitive",
+    "could not execute a primitive",
+    "could not create a memory object",
+    "could not create a primitive descriptor for the matmul primitive",
+    "could not initialize a memory object",
+]
+_OTHER_ERRORS = [
+    ValueError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    KeyError("CUDA error: out of memory"),
+    AssertionError("std::bad_alloc"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
+    RuntimeError("The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"),
+    RuntimeError("the tokenizer ran out of memory slots"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    RuntimeError("could not create the output folder"),
+    RuntimeError(""),
+    OSError("No space left on device"),
+    KeyboardInterrupt(),
+]
+
+
+def _caught(function: Callable[[], object]) -> BaseException:
+    try:
+        function()
+    except BaseException as error:  # noqa: BLE001
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("text", _TEXTS)
+@pytest.mark.parametrize("kind", [RuntimeError, OSError])
+def test_every_known_text_is_recognised(kind: type[Exception], text: str) -> None:
+    """Each text that libraries are known to use is found in a bare error, and told as one line."""
+    assert find_out_of_memory(kind(text)) == f"{kind.__name__}: {text.splitlines()[0]}"[:300]
+
+
+@pytest.mark.parametrize("text", _TEXTS)
+def test_texts_are_matched_whatever_their_case(text: str) -> None:
+    """Upper and lower case make no difference."""
+    assert find_out_of_memory(RuntimeError(text.lower())) is not None
+    assert find_out_of_memory(RuntimeError(text.upper())) is not None
+
+
+@pytest.mark.parametrize("error", _OTHER_ERRORS, ids=lambda error: f"{type(error).__name__}-{error}")
+def test_look_alikes_are_something_else(error: BaseException) -> None:
+    """A user's ValueError about memory and a RuntimeError about shapes are never retried."""
+    assert find_out_of_memory(error) is None
+
+
+@pytest.mark.parametrize("error", [MemoryError(), MemoryError("no room"), torch.OutOfMemoryError("anything")])
+def test_the_type_is_enough(error: BaseException) -> None:
+    """Python's and torch's own types need no known text."""
+    assert str(find_out_of_memory(error)).startswith(f"{type(error).__name__}:")
+
+
+def test_a_real_failure_of_torch_is_recognised() -> None:
+    """The error of an allocation that the kernel really refused is found."""
+    error = _caught(lambda: torch.empty(2**50))
+    assert type(error) is RuntimeError
+    assert "can't allocate memory" in str(find_out_of_memory(error))
+
+
+def test_a_real_failure_of_numpy_and_python_is_recognised() -> None:
+    """Numpy's private subclass of MemoryError and Python's own are found."""
+    assert "Unable to allocate" in str(find_out_of_memory(_caught(lambda: np.empty(2**50))))
+    assert find_out_of_memory(_caught(lambda: bytearray(2**62))) is not None
+
+
+def test_the_number_of_the_system_is_enough() -> None:
+    """An OSError with ENOMEM, as of a fork or a mapping, is a lack of memory; one of a full disk is not."""
+    assert find_out_of_memory(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))) is not None
+    assert find_out_of_memory(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))) is None
+
+
+def test_a_real_error_about_shapes_is_not() -> None:
+    """A mistake in a model's shapes is not taken for a lack of memory."""
+    assert find_out_of_memory(_caught(lambda: torch.zeros(3, 4) @ torch.zeros(5))) is None
+
+
+def test_causes_are_followed() -> None:
+    """An out-of-memory error that a library wrapped twice, with ``raise ... from``, is found."""
+    error = ValueError("collate failed")
+    error.__cause__ = KeyError("worker 3")
+    error.__cause__.__cause__ = RuntimeError(_CPU_TEXT)
+    assert "DefaultCPUAllocator" in str(find_out_of_memory(error))
+
+
+def test_what_happened_to_be_handled_is_no_cause() -> None:
+    """An error raised while an out-of-memory error was handled is an error of its own."""
+    error = ValueError("a bug in a fallback")
+    error.__context__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert find_out_of_memory(error) is None
+
+
+def test_a_circle_of_causes_ends() -> None:
+    """Two errors that name each other as cause are looked at once."""
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert find_out_of_memory(first) is None
+    assert not is_sticky(first)
+    let_go(first)
+    assert first.__cause__ is None
+
+
+def test_the_verdict_of_holdfast_is_no_failure_to_allocate() -> None:
+    """Holdfast's own OutOfMemoryError means that all was tried, so it is not tried again."""
+    verdict = OutOfMemoryError("CUDA out of memory", limit="std::bad_alloc", fix="less", rule="H401")
+    assert isinstance(verdict, MemoryError)
+    assert find_out_of_memory(verdict) is None
+
+
+def test_a_long_text_is_cut_to_a_line() -> None:
+    """The text that goes into an event has one line of at most 300 characters."""
+    text = find_out_of_memory(RuntimeError("CUDA out of memory " + "x" * 1000 + "\nsecond line"))
+    assert text is not None
+    assert len(text) == 300
+    assert "second" not in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: device-side assert triggered",
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA error: unspecified launch failure",
+        "CUDA error: uncorrectable ECC error encountered",
+        "CUDA error: misaligned address",
+        "CUDA error: an illegal instruction was encountered",
+        "CUDA error: hardware stack error",
+        "CUDA error: context is destroyed",
+    ],
+)
+def test_errors_that_kill_the_context_are_sticky(text: str) -> None:
+    """After these nothing in the process can use the device, also when the error was wrapped."""
+    assert is_sticky(RuntimeError(text))
+    wrapped = ValueError("step failed")
+    wrapped.__cause__ = RuntimeError(text)
+    assert is_sticky(wrapped)
+    assert not is_sticky(ValueError(text))
+
+
+@pytest.mark.parametrize("text", _TEXTS)
+def test_out_of_memory_is_not_sticky(text: str) -> None:
+    """No out-of-memory text is taken for a dead device."""
+    assert not is_sticky(RuntimeError(text))
+
+
+def _allocate_and_fail(kept: list[weakref.ref[torch.Tensor]]) -> None:
+    activation = torch.zeros(10)
+    kept.append(weakref.ref(activation))
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def _fail_twice(kept: list[weakref.ref[torch.Tensor]], *, by_cause: bool) -> None:
+    workspace = torch.zeros(10)
+    kept.append(weakref.ref(workspace))
+    try:
+        _allocate_and_fail(kept)
+    except RuntimeError as error:
+        if by_cause:
+            raise ValueError("wrapped") from error
+        raise ValueError("while handling it")  # noqa: B904
+
+
+@pytest.mark.parametrize("by_cause", [True, False])
+def test_tensors_in_the_frames_of_the_whole_chain_are_let_go(by_cause: bool) -> None:
+    """The activations of a failed attempt die although the exception object is still held."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+    error = _caught(lambda: _fail_twice(kept, by_cause=by_cause))
+    gc.collect()
+    assert [ref() is not None for ref in kept] == [True, True]  # the frames own them
+    let_go(error)
+    assert [ref() for ref in kept] == [None, None]
+    assert (error.__traceback__, error.__cause__, error.__context__) == (None, None, None)
+
+
+def test_tensors_die_although_others_hold_the_error() -> None:
+    """A logger that keeps the traceback, or a list that keeps the inner error, does not keep the activations."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+    error = _caught(lambda: _fail_twice(kept, by_cause=False))
+    inner, logged = error.__context__, error.__traceback__
+    assert inner is not None
+    also_logged = inner.__traceback__
+    let_go(error)
+    assert [ref() for ref in kept] == [None, None]
+    assert logged is not None
+    assert also_logged is not None
+
+
+def test_the_frame_that_still_runs_keeps_its_variables() -> None:
+    """Letting go clears dead frames only: the caller's own tensors stay."""
+    mine = torch.ones(3)
+    kept: list[weakref.ref[torch.Tensor]] = []
+    error: BaseException | None = None
+    try:
+        _allocate_and_fail(kept)
+    except RuntimeError as caught:
+        error = caught
+    assert error is not None
+    let_go(error)
+    assert kept[0]() is None
+    assert mine.sum() == 3
+
+
+def test_garbage_in_cycles_is_collected() -> None:
+    """Releasing memory also frees what only the garbage collector can reach."""
+    cycle: list[object] = [torch.zeros(10)]
+    cycle.append(cycle)
+    tensor = weakref.ref(cycle[0])
+    gc.disable()
+    try:
+        del cycle
+        assert tensor() is not None
+        release_memory([])
+        assert tensor() is None
+    finally:
+        gc.enable()

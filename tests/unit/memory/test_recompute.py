@@ -1,0 +1,241 @@
+"""Recomputation: the same gradients, buffers and random numbers, and nothing left behind on the modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.data import random_state
+from holdfast.memory.recompute import find_repeated_blocks, overwrite, recomputing
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.5)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *, gain: float = 1.0) -> torch.Tensor:
+        self.calls += 1
+        return x + gain * self.dropout(torch.relu(self.norm(self.linear(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, gain=0.5)
+        return self.head(x)
+
+
+def _recomputing(model: nn.Module) -> Any:
+    blocks = [block for _, block in find_repeated_blocks(model)]
+    return recomputing(blocks, random_state.capture, random_state.restore)
+
+
+def _step(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Run one forward and backward, and return all that it left: gradients, buffers, random state."""
+    random_state.seed_cpu(7)
+    model(torch.randn(8, 6)).square().mean().backward()
+    left = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    left |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    return left | {"torch": torch.get_rng_state(), "next": torch.rand(3)}
+
+
+def _assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert different == []
+
+
+def test_a_step_is_bit_equal_with_recomputation() -> None:
+    """Gradients, BatchNorm statistics, dropout masks and the random state after it are those of a plain step."""
+    plain = Net()
+    twin = copy.deepcopy(plain)
+    expected = _step(plain)
+    with _recomputing(twin):
+        found = _step(twin)
+    assert [block.calls for block in plain.blocks] == [1, 1, 1]
+    assert [block.calls for block in twin.blocks] == [2, 2, 2]  # it really was computed again
+    _assert_equal(found, expected)
+    assert int(twin.blocks[0].norm.num_batches_tracked) == 1
+
+
+class Counting(nn.Module):
+    """A block whose output depends on a buffer that it changes, as codebooks and running scales do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return torch.tanh(self.linear(x) * float(self.count))
+
+
+def test_buffers_that_are_read_are_those_of_the_first_time() -> None:
+    """A block that is used twice in one pass sees its buffer as it was at each use, and moves it twice in all."""
+    plain = nn.Sequential(Counting(), Counting())
+    plain.append(plain[0])
+    twin = copy.deepcopy(plain)
+    expected = _step(plain)
+    with recomputing([twin[0], twin[1]], random_state.capture, random_state.restore):
+        found = _step(twin)
+    _assert_equal(found, expected)
+    assert (float(twin[0].count), float(twin[1].count)) == (2, 1)
+
+
+def test_activations_are_really_forgotten() -> None:
+    """Fewer bytes are kept for backward: that is the purpose of it all."""
+
+    def kept_bytes(model: nn.Module) -> int:
+        sizes: list[int] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(torch.randn(64, 6))
+        return sum(sizes)
+
+    model = Net()
+    plain = kept_bytes(model)
+    with _recomputing(model):
+        assert kept_bytes(model) < plain / 2
+
+
+def test_without_gradients_nothing_is_recomputed() -> None:
+    """An evaluation inside the context runs each block once."""
+    model = Net()
+    with _recomputing(model), torch.no_grad():
+        model(torch.randn(4, 6))
+    assert [block.calls for block in model.blocks] == [1, 1, 1]
+
+
+def test_hooks_run_once() -> None:
+    """Forward hooks of a block see its output once, not again in the backward pass."""
+    model = Net()
+    seen: list[torch.Size] = []
+    model.blocks[1].register_forward_hook(lambda _module, _args, output: seen.append(output.shape))
+    with _recomputing(model):
+        _step(model)
+    assert seen == [torch.Size([8, 6])]
+
+
+def test_the_modules_are_as_before_afterwards() -> None:
+    """The context leaves no attribute on any block, nor on an unused one."""
+    model = Net()
+    before = [set(vars(block)) for block in model.blocks]
+    with _recomputing(model):
+        assert all("forward" in vars(block) for block in model.blocks)
+    assert [set(vars(block)) for block in model.blocks] == before
+    assert model.blocks[0].forward.__func__ is Block.forward
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_the_modules_are_as_before_after_an_error(fails_in: str) -> None:
+    """Also when an attempt dies in the middle of a pass, every block has its own forward back."""
+    model = Net()
+    state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def fail(*_: object) -> None:
+        raise MemoryError("injected")
+
+    if fails_in == "forward":
+        handle: Any = model.blocks[2].linear.register_forward_hook(fail)
+    else:
+        handle = model.blocks[0].linear.weight.register_hook(fail)
+    with pytest.raises(MemoryError), _recomputing(model):
+        _step(model)
+    handle.remove()
+    assert all("forward" not in vars(block) for block in model.blocks)
+    overwrite([buffer for _, buffer in model.named_buffers()], list(state.values()))
+    model.zero_grad()
+    fresh = Net()
+    fresh.load_state_dict(model.state_dict())
+    _assert_equal(_step(model), _step(fresh))
+
+
+def test_a_forward_of_the_instance_is_put_back() -> None:
+    """A block whose forward somebody replaced gets exactly that one back, and it was used meanwhile."""
+    model = Net()
+    plain: Callable[..., torch.Tensor] = model.blocks[0].forward
+
+    def patched(x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return 2 * plain(x, **options)
+
+    model.blocks[0].forward = patched
+    with _recomputing(model):
+        _step(model)
+    assert model.blocks[0].forward is patched
+    assert model.blocks[0].calls == 2
+
+
+def test_contexts_may_be_used_again_and_again() -> None:
+    """Three attempts in three contexts give three equal steps."""
+    model = Net()
+    start = copy.deepcopy(model.state_dict())
+    results = []
+    for _ in range(3):
+        model.load_state_dict(start)
+        model.zero_grad()
+        with _recomputing(model):
+            results.append({name: value.clone() for name, value in _step(model).items()})
+    _assert_equal(results[1], results[0])
+    _assert_equal(results[2], results[0])
+
+
+def test_repeated_blocks_are_the_outermost_of_one_class() -> None:
+    """The layers of a transformer are found, and not their parts nor single layers."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.ModuleDict(
+        {
+            "encoder": nn.TransformerEncoder(layer, 3, enable_nested_tensor=False),
+            "convolutions": nn.Sequential(nn.Conv1d(1, 1, 1), nn.ReLU(), nn.Conv1d(1, 1, 1)),
+            "single": Block(),
+        }
+    )
+    names = [name for name, _ in find_repeated_blocks(model)]
+    assert names == ["encoder.layers.0", "encoder.layers.1", "encoder.layers.2"]
+
+
+def test_containers_are_looked_into() -> None:
+    """Sequentials that occur twice are no blocks themselves; what they hold may be."""
+    model = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), nn.Linear(6, 6)))
+    assert [name for name, _ in find_repeated_blocks(model)] == ["0.0", "0.1"]
+
+
+def test_blocks_without_weights_and_plain_models_have_none() -> None:
+    """There is nothing to gain from modules without parameters or from a plain stack of layers."""
+
+    class Pool(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool = nn.MaxPool1d(2)
+
+    assert find_repeated_blocks(nn.Sequential(Pool(), Pool())) == []
+    assert find_repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+
+
+def test_overwriting_is_not_seen_by_autograd() -> None:
+    """Values are exchanged without raising the counter that makes backward refuse."""
+    target = torch.zeros(3)
+    version = target._version
+    overwrite([target], [torch.ones(3)])
+    assert torch.equal(target, torch.ones(3))
+    assert target._version == version
+    with pytest.raises(ValueError, match="zip"):
+        overwrite([target], [])

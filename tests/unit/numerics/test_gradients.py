@@ -1,0 +1,186 @@
+"""Gradients: norms without overflow, one finite check, and clipping that is torch's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.numerics.gradients import Group, clip, inspect, nonfinite_gradients
+
+_LOSS = torch.tensor(1.5)
+
+
+def _parameter(gradient: torch.Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
+    parameter.grad = gradient
+    return parameter
+
+
+def _group(*gradients: torch.Tensor, name: str = "0", optimizer: str = "optimizer") -> Group:
+    return Group(name, optimizer, [_parameter(gradient) for gradient in gradients])
+
+
+def _gradients(groups: list[Group]) -> list[torch.Tensor]:
+    return [parameter.grad for group in groups for parameter in group.parameters if parameter.grad is not None]
+
+
+def _copies(groups: list[Group]) -> list[Group]:
+    return [
+        Group(group.name, group.optimizer, [_parameter(gradient.clone()) for gradient in _gradients([group])])
+        for group in groups
+    ]
+
+
+def _clipped(groups: list[Group], max_norm: float, clip_by: str) -> list[torch.Tensor]:
+    groups = _copies(groups)
+    _, each = inspect(groups, _LOSS)
+    clip(groups, each, max_norm, clip_by)  # type: ignore[arg-type]
+    return _gradients(groups)
+
+
+@pytest.fixture
+def three_groups() -> list[Group]:
+    return [
+        _group(torch.randn(4, 3), torch.randn(5), name="generator.0", optimizer="generator"),
+        _group(torch.randn(7) * 10, name="generator.1", optimizer="generator"),
+        _group(torch.randn(2, 2) * 100, name="critic.0", optimizer="critic"),
+    ]
+
+
+def test_norms_are_told_by_group_and_in_total(three_groups: list[Group]) -> None:
+    """Each group has the norm of its own gradients, and the total is over everything."""
+    facts, each = inspect(three_groups, _LOSS)
+    for group in three_groups:
+        expected = nn.utils.get_total_norm(_gradients([group]))
+        assert facts.norms[group.name] == pytest.approx(float(expected), rel=1e-6)
+    assert facts.total == float(nn.utils.get_total_norm(_gradients(three_groups)))
+    assert facts.loss == 1.5
+    assert (facts.overflowed, facts.nonfinite) == (False, False)
+    assert torch.equal(each, torch.stack([gradient.norm() for gradient in _gradients(three_groups)]))
+
+
+@pytest.mark.parametrize("size", [1e20, 3e38])
+def test_large_finite_gradients_are_no_accident(size: float) -> None:
+    """Where torch's norm is Inf although every gradient is finite, the true norm is found and the fact is said."""
+    groups = [_group(torch.tensor([size, -size]), torch.tensor([size]))]
+    assert math.isinf(float(nn.utils.get_total_norm(_gradients(groups))))
+    facts, _ = inspect(groups, _LOSS)
+    assert facts.total == pytest.approx(size * math.sqrt(3), rel=1e-6)
+    assert (facts.overflowed, facts.nonfinite) == (True, False)
+
+
+@pytest.mark.parametrize("clip_by", ["global", "optimizer", "group"])
+def test_large_finite_gradients_keep_their_direction(clip_by: str) -> None:
+    """Torch would multiply such gradients by 0; here they are scaled down to the norm that was asked for."""
+    original = torch.tensor([3e20, -4e20, 0.0])
+    (clipped,) = _clipped([_group(original.clone())], 1.0, clip_by)
+    torch.testing.assert_close(clipped, torch.tensor([0.6, -0.8, 0.0]), rtol=1e-5, atol=0)
+    ordinary = _parameter(original.clone())
+    nn.utils.clip_grad_norm_([ordinary], 1.0)
+    assert ordinary.grad is not None
+    assert not ordinary.grad.any()  # what this module is for
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_norms_are_taken_in_fp32(dtype: torch.dtype) -> None:
+    """A thousand fp16 gradients of 60 000 have a norm that fp16 cannot hold, and it is no overflow."""
+    facts, each = inspect([_group(torch.full((1000,), 60_000.0, dtype=dtype))], _LOSS)
+    expected = float(torch.tensor(60_000.0, dtype=dtype)) * math.sqrt(1000)
+    assert facts.total == pytest.approx(expected, rel=1e-5)
+    assert each.dtype == torch.float32
+    assert (facts.overflowed, facts.nonfinite) == (False, False)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_one_bad_value_anywhere_is_found(bad: float, dtype: torch.dtype) -> None:
+    """A single NaN or Inf in the last of many gradients is seen in every float type."""
+    last = torch.ones(1000, dtype=dtype)
+    last[-1] = bad
+    facts, _ = inspect([_group(torch.ones(9, dtype=dtype)), _group(last, name="1")], _LOSS)
+    assert facts.nonfinite
+    assert not facts.overflowed
+    assert math.isfinite(facts.norms["0"])
+    assert not math.isfinite(facts.norms["1"])
+
+
+def test_a_bad_value_among_huge_ones_is_not_taken_for_an_overflow() -> None:
+    """NaN next to gradients of 1e30 is non-finite and not an overflow."""
+    facts, _ = inspect([_group(torch.tensor([1e30, 1e30]), torch.tensor([math.nan]))], _LOSS)
+    assert (facts.nonfinite, facts.overflowed) == (True, False)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_bad_loss_is_found_with_good_gradients(loss: float) -> None:
+    """The loss is part of the check, and it is reported as it is."""
+    facts, _ = inspect([_group(torch.ones(3))], torch.tensor(loss))
+    assert facts.nonfinite
+    assert math.isfinite(facts.total)
+    assert facts.loss == loss or math.isnan(loss)
+
+
+def test_double_precision_stays_double() -> None:
+    """Norms of fp64 gradients are fp64, so 1e100 is a value like any other."""
+    facts, each = inspect([_group(torch.tensor([3e100, 4e100], dtype=torch.float64))], _LOSS)
+    assert each.dtype == torch.float64
+    assert facts.total == pytest.approx(5e100)
+    assert not facts.nonfinite
+
+
+def test_a_group_without_gradients_is_zero() -> None:
+    """A frozen group beside others has norm 0 and is passed over by clipping."""
+    groups = [_group(torch.tensor([3.0, 4.0])), Group("frozen", "optimizer", [])]
+    facts, each = inspect(groups, _LOSS)
+    assert facts.norms == {"0": 5.0, "frozen": 0.0}
+    clip(groups, each, 1.0, "group")
+    torch.testing.assert_close(_gradients(groups)[0], torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1.0, 1e6])
+def test_global_clipping_is_that_of_torch(max_norm: float, three_groups: list[Group]) -> None:
+    """Over all parameters of all groups and optimizers the result is torch's, bit for bit."""
+    expected = _copies(three_groups)
+    nn.utils.clip_grad_norm_([parameter for group in expected for parameter in group.parameters], max_norm)
+    for found, wanted in zip(_clipped(three_groups, max_norm, "global"), _gradients(expected), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_clipping_by_optimizer_and_by_group_are_what_torch_does_to_each(three_groups: list[Group]) -> None:
+    """Each scope is clipped by its own norm, as separate calls of torch would, bit for bit."""
+    by_optimizer, by_group = _copies(three_groups), _copies(three_groups)
+    nn.utils.clip_grad_norm_([*by_optimizer[0].parameters, *by_optimizer[1].parameters], 1.0)
+    nn.utils.clip_grad_norm_(by_optimizer[2].parameters, 1.0)
+    for group in by_group:
+        nn.utils.clip_grad_norm_(group.parameters, 1.0)
+    for clip_by, expected in (("optimizer", by_optimizer), ("group", by_group)):
+        for found, wanted in zip(_clipped(three_groups, 1.0, clip_by), _gradients(expected), strict=True):
+            assert torch.equal(found, wanted)
+    assert not torch.equal(_gradients(by_optimizer)[0], _gradients(by_group)[0])
+
+
+def test_small_gradients_are_left_alone(three_groups: list[Group]) -> None:
+    """Below the limit nothing is changed, not by one bit."""
+    for found, wanted in zip(_clipped(three_groups, 1e9, "group"), _gradients(three_groups), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_sparse_gradients_count_each_index_once() -> None:
+    """Repeated indices of an embedding's gradient are added before the norm is taken."""
+    sparse = torch.sparse_coo_tensor([[0, 0, 2]], [1.0, 2.0, 4.0], (3,), check_invariants=True)
+    group = Group("0", "optimizer", [nn.Parameter(torch.zeros(3))])
+    group.parameters[0].grad = sparse
+    facts, each = inspect([group], _LOSS)
+    assert facts.total == 5.0
+    clip([group], each, 1.0, "global")
+    torch.testing.assert_close(_gradients([group])[0].to_dense(), torch.tensor([0.6, 0, 0.8]), rtol=1e-5, atol=0)
+
+
+def test_the_culprits_are_named() -> None:
+    """The parameters with bad gradients are listed in order, up to a limit, and all are counted."""
+    good, bad, without = _parameter(torch.ones(2)), _parameter(torch.tensor([1.0, math.nan])), nn.Parameter(_LOSS)
+    named = [("good", good), ("without", without), *((f"bad{number}", bad) for number in range(4))]
+    assert nonfinite_gradients(named, most=3) == (["bad0", "bad1", "bad2"], 4)
+    assert nonfinite_gradients([("good", good)]) == ([], 0)
