@@ -94,7 +94,7 @@ def test_no_norm_is_above_the_limit_afterwards(
         members = [group.name for group in groups if scope(group) == name]
         was = math.hypot(*(before.norms[member] for member in members))
         now = math.hypot(*(after.norms[member] for member in members))
-        assert now == pytest.approx(min(was, max_norm), rel=1e-4)
+        assert now == pytest.approx(min(was, max_norm), rel=1e-4, abs=2e-6)  # torch divides by norm + 1e-6
 
 
 @_SETTINGS

@@ -53,8 +53,13 @@ def _glued(parts: list[Any], whole: Any, dimension: int, size: int) -> bool:
         return bool(np.array_equal(np.concatenate(parts, dimension), whole))
     if isinstance(whole, dict):
         return all(_glued([part[key] for part in parts], item, dimension, size) for key, item in whole.items())
-    if isinstance(whole, list) and all(isinstance(item, str) for item in whole):
-        return list(itertools.chain(*parts)) == whole if len(whole) == size else all(part is whole for part in parts)
+    kinds = {str if isinstance(item, str) else float for item in whole} if type(whole) in (list, tuple) else set()
+    if len(kinds) == 1 and all(isinstance(item, (str, int, float)) for item in whole):
+        return (
+            list(itertools.chain(*parts)) == list(whole)
+            if len(whole) == size
+            else all(part is whole for part in parts)
+        )
     if isinstance(whole, (list, tuple)):
         assert all(type(part) is type(whole) and len(part) == len(whole) for part in parts)
         columns = zip(*parts, strict=True)

@@ -66,14 +66,15 @@ class Encoder:
         return self._other(value, path)
 
     def _keep(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
-        tensor = tensor.detach()
-        if tensor.layout != torch.strided:
-            raise self._unsupported(f"a {tensor.layout} tensor", path)
+        tensor = tensor.detach().resolve_neg()
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+            kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
+            raise self._unsupported(f"a {kind} tensor", path)
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in self._names:
             return self._names[place]  # tied weights are stored once
-        name = ".".join(path) or "value"
-        while name in self.tensors:
+        name = ".".join(path).encode(errors="replace").decode() or "value"
+        while name in self.tensors or name == "__metadata__":  # that one is the format's own
             name += "_"
         self._names[place] = name
         self.tensors[name] = tensor

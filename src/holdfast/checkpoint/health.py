@@ -20,7 +20,10 @@ def nonfinite_tensors(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in named:
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
-            by_device.setdefault(tensor.device, []).append((name, tensor.detach()))
+            narrow = tensor.is_floating_point() and tensor.element_size() == 1  # float8 knows no norm
+            by_device.setdefault(tensor.device, []).append(
+                (name, tensor.detach().float() if narrow else tensor.detach())
+            )
     bad: list[str] = []
     for pairs in by_device.values():
         largest = torch._foreach_norm([tensor for _, tensor in pairs], math.inf)

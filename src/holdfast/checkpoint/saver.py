@@ -65,8 +65,20 @@ def snapshot(components: Mapping[str, Any], global_step: int) -> Snapshot:
     for name, tree in components.items():
         encoder = Encoder(name)
         state[name] = encoder.encode(tree)
-        tensors[name] = {key: tensor.cpu().contiguous() for key, tensor in encoder.tensors.items()}
+        tensors[name] = _on_host(encoder.tensors)
     return Snapshot(global_step=global_step, tensors=tensors, state=state)
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return contiguous tensors on the host, no two of which share memory: safetensors refuses those that do."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for key, tensor in tensors.items():
+        there = tensor.cpu().contiguous()
+        place = there.untyped_storage().data_ptr()
+        found[key] = there.clone() if place in seen else there
+        seen.add(place)
+    return found
 
 
 def write(store: Store, shot: Snapshot, *, unix_seconds: float, written_by: str) -> Entry:
@@ -122,11 +134,12 @@ def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Ex
     extents = {"header of the file": Extent(begin=0, end=len(prefix), sha256=hashlib.sha256(prefix).hexdigest())}
     for name, found in header.items():
         begin, end = found["data_offsets"]
-        flat = tensors[name].reshape(-1).view(torch.uint8).numpy()
+        tensor = tensors[name]
+        content = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
         extents[name] = Extent(
             begin=len(prefix) + begin,
             end=len(prefix) + end,
-            sha256=hashlib.sha256(flat.data).hexdigest(),
+            sha256=hashlib.sha256(content).hexdigest(),
             dtype=found["dtype"],
             shape=tuple(found["shape"]),
         )

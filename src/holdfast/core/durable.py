@@ -54,6 +54,8 @@ def rename_directory(source: Path, target: Path) -> None:
     Raises:
         OSError: if the target exists or the file systems differ.
     """
+    if target.exists():
+        raise FileExistsError(f"{target} exists already")  # POSIX would replace an empty directory without a word
     fsync_path(source)
     source.rename(target)
     fsync_path(target.parent)

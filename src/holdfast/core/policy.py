@@ -36,8 +36,8 @@ def _layered(cls: type[_Class]) -> type[_Class]:
     @functools.wraps(plain_init)
     def __init__(self: Any, **values: Any) -> None:  # noqa: N807
         check_keys(values)
-        given = {key: _tuple_if_list(value) for key, value in values.items()}
-        plain_init(self, **{**_from_environment(os.environ), **given})
+        merged = {**_from_environment(os.environ), **values}
+        plain_init(self, **{key: _tuple_if_list(value) for key, value in merged.items()})
 
     made.__init__ = __init__  # type: ignore[method-assign]
     return made
@@ -262,7 +262,7 @@ def _check_flag(value: object) -> str | None:
 
 
 def _check_rollbacks(value: object) -> str | None:
-    return None if (value == 0 and not isinstance(value, bool)) or _is_count(value) else "a whole number >= 0"
+    return None if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else "a whole number >= 0"
 
 
 def _check_hazards(value: object) -> str | None:

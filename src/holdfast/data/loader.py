@@ -187,7 +187,7 @@ class DataLoader(TorchDataLoader[Any]):
         return {
             "seed": self.seed,
             "shuffle": self._shuffle,
-            "length": None if self._iterable else self._length(),
+            "length": self._length() if isinstance(self.dataset, Sized) and not self._iterable else None,
             "counts": "samples" if by_sample else "batches",
             "batches": None if by_sample or self._iterable else len(self._sampler_of_entries()),
         }

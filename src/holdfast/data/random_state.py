@@ -61,9 +61,11 @@ def capture(devices: Sequence[torch.device] = ()) -> RandomState:
 
 def restore(state: RandomState) -> None:
     """Put back what `capture` returned; a device that is not here any more is passed over."""
+    global _seen
     random.setstate(state.python)
     if _numpy_state() is not state.numpy:
         np.random.set_state(state.numpy)
+        _seen = b"", None  # the half of a pair that came back with it does not show in the raw memory
     torch.set_rng_state(state.cpu)
     for name, device_state in state.devices.items():
         device = torch.device(name)
@@ -84,7 +86,7 @@ def _numpy_state() -> Any:
     global _seen
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
-        return np.random.get_state()
+        return np.random.get_state(legacy=False)
     raw = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     seen_raw, seen_state = _seen
     holds_normal = seen_state is not None and seen_state[3]

@@ -71,6 +71,7 @@ class MemoryLadder:
         self._fallback: Plan | None = None  # the plan that is known to fit, while a larger one is tried
         self._clean_steps = 0
         self._wait = grow_after_steps
+        self._tight_batch = 0  # samples of the largest batch that ran out of memory
         self._means = Means()  # of the last failure: what was promised then holds for the way back too
 
     @property
@@ -88,6 +89,7 @@ class MemoryLadder:
         """
         self._clean_steps = 0
         self._means = means
+        self._tight_batch = max(self._tight_batch, batch_size)
         if self._fallback is not None:
             self.plan, self._fallback = self._fallback, None
             self._wait = min(2 * self._wait, _LONGEST_WAIT_FACTOR * self._grow_after_steps)
@@ -124,12 +126,14 @@ class MemoryLadder:
             attempts: Attempts that it took.
         """
         if self._fallback is not None:
+            if batch_size < self._tight_batch:
+                return None  # a short batch, such as the last of an epoch, proves nothing
             self._fallback, self._wait = None, self._grow_after_steps
         if attempts > 1:
             self._clean_steps = 0
             return None
         self._clean_steps += 1
-        larger = self._larger(batch_size)
+        larger = self._larger(max(batch_size, self._tight_batch))
         if self._clean_steps < self._wait or larger == self.plan:
             return None
         self._fallback, self.plan, self._clean_steps = self.plan, larger, 0
@@ -163,6 +167,7 @@ class MemoryLadder:
             "fallback": None if self._fallback is None else asdict(self._fallback),
             "clean_steps": self._clean_steps,
             "wait": self._wait,
+            "tight_batch": self._tight_batch,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,6 +177,7 @@ class MemoryLadder:
         self._fallback = None if fallback is None else self._within_limit(Plan(**fallback))
         self._clean_steps = state["clean_steps"]
         self._wait = max(state["wait"], self._grow_after_steps)
+        self._tight_batch = state["tight_batch"]
 
     def _within_limit(self, plan: Plan) -> Plan:
         if self._largest is None or (plan.micro_batch_size or self._largest + 1) <= self._largest:

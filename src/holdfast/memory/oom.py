@@ -61,7 +61,7 @@ def find_out_of_memory(error: BaseException) -> str | None:
     """
     for link in _causes(error):
         if isinstance(link, HoldfastError):
-            continue
+            return None
         typed = isinstance(link, (torch.OutOfMemoryError, MemoryError))
         typed = typed or (isinstance(link, OSError) and link.errno == errno.ENOMEM)
         text = str(link)

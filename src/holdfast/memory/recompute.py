@@ -28,7 +28,8 @@ def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Returns:
         ``(name, module)`` pairs in the order of the model.
     """
-    return list(_search(model, ""))
+    found = {id(block): (name, block) for name, block in reversed(list(_search(model, "")))}
+    return list(reversed(found.values()))  # a block that is shared counts once, under its first name
 
 
 def _search(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -70,8 +70,11 @@ def inspect(groups: Sequence[Group], loss: torch.Tensor) -> tuple[GradientFacts,
     Cost: one host sync.
     """
     gradients = [_dense(p.grad) for group in groups for p in group.parameters]
-    half = any(gradient.dtype in _HALF for gradient in gradients)
-    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32 if half else None)
+    kinds = {gradient.dtype for gradient in gradients}
+    if kinds <= {torch.float32, *_HALF}:
+        norms = list(torch._foreach_norm(gradients, 2.0, dtype=None if kinds == {torch.float32} else torch.float32))
+    else:
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float32 if g.dtype in _HALF else None) for g in gradients]
     facts, each = _summarise(groups, norms, loss)
     if math.isfinite(facts.total) or not math.isfinite(facts.loss):
         return facts, each
@@ -161,5 +164,10 @@ def _dense(gradient: torch.Tensor | None) -> torch.Tensor:
 def _norm_fp64(gradient: torch.Tensor) -> torch.Tensor:
     # No fp64 on Apple's GPUs: once, after a failure, on the CPU.
     source = gradient.cpu() if gradient.device.type == "mps" else gradient
-    norm: torch.Tensor = torch.linalg.vector_norm(source, dtype=torch.float64)
+    wide = torch.complex128 if source.is_complex() else torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(source, dtype=wide)
+    if not torch.isfinite(norm):
+        largest = torch.linalg.vector_norm(source, math.inf, dtype=wide)
+        if torch.isfinite(largest):  # fp64 gradients whose squares overflow
+            norm = largest * torch.linalg.vector_norm(source / largest, dtype=wide)
     return norm

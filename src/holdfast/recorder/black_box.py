@@ -78,5 +78,8 @@ class BlackBox:
 
 
 def _encode(event: Event, facts: Mapping[str, Any]) -> bytes:
-    body = [event.kind, event.global_step, event.unix_seconds, dict(facts)]
-    return json.dumps(body, separators=(",", ":"), default=str).encode()
+    head = [event.kind, event.global_step, event.unix_seconds]
+    try:
+        return json.dumps([*head, dict(facts)], separators=(",", ":"), default=str).encode()
+    except (TypeError, ValueError, RecursionError):  # keys that are no text, circles: never the run's problem
+        return json.dumps([*head, {"unreadable": list(map(str, facts))}], separators=(",", ":")).encode()

@@ -15,6 +15,8 @@ from holdfast.core.events import Event
 from holdfast.recorder.black_box import EVENTS_FILE, PART, STEP, STEPS_FILE, StepMark
 from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, VERSION, Record, read_slots, slot_struct
 
+_MARKS = frozenset(StepMark)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
@@ -71,6 +73,8 @@ def read_steps(directory: Path) -> list[StepRecord]:
     found = []
     for record in read_ring(directory / STEPS_FILE):
         mark, _, micro_batch_size, global_step, loss, norm, seconds = STEP.unpack(record.payload)
+        if mark not in _MARKS:
+            continue
         found.append(
             StepRecord(
                 mark=StepMark(mark),
@@ -113,6 +117,8 @@ def read_events(directory: Path) -> list[Event]:
 def _decode(data: bytes) -> Event | None:
     try:
         kind, global_step, unix_seconds, facts = json.loads(data.rstrip(b"\0"))
-    except ValueError:
+    except (ValueError, TypeError):
+        return None
+    if not isinstance(facts, dict) or not isinstance(kind, str):
         return None
     return Event(kind=kind, global_step=global_step, unix_seconds=unix_seconds, data=facts)

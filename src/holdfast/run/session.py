@@ -233,7 +233,10 @@ class Session:
         if entry is None:
             remembered = self._directory.recall_ladder()
             if remembered is not None:
-                self._ladder.load_state_dict(remembered)
+                try:
+                    self._ladder.load_state_dict(remembered)
+                except (KeyError, TypeError, ValueError) as error:
+                    self.record.happened("micro_batch_size_forgotten", why=repr(error))
             return None
         training = self._restore(entry)
         self._go_to_position_of(training)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -221,3 +222,37 @@ def test_an_interrupt_leaves_no_draft(store: Store) -> None:
     with pytest.raises(KeyboardInterrupt):
         write(store, interrupted, unix_seconds=0.0, written_by="")
     assert list(store.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a": np.zeros(0)},
+        {"a": torch.zeros(4)[4::2]},
+        {"__metadata__": torch.ones(2)},
+    ],
+    ids=["empty array", "empty view", "name of the format's own"],
+)
+def test_odd_tensors_are_saved(store: Store, tree: Any) -> None:
+    """Empty arrays and views, and a name that the file format uses itself, do not keep a run from being saved."""
+    found = _saved(store, tree)
+    assert list(found) == list(tree)
+    assert all(found[key].shape == value.shape for key, value in tree.items())
+
+
+def test_tensors_that_share_memory_are_saved_apart(store: Store) -> None:
+    """A flat buffer and views of it come back with their values, each of its own shape."""
+    flat = torch.arange(6.0)
+    found = _saved(store, {"flat": flat, "matrix": flat.view(2, 3), "head": flat[:3]})
+    assert torch.equal(found["flat"], flat)
+    assert torch.equal(found["matrix"], flat.view(2, 3))
+    assert torch.equal(found["head"], flat[:3])
+
+
+def test_lazily_negated_and_conjugated_tensors_keep_their_sign(store: Store) -> None:
+    """Two views of the same memory that differ only in sign come back as they read."""
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    found = _saved(store, {"plain": z.imag, "negated": z.conj().imag, "conjugated": z.conj()})
+    assert found["plain"].tolist() == [2.0, -4.0]
+    assert found["negated"].tolist() == [-2.0, 4.0]
+    assert found["conjugated"].tolist() == [1 - 2j, 3 + 4j]

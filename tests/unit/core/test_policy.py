@@ -241,3 +241,10 @@ def test_a_policy_can_be_copied_pickled_and_hashed() -> None:
     for twin in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), dataclasses.replace(policy)):
         assert twin == policy
         assert hash(twin) == hash(policy)
+
+
+def test_hazards_can_be_allowed_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list in a variable, separated by commas, is the tuple that the field needs, with Policy() and with a file."""
+    monkeypatch.setenv("HOLDFAST_ALLOW_SPLIT_WITH", "batch_norm, buffers,")
+    assert Policy().allow_split_with == ("batch_norm", "buffers")
+    assert Policy.of(None).allow_split_with == ("batch_norm", "buffers")

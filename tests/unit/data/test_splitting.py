@@ -274,3 +274,51 @@ def test_in_place_changes_are_noticed(x: torch.Tensor) -> None:
     assert versions_of(tensors) == before
     batch["pair"].inputs.add_(1)
     assert versions_of(tensors) == [before[0], before[1] + 1, -1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "split"),
+    [
+        ({"x": torch.zeros(2, 3)}, [0]),
+        ({"x": torch.zeros(2, 3)}, {"x": "itmes"}),
+        ({"x": torch.zeros(2, 3)}, {"x": {"y": 0}}),
+        ({"x": 5}, {"x": "items"}),
+        ({"x": {"y": torch.zeros(2)}}, {"x": "items"}),
+    ],
+)
+def test_a_split_that_does_not_fit_is_said(batch: Any, split: Any) -> None:
+    """Whatever is wrong with split=, the error names the part of the batch and what may be said about it."""
+    with pytest.raises(BatchError, match=r"(?s)batch\['x'\].*H204"):
+        batch_size(batch, split)
+
+
+@pytest.mark.parametrize("wrap", [lambda leaf: (leaf, torch.zeros(2)), lambda leaf: {"a": leaf}])
+@pytest.mark.parametrize("kind", ["nested", "jagged", "sparse"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_tensors_that_cannot_be_cut_are_said(kind: str, wrap: Any) -> None:
+    """Nested and sparse tensors are refused by name, in a tuple as in a dict."""
+    parts = [torch.zeros(2), torch.zeros(3)]
+    layout = torch.jagged if kind == "jagged" else torch.strided
+    leaf = torch.eye(2).to_sparse() if kind == "sparse" else torch.nested.nested_tensor(parts, layout=layout)
+    with pytest.raises(BatchError, match=r"H205"):
+        batch_size(wrap(leaf))
+
+
+def test_a_namedtuple_of_numbers_is_shared() -> None:
+    """A size of two numbers in a batch of two samples is not taken for a list of samples."""
+
+    class Size(NamedTuple):
+        h: int
+        w: int
+
+    parts = micro_batches({"x": torch.zeros(2), "size": Size(4, 5)}, 2, 1)
+    assert [part["size"] for part, _ in parts] == [Size(4, 5)] * 2
+
+
+def test_a_packed_sequence_is_copied_and_watched() -> None:
+    """Its data counts as a tensor of the batch, and a copy does not share it."""
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    assert tensors_in({"p": packed})[0] is packed.data
+    copy = copied({"p": packed})["p"]
+    copy.data.zero_()
+    assert packed.data.all()

@@ -209,3 +209,16 @@ def test_a_longer_wait_in_the_policy_wins_over_the_saved_one() -> None:
 def test_a_plan_never_takes_more_samples_than_there_are(size: int | None, batch: int, samples: int) -> None:
     """The samples of one pass are those of the plan or the whole batch, whichever is less."""
     assert Plan(micro_batch_size=size).samples(batch) == samples
+
+
+def test_a_short_last_batch_confirms_no_trial() -> None:
+    """Epochs that end with a short batch do not make the ladder try in vain again and again."""
+    ladder = MemoryLadder(largest=None, grow_after_steps=4)
+    failures = 0
+    for batch_size in ([64] * 5 + [8]) * 400:
+        attempts = 1
+        while ladder.plan.samples(batch_size) > 8:
+            ladder.decide_after_oom(batch_size=batch_size, failures=attempts, means=Means())
+            failures, attempts = failures + 1, attempts + 1
+        ladder.decide_after_step(batch_size=batch_size, attempts=attempts)
+    assert failures < 30

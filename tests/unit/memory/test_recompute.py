@@ -239,3 +239,24 @@ def test_overwriting_is_not_seen_by_autograd() -> None:
     assert target._version == version
     with pytest.raises(ValueError, match="zip"):
         overwrite([target], [])
+
+
+def test_a_block_in_two_stacks_is_recomputed_once() -> None:
+    """Shared blocks are found once, and their forward is put back after the attempt."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(2, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    model = nn.Module()
+    shared = [Block(), Block()]
+    model.first, model.second = nn.ModuleList(shared), nn.ModuleList(shared)
+    found = find_repeated_blocks(model)
+    assert [name for name, _ in found] == ["first.0", "first.1"]
+    with recomputing([block for _, block in found], random_state.capture, random_state.restore):
+        assert "forward" in vars(shared[0])
+    assert "forward" not in vars(shared[0])

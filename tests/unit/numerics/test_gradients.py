@@ -184,3 +184,21 @@ def test_the_culprits_are_named() -> None:
     named = [("good", good), ("without", without), *((f"bad{number}", bad) for number in range(4))]
     assert nonfinite_gradients(named, most=3) == (["bad0", "bad1", "bad2"], 4)
     assert nonfinite_gradients([("good", good)]) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "norm"),
+    [
+        ([torch.tensor([3e200, 4e200], dtype=torch.float64)], 5e200),
+        ([torch.tensor([3 + 4j])], 5.0),
+        ([torch.tensor([3.0], dtype=torch.float64), torch.tensor([4.0], dtype=torch.bfloat16)], 5.0),
+        ([torch.tensor([3 + 0j]), torch.tensor([4.0], dtype=torch.float16)], 5.0),
+    ],
+)
+def test_gradients_of_any_type_are_measured(gradients: list[torch.Tensor], norm: float) -> None:
+    """Complex, mixed and very large fp64 gradients have the norm that they have."""
+    facts, _ = inspect([_group(*gradients)], _LOSS)
+    assert facts.total == pytest.approx(norm)
+    assert not facts.nonfinite
+    gradients[0].view(-1)[0] = torch.nan
+    assert inspect([_group(*gradients)], _LOSS)[0].nonfinite

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events import Event
-from holdfast.recorder.black_box import EVENTS_FILE, PART, PART_BYTES, STEPS_FILE, BlackBox, StepMark
+from holdfast.recorder.black_box import EVENTS_FILE, PART, PART_BYTES, STEP, STEPS_FILE, BlackBox, StepMark
 from holdfast.recorder.reader import read_events, read_ring, read_steps
 from holdfast.recorder.ring import HEADER_BYTES, RingWriter, slot_struct
 
@@ -118,3 +118,28 @@ def test_records_are_sorted_by_their_number(tmp_path: Path) -> None:
         ring.append(bytes([byte]))
     ring.close()
     assert b"".join(record.payload for record in read_ring(tmp_path / "r")) == b"cde"
+
+
+def test_payloads_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
+    """A slot that is whole and holds nonsense does not keep the others from being read."""
+    steps = RingWriter(tmp_path / STEPS_FILE, payload_bytes=STEP.size, capacity=32_768)
+    steps.append(STEP.pack(0xFFFF, 0, 1, 1, 0.0, 0.0, 0.0))
+    steps.append(STEP.pack(2, 0, 1, 1, 0.0, 0.0, 0.0))
+    steps.close()
+    assert [record.global_step for record in read_steps(tmp_path)] == [1]
+    events = RingWriter(tmp_path / EVENTS_FILE, payload_bytes=PART.size + PART_BYTES, capacity=2_048)
+    for body in (b"5", b"[1, 2]", b'["kind", 1, 2.0, [3]]', b'["kind", 1, 2.0, {}]'):
+        events.append(PART.pack(0, 1) + body)
+    events.close()
+    assert [event.kind for event in read_events(tmp_path)] == ["kind"]
+
+
+def test_an_event_that_cannot_be_written_down_is_recorded_all_the_same(tmp_path: Path) -> None:
+    """Facts that are no JSON never stop the run that they are about."""
+    box = BlackBox(tmp_path)
+    circle: list[object] = []
+    circle.append(circle)
+    for facts in ({"a": {(1, 2): 3}}, {"a": circle}):
+        box.event(Event(kind="odd", global_step=1, unix_seconds=0.0, data=facts))
+    box.close()
+    assert [event.data for event in read_events(tmp_path)] == [{"unreadable": ["a"]}] * 2
