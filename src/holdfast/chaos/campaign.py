@@ -193,7 +193,7 @@ class Campaign:
 
     def _kill(self, reference: Lives) -> list[Row]:
         chance = self._chance("kill")
-        step = chance.randrange(20, 65)
+        step = chance.randrange(20, 50)
         self._say(f"SIGKILL: after step {step}")
         run = self._new("kill")
         killed_at = self._kill_one(run, step, chance)
@@ -230,7 +230,7 @@ class Campaign:
         self._say("flipped bit: in the newest checkpoint")
         run = self._new("flip")
         chance = self._chance("flip")
-        self._kill_one(run, 45, chance)
+        self._kill_one(run, 35, chance)
         newest = Store(run.run_dir / "checkpoints").entries()[0]
         file, bit = flip_random_bit(newest.path, chance)
         run.finish(run.start())
@@ -253,16 +253,16 @@ class Campaign:
         disk = "a small disk" if self._small_disk else "RLIMIT_FSIZE, since no small disk may be mounted here"
         self._say(f"full disk: {disk}")
         run = self._new("disk", on_small_disk=True)
-        run.finish(run.start(disk=self._disk_fault("disk", 25, 55)))
+        run.finish(run.start(disk=self._disk_fault("disk", 25, 45)))
         failed = run.events("save_failed")
         seconds = sum(event.data.get("seconds", 0.0) for event in failed)
         return [
             Row(
                 fault="full disk" if self._small_disk else "writes refused (RLIMIT_FSIZE)",
-                happened=f"{len(failed)} saves failed in steps 26 to 55",
+                happened=f"{len(failed)} saves failed in steps 26 to 45",
                 remedy="train on, save again later",
                 promise="bit-exact, older checkpoints intact",
-                held=bool(failed) and run.events("checkpoint_saved")[-1].global_step > 55 and run.same_as(reference),
+                held=bool(failed) and run.events("checkpoint_saved")[-1].global_step > 45 and run.same_as(reference),
                 evidence="older checkpoints verified while it was full; weights equal the plain loop, bit for bit",
                 lost_steps=0,
                 seconds=seconds,
@@ -276,11 +276,11 @@ class Campaign:
     def _all_faults(self, run: Lives, skipping: Lives, marks: list[tuple[int, str]]) -> list[Row]:
         self._say("all of them in one run")
         chance = self._chance("all")
-        memory = {"from_step": 16, "until": "recompute"}
-        killed_at = self._kill_one(run, chance.randrange(36, 46), chance, sample=_SAMPLE, memory=memory)
+        memory = {"from_step": 14, "until": "recompute"}
+        killed_at = self._kill_one(run, chance.randrange(32, 42), chance, sample=_SAMPLE, memory=memory)
         newest = Store(run.run_dir / "checkpoints").entries()[0]
         flip_random_bit(newest.path, chance)
-        run.finish(run.start(sample=_SAMPLE, disk=self._disk_fault("all", 55, 72)))
+        run.finish(run.start(sample=_SAMPLE, disk=self._disk_fault("all", 45, 57)))
         lost, seconds = run.cost_of_restart()
         skipped, failed = run.events("skip_step"), run.events("save_failed")
         marks += [(event.global_step, "NaN batch skipped") for event in skipped]

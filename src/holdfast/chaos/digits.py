@@ -21,7 +21,7 @@ from holdfast.data.loader import DataLoader
 from holdfast.run.guard import Guard
 from holdfast.run.result import StepResult
 
-EPOCHS = 40
+EPOCHS = 30
 BATCH_SIZE = 719  # two batches an epoch, whose activations are large enough to run out of memory with
 _CHANNELS = 24
 _TEST_SAMPLES = 360

@@ -79,7 +79,8 @@ class RingWriter:
             self._map = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
-        self._sequence = max((record.sequence for record in read_slots(self._map, self._slot)), default=0)
+        # Read through the file: a look at the map would make all of its pages resident at once.
+        self._sequence = _newest(path, self._slot) if continues else 0
 
     def append(self, payload: bytes) -> None:
         """Write one record; a payload that is too long is an error of the caller.
@@ -96,7 +97,18 @@ class RingWriter:
         self._map.close()
 
 
-def read_slots(buffer: bytes | mmap.mmap, slot: struct.Struct) -> Iterator[Record]:
+def _newest(path: Path, slot: struct.Struct) -> int:
+    newest = 0
+    with path.open("rb") as file:
+        file.seek(HEADER_BYTES)
+        while len(data := file.read(slot.size)) == slot.size:
+            first, _, _, last = slot.unpack(data)
+            if first == last:
+                newest = max(newest, first)
+    return newest
+
+
+def read_slots(buffer: bytes, slot: struct.Struct) -> Iterator[Record]:
     """Yield every whole record in file order; torn and empty slots are passed over."""
     usable = len(buffer) - (len(buffer) - HEADER_BYTES) % slot.size
     for first, nanoseconds, payload, last in slot.iter_unpack(memoryview(buffer)[HEADER_BYTES:usable]):

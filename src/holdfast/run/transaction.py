@@ -238,10 +238,11 @@ class Transaction:
                 self._ladder.without_recompute()
                 self._record.happened("recompute_impossible", why="a block computes another result the second time")
                 continue
-            work.out_of_memory += 1
             release_memory(self._devices)
             if is_onednn_failure(found) and switch_off_if_broken():
                 self._record.happened("onednn_switched_off", promise="equal up to rounding")
+                continue  # the same attempt with torch's own kernels: it was not the batch that did not fit
+            work.out_of_memory += 1
             self._decide(work, found)
 
     def _decide(self, work: _Work, found: str) -> None:

@@ -1,0 +1,63 @@
+"""What the README says is run: its code, its commands, its figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_loop_of_the_readme_runs_before_and_after(tmp_path: Path) -> None:
+    """The two loops are pasted into a script as they stand: both train, and the second one resumes."""
+    before, after = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:2]
+    ending = "\nassert guard.epoch == 10 and not result.skipped\nprint(guard.global_step, guard.resumed_from)"
+    script = tmp_path / "script.py"
+    script.write_text(before + after + ending)
+    for resumed in (False, True):
+        if resumed:
+            script.write_text(script.read_text().replace("max_epochs=10", "max_epochs=11").replace("== 10", "== 11"))
+        ended = subprocess.run(
+            [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert ("None" not in ended.stdout) is resumed
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    """Each make target and each holdfast command that is named can be called."""
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"`?make (\w+)`?", README)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for command in set(re.findall(r"^holdfast (\w+)", README, re.MULTILINE)):
+        called = [sys.executable, "-m", "holdfast.cli.main", command, "--help"]
+        code = f"import sys; sys.argv[1:] = {called[3:]!r}; from holdfast.cli.main import main; main()"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0, command
+
+
+def test_links_lead_somewhere() -> None:
+    """Every relative link in the README and in docs names a file."""
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), f"{page}: {link}"
+
+
+def test_every_figure_of_the_readme_is_in_a_result_file() -> None:
+    """The table of figures is the one that the result files give: nobody types a number."""
+    from benchmarks.readme_table import readme_table
+
+    assert readme_table(ROOT / "benchmarks" / "results") in README
+
+
+def test_the_result_files_are_whole() -> None:
+    """Each result names device, versions and commit, and holds figures that came from a full run."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert files
+    for file in files:
+        result = json.loads(file.read_text())
+        assert {"device", "versions", "commit", "figures", "parameters"} <= set(result), file.name
+        assert result["quick"] is False, file.name

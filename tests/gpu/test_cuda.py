@@ -1,0 +1,123 @@
+"""What only a CUDA machine can show. Elsewhere each test is skipped by name; run them there with `make gpu`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device: run `make gpu` on a machine with one"
+    ),
+]
+
+
+@pytest.fixture
+def small_memory() -> Iterator[None]:
+    """Let CUDA's own allocator refuse memory beyond 1 GiB."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(2**30 / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def make(*layers: nn.Module) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers or (nn.Linear(512, 512), nn.Dropout(0.1), nn.ReLU(), nn.Linear(512, 8))).cuda()
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
+
+
+def loss_of(model: nn.Module) -> Any:
+    return lambda x: model(x).float().square().mean()
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_a_guarded_step_is_the_bare_step(tmp_path) -> None:
+    """On deterministic kernels weights after ten guarded steps equal those of the bare loop, bit for bit."""
+    bare, parts = make(), make()
+    torch.manual_seed(3)
+    for _ in range(10):
+        bare["optimizer"].zero_grad()
+        loss_of(bare["model"])(torch.randn(64, 512, device="cuda")).backward()
+        torch.nn.utils.clip_grad_norm_(bare["model"].parameters(), 1.0)
+        bare["optimizer"].step()
+    torch.manual_seed(3)
+    with holdfast.Guard(tmp_path, max_grad_norm=1.0, **parts) as guard:
+        for _ in range(10):
+            guard.step(torch.randn(64, 512, device="cuda"), loss_of(parts["model"]))
+    assert equal(bare["model"], parts["model"])
+
+
+def test_resume_brings_the_random_state_of_the_device_back(tmp_path) -> None:
+    """A run that was stopped and resumed ends with the weights of the one that was not."""
+
+    def run(run_dir: Any, *stops: int) -> nn.Module:
+        for stop in stops:
+            parts = make()
+            torch.manual_seed(5)
+            data = [torch.randn(32, 512, generator=torch.Generator().manual_seed(n)) for n in range(6)]
+            guard = holdfast.Guard(run_dir, loader=data, save_interval_steps=4, **parts)
+            for batch in guard.batches(max_steps=stop):
+                guard.step(batch.cuda(), loss_of(parts["model"]))
+        return parts["model"]
+
+    assert equal(run(tmp_path / "a", 12), run(tmp_path / "b", 7, 12))
+
+
+@pytest.mark.usefixtures("small_memory")
+def test_an_out_of_memory_of_cuda_is_recovered(tmp_path) -> None:
+    """A batch that CUDA's allocator refuses is split, and the gradient is that of the whole batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))).cuda()
+    twin = copy.deepcopy(model)
+    x = torch.randn(131072, 1024)
+    for part in x.split(8192):
+        (twin(part.cuda()).square().mean() * (8192 / len(x))).backward()
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.0), save_interval_steps=None
+    )
+    result = guard.step(x, lambda part: model(part.cuda()).square().mean())
+    assert result.attempts > 1
+    assert result.micro_batch_size is not None
+    assert result.micro_batch_size < len(x)
+    for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-6)
+    assert "out_of_memory" in {event.kind for event in guard.events()}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains(tmp_path, precision) -> None:
+    """Loss falls in bf16 and fp16; the scale of fp16 is one that the gradients fit."""
+    parts = make()
+    guard = holdfast.Guard(tmp_path, precision=precision, save_interval_steps=None, **parts)
+    x = torch.randn(256, 512, device="cuda")
+    losses = [float(guard.step(x, loss_of(parts["model"])).loss) for _ in range(50)]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_step_reads_the_device_once(tmp_path) -> None:
+    """Where nothing goes wrong a step makes one host sync, the fused check, and reading the loss is the caller's."""
+    parts = make()
+    guard = holdfast.Guard(tmp_path, max_grad_norm=1.0, save_interval_steps=None, check_split=False, **parts)
+    x = torch.randn(64, 512, device="cuda")
+    for _ in range(3):
+        guard.step(x, loss_of(parts["model"]))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        guard.step(x, loss_of(parts["model"]))
+    syncs = [event for event in profile.events() if event.name == "aten::_local_scalar_dense" or "item" in event.name]
+    copies = [event for event in profile.events() if event.name == "cudaStreamSynchronize"]
+    assert len(copies) <= 1, [event.name for event in copies]
+    assert not syncs
