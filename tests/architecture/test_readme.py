@@ -31,9 +31,9 @@ def test_the_loop_of_the_readme_runs_before_and_after(tmp_path: Path) -> None:
 def test_the_commands_of_the_readme_exist() -> None:
     """Each make target and each holdfast command that is named can be called."""
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"`?make (\w+)`?", README)):
+    for target in set(re.findall(r"(?:^|`)make (\w+)", README, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    for command in set(re.findall(r"^holdfast (\w+)", README, re.MULTILINE)):
+    for command in set(re.findall(r"^holdfast (\w+) .*#", README, re.MULTILINE)):
         called = [sys.executable, "-m", "holdfast.cli.main", command, "--help"]
         code = f"import sys; sys.argv[1:] = {called[3:]!r}; from holdfast.cli.main import main; main()"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0, command

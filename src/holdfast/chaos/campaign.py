@@ -157,7 +157,7 @@ class Campaign:
                 remedy="recompute activations",
                 promise="bit-exact",
                 held=run.same_until(reference, before),
-                evidence=f"weights and momenta equal the plain loop, bit for bit, at all {before} steps until then",
+                evidence=f"bit-identical to the plain loop for {before} steps",
                 lost_steps=0,
                 seconds=run.extra_seconds(recomputed[0].global_step + 1),
             ),
@@ -167,7 +167,7 @@ class Campaign:
                 remedy=f"split into micro-batches of {split[-1].data['micro_batch_size']}",
                 promise="equal up to rounding",
                 held=rounding <= _ROUNDING and run.digests[-1][0] == reference.digests[-1][0],
-                evidence=f"the update of that step differs from the plain loop's by {rounding:.0e} (relative L2)",
+                evidence=f"its update differs from the plain loop's by {rounding:.0e} (relative L2)",
                 lost_steps=0,
                 seconds=run.extra_seconds(before + 1),
             ),
@@ -185,7 +185,7 @@ class Campaign:
                 remedy="skip the step",
                 promise="changes training, by this batch",
                 held=len(skipped) == 1 and run.same_as(skipping),
-                evidence="weights and momenta equal a plain loop without this batch, bit for bit, at every step",
+                evidence="bit-identical to a plain loop without this batch",
                 lost_steps=len(skipped),
                 seconds=sum(record.seconds for record in run.steps(StepMark.SKIPPED)),
             )
@@ -206,7 +206,7 @@ class Campaign:
                 remedy="resume from the newest checkpoint",
                 promise="bit-exact",
                 held=run.same_as(reference),
-                evidence="weights and momenta equal the plain loop, bit for bit, at every step of both lives",
+                evidence="bit-identical to the plain loop in both lives",
                 lost_steps=lost,
                 seconds=seconds,
             )
@@ -243,7 +243,7 @@ class Campaign:
                 remedy="fall back to the checkpoint before",
                 promise="bit-exact",
                 held=found == [newest.path.name] and run.same_as(reference),
-                evidence="the damage was found, and weights and momenta equal the plain loop, bit for bit",
+                evidence="damage found; bit-identical to the plain loop",
                 lost_steps=lost,
                 seconds=seconds,
             )
@@ -263,7 +263,7 @@ class Campaign:
                 remedy="train on, save again later",
                 promise="bit-exact, older checkpoints intact",
                 held=bool(failed) and run.events("checkpoint_saved")[-1].global_step > 45 and run.same_as(reference),
-                evidence="older checkpoints verified while it was full; weights equal the plain loop, bit for bit",
+                evidence="old checkpoints verified meanwhile; bit-identical to the plain loop",
                 lost_steps=0,
                 seconds=seconds,
             )
@@ -293,7 +293,7 @@ class Campaign:
             remedy="all of the above",
             promise="changes training, by the NaN batch",
             held=bool(run.events("recompute") and failed) and len(skipped) == 1 and run.same_as(skipping),
-            evidence="weights and momenta equal a plain loop without that batch, bit for bit, at every step",
+            evidence="bit-identical to a plain loop without this batch",
             lost_steps=lost + len(skipped),
             seconds=seconds,
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.table import Table
 
 from holdfast.chaos.small_disk import command_with_small_disk
@@ -77,13 +78,14 @@ def _campaign(seed: int, *, quiet: bool) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any], plot: Path, seconds: float) -> None:
-    table = Table("fault", "what happened", "remedy", "what it promises", "held", "cost", show_lines=True)
+    table = Table("fault", "what happened", "remedy", "what it promises", "held", "cost", box=SIMPLE, show_lines=True)
     for row in report["rows"]:
         cost = f"{row['lost_steps']} steps, {row['seconds']:.1f} s"
         held = f"[green]yes[/]: {row['evidence']}" if row["held"] else f"[red]NO[/]: {row['evidence']}"
         table.add_row(row["fault"], row["happened"], row["remedy"], row["promise"], held, cost)
     out = console()
     out.print(table)
+    out.print("bit-identical: equal digests of all weights and momenta after every step\n", style="dim")
     reference, disturbed = report["accuracy"]
     broken = sum(not row["held"] for row in report["rows"])
     out.print(

@@ -1,0 +1,400 @@
+"""Real out-of-memory errors under ``RLIMIT_DATA``: how many steps are recovered, how exactly, and at what cost.
+
+How: each case is one training step of a random model (perceptron, convolutions, transformer layers, LSTM) in forked
+children of a process that has imported torch. One child makes the bare step without a limit: its gradient is what is
+expected, and its peaks and its CPU time are measured. Others make a bare step with an eighth of the batch under a
+limit that grows until it fits. Then the guarded child makes the step with its memory limited to a random point beyond
+the weights: for half of the cases between what an eighth of the batch needs, with a quarter to spare, and 95 % of
+what the whole batch needs; for the other half where forward just fits and backward may not. All children make one
+small step first, without a limit, and give back what it freed. The guard has its default policy.
+
+A case counts if memory was really refused: the step took more than one attempt, or failed. Cases are drawn until
+there are enough. A step is recovered if it is committed and its gradient differs from the bare one by at most 1e-5
+(relative L2, fp32). Some kernels are less exact than that themselves: where it differs by more, both are compared
+with the gradient in fp64, and the recovered one may be at most twice as far from it as the bare one.
+
+An attempt failed in forward if the last thing before the error was that the loss function was entered, in backward if
+it had returned. A child that dies of a signal counts as not recovered and is counted by signal.
+
+Cost: CPU time of the recovered step over (attempts x CPU time of the bare step). It is below 1 if failed attempts
+end early.
+
+Beside it, on the same cases under the same limit: the plain loop, and
+``accelerate.utils.find_executable_batch_size`` around it (accelerate's own code, left out if it cannot be had), once
+with malloc as it is by default and once with the guard's malloc setting. It starts the loop again with a smaller
+batch, so whether the step comes through and whether it is the same step are two figures. The default malloc may hold
+free memory that the limit does not count, so now and then the plain loop comes through where the guarded step did not
+fit at once.
+
+To reach: 200 of 200 recovered, median cost <= 1.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter as Tally
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.accelerate_decorator import find_accelerate
+from benchmarks.forks import Child, Fate, in_a_fork, single_threaded
+from benchmarks.oom_cases import KINDS, Case, Job, draw_case
+from benchmarks.process_memory import peak_bytes, reset_peak, resident_bytes
+from benchmarks.results_file import Result, read_options, without_paths
+from holdfast import Guard, Policy
+from holdfast.memory.host_allocator import set_malloc_threshold, trim_heap
+from holdfast.testing import memory_limited
+
+_TOLERANCE = 1e-5
+_TIMES_THE_BARE_ERROR = 2.0
+_LEAST_SPARE = 1.25
+_MOST_SHARE = 0.95
+_SHARDS = 2
+_LONGEST_SECONDS = 3600.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """What came of one case.
+
+    Args:
+        case: What it was.
+        limit_share: The limit over the peak of the bare step.
+        ended: "recovered", "inexact", "raised ...", the name of a signal, or "fits" if no memory was refused.
+        attempts: Made by the guard.
+        difference: Relative L2 difference of the gradient to the bare one.
+        from_fp64: That of the guarded and of the bare gradient to the one in fp64, where `difference` asks for it.
+        cost: CPU time over attempts x bare CPU time.
+        extra_seconds: CPU time beyond that, for each failed attempt; negative if they ended early.
+        failed_in: "forward" or "backward", for each failed attempt.
+        decisions: What the guard decided, in order.
+        plain: How the plain loop ended.
+        accelerate: How the loop under accelerate ended.
+        accelerate_with_malloc: The same with the guard's malloc setting.
+    """
+
+    case: Case
+    limit_share: float
+    ended: str
+    attempts: int = 0
+    difference: float | None = None
+    from_fp64: tuple[float, float] | None = None
+    cost: float | None = None
+    extra_seconds: float | None = None
+    failed_in: list[str] = field(default_factory=list)
+    decisions: list[str] = field(default_factory=list)
+    plain: str = ""
+    accelerate: str = ""
+    accelerate_with_malloc: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a bare step needs.
+
+    Args:
+        forward_bytes: Peak until the end of forward, beyond the weights.
+        bytes: Peak of the step, beyond the weights.
+        seconds: CPU time.
+    """
+
+    forward_bytes: int
+    bytes: int
+    seconds: float
+
+
+def warmed_up(case: Case, device: str = "cpu") -> Job:
+    job = Job(case, device)
+    job.bare_step(job.small)
+    job.optimizer.zero_grad()
+    trim_heap()  # or what the small step has left free would be memory that the limit does not count
+    return job
+
+
+def bare_step(case: Case, file: Path) -> Needs:
+    """Make the step without a limit, and measure it."""
+    set_malloc_threshold(_malloc_threshold())
+    job = warmed_up(case)
+    before = resident_bytes()
+    reset_peak()
+    started = time.process_time()
+    loss = job.loss(job.batch)
+    forward = peak_bytes() - before
+    loss.backward()  # type: ignore[no-untyped-call]
+    job.optimizer.step()
+    seconds = time.process_time() - started
+    torch.save(job.gradient(), file)
+    return Needs(forward_bytes=forward, bytes=peak_bytes() - before, seconds=seconds)
+
+
+def eighth_under_limit(case: Case, limit_bytes: int) -> bool:
+    """Make a bare step with an eighth of the batch under a limit; raises if it does not fit."""
+    set_malloc_threshold(_malloc_threshold())
+    job = warmed_up(case)
+    with memory_limited(limit_bytes):
+        job.bare_step(tuple(tensor[: -(-case.batch_size // 8)] for tensor in job.batch))
+    return True
+
+
+def need_of_eighth(case: Case, whole: Needs) -> int:
+    """Return a limit under which an eighth of the batch fits, at most 30 % more than it needs."""
+    limit = whole.bytes // 20
+    while limit < whole.bytes and not in_a_fork(partial(eighth_under_limit, case, limit)).value:
+        limit = int(1.3 * limit)
+    return limit
+
+
+def gradient_in_fp64(case: Case, file: Path, device: str = "cpu") -> None:
+    """Make the step in fp64, by eighths of the batch."""
+    job = warmed_up(case, device)
+    job.model.double()
+    inputs, labels = job.batch
+    for part, of_part in zip(inputs.double().chunk(8), labels.chunk(8), strict=True):
+        loss = job.loss((part, of_part)) * (len(of_part) / len(labels))
+        loss.backward()  # type: ignore[no-untyped-call]
+    torch.save(job.gradient(), file)
+
+
+def _malloc_threshold() -> int:
+    threshold = Policy().cpu_malloc_threshold_bytes
+    assert threshold is not None
+    return threshold
+
+
+def guarded_step(case: Case, limit_bytes: int, run_dir: Path, file: Path) -> dict[str, Any]:
+    """Make the step under a guard and a limit; return what happened."""
+    job, marks = Job(case), [(0.0, "")]
+
+    def loss(batch: Any) -> torch.Tensor:
+        marks.append((time.time(), "forward"))
+        value = job.loss(batch)
+        marks.append((time.time(), "backward"))
+        return value
+
+    guard = Guard(run_dir, model=job.model, optimizer=job.optimizer, save_interval_steps=None)
+    guard.step(job.small, loss)
+    job.optimizer.zero_grad()
+    trim_heap()
+    error, attempts = None, 0
+    started = time.process_time()
+    with memory_limited(limit_bytes):
+        try:
+            attempts = guard.step(job.batch, loss).attempts
+        except Exception as failure:  # noqa: BLE001 - which one it is goes into the result
+            error = f"{type(failure).__name__}: {failure}"
+    seconds = time.process_time() - started
+    if error is None:
+        torch.save(job.gradient(), file)
+    events = [event for event in guard.events() if event.global_step == 1]
+    failures = [event.unix_seconds for event in events if event.kind == "out_of_memory"]
+    return {
+        "attempts": attempts,
+        "seconds": seconds,
+        "error": error,
+        "failed_in": [[place for moment, place in marks if moment <= failure][-1] for failure in failures],
+        "decisions": [event.kind for event in events if event.kind != "out_of_memory"],
+    }
+
+
+def plain_step(case: Case, limit_bytes: int) -> str:
+    job = warmed_up(case)
+    with memory_limited(limit_bytes):
+        job.bare_step(job.batch)
+    return "the same step"
+
+
+def accelerated_step(
+    case: Case, limit_bytes: int, find: Callable[..., Any], file: Path, malloc_threshold: int | None
+) -> str:
+    """Let accelerate find a batch size for the step, and say whether the step is the same."""
+    if malloc_threshold is not None:
+        set_malloc_threshold(malloc_threshold)
+    job = warmed_up(case)
+
+    def train(batch_size: int) -> int:
+        job.bare_step(tuple(tensor[:batch_size] for tensor in job.batch))
+        return batch_size
+
+    with memory_limited(limit_bytes):
+        batch_size = find(train, starting_batch_size=case.batch_size)()
+    same = relative_difference(job.gradient(), file) <= _TOLERANCE
+    return "the same step" if same else f"a step of {batch_size / case.batch_size:.0%} of the batch"
+
+
+def relative_difference(gradient: torch.Tensor, file: Path) -> float:
+    truth = torch.load(file, weights_only=True).double()
+    return float((gradient.double() - truth).norm() / truth.norm())
+
+
+def limit_of(case: Case, whole: Needs) -> int:
+    """Return how much a case may allocate beyond its weights."""
+    least, most = int(_LEAST_SPARE * need_of_eighth(case, whole)), int(_MOST_SHARE * whole.bytes)
+    if case.number // len(KINDS) % 2:
+        least, most = max(least, whole.forward_bytes), whole.bytes
+    return least + int(case.share * max(0, most - least))
+
+
+def run_case(case: Case, folder: Path, find: Callable[..., Any] | None) -> Row:
+    """Run one case and what stands beside it."""
+    bare, guarded = folder / "bare.pt", folder / "guarded.pt"
+    whole = in_a_fork(partial(bare_step, case, bare)).value
+    limit = limit_of(case, whole)
+    run_dir = folder / f"run{case.number}"
+    fate = in_a_fork(partial(guarded_step, case, limit, run_dir, guarded))
+    row = Row(case=case, limit_share=round(limit / whole.bytes, 3), ended=fate.error or fate.how)
+    if fate.value is not None:
+        _judge(row, fate.value, whole.seconds, folder)
+    if row.ended == "fits":
+        return row
+    row.plain = _ending(in_a_fork(partial(plain_step, case, limit)))
+    if find is not None:
+        row.accelerate = _ending(in_a_fork(partial(accelerated_step, case, limit, find, bare, None)))
+        again = partial(accelerated_step, case, limit, find, bare, _malloc_threshold())
+        row.accelerate_with_malloc = _ending(in_a_fork(again))
+    return row
+
+
+def _judge(row: Row, found: dict[str, Any], bare_seconds: float, folder: Path) -> None:
+    row.attempts, row.decisions, row.failed_in = found["attempts"], found["decisions"], found["failed_in"]
+    if found["error"] is not None:
+        row.ended = f"raised {without_paths(found['error'].splitlines()[0])}"
+        return
+    if row.attempts == 1:
+        row.ended = "fits"
+        return
+    row.cost = found["seconds"] / (row.attempts * bare_seconds)
+    row.extra_seconds = (found["seconds"] - row.attempts * bare_seconds) / (row.attempts - 1)
+    guarded = torch.load(folder / "guarded.pt", weights_only=True)
+    row.difference = relative_difference(guarded, folder / "bare.pt")
+    if row.difference > _TOLERANCE:
+        exact = folder / "fp64.pt"
+        in_a_fork(partial(gradient_in_fp64, row.case, exact))
+        bare = torch.load(folder / "bare.pt", weights_only=True)
+        row.from_fp64 = relative_difference(guarded, exact), relative_difference(bare, exact)
+    exact_enough = row.from_fp64 is None or row.from_fp64[0] <= _TIMES_THE_BARE_ERROR * row.from_fp64[1]
+    row.ended = "recovered" if exact_enough else "inexact"
+
+
+def _ending(fate: Fate) -> str:
+    if fate.value is not None:
+        return str(fate.value)
+    if fate.error is None:
+        return fate.how
+    for words in ("can't allocate memory", "reached zero", "could not create", "could not execute"):
+        if words in fate.error:
+            return f"raised {fate.error.split(':')[0]}: ... {words} ..."
+    return f"raised {without_paths(fate.error)}"
+
+
+def summarise(result: Result, rows: list[Row], version: str) -> None:
+    """Add the figures over all cases, and by kind of model."""
+    recovered = [row for row in rows if row.ended == "recovered"]
+    result.add_count("recovered", len(recovered), len(rows), expected=len(rows))
+    for kind in KINDS:
+        of_kind = [row for row in rows if row.case.kind == kind]
+        result.add_count(f"recovered: {kind}", sum(row.ended == "recovered" for row in of_kind), len(of_kind))
+    for ended, count in sorted(Tally(row.ended for row in rows if row.ended != "recovered").items()):
+        result.add_count(f"not recovered: {ended}", count, len(rows))
+    for place in ("forward", "backward"):
+        result.add_count(f"first failure in {place}", sum(row.failed_in[:1] == [place] for row in rows), len(rows))
+    add_exactness(result, recovered)
+    result.add_samples("attempts of a recovered step", "attempts", [row.attempts for row in recovered])
+    costs = [row.cost for row in recovered if row.cost is not None]
+    result.add_samples("CPU time over attempts x bare CPU time", "ratio", costs, at_most=1.0)
+    extra = [row.extra_seconds for row in recovered if row.extra_seconds is not None]
+    result.add_samples("CPU time beyond attempts x bare CPU time, for each failed attempt", "s", extra)
+    add_alternatives(result, rows, version)
+    result.samples["cases"] = [_rounded(row) for row in rows]
+
+
+def add_exactness(result: Result, recovered: list[Row]) -> None:
+    differences = [row.difference for row in recovered if row.difference is not None]
+    result.add_samples("relative L2 difference to the bare gradient", "ratio", differences, digits=10)
+    close = sum(difference <= _TOLERANCE for difference in differences)
+    result.add_count("recovered within 1e-5 of the bare gradient", close, len(recovered))
+    result.add_count("recovered with the very same gradient, bit for bit", differences.count(0.0), len(recovered))
+    others = [row.from_fp64 for row in recovered if row.from_fp64 is not None]
+    nearer = sum(guarded <= bare for guarded, bare in others)
+    result.add_count("of the others: nearer to the gradient in fp64 than the bare one", nearer, len(others))
+    result.add_samples("of the others: bare gradient from fp64", "ratio", [bare for _, bare in others], digits=10)
+    result.add_samples("of the others: recovered from fp64", "ratio", [mine for mine, _ in others], digits=10)
+
+
+def add_alternatives(result: Result, rows: list[Row], version: str) -> None:
+    endings: list[tuple[str, list[str]]] = [("plain loop", [row.plain for row in rows])]
+    if any(row.accelerate for row in rows):
+        endings += [
+            (f"accelerate {version}", [row.accelerate for row in rows]),
+            (f"accelerate {version}, the guard's malloc setting", [row.accelerate_with_malloc for row in rows]),
+        ]
+    for name, found in endings:
+        through = sum(ending.startswith(("the same", "a step")) for ending in found)
+        result.add_count(f"{name}: came through", through, len(rows))
+        result.add_count(f"{name}: with the same gradient", found.count("the same step"), len(rows))
+        result.samples[f"{name}: endings"] = dict(Tally(map(_without_share, found)).most_common())
+
+
+def _without_share(ending: str) -> str:
+    return "a step of a part of the batch" if ending.startswith("a step of") else ending
+
+
+def _rounded(row: Row) -> dict[str, Any]:
+    """Return a row with floats of three significant digits."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, float):
+            return float(f"{value:.3g}")
+        if isinstance(value, dict):
+            return {key: short(entry) for key, entry in value.items()}
+        return [short(entry) for entry in value] if isinstance(value, tuple) else value
+
+    return {key: short(value) for key, value in asdict(row).items() if value not in (None, "", [])}
+
+
+def run_cases(shard: int, wanted: int, folder: Path, find: Callable[..., Any] | None) -> tuple[list[Row], int]:
+    """Run every second case until enough of them count; return them, and how many were drawn."""
+    rows: list[Row] = []
+    drawn = 0
+    while len(rows) < wanted and drawn < 3 * wanted:
+        row = run_case(draw_case(shard + _SHARDS * drawn), folder, find)
+        drawn += 1
+        if row.ended != "fits":
+            rows.append(row)
+    return rows, drawn
+
+
+def main() -> None:
+    single_threaded()
+    options = read_options("oom_recovery", __doc__ or "")
+    wanted = 12 if options.quick else 200
+    parameters = {"cases": wanted, "kinds": KINDS, "at_a_time": _SHARDS, "most_share": _MOST_SHARE}
+    result = Result(options=options, parameters=parameters)
+    with tempfile.TemporaryDirectory() as name:
+        find, version = find_accelerate(Path(name) / "accelerate")
+        single_threaded()
+        folders = [Path(name) / str(shard) for shard in range(_SHARDS)]
+        for folder in folders:
+            folder.mkdir()
+        children = [
+            Child(partial(run_cases, shard, wanted // _SHARDS, folder, find)) for shard, folder in enumerate(folders)
+        ]
+        fates = [child.finish(_LONGEST_SECONDS) for child in children]
+    for fate in fates:
+        if fate.value is None:
+            raise RuntimeError(f"the cases could not be run: {fate.error or fate.how}")
+    rows = sorted((row for fate in fates for row in fate.value[0]), key=lambda row: row.case.number)
+    drawn = sum(fate.value[1] for fate in fates)
+    result.parameters["accelerate"] = version
+    result.notes.append(f"{drawn - len(rows)} of {drawn} cases are left out because no memory was refused")
+    summarise(result, rows, version)
+    result.write()
+
+
+if __name__ == "__main__":
+    main()

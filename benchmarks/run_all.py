@@ -1,0 +1,68 @@
+"""Run every benchmark in order, each in a process of its own, and say what was reached.
+
+    python -m benchmarks.run_all [--quick]
+
+Timings come first, while nothing else of ours runs. Ends with exit code 1 if a script failed; a figure that was not
+reached is no failure, but it is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_SCRIPTS = (
+    "step_overhead",
+    "malloc_threshold",
+    "recorder",
+    "oom_recovery",
+    "sigkill",
+    "save_kills",
+    "bit_flips",
+    "full_disk",
+    "gpu.step_overhead",
+    "gpu.oom_recovery",
+)
+_ROOT = Path(__file__).parent.parent
+
+
+def not_reached(name: str, *, quick: bool) -> list[str]:
+    """Return the figures of a result file that miss their target."""
+    file = Path(__file__).parent / "results" / ("quick" if quick else "") / f"{name.replace('.', '_')}.json"
+    if not file.exists():
+        return []
+    figures = json.loads(file.read_text())["figures"]
+    return [
+        f"{figure['what']}: {figure['value']:g} {figure['unit']}, to reach: {figure['to_reach']}"
+        for figure in figures
+        if figure.get("reached") is False
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few repetitions, to see that all of them work")
+    quick = parser.parse_args().quick
+    failed, missed = [], []
+    started = time.monotonic()
+    for name in _SCRIPTS:
+        print(f"{name}", flush=True)
+        command = [sys.executable, "-m", f"benchmarks.{name}", *(["--quick"] if quick else [])]
+        if subprocess.run(command, cwd=_ROOT, check=False).returncode:
+            failed.append(name)
+        else:
+            missed += [f"{name}: {figure}" for figure in not_reached(name, quick=quick)]
+    print(f"{len(_SCRIPTS)} benchmarks in {(time.monotonic() - started) / 60:.1f} minutes")
+    for line in missed:
+        print(f"not reached: {line}")
+    for name in failed:
+        print(f"failed: {name}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
