@@ -47,10 +47,15 @@ class BufferKeeper:
 
         Cost: one fused copy of the mutable buffers; no sync.
         """
-        self._before = [place.now() for place in self._mutable]
+        now = [place.now() for place in self._mutable]
         self._versions = [(place.now(), _version(place.now())) for place in self._constant]
-        if [_kind(buffer) for buffer in self._before] != [_kind(copy) for copy in self._copies]:
-            self._copies = [None if buffer is None else torch.empty_like(buffer) for buffer in self._before]
+        same = len(now) == len(self._before) and all(
+            buffer is before and (buffer is None or buffer.shape == copy.shape)  # type: ignore[union-attr]
+            for buffer, before, copy in zip(now, self._before, self._copies, strict=True)
+        )
+        if not same and [_kind(buffer) for buffer in now] != [_kind(copy) for copy in self._copies]:
+            self._copies = [None if buffer is None else torch.empty_like(buffer) for buffer in now]
+        self._before = now
         _copy(self._copies, self._before)
 
     def put_back(self) -> list[str]:
