@@ -2,8 +2,8 @@
 
 How: the guarded loop is ``for batch in guard.batches(...): guard.step(batch, loss_fn)`` with ``max_grad_norm`` and no
 saving; the bare one is zero_grad, forward, backward, ``clip_grad_norm_``, ``optimizer.step`` over the same batches,
-model and AdamW. Both loops live in one process with one thread and the guard's malloc setting, each with its own copy
-of the model. Blocks of steps alternate, in random order within each pair, and CPU time is compared within each pair:
+model and AdamW. Both loops live in one process with one thread and the guard's malloc setting, and train the same
+model. Blocks of steps alternate, in random order within each pair, and CPU time is compared within each pair:
 noise from elsewhere hits both. The batch is sized so that a bare step takes about 10 ms or 50 ms (a perceptron, and
 convolutions with BatchNorm, whose statistics the guard copies); a tiny model shows the fixed cost. A second bare loop
 against the first, in the same way, shows how far equal loops seem to differ.
@@ -122,15 +122,15 @@ def time_model(kind: str, milliseconds: float, pairs: int, run_dir: Path) -> tup
     """Return the size, the guarded loop against the bare one, and a second bare loop against it."""
     set_malloc_threshold(_malloc_threshold())  # before all loops, as the guard does anyway
     size = find_batch_size(kind, milliseconds)
-    guarded = GuardedLoop(Job(kind, size.batch_size), run_dir)
-    bare, control = BareLoop(Job(kind, size.batch_size)), BareLoop(Job(kind, size.batch_size))
+    job = Job(kind, size.batch_size)  # one for all: two copies at other addresses differ by more than what is measured
+    guarded, bare, control = GuardedLoop(job, run_dir), BareLoop(job), BareLoop(job)
     steps = max(4, round(_BLOCK_MILLISECONDS / milliseconds))
     return size, compare(guarded, bare, steps, pairs), compare(control, bare, steps, -(-pairs // 2))
 
 
 def time_tiny_model(pairs: int, run_dir: Path) -> Pairs:
-    guarded, bare = GuardedLoop(Job("tiny", _TINY_BATCH), run_dir), BareLoop(Job("tiny", _TINY_BATCH))
-    return compare(guarded, bare, _TINY_STEPS, pairs)
+    job = Job("tiny", _TINY_BATCH)
+    return compare(GuardedLoop(job, run_dir), BareLoop(job), _TINY_STEPS, pairs)
 
 
 def _malloc_threshold() -> int:
