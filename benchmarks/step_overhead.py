@@ -122,7 +122,7 @@ def time_model(kind: str, milliseconds: float, pairs: int, run_dir: Path) -> tup
     """Return the size, the guarded loop against the bare one, and a second bare loop against it."""
     set_malloc_threshold(_malloc_threshold())  # before all loops, as the guard does anyway
     size = find_batch_size(kind, milliseconds)
-    job = Job(kind, size.batch_size)  # one for all: two copies at other addresses differ by more than what is measured
+    job = Job(kind, size.batch_size)  # one for all: copies at other addresses differ by more than what is measured
     guarded, bare, control = GuardedLoop(job, run_dir), BareLoop(job), BareLoop(job)
     steps = max(4, round(_BLOCK_MILLISECONDS / milliseconds))
     return size, compare(guarded, bare, steps, pairs), compare(control, bare, steps, -(-pairs // 2))

@@ -11,13 +11,17 @@ import ctypes
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+# How much may lie free at the top of the heap: glibc's own largest value. Whoever runs out of memory trims it, and
+# at 4 MiB a step of 2.5 MiB blocks took 2,711 page faults instead of 46.
+_TRIM_THRESHOLD_BYTES = 64 * 2**20
 
 
 def set_malloc_threshold(threshold_bytes: int) -> bool:
     """Tell glibc to map blocks of this size and more by themselves. Call it before large allocations.
 
     Args:
-        threshold_bytes: From this size on, freed memory goes back to the system at once.
+        threshold_bytes: From this size on, freed memory goes back to the system at once. Smaller blocks stay in the
+            heap until `trim_heap`.
 
     Returns:
         False where malloc is not glibc's, which is then left as it is.
@@ -26,7 +30,7 @@ def set_malloc_threshold(threshold_bytes: int) -> bool:
     if libc is None:
         return False
     return bool(libc.mallopt(_M_MMAP_THRESHOLD, threshold_bytes)) and bool(
-        libc.mallopt(_M_TRIM_THRESHOLD, threshold_bytes)
+        libc.mallopt(_M_TRIM_THRESHOLD, max(threshold_bytes, _TRIM_THRESHOLD_BYTES))
     )
 
 
