@@ -105,6 +105,8 @@ class Transaction:
         ]
         self._all_parameters = [p for _, p in parts.named_parameters()]
         self._born: dict[str, list[torch.Tensor]] = {}
+        self._stepped_last: list[int] = []
+        self._others: list[torch.Tensor] = []  # parameters that the last step did not move
         self._step_id = 0
         self.committing = False
 
@@ -186,10 +188,13 @@ class Transaction:
 
     def _inputs(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Return where gradients may go, or None if backward reaches nothing else anyway."""
-        mine = {id(p) for p in parameters}
-        if all(id(p) in mine for p in self._all_parameters if p.requires_grad):
-            return None
-        return [p for p in parameters if p.requires_grad]
+        key = [id(p) for p in parameters]
+        if key != self._stepped_last:
+            mine = set(key)
+            self._stepped_last, self._others = key, [p for p in self._all_parameters if id(p) not in mine]
+        if any(p.requires_grad for p in self._others):
+            return [p for p in parameters if p.requires_grad]
+        return None
 
     def _prepare(self, names: Sequence[str]) -> None:
         """Let all state exist before the first attempt, where a lack of memory can still be helped."""
@@ -203,7 +208,7 @@ class Transaction:
         """Make the state of parameters that get their first gradient late, before the step is committed."""
         for group in groups:
             optimizer = self._parts.optimizers[group.optimizer]
-            if optimizer.state:
+            if optimizer.state and len(optimizer.state) < sum(len(g["params"]) for g in optimizer.param_groups):
                 missing = [p for p in group.parameters if p not in optimizer.state]
                 if missing:
                     create_state(optimizer, missing)
