@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import random
+import struct
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,11 +50,11 @@ class RandomState:
 def capture(devices: Sequence[torch.device] = ()) -> RandomState:
     """Return the random state of this process and of these accelerator devices.
 
-    Cost: about 10 microseconds, and 30 more if numpy's generator was used since the last call. No device sync:
-    torch keeps a device's state on the host.
+    Cost: about 5 microseconds, and 40 more if the generators of python and numpy were used since the last call. No
+    device sync: torch keeps a device's state on the host.
     """
     return RandomState(
-        random.getstate(),
+        _python_state(),
         _numpy_state(),
         torch.get_rng_state(),
         {str(device): torch.get_device_module(device).get_rng_state(device) for device in devices},
@@ -62,7 +64,8 @@ def capture(devices: Sequence[torch.device] = ()) -> RandomState:
 def restore(state: RandomState) -> None:
     """Put back what `capture` returned; a device that is not here any more is passed over."""
     global _seen
-    random.setstate(state.python)
+    if _python_state() is not state.python:
+        random.setstate(state.python)
     if _numpy_state() is not state.numpy:
         np.random.set_state(state.numpy)
         _seen = b"", None  # the half of a pair that came back with it does not show in the raw memory
@@ -74,6 +77,38 @@ def restore(state: RandomState) -> None:
             module.set_rng_state(device_state, device)
 
 
+_INSTANCE: Any = random._inst  # the generator behind random.random()
+_seen_python: tuple[Any, Any] = (None, None)
+
+
+def _raw_python_state() -> bytes:
+    """Return the memory of python's global generator: its position and 624 words, after the object's header."""
+    return ctypes.string_at(id(_INSTANCE) + object.__basicsize__, _MT19937_BYTES)
+
+
+def _layout_is_known() -> bool:
+    """Say whether that memory is what `random.getstate` shows, as in every CPython so far."""
+    if sys.implementation.name != "cpython" or type(_INSTANCE).__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
+        return False
+    words = struct.unpack("=I624I", _raw_python_state())
+    return bool((*words[1:], words[0]) == random.getstate()[1])
+
+
+def _python_state() -> Any:
+    """Return python's global state; the object that was returned last if nothing was drawn since.
+
+    Its tuple of 625 numbers takes 10 microseconds and 20 KB to make, so first the generator's raw memory is compared.
+    """
+    global _seen_python
+    if not _READS_RAW:
+        return random.getstate()
+    key = _raw_python_state(), _INSTANCE.gauss_next
+    if key != _seen_python[0]:
+        _seen_python = key, random.getstate()
+    return _seen_python[1]
+
+
+_READS_RAW = _layout_is_known()
 _seen: tuple[bytes, Any] = (b"", None)
 
 

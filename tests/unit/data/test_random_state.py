@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.data import random_state
 from holdfast.data.random_state import RandomState, capture, isolated, restore, seed_cpu
 
 
@@ -135,3 +136,24 @@ def test_a_half_drawn_pair_comes_back_again_and_again() -> None:
         assert np.random.randn() == second
         restore(again)
         assert np.random.randn() == second
+
+
+def test_the_state_of_pythons_generator_is_never_a_stale_one() -> None:
+    """Whatever is drawn, seeded or set between, the state captured is the one that `random.getstate` shows."""
+    assert random_state._READS_RAW, "the layout of this Python is known"
+    for change in (
+        random.random,
+        lambda: random.gauss(0, 1),  # makes a pair
+        lambda: random.gauss(0, 1),  # uses its second half: no word changes
+        lambda: random.seed(5),
+        lambda: random.seed(5),
+        lambda: random.getrandbits(20000),
+        lambda: random.setstate(random.Random(9).getstate()),
+    ):
+        before = capture().python
+        change()
+        assert capture().python == random.getstate()
+        assert capture().python is capture().python
+        restore(RandomState(before, *(getattr(capture(), name) for name in ("numpy", "cpu", "devices"))))
+        assert random.getstate() == before
+        change()
