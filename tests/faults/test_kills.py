@@ -124,7 +124,6 @@ def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(start, tmp_path):
     assert second.process.returncode != 0
     assert f"process {life.process.pid}" in output
     assert "[H301]" in output
-    before = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
     life.send(signal.SIGSTOP)
     workers = [
         int(child) for child in Path(f"/proc/{life.process.pid}/task/{life.process.pid}/children").read_text().split()
@@ -138,7 +137,6 @@ def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(start, tmp_path):
     finally:
         for worker in workers:
             os.kill(worker, signal.SIGKILL)
-    assert before
 
 
 def test_a_kill_during_a_save_never_leaves_an_unusable_directory(start, tmp_path):

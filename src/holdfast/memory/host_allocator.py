@@ -11,8 +11,8 @@ import ctypes
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-# How much may lie free at the top of the heap: glibc's own largest value. Whoever runs out of memory trims it, and
-# at 4 MiB a step of 2.5 MiB blocks took 2,711 page faults instead of 46.
+# How much may lie free at the top of the heap: glibc's own largest value. Whoever runs out of memory trims it; less
+# would be given back and taken again at every step (benchmarks/malloc_threshold, activations below 4 MiB).
 _TRIM_THRESHOLD_BYTES = 64 * 2**20
 
 

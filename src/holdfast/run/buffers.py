@@ -34,7 +34,6 @@ class BufferKeeper:
     """
 
     def __init__(self, models: dict[str, nn.Module]) -> None:
-        self._models = models
         self._mutable = _places(models)  # until the first step has shown which ones change: all
         self._constant: list[_Place] = []
         self._known = False
