@@ -9,16 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-_ORDER = (
-    "step_overhead",
-    "malloc_threshold",
-    "recorder",
-    "oom_recovery",
-    "sigkill",
-    "save_kills",
-    "bit_flips",
-    "full_disk",
-)
+from benchmarks.run_all import SCRIPTS
+
 _BESIDE = ("plain loop", "accelerate", "torch.save", "torch.load")
 
 
@@ -29,8 +21,8 @@ def readme_table(results: Path) -> str:
         results: Folder of the result files.
     """
     lines = ["| benchmark | figure | measured | to reach |", "|---|---|---|---|"]
-    for name in _ORDER:
-        file = results / f"{name}.json"
+    for name in SCRIPTS:
+        file = results / f"{name.replace('.', '_')}.json"
         figures = json.loads(file.read_text())["figures"] if file.exists() else []
         shown = [figure for figure in figures if _is_shown(name, figure)]
         for number, figure in enumerate(shown):

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-_SCRIPTS = (
+SCRIPTS = (
     "step_overhead",
     "malloc_threshold",
     "recorder",
@@ -49,14 +49,14 @@ def main() -> None:
     quick = parser.parse_args().quick
     failed, missed = [], []
     started = time.monotonic()
-    for name in _SCRIPTS:
+    for name in SCRIPTS:
         print(f"{name}", flush=True)
         command = [sys.executable, "-m", f"benchmarks.{name}", *(["--quick"] if quick else [])]
         if subprocess.run(command, cwd=_ROOT, check=False).returncode:
             failed.append(name)
         else:
             missed += [f"{name}: {figure}" for figure in not_reached(name, quick=quick)]
-    print(f"{len(_SCRIPTS)} benchmarks in {(time.monotonic() - started) / 60:.1f} minutes")
+    print(f"{len(SCRIPTS)} benchmarks in {(time.monotonic() - started) / 60:.1f} minutes")
     for line in missed:
         print(f"not reached: {line}")
     for name in failed:
