@@ -11,7 +11,7 @@ import difflib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, dataclass_transform, get_args
@@ -22,6 +22,8 @@ PREFIX = "HOLDFAST_"
 SplitHazard = Literal["batch_norm", "buffers", "coupled_loss"]
 ClipBy = Literal["global", "optimizer", "group"]
 Precision = Literal["fp32", "bf16", "fp16"]
+SpikeAction = Literal["off", "warn", "skip", "roll_back"]
+Objective = Literal["minimize", "adversarial", "reinforcement"]
 SchedulerInterval = Literal["step", "epoch"]
 
 _Class = TypeVar("_Class")
@@ -80,6 +82,19 @@ class Policy:
     """Over what the norm is taken: all gradients of the step (keeps the direction), each ``"optimizer"``, or
     each parameter ``"group"`` of each optimizer. They are different algorithms."""
 
+    adaptive_clip_factor: float | None = None
+    """Largest norm of a unit's gradient as a fraction of the norm of the unit's weights (AGC, arXiv 2102.06171, which
+    uses 0.01 at batch size 4096). It has no running statistics that a NaN could spoil. Applied before
+    ``max_grad_norm``. None turns it off."""
+
+    provenance: bool = True
+    """Whether a step with NaN or Inf is replayed to name the operation, module, parameter and sample that it came
+    from. Costs nothing until it happens."""
+
+    drop_nonfinite_samples: bool = False
+    """Whether a step with NaN or Inf is made again without the samples that it came from, where they are found;
+    False skips the whole step."""
+
     nonfinite_patience: int | None = 3
     """Steps in a row that may be skipped for NaN or Inf before the run returns to its last good checkpoint.
     None: skip for ever. 3: SpeechBrain's default."""
@@ -87,6 +102,35 @@ class Policy:
     max_rollbacks: int = 2
     """Returns to a checkpoint in a row before the run stops. A row ends ``nonfinite_patience`` steps beyond the
     step that the last return came from."""
+
+    spike_action: SpikeAction = "roll_back"
+    """The strongest answer to a loss and gradient norm that stand far out: ``"off"``; ``"warn"``; ``"skip"`` such
+    steps; ``"roll_back"`` to the last good state when they persist, and pass over the batches that led there."""
+
+    spike_clip: bool = False
+    """Whether a gradient whose norm stands out, though not far, is scaled down to the usual norm. This acts on
+    healthy runs too, which is why it has to be asked for."""
+
+    snapshot_interval_steps: int | None = 100
+    """Optimizer steps between copies of the state in host memory, to which a rollback returns; none are kept where
+    they do not fit, and None keeps none: a rollback then returns to a checkpoint. 100: PaLM's restart distance."""
+
+    rollback_lr_factor: float | None = None
+    """What the learning rates are multiplied by after a rollback, above 0 and below 1. None leaves them alone."""
+
+    diagnose: bool = True
+    """Whether to look for the reasons why a model does not learn: exact contracts in the first steps, samples
+    later."""
+
+    objective: Objective = "minimize"
+    """What the loss means. In ``"adversarial"`` and ``"reinforcement"`` training its level says nothing, so spikes
+    are only warned of and rules about a falling loss are silent."""
+
+    frozen: tuple[str, ...] = ()
+    """Parameters that are meant not to learn, as shell patterns of their names such as ``"encoder.*"``."""
+
+    ignore_rules: tuple[str, ...] = ()
+    """Rules of the diagnosis that shall be silent, such as ``"H808"``."""
 
     precision: Precision = "fp32"
     """Autocast type of the forward pass. ``"fp16"`` brings a loss scaler that holdfast owns."""
@@ -113,6 +157,8 @@ class Policy:
             expected = check(value)
             if expected is not None:
                 raise _bad_value(name, value, expected)
+        for what, fix in _contradictions(self):
+            raise PolicyError(what, limit="one of the two would have no effect", fix=fix, rule="H109")
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:
@@ -207,7 +253,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise _bad_value(variable, text, "a YAML value such as 1.0, true, null or auto") from error
-        if isinstance(value, str) and key == "allow_split_with":
+        if isinstance(value, str) and key in ("allow_split_with", "frozen", "ignore_rules"):
             value = [part.strip() for part in value.split(",") if part.strip()]
         found[key] = _plain(value)
     return found
@@ -265,6 +311,32 @@ def _check_rollbacks(value: object) -> str | None:
     return None if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else "a whole number >= 0"
 
 
+def _check_fraction(value: object) -> str | None:
+    if value is None or (isinstance(value, float) and 0 < value < 1):
+        return None
+    return "a number above 0 and below 1, or None to turn it off"
+
+
+def _check_texts(value: object) -> str | None:
+    fine = isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
+    return None if fine else "a tuple of texts"
+
+
+def _contradictions(policy: Policy) -> Iterator[tuple[str, str]]:
+    """Yield what a policy asks for with one field and rules out with another, and the fix."""
+    if policy.clip_by != "global" and policy.max_grad_norm is None:
+        yield f"clip_by={policy.clip_by!r} without max_grad_norm", "pass max_grad_norm, for instance 1.0."
+    if policy.spike_clip and policy.spike_action == "off":
+        yield "spike_clip=True with spike_action='off'", "use spike_action='warn' to clip spikes only."
+    if policy.drop_nonfinite_samples and not policy.provenance:
+        yield "drop_nonfinite_samples=True with provenance=False", "leave provenance on: it finds the samples."
+    if policy.allow_split_with and policy.micro_batch_size is None:
+        yield "allow_split_with with micro_batch_size=None", "use micro_batch_size='auto'."
+    never = policy.spike_action != "roll_back" and (policy.nonfinite_patience is None or policy.max_rollbacks == 0)
+    if policy.rollback_lr_factor is not None and never:
+        yield "rollback_lr_factor in a run that never rolls back", "use spike_action='roll_back'."
+
+
 def _check_hazards(value: object) -> str | None:
     allowed = get_args(SplitHazard)
     fine = isinstance(value, tuple) and all(item in allowed for item in value)
@@ -287,8 +359,19 @@ _CHECKS: dict[str, Callable[[object], str | None]] = {
     "cpu_malloc_threshold_bytes": _check_count_or_none,
     "max_grad_norm": _check_norm,
     "clip_by": _check_choice(*get_args(ClipBy)),
+    "adaptive_clip_factor": _check_norm,
+    "provenance": _check_flag,
+    "drop_nonfinite_samples": _check_flag,
     "nonfinite_patience": _check_count_or_none,
     "max_rollbacks": _check_rollbacks,
+    "spike_action": _check_choice(*get_args(SpikeAction)),
+    "spike_clip": _check_flag,
+    "snapshot_interval_steps": _check_count_or_none,
+    "rollback_lr_factor": _check_fraction,
+    "diagnose": _check_flag,
+    "objective": _check_choice(*get_args(Objective)),
+    "frozen": _check_texts,
+    "ignore_rules": _check_texts,
     "precision": _check_choice(*get_args(Precision)),
     "save_interval_steps": _check_count_or_none,
     "keep_latest_k": _check_count,
