@@ -16,53 +16,27 @@ Does not: save, roll back, count, or know where batches come from (see ``guard``
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointError as RecomputeMismatch
 
-from holdfast.core.errors import BatchError, DeviceError, OutOfMemoryError
+from holdfast.core.errors import DeviceError, OutOfMemoryError
 from holdfast.core.events import Stop
 from holdfast.core.policy import Policy
-from holdfast.data.random_state import RandomState, capture, restore
-from holdfast.data.splitting import Split, micro_batches, tensors_in, versions_of
+from holdfast.data.splitting import Split, versions_of
 from holdfast.memory.ladder import Means, MemoryLadder
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken
 from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
-from holdfast.memory.recompute import find_repeated_blocks, recomputing
-from holdfast.numerics.gradients import Group, clip, inspect, nonfinite_gradients
-from holdfast.run.buffers import BufferKeeper
-from holdfast.run.mixed_precision import LossScale
-from holdfast.run.optimizer_state import create_state, drop_state
+from holdfast.numerics.gradients import clip, nonfinite_gradients
+from holdfast.run.attempts import Attempts, Work
 from holdfast.run.outcome import Attempt, Outcome, TornStep
 from holdfast.run.parts import Parts
-from holdfast.run.passes import Passes
-from holdfast.run.promises import LossFunction, Promises
+from holdfast.run.promises import LossFunction
 from holdfast.run.ranks import Ranks, Vote
 from holdfast.run.record import RunRecord
-
-
-@dataclass(slots=True, kw_only=True)
-class _Work:
-    """What one step works on."""
-
-    batch: Any
-    loss_fn: LossFunction
-    names: Sequence[str]
-    split: Split
-    size: int | None
-    parameters: list[torch.Tensor]
-    inputs: list[torch.Tensor] | None
-    random_state: RandomState
-    tensors: list[torch.Tensor]
-    versions: list[int]
-    attempts: int = 0
-    out_of_memory: int = 0
-    prepared: bool = False
 
 
 class Transaction:
@@ -94,25 +68,16 @@ class Transaction:
         self._record = record
         self._split = split
         self._devices = parts.devices()
-        self.buffers = BufferKeeper(parts.models)
-        self.loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
-        self._promises = Promises(parts, policy, self.buffers, record)
-        self._passes = Passes(self._promises, self.loss_scale, parts.device_type(), policy.precision)
-        self._blocks = [
-            (name if key == "model" else f"{key}.{name}", block)
-            for key, model in parts.models.items()
-            for name, block in (find_repeated_blocks(model) if policy.recompute else [])
-        ]
-        self._all_parameters = [p for _, p in parts.named_parameters()]
-        self._born: dict[str, list[torch.Tensor]] = {}
-        self._stepped_last: list[int] = []
-        self._others: list[torch.Tensor] = []  # parameters that the last step did not move
+        self._attempts = Attempts(parts, policy, record)
+        self._promises = self._attempts.promises
+        self.buffers = self._attempts.buffers
+        self.loss_scale = self._attempts.loss_scale
         self._step_id = 0
         self.committing = False
 
     def state_was_replaced(self) -> None:
         """Note that optimizer state was loaded: some of it may be missing again."""
-        self._born.clear()
+        self._attempts.state_was_replaced()
 
     def run(
         self,
@@ -139,7 +104,7 @@ class Transaction:
             TornStep: if an optimizer ran out of memory half-way.
         """
         self._step_id += 1
-        work = self._begin(batch, loss_fn, names, self._split if split is None else split)
+        work = self._attempts.begin(batch, loss_fn, names, self._split if split is None else split)
         try:
             attempt = self._attempt_until_it_fits(work)
             agreed = self._ranks.agree(
@@ -153,7 +118,7 @@ class Transaction:
         except BaseException as error:
             if is_sticky(error):
                 raise _dead_device(error) from error
-            self._take_back(work)
+            self._attempts.take_back(work)
             raise
         if agreed.nonfinite:
             return self._skip(work, attempt)
@@ -164,68 +129,19 @@ class Transaction:
                 raise _dead_device(error) from error
             raise
 
-    def _begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split) -> _Work:
-        size = self._promises.size_of(batch, split)
-        self.buffers.keep()
-        tensors = tensors_in(batch)
-        parameters = [
-            p for name in names for group in self._parts.optimizers[name].param_groups for p in group["params"]
-        ]
-        for parameter in parameters:
-            parameter.grad = None
-        return _Work(
-            batch=batch,
-            loss_fn=loss_fn,
-            names=names,
-            split=split,
-            size=size,
-            parameters=parameters,
-            inputs=self._inputs(parameters),
-            random_state=capture(self._devices),
-            tensors=tensors,
-            versions=versions_of(tensors),
-        )
-
-    def _inputs(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return where gradients may go, or None if backward reaches nothing else anyway."""
-        key = [id(p) for p in parameters]
-        if key != self._stepped_last:
-            mine = set(key)
-            self._stepped_last, self._others = key, [p for p in self._all_parameters if id(p) not in mine]
-        if any(p.requires_grad for p in self._others):
-            return [p for p in parameters if p.requires_grad]
-        return None
-
-    def _prepare(self, names: Sequence[str]) -> None:
-        """Let all state exist before the first attempt, where a lack of memory can still be helped."""
-        for name in names:
-            if name not in self._born:
-                optimizer = self._parts.optimizers[name]
-                trainable = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-                self._born[name] = create_state(optimizer, trainable)
-
-    def _let_state_exist(self, groups: Sequence[Group]) -> None:
-        """Make the state of parameters that get their first gradient late, before the step is committed."""
-        for group in groups:
-            optimizer = self._parts.optimizers[group.optimizer]
-            if optimizer.state and len(optimizer.state) < sum(len(g["params"]) for g in optimizer.param_groups):
-                missing = [p for p in group.parameters if p not in optimizer.state]
-                if missing:
-                    create_state(optimizer, missing)
-
-    def _attempt_until_it_fits(self, work: _Work) -> Attempt:
+    def _attempt_until_it_fits(self, work: Work) -> Attempt:
         splits = work.size is not None and self._ladder.plan.samples(work.size) < work.size
         tried_here, may_split = self._promises.make(
             work.batch, work.size, work.split, work.loss_fn, work.parameters, splits_now=splits
         )
         if tried_here:
-            self._restore(work)
+            self._attempts.restore(work)
         if splits and not may_split:
             self._ladder.without_split()
         while True:
             work.attempts += 1
             try:
-                return self._attempt(work)
+                return self._attempts.make(work, self._ladder.plan)
             except Exception as error:
                 found = find_out_of_memory(error)
                 mismatch = isinstance(error, RecomputeMismatch) and self._ladder.plan.recompute
@@ -235,11 +151,11 @@ class Transaction:
             # Out of the handler: only now can the frames of the failed attempt be dropped.
             let_go(failure)
             del failure
-            self._take_back(work)
+            self._attempts.take_back(work)
             if versions_of(work.tensors) != work.versions:
                 raise self._promises.batch_was_changed(work.loss_fn)
             if found is None:
-                self._blocks = []
+                self._attempts.blocks = []
                 self._ladder.without_recompute()
                 self._record.happened("recompute_impossible", why="a block computes another result the second time")
                 continue
@@ -250,7 +166,7 @@ class Transaction:
             work.out_of_memory += 1
             self._decide(work, found)
 
-    def _decide(self, work: _Work, found: str) -> None:
+    def _decide(self, work: Work, found: str) -> None:
         plan = self._ladder.plan
         size = work.size or 1
         self._record.happened(
@@ -273,71 +189,23 @@ class Transaction:
                 rule="H401",
             )
 
-    def _means(self, work: _Work) -> Means:
+    def _means(self, work: Work) -> Means:
         if not work.prepared:
             return Means(no_split="the state of the optimizer does not fit, whatever the micro-batch")
-        blocks = tuple(name for name, _ in self._blocks)
+        blocks = tuple(name for name, _ in self._attempts.blocks)
         if work.out_of_memory == 1 and not self._ladder.on_trial:
             return Means(blocks=blocks)  # the first remedy changes nothing, so nothing has to be found out
         exact = self._parts.device_type() == "cpu"  # kernels of accelerators may add in another order each time
         means = self._promises.means(work.batch, work.size, work.split, work.loss_fn, work.parameters)
-        self._restore(work)
+        self._attempts.restore(work)
         return replace(means, blocks=blocks, recompute_promise="bit-exact" if exact else "equal up to rounding")
 
-    def _attempt(self, work: _Work) -> Attempt:
-        self._prepare(work.names)
-        work.prepared = True
-        plan = self._ladder.plan
-        samples = None if work.size is None else plan.samples(work.size)
-        active = [block for _, block in self._blocks] if plan.recompute else []
-        with recomputing(active, lambda: capture(self._devices), restore) if active else contextlib.nullcontext():
-            if samples is None or samples == work.size:
-                loss, items = self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
-            else:
-                assert work.size is not None
-                smallest = self._promises.smallest_part()
-                pieces = micro_batches(work.batch, work.size, samples, work.split, smallest=smallest)
-                loss, items = self._passes.parted(pieces, work.size, work.loss_fn, work.parameters, work.inputs)
-        self.loss_scale.unscale(self._parts.optimizers[name] for name in work.names)
-        groups = self._groups(work.names)
-        if not any(group.parameters for group in groups):
-            raise BatchError(
-                f"no parameter of {', '.join(work.names)} received a gradient",
-                limit="the loss must depend on the parameters that are stepped",
-                fix="check that the loss uses the right model, that nothing on the way is detached, and that "
-                "optimizer= names the right optimizer.",
-                rule="H202",
-            )
-        self._let_state_exist(groups)
-        facts, norms = inspect(groups, loss)
-        return Attempt(loss=loss, items=items, micro_batch_size=samples, groups=groups, facts=facts, norms=norms)
-
-    def _groups(self, names: Sequence[str]) -> list[Group]:
-        return [
-            Group(f"{name}.{group.get('name', index)}", name, [p for p in group["params"] if p.grad is not None])
-            for name in names
-            for index, group in enumerate(self._parts.optimizers[name].param_groups)
-        ]
-
-    def _restore(self, work: _Work) -> None:
-        """Put random state and buffers back to the beginning, and empty the gradients."""
-        for parameter in work.parameters:
-            parameter.grad = None
-        late = self.buffers.put_back()
-        if late:
-            self._record.happened("buffer_not_restored", buffers=late)
-        restore(work.random_state)
-
-    def _take_back(self, work: _Work) -> None:
-        self._restore(work)
-        self.loss_scale.forget()
-
-    def _skip(self, work: _Work, attempt: Attempt) -> Outcome:
+    def _skip(self, work: Work, attempt: Attempt) -> Outcome:
         mine = {id(p) for p in work.parameters}
         named = ((name, p) for name, p in self._parts.named_parameters() if id(p) in mine)
         culprits, count = nonfinite_gradients(named)
         self.loss_scale.update()
-        self._take_back(work)
+        self._attempts.take_back(work)
         return Outcome(
             attempt=attempt,
             attempts=work.attempts,
@@ -349,7 +217,7 @@ class Transaction:
             loss_scale=self.loss_scale.value() if math.isfinite(attempt.facts.loss) else None,
         )
 
-    def _commit(self, work: _Work, attempt: Attempt) -> Outcome:
+    def _commit(self, work: Work, attempt: Attempt) -> Outcome:
         if self._policy.max_grad_norm is not None:
             clip(attempt.groups, attempt.norms, self._policy.max_grad_norm, self._policy.clip_by)
         outcome = Outcome(
@@ -374,8 +242,7 @@ class Transaction:
         for name in names:
             try:
                 self._parts.optimizers[name].step()
-                drop_state(self._parts.optimizers[name], [p for p in self._born[name] if p.grad is None])
-                self._born[name] = []
+                self._attempts.drop_unused_state(name)
                 continue
             except Exception as error:
                 found = find_out_of_memory(error)
