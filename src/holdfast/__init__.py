@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from holdfast.data.loader import DataLoader
     from holdfast.run.guard import Guard
     from holdfast.run.loss import Loss
-    from holdfast.run.result import Statistics, StepResult
+    from holdfast.run.result import StepResult
+    from holdfast.run.two_pass import TwoPass
+    from holdfast.run.watch import watch
 
 _HOMES = {
     "CheckpointError": "core.errors",
@@ -37,9 +39,10 @@ _HOMES = {
     "Policy": "core.policy",
     "PolicyError": "core.errors",
     "RunDirectoryError": "core.errors",
-    "Statistics": "run.result",
     "StepResult": "run.result",
+    "TwoPass": "run.two_pass",
     "__version__": "core.version",
+    "watch": "run.watch",
 }
 
 __all__ = [
@@ -54,9 +57,10 @@ __all__ = [
     "Policy",
     "PolicyError",
     "RunDirectoryError",
-    "Statistics",
     "StepResult",
+    "TwoPass",
     "__version__",
+    "watch",
 ]
 
 

@@ -32,9 +32,10 @@ def test_the_exported_names() -> None:
         "Policy",
         "PolicyError",
         "RunDirectoryError",
-        "Statistics",
         "StepResult",
+        "TwoPass",
         "__version__",
+        "watch",
     ]
     assert dir(holdfast) == sorted(holdfast.__all__)
     assert all(getattr(holdfast, name) is not None for name in holdfast.__all__)
@@ -67,7 +68,7 @@ def test_the_arguments_of_the_guard() -> None:
     public = {name for name in vars(holdfast.Guard) if not name.startswith("_")}
     assert public == {
         "batches", "close", "epoch", "evaluate", "events", "global_step", "request_stop", "statistics", "step",
-        "stop_reason",
+        "stop_reason", "validated",
     }  # fmt: skip
 
 
@@ -75,6 +76,7 @@ def test_the_fields_of_a_result_and_of_the_policy() -> None:
     """Field names are part of the contract; every policy field has its docstring under it."""
     assert [field.name for field in dataclasses.fields(holdfast.StepResult)] == [
         "loss", "items", "grad_norm", "micro_batch_size", "attempts", "skipped", "reason",
+        "dropped_samples",
     ]  # fmt: skip
     source = (ROOT / "src/holdfast/core/policy.py").read_text().splitlines()
     for field in dataclasses.fields(holdfast.Policy):
@@ -94,6 +96,7 @@ def test_the_commands_and_their_flags() -> None:
         "demo": ["--json", "--out", "--seed"],
         "checkpoints": ["--json", "--prune", "--verify"],
         "explain": ["--json"],
+        "presets": ["--json"],
     }
 
 

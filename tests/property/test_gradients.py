@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from holdfast.numerics.gradients import Group, clip, inspect
+from holdfast.numerics.gradients import Group, clip, clip_adaptively, inspect
 
 _SETTINGS = settings(deadline=None, max_examples=60)
 _LOSS = torch.tensor(0.5)
@@ -128,3 +128,70 @@ def test_one_bad_value_is_always_found(gradients: list[list[torch.Tensor]], data
     )
     facts, _ = inspect(_groups(gradients), _LOSS)
     assert (facts.nonfinite, facts.overflowed) == (True, False)
+
+
+@st.composite
+def _weighted(draw: st.DrawFn) -> list[Group]:
+    """Return parameters of any shape and float type with gradients, both of any size."""
+    chance = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    shapes = draw(st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=4))
+    parameters = []
+    for shape in shapes:
+        dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+        weight = torch.randn(shape, generator=chance) * 10.0 ** draw(st.integers(-6, 4))
+        parameters.append(nn.Parameter(weight.to(dtype)))
+        gradient = torch.randn(shape, generator=chance) * 10.0 ** draw(st.integers(-8, 8))
+        parameters[-1].grad = gradient.to(dtype)
+    return [Group("all", "optimizer", parameters)]
+
+
+def _units(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.detach().double()] if tensor.ndim < 2 else list(tensor.detach().double())
+
+
+def _gradients_by_unit(groups: list[Group]) -> list[torch.Tensor]:
+    return [unit.clone() for p in _all_parameters(groups) if p.grad is not None for unit in _units(p.grad)]
+
+
+@_SETTINGS
+@given(_weighted(), st.floats(1e-3, 10))
+def test_adaptive_clipping_holds_the_ratio_and_touches_nothing_below_it(groups: list[Group], factor: float) -> None:
+    """No unit exceeds its ratio afterwards, all keep their direction, and those below it keep their bits."""
+    before = _gradients_by_unit(groups)
+    norms = clip_adaptively(groups, inspect(groups, _LOSS)[1], factor)
+    limits = [factor * max(1e-3, float(unit.norm())) for p in _all_parameters(groups) for unit in _units(p)]
+    after = _gradients_by_unit(groups)
+    for was, now, limit in zip(before, after, limits, strict=True):
+        if float(was.norm()) < limit * (1 - 1e-5):
+            assert torch.equal(was, now)
+        else:
+            assert float(now.norm()) <= limit * 1.01  # bf16 has three digits
+            torch.testing.assert_close(now, was * (limit / was.norm()), rtol=0.01, atol=0)
+    squares = sum(float(unit.norm()) ** 2 for unit in after)
+    assert math.hypot(*norms.tolist()) == pytest.approx(math.sqrt(squares), rel=0.01)
+
+
+@_SETTINGS
+@given(_weighted(), st.floats(1e-3, 10), st.data())
+def test_a_bad_value_changes_no_other_unit(groups: list[Group], factor: float, data: st.DataObject) -> None:
+    """Whichever unit holds a NaN or an Inf, the others are clipped as they would be without it."""
+    numbers = [unit.numel() for unit in _gradients_by_unit(groups)]
+    victim = data.draw(st.integers(0, len(numbers) - 1))
+    clean = [
+        Group("all", "optimizer", [nn.Parameter(p.detach().clone()) for p in group.parameters]) for group in groups
+    ]
+    for mine, other in zip(_all_parameters(clean), _all_parameters(groups), strict=True):
+        mine.grad = None if other.grad is None else other.grad.clone()
+    places = [view for p in _all_parameters(groups) if p.grad is not None for view in _views(p.grad)]
+    places[victim].view(-1)[data.draw(st.integers(0, numbers[victim] - 1))] = data.draw(
+        st.sampled_from([math.nan, math.inf, -math.inf])
+    )
+    for each in (clean, groups):
+        clip_adaptively(each, inspect(each, _LOSS)[1], factor)
+    for number, (found, wanted) in enumerate(zip(_gradients_by_unit(groups), _gradients_by_unit(clean), strict=True)):
+        if number != victim:
+            torch.testing.assert_close(found, wanted, rtol=0.01, atol=0)
+
+
+def _views(gradient: torch.Tensor) -> list[torch.Tensor]:
+    return [gradient] if gradient.ndim < 2 else list(gradient)

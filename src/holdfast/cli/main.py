@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import checkpoints, demo, explain
+from holdfast.cli import checkpoints, demo, explain, presets
 from holdfast.core.version import __version__
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command("demo")(demo.run)
 app.command("checkpoints")(checkpoints.run)
 app.command("explain")(explain.run)
+app.command("presets")(presets.run)
 
 
 def _print_version(wanted: bool) -> None:

@@ -7,7 +7,8 @@
     ├── CheckpointError                   H31x  saved state cannot be written, trusted or loaded
     ├── OutOfMemoryError (MemoryError)    H4xx  memory is short and every remedy that keeps the promise is spent
     ├── DeviceError (RuntimeError)         H403  the device's context is dead
-    ├── NonFiniteError (ArithmeticError)  H5xx  NaN or Inf persists after skipping and rolling back
+    ├── NonFiniteError (ArithmeticError)  H50x  NaN or Inf persists after skipping and rolling back
+    ├── DivergenceError (ArithmeticError) H503  finite values that run away persist after rolling back
     └── LoaderError (ValueError)          H6xx  the data source cannot be iterated as asked
 
 What each rule means is told by `holdfast explain`; the catalogue lives in ``diagnose.rules``.
@@ -71,6 +72,10 @@ class DeviceError(HoldfastError, RuntimeError):
 
 class NonFiniteError(HoldfastError, ArithmeticError):
     """Non-finite values persist although steps were skipped and the state was rolled back."""
+
+
+class DivergenceError(HoldfastError, ArithmeticError):
+    """Training runs away, with finite values, although it went back to a good state several times."""
 
 
 class LoaderError(HoldfastError, ValueError):

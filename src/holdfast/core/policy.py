@@ -1,44 +1,56 @@
 """The settings of a run: frozen, validated, each with its meaning, default and the source of the default.
 
-Where a value comes from, weakest first: the default here, a YAML file, a ``HOLDFAST_*`` variable, a keyword
-argument.
+Where a value comes from, weakest first: the default here, a preset, a YAML file, a ``HOLDFAST_*`` variable, a keyword
+argument or an option of the command line. Reading them is the work of ``policy_sources``, judging them that of
+``policy_checks``.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import difflib
 import functools
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, dataclass_transform, get_args
+from typing import Any, Literal, TypeVar, dataclass_transform
 
-from holdfast.core.errors import PolicyError
+from holdfast.core import policy_sources
+from holdfast.core.policy_checks import (
+    ClipBy,
+    Objective,
+    Precision,
+    SchedulerInterval,
+    SpikeAction,
+    SplitHazard,
+    check_policy,
+)
+from holdfast.core.presets import find_preset
 
-PREFIX = "HOLDFAST_"
-SplitHazard = Literal["batch_norm", "buffers", "coupled_loss"]
-ClipBy = Literal["global", "optimizer", "group"]
-Precision = Literal["fp32", "bf16", "fp16"]
-SpikeAction = Literal["off", "warn", "skip", "roll_back"]
-Objective = Literal["minimize", "adversarial", "reinforcement"]
-SchedulerInterval = Literal["step", "epoch"]
+__all__ = [
+    "ClipBy",
+    "Objective",
+    "Policy",
+    "Precision",
+    "SchedulerInterval",
+    "SpikeAction",
+    "SplitHazard",
+]
 
 _Class = TypeVar("_Class")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def _layered(cls: type[_Class]) -> type[_Class]:
-    """Let the environment fill the fields that the caller did not give, and name the nearest key in errors."""
+    """Let a preset and the environment fill the fields that the caller did not give."""
     made = dataclass(frozen=True, slots=True, kw_only=True)(cls)
     plain_init: Callable[..., None] = made.__init__
 
     @functools.wraps(plain_init)
     def __init__(self: Any, **values: Any) -> None:  # noqa: N807
-        check_keys(values)
-        merged = {**_from_environment(os.environ), **values}
+        policy_sources.check_keys(values, _fields())
+        merged = _above_preset({**_from_environment(), **values})
         plain_init(self, **{key: _tuple_if_list(value) for key, value in merged.items()})
 
     made.__init__ = __init__  # type: ignore[method-assign]
@@ -147,25 +159,20 @@ class Policy:
     after each ``"epoch"``, or never (None: you call it)."""
 
     def __post_init__(self) -> None:
-        """Check every field.
+        """Check every field by itself, and then the fields against each other.
 
         Raises:
-            PolicyError: H102, naming the field, its value and what is allowed.
+            PolicyError: H102, naming the field, its value and what is allowed; H109 for two that exclude each other.
         """
-        for name, check in _CHECKS.items():
-            value = getattr(self, name)
-            expected = check(value)
-            if expected is not None:
-                raise _bad_value(name, value, expected)
-        for what, fix in _contradictions(self):
-            raise PolicyError(what, limit="one of the two would have no effect", fix=fix, rule="H109")
+        check_policy(self)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **overrides: Any) -> Policy:
         """Read a policy from a YAML mapping; ``HOLDFAST_*`` variables and then ``overrides`` win over it.
 
         Raises:
-            PolicyError: H101 for an unknown key, H102 for a value, H103 for a file that is no YAML mapping.
+            PolicyError: H101 for an unknown key, H102 for a value, H103 for a file that is no YAML mapping, H110 for
+                an unknown preset.
 
         Example:
             >>> import tempfile, pathlib
@@ -174,206 +181,109 @@ class Policy:
             >>> Policy.from_yaml(file, keep_latest_k=2).max_grad_norm
             5.0
         """
-        from_file = _read_yaml(Path(path))
-        check_keys(from_file)
-        return cls(**{**from_file, **_from_environment(os.environ), **overrides})
+        from_file = policy_sources.from_yaml(Path(path), _fields())
+        return cls(**{**from_file, **_from_environment(), **overrides})
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> Policy:
+        """Return the policy of a domain; ``HOLDFAST_*`` variables and then ``overrides`` win over it.
+
+        The same is meant by ``preset: tts`` in a YAML file and by ``HOLDFAST_PRESET=tts``. `holdfast presets` shows
+        all of them, with the source of each figure.
+
+        Raises:
+            PolicyError: H110 for an unknown name, H101 or H102.
+
+        Example:
+            >>> Policy.preset("tts").max_grad_norm
+            1.0
+        """
+        return cls(**{policy_sources.PRESET: name, **overrides})
+
+    @classmethod
+    def from_speechbrain(cls, source: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Policy:
+        """Return the policy that does what a SpeechBrain recipe asks for; variables and ``overrides`` win over it.
+
+        Args:
+            source: The recipe's hyperparameter file, of which no tag is ever carried out, or its dict. Read are:
+                ``max_grad_norm`` (5.0 without one, as in SpeechBrain; each optimizer has a norm of its own, over all
+                its groups and not only the first), ``clip_grad_norm`` of the separation recipes (one norm over
+                everything; it wins), both off where negative; ``nonfinite_patience`` (0 becomes 1: the first);
+                ``ckpt_interval_steps`` above 0; ``precision``, also by its old names. Nothing comes of
+                ``skip_nonfinite_grads``: a step with a non-finite gradient is never taken here.
+            overrides: Fields of the policy.
+
+        Raises:
+            PolicyError: H102 for a value, a limit of 0 among them, which would multiply every gradient by 0; H103 for
+                a file that is no YAML mapping.
+        """
+        recipe, given = policy_sources.from_speechbrain(source), {**_from_environment(), **overrides}
+        if given.get("max_grad_norm", recipe["max_grad_norm"]) is None:
+            recipe["clip_by"] = "global"
+        return cls(**{**recipe, **given})
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """Add ``--preset``, ``--policy FILE`` and an option for each field, such as ``--max-grad-norm 2.0``.
+
+        Args:
+            parser: Of your program. Options that it has already must not bear the same names.
+        """
+        defaults = {field.name: field.default for field in dataclasses.fields(Policy)}
+        policy_sources.add_options(parser, defaults)
+
+    @classmethod
+    def from_arguments(cls, namespace: argparse.Namespace) -> Policy:
+        """Return the policy that the options of `add_arguments` ask for; only given ones win over the other sources.
+
+        Raises:
+            PolicyError: H101, H102, H103, H109 or H110.
+
+        Example:
+            >>> parser = argparse.ArgumentParser()
+            >>> Policy.add_arguments(parser)
+            >>> policy = Policy.from_arguments(parser.parse_args(["--preset", "tts", "--keep-latest-k", "2"]))
+            >>> policy.max_grad_norm, policy.keep_latest_k
+            (1.0, 2)
+        """
+        file, given = policy_sources.from_options(namespace, _fields())
+        return cls.of(file, **given)
 
     @classmethod
     def of(cls, policy: Policy | str | os.PathLike[str] | None, **overrides: Any) -> Policy:
         """Return a policy from what a caller may pass: one, the path of a YAML file, or None for the defaults.
 
         Raises:
-            PolicyError: H101, H102 or H103.
+            PolicyError: H101, H102, H103, H109 or H110.
         """
         if isinstance(policy, Policy):
             return policy.replace(**overrides) if overrides else policy
         return cls(**overrides) if policy is None else cls.from_yaml(policy, **overrides)
 
     def replace(self, **overrides: Any) -> Policy:
-        """Return a policy with some fields changed.
+        """Return a policy with some fields changed; a preset changes those that it names.
 
         Raises:
-            PolicyError: H101 or H102.
+            PolicyError: H101, H102, H109 or H110.
         """
-        return Policy(**{**dataclasses.asdict(self), **overrides})
+        policy_sources.check_keys(overrides, _fields())
+        return Policy(**{**dataclasses.asdict(self), **_above_preset(overrides)})
 
 
-def check_keys(values: Iterable[str]) -> None:
-    """Check that every key is a policy field.
-
-    Raises:
-        PolicyError: H101, naming the nearest field.
-    """
-    known = [field.name for field in dataclasses.fields(Policy)]
-    for key in values:
-        if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
-            raise PolicyError(
-                f"{key!r} is not a policy field",
-                limit=f"the fields are {', '.join(known)}",
-                fix=f"did you mean {nearest!r}?",
-                rule="H101",
-            )
+def _fields() -> list[str]:
+    return [field.name for field in dataclasses.fields(Policy)]
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise PolicyError(
-            f"policy file {path} cannot be read ({error})",
-            limit="a readable YAML file is needed",
-            fix="check the path and the YAML syntax.",
-            rule="H103",
-        ) from error
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise PolicyError(
-            f"policy file {path} holds a {type(loaded).__name__}",
-            limit="a mapping of field names to values is needed",
-            fix="write one `field: value` per line, for instance `max_grad_norm: 1.0`.",
-            rule="H103",
-        )
-    return {str(key): _plain(value) for key, value in loaded.items()}
+def _from_environment() -> dict[str, Any]:
+    return policy_sources.from_environment(os.environ, _fields())
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for variable, text in environment.items():
-        if not variable.startswith(PREFIX):
-            continue
-        import yaml  # here, so that a process without such variables never loads it
-
-        key = variable.removeprefix(PREFIX).lower()
-        check_keys([key])
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise _bad_value(variable, text, "a YAML value such as 1.0, true, null or auto") from error
-        if isinstance(value, str) and key in ("allow_split_with", "frozen", "ignore_rules"):
-            value = [part.strip() for part in value.split(",") if part.strip()]
-        found[key] = _plain(value)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if value == "None":
-        return None
-    if isinstance(value, str):
-        # YAML 1.1 reads 1e-3 as text: it wants a dot and a sign.
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+def _above_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, with those of the preset that they name below them."""
+    others = dict(values)
+    name = others.pop(policy_sources.PRESET, None)
+    return others if name is None else {**find_preset(name).values(), **others}
 
 
 def _tuple_if_list(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _bad_value(name: str, value: object, expected: str) -> PolicyError:
-    return PolicyError(f"{name}={value!r}", limit=f"it must be {expected}", fix=f"pass {expected}.", rule="H102")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _check_micro_batch_size(value: object) -> str | None:
-    fine = value is None or value == "auto" or _is_count(value)
-    return None if fine else 'a whole number >= 1, "auto", or None to turn splitting off'
-
-
-def _check_norm(value: object) -> str | None:
-    # Zero would freeze training and a negative limit would climb the gradient (pytorch#31367).
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf):
-        return None
-    return "a finite number > 0, or None to turn clipping off"
-
-
-def _check_count(value: object) -> str | None:
-    return None if _is_count(value) else "a whole number >= 1"
-
-
-def _check_count_or_none(value: object) -> str | None:
-    return None if value is None or _is_count(value) else "a whole number >= 1, or None to turn it off"
-
-
-def _check_flag(value: object) -> str | None:
-    return None if isinstance(value, bool) else "true or false"
-
-
-def _check_rollbacks(value: object) -> str | None:
-    return None if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else "a whole number >= 0"
-
-
-def _check_fraction(value: object) -> str | None:
-    if value is None or (isinstance(value, float) and 0 < value < 1):
-        return None
-    return "a number above 0 and below 1, or None to turn it off"
-
-
-def _check_texts(value: object) -> str | None:
-    fine = isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
-    return None if fine else "a tuple of texts"
-
-
-def _contradictions(policy: Policy) -> Iterator[tuple[str, str]]:
-    """Yield what a policy asks for with one field and rules out with another, and the fix."""
-    if policy.clip_by != "global" and policy.max_grad_norm is None:
-        yield f"clip_by={policy.clip_by!r} without max_grad_norm", "pass max_grad_norm, for instance 1.0."
-    if policy.spike_clip and policy.spike_action == "off":
-        yield "spike_clip=True with spike_action='off'", "use spike_action='warn' to clip spikes only."
-    if policy.drop_nonfinite_samples and not policy.provenance:
-        yield "drop_nonfinite_samples=True with provenance=False", "leave provenance on: it finds the samples."
-    if policy.allow_split_with and policy.micro_batch_size is None:
-        yield "allow_split_with with micro_batch_size=None", "use micro_batch_size='auto'."
-    never = policy.spike_action != "roll_back" and (policy.nonfinite_patience is None or policy.max_rollbacks == 0)
-    if policy.rollback_lr_factor is not None and never:
-        yield "rollback_lr_factor in a run that never rolls back", "use spike_action='roll_back'."
-
-
-def _check_hazards(value: object) -> str | None:
-    allowed = get_args(SplitHazard)
-    fine = isinstance(value, tuple) and all(item in allowed for item in value)
-    return None if fine else f"a tuple of some of {', '.join(map(repr, allowed))}"
-
-
-def _check_choice(*allowed: object) -> Callable[[object], str | None]:
-    def check(value: object) -> str | None:
-        return None if value in allowed else "one of " + ", ".join(map(repr, allowed))
-
-    return check
-
-
-_CHECKS: dict[str, Callable[[object], str | None]] = {
-    "micro_batch_size": _check_micro_batch_size,
-    "grow_after_steps": _check_count,
-    "recompute": _check_flag,
-    "check_split": _check_flag,
-    "allow_split_with": _check_hazards,
-    "cpu_malloc_threshold_bytes": _check_count_or_none,
-    "max_grad_norm": _check_norm,
-    "clip_by": _check_choice(*get_args(ClipBy)),
-    "adaptive_clip_factor": _check_norm,
-    "provenance": _check_flag,
-    "drop_nonfinite_samples": _check_flag,
-    "nonfinite_patience": _check_count_or_none,
-    "max_rollbacks": _check_rollbacks,
-    "spike_action": _check_choice(*get_args(SpikeAction)),
-    "spike_clip": _check_flag,
-    "snapshot_interval_steps": _check_count_or_none,
-    "rollback_lr_factor": _check_fraction,
-    "diagnose": _check_flag,
-    "objective": _check_choice(*get_args(Objective)),
-    "frozen": _check_texts,
-    "ignore_rules": _check_texts,
-    "precision": _check_choice(*get_args(Precision)),
-    "save_interval_steps": _check_count_or_none,
-    "keep_latest_k": _check_count,
-    "scheduler_interval": _check_choice(*get_args(SchedulerInterval), None),
-}

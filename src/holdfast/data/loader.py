@@ -79,6 +79,8 @@ class DataLoader(TorchDataLoader[Any]):
         self._epoch = 0
         self._consumed = 0
         self._under_way = False
+        self.batch_indices: list[int] | None = None
+        """Dataset indices of the samples in the batch that was handed out last; None if they are not known."""
         self._plan = _Plan()
         self._base_seeds = torch.Generator()  # a private one: starting an epoch leaves the global one alone
         self._inner = self._make_inner()
@@ -105,12 +107,15 @@ class DataLoader(TorchDataLoader[Any]):
         epoch, start = self._epoch, self._consumed
         self._base_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
         if self._iterable:
+            entries: list[Any] = []
             steps, batches = _ones(), self._stream(epoch, start)
         else:
-            self._plan.entries, steps = self._make_plan(epoch, start)
+            entries, steps = self._make_plan(epoch, start)
+            self._plan.entries = entries
             batches = iter(self._inner)
-        for batch in batches:
+        for number, batch in enumerate(batches):
             self._consumed += next(steps)
+            self.batch_indices = _indices(entries[number]) if self.in_order and number < len(entries) else None
             yield batch
         self._epoch, self._consumed, self._under_way = epoch + 1, 0, False
 
@@ -215,6 +220,13 @@ class DataLoader(TorchDataLoader[Any]):
                     rule="H604",
                 )
         self._epoch, self._consumed, self._under_way = state["epoch"], state["consumed"], False
+
+
+def _indices(entry: Any) -> list[int] | None:
+    """Return the dataset indices of an entry of a plan: one key, or a list of them."""
+    keys = entry if isinstance(entry, list) else [entry]
+    indices = [index for _, index in keys]
+    return indices if all(isinstance(index, int) for index in indices) else None
 
 
 def _ones() -> Iterator[int]:

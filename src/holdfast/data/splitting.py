@@ -90,6 +90,33 @@ def micro_batches(
     return [(_cut(batch, split, size, start, length), length) for start, length in zip(starts, lengths, strict=True)]
 
 
+def select(batch: Any, size: int, indices: Sequence[int], split: Split = 0) -> Any:
+    """Return a batch of some of the samples, in the order of `indices`; tensors are copied.
+
+    Args:
+        batch: Any pytree of tensors.
+        size: Its number of samples, from `batch_size`.
+        indices: Positions of samples; one may occur several times.
+        split: As `batch_size`.
+
+    Raises:
+        BatchError: H205 for a function that cuts: it cannot put samples together again.
+    """
+    if callable(split):
+        raise _uncuttable("a batch that a function cuts")
+
+    def choose(path: str, leaf: Any, how: SplitSpec) -> Any:
+        if how == "items" or (how is not None and _is_plain_list(leaf) and len(leaf) == size):
+            return type(leaf)([leaf[index] for index in indices])
+        if _size(path, leaf, how) is None:
+            return leaf
+        if isinstance(leaf, torch.Tensor):
+            return leaf.index_select(how, torch.as_tensor(indices, device=leaf.device))  # type: ignore[arg-type]
+        return leaf.take(indices, axis=how)
+
+    return _map(batch, split, "batch", choose)
+
+
 def _is_usual(batch: Any) -> bool:
     """Say whether this is a tuple or list of plain tensors, which needs no search."""
     return (

@@ -1,7 +1,7 @@
-"""The catalogue of rules: one for every id that an error can carry.
+"""The catalogue of rules: one for every id that an error or a finding can carry.
 
-The text lies in ``rules.md`` beside this file, one section for each rule, so that the same words are the page on
-the web and what `holdfast explain` prints.
+The text lies in ``rules.md`` and ``learning_rules.md`` beside this file, one section for each rule, so that the same
+words are the page on the web and what `holdfast explain` prints.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from importlib import resources
 
 from holdfast.core.errors import PolicyError
 
+PAGES = ("rules.md", "learning_rules.md")
 _SECTION = re.compile(r"^## (H\d{3}): ([^\n]+)\n\n(.+?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -24,7 +25,7 @@ class Rule:
     Args:
         id: Such as ``"H101"``.
         title: What is wrong, in a few words.
-        text: Meaning, why it matters, and the fix; Markdown.
+        text: Meaning, why it matters, the fix and, of a finding, when it errs; Markdown.
     """
 
     id: str
@@ -35,8 +36,10 @@ class Rule:
 @functools.cache
 def all_rules() -> dict[str, Rule]:
     """Return every rule by its id."""
-    page = resources.files("holdfast.diagnose").joinpath("rules.md").read_text(encoding="utf-8")
-    found = [Rule(id=match[1], title=match[2], text=match[3].strip()) for match in _SECTION.finditer(page)]
+    found = []
+    for name in PAGES:
+        page = resources.files("holdfast.diagnose").joinpath(name).read_text(encoding="utf-8")
+        found += [Rule(id=match[1], title=match[2], text=match[3].strip()) for match in _SECTION.finditer(page)]
     return {rule.id: rule for rule in found}
 
 

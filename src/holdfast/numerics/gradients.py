@@ -1,4 +1,4 @@
-"""Gradient norms that do not overflow, one finite check, and clipping.
+"""Gradient norms that do not overflow, one finite check, and clipping; what to do about a bad step lies elsewhere.
 
 Order: norm → classify → clip. The norm that clipping needs is also the finite check, so it is free: per-tensor
 norms in fp32, one norm over them, one read by the host. Only if that is not finite, a second look in fp64 tells
@@ -70,12 +70,7 @@ def inspect(groups: Sequence[Group], loss: torch.Tensor) -> tuple[GradientFacts,
     Cost: one host sync.
     """
     gradients = [_dense(p.grad) for group in groups for p in group.parameters]
-    kinds = {gradient.dtype for gradient in gradients}
-    if kinds <= {torch.float32, *_HALF}:
-        norms = list(torch._foreach_norm(gradients, 2.0, dtype=None if kinds == {torch.float32} else torch.float32))
-    else:
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float32 if g.dtype in _HALF else None) for g in gradients]
-    facts, each = _summarise(groups, norms, loss)
+    facts, each = _summarise(groups, _norms(gradients), loss)
     if math.isfinite(facts.total) or not math.isfinite(facts.loss):
         return facts, each
     exact = [_norm_fp64(gradient) for gradient in gradients]
@@ -86,6 +81,16 @@ def inspect(groups: Sequence[Group], loss: torch.Tensor) -> tuple[GradientFacts,
         GradientFacts(norms=facts.norms, total=facts.total, loss=facts.loss, overflowed=True, nonfinite=False),
         each,
     )
+
+
+def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norm of each tensor, in fp32 for half types."""
+    kinds = {tensor.dtype for tensor in tensors}
+    if kinds <= {torch.float32, *_HALF}:
+        return list(
+            torch._foreach_norm(list(tensors), 2.0, dtype=None if kinds == {torch.float32} else torch.float32)
+        )
+    return [torch.linalg.vector_norm(t, dtype=torch.float32 if t.dtype in _HALF else None) for t in tensors]
 
 
 def _summarise(
@@ -117,12 +122,27 @@ def _summarise(
 def clip(groups: Sequence[Group], each: torch.Tensor, max_norm: float, clip_by: ClipBy) -> None:
     """Scale finite gradients down to a norm, in place.
 
+    The three ways are different algorithms. They agree only where no scope is above the limit.
+
+    ========= ============================= ================================== ===========================
+    clip_by   one norm, and one factor, for direction of the whole step        its norm is at most
+    ========= ============================= ================================== ===========================
+    global    everything                    kept                               max_norm
+    optimizer each optimizer                turned between optimizers          sqrt(optimizers) x max_norm
+    group     each group of each optimizer  turned between groups as well      sqrt(groups) x max_norm
+    ========= ============================= ================================== ===========================
+
+    Measured on a small transformer in three groups against one norm over all (``benchmarks/clipping``): where all
+    three are above the limit the cosine between both steps is 0.83 in the median, and the step is 1.73 times as long;
+    where one or two are, 0.98 and 1.36. Two groups whose norms are as 100 to 1 become equally long: cosine 0.71,
+    length x 1.41. Splitting widens what torch's norm can hold by sqrt(groups) at most, which is no reason for it: the
+    norms of `inspect` do not overflow.
+
     Args:
         groups: As given to `inspect`.
-        each: The norms that `inspect` returned.
+        each: The norms that `inspect` or `clip_adaptively` returned.
         max_norm: Above 0.
-        clip_by: ``"global"``: one norm over all, the direction is kept. ``"optimizer"`` and ``"group"``: one
-            norm for each; the direction changes, and the total may reach sqrt(number of groups) x max_norm.
+        clip_by: The scope of a norm.
 
     Cost: no host sync.
     """
@@ -135,6 +155,53 @@ def clip(groups: Sequence[Group], each: torch.Tensor, max_norm: float, clip_by: 
         if parameters:
             norm = torch.linalg.vector_norm(torch.cat([norms for _, norms in members]))
             clip_grads_with_norm_(parameters, max_norm, norm)
+
+
+def clip_adaptively(groups: Sequence[Group], each: torch.Tensor, factor: float, eps: float = 1e-3) -> torch.Tensor:
+    """Scale down, in place, what is large beside the weights that it would change (AGC, arXiv 2102.06171).
+
+    For every output unit: where the norm of its gradient exceeds ``factor`` times the norm of its weights, the
+    gradient is scaled down to that. A unit is one index of the first dimension, as in linear layers, convolutions
+    and embeddings (a transposed convolution has its outputs in the second one, so its units are its inputs); a vector
+    or a scalar is one unit. There is no state. A unit whose norm is NaN or Inf is left alone and spoils no other, and
+    so are sparse gradients.
+
+    Args:
+        groups: As given to `inspect`.
+        each: The norms that `inspect` returned. Where they are fp64, as after an overflow, so are those of the units.
+        factor: Largest ratio of the two norms, above 0. The paper takes 0.01 at batch size 4096, more for smaller.
+        eps: Least norm that weights are taken to have, so that those at zero can leave it. 1e-3: the paper's.
+
+    Returns:
+        The norms afterwards, for `clip`.
+
+    Cost: no host sync.
+    """
+    parameters = [parameter for group in groups for parameter in group.parameters]
+    pieces = list(torch.split(each, 1))
+    chosen = [number for number, p in enumerate(parameters) if p.grad is not None and not p.grad.is_sparse]
+    if not chosen:
+        return each
+    wide = each.dtype == torch.float64
+    vectors = [number for number in chosen if parameters[number].ndim < 2]
+    of_vectors = _norms([parameters[number].detach() for number in vectors]) if vectors else []
+    weights = dict(zip(vectors, of_vectors, strict=True))
+    of_weights, of_gradients = [], []
+    for number in chosen:
+        weight, gradient = parameters[number].detach(), _dense(parameters[number].grad)
+        is_vector = number in weights
+        of_weights.append(weights[number].view(1) if is_vector else _unit_norms(weight, wide=False))
+        of_gradients.append(pieces[number] if is_vector else _unit_norms(gradient, wide=wide))
+    sizes = [len(norms) for norms in of_gradients]
+    norms = torch.cat([norms.to(each.device) for norms in of_gradients])
+    limits = torch.cat([norms.to(each.device) for norms in of_weights]).clamp(min=eps) * factor
+    scale = torch.where(torch.isfinite(norms) & (norms > limits), limits / norms, 1.0)
+    for number, by_unit in zip(chosen, torch.split(scale, sizes), strict=True):
+        gradient = _dense(parameters[number].grad)
+        gradient.mul_(by_unit.to(gradient.device).view([-1, *[1] * (gradient.ndim - 1)][: gradient.ndim]))
+    for number, after in zip(chosen, torch._foreach_norm(list(torch.split(norms * scale, sizes))), strict=True):
+        pieces[number] = after.view(1).to(each.dtype)
+    return torch.cat(pieces)
 
 
 def nonfinite_gradients(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:
@@ -159,6 +226,16 @@ def nonfinite_gradients(named: Iterable[tuple[str, torch.Tensor]], *, most: int 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor:
     assert gradient is not None
     return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _unit_norms(tensor: torch.Tensor, *, wide: bool) -> torch.Tensor:
+    """Return the norm of each index of the first dimension, shape ``(size of it,)``."""
+    dtype = torch.float32 if tensor.dtype in _HALF else None
+    if wide:
+        tensor = tensor.cpu() if tensor.device.type == "mps" else tensor
+        dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    norms: torch.Tensor = torch.linalg.vector_norm(tensor, dim=tuple(range(1, tensor.ndim)), dtype=dtype)
+    return norms
 
 
 def _norm_fp64(gradient: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ Does not: decide what follows, retry, or move a weight (see ``transaction``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,10 @@ class Work:
     prepared: bool = False
 
 
+def _unobserved(_names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 class Attempts:
     """Makes attempts on one set of parts, and takes them back.
 
@@ -87,6 +91,7 @@ class Attempts:
             for name, block in (find_repeated_blocks(model) if policy.recompute else [])
         ]
         self._all_parameters = [p for _, p in parts.named_parameters()]
+        self.observing: Callable[[Sequence[str]], contextlib.AbstractContextManager[None]] = _unobserved
         self._born: dict[str, list[torch.Tensor]] = {}
         self._stepped_last: list[int] = []
         self._others: list[torch.Tensor] = []  # parameters that the last step did not move
@@ -140,7 +145,9 @@ class Attempts:
         """
         self._prepare(work.names)
         work.prepared = True
-        loss, items = self.run(work, plan)
+        with self.observing(work.names):
+            passed = self.run(work, plan)
+        loss, items = passed
         self.loss_scale.unscale(self._parts.optimizers[name] for name in work.names)
         groups = self._groups(work.names)
         if not any(group.parameters for group in groups):
@@ -154,10 +161,23 @@ class Attempts:
         self._let_state_exist(groups)
         facts, norms = inspect(groups, loss)
         samples = None if work.size is None else plan.samples(work.size)
-        return Attempt(loss=loss, items=items, micro_batch_size=samples, groups=groups, facts=facts, norms=norms)
+        return Attempt(
+            loss=loss,
+            items=items,
+            micro_batch_size=samples,
+            groups=groups,
+            facts=facts,
+            norms=norms,
+            dropped=getattr(passed, "dropped", ()),
+        )
 
-    def run(self, work: Work, plan: Plan) -> tuple[torch.Tensor, float | torch.Tensor]:
+    def run(self, work: Work, plan: Plan, *, drops: bool = True) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Run forward and backward by a plan.
+
+        Args:
+            work: The step.
+            plan: How.
+            drops: Whether a micro-batch whose loss is NaN or Inf is left out.
 
         Returns:
             The mean loss, shape ``()``, detached, and the items that it is over.
@@ -169,7 +189,9 @@ class Attempts:
             pieces = micro_batches(
                 work.batch, work.size, plan.samples(work.size), work.split, smallest=self.promises.smallest_part()
             )
-            return self._passes.parted(pieces, work.size, work.loss_fn, work.parameters, work.inputs)
+            return self._passes.parted(
+                pieces, work.size, work.loss_fn, work.parameters, work.inputs, batch=work.batch, drops=drops
+            )
 
     def _prepare(self, names: Sequence[str]) -> None:
         """Let all state exist before the first attempt, where a lack of memory can still be helped."""

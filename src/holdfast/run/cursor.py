@@ -136,6 +136,10 @@ class Cursor:
         except TypeError:
             return False
 
+    def sample_indices(self) -> list[int] | None:
+        """Return the dataset indices of the samples in the batch that is out, or None if they are not known."""
+        return self._loader.batch_indices if isinstance(self._loader, DataLoader) else None
+
     def random_state(self) -> RandomState:
         """Return the random state that belongs to the position: from before a fetch that does not count yet."""
         if self._fetching and self._before_fetch is not None:

@@ -35,8 +35,9 @@ from holdfast.run.parts import gather_parts
 from holdfast.run.promises import LossFunction
 from holdfast.run.ranks import find_ranks
 from holdfast.run.record import RunRecord
-from holdfast.run.recovery import Recovery
+from holdfast.run.recovery import Recovery, series_of
 from holdfast.run.result import Statistics, StepResult
+from holdfast.run.schedules import advance, check_schedulers, validated
 from holdfast.run.session import Session
 from holdfast.run.stop import Interrupted, StopRequest
 from holdfast.run.transaction import Transaction
@@ -53,7 +54,7 @@ class Guard:
         model: One module, or a dict of named ones.
         optimizer: One optimizer, or a dict of named ones. All their parameters belong to the models.
         scheduler: Learning-rate scheduler(s), by optimizer name where there are several. Advanced by the guard as
-            ``Policy.scheduler_interval`` says; ReduceLROnPlateau is saved only, since it needs your metric.
+            ``Policy.scheduler_interval`` says; ReduceLROnPlateau by `validated`, since it needs your metric.
         loader: What `batches` iterates: a `holdfast.DataLoader`, or any other iterable of batches.
         state: Further state by name, such as an average of the weights: anything with ``state_dict`` and
             ``load_state_dict``.
@@ -96,6 +97,7 @@ class Guard:
     ) -> None:
         self.policy = Policy.of(policy, **overrides)
         self._parts = gather_parts(model, optimizer, scheduler, state)
+        check_schedulers(self._parts.schedulers, scales=self.policy.rollback_lr_factor is not None)
         self._clock = clock or SystemClock()
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
@@ -252,11 +254,17 @@ class Guard:
         self._ready()
         started = self._clock.monotonic_seconds()
         plan = self._ladder.plan
+        series = series_of(names, loss_fn)
         self._record.step(StepMark.BEGUN, plan.micro_batch_size, math.nan, math.nan, 0.0)
         torn: TornStep | None = None
         try:
             outcome = self._transaction.run(
-                batch, loss_fn, names, split=split, stop_requested=self._stop.reason is not None
+                batch,
+                loss_fn,
+                names,
+                split=split,
+                stop_requested=self._stop.reason is not None,
+                judge=lambda attempt: self._recovery.judge(series, attempt),
             )
         except TornStep as error:
             torn = error
@@ -277,20 +285,27 @@ class Guard:
             return torn.outcome.result(undone)
         self._session.counters.out_of_memory += outcome.out_of_memory
         if outcome.committed:
-            self._committed(outcome, names)
-        reason = None if outcome.committed else self._recovery.after_nonfinite_step(outcome)
+            self._committed(outcome, names, series)
+        reason = None if outcome.committed else self._recovery.after_refused_step(outcome)
+        self._transaction.diagnosis.step_ended(outcome)
         facts, samples = outcome.attempt.facts, outcome.attempt.micro_batch_size
         mark = StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED
         self._record.step(mark, samples, facts.loss, facts.total, self._clock.monotonic_seconds() - started)
         return outcome.result(reason)
 
-    def _committed(self, outcome: Outcome, names: Sequence[str]) -> None:
+    def _committed(self, outcome: Outcome, names: Sequence[str], series: str) -> None:
         self._record.global_step += 1
-        self._session.counters.note_good_step(self.global_step, self.policy.nonfinite_patience or 1)
+        if self.policy.spike_action != "off":
+            self._session.spikes.accepted(series, outcome.attempt.facts.loss, outcome.attempt.facts.total)
+        if outcome.attempt.dropped:
+            self._recovery.micro_batches_dropped(outcome.attempt.dropped)
+        if outcome.dropped and outcome.provenance is not None:
+            self._recovery.dropped(outcome.provenance)
+        self._session.counters.note_good_step(self.global_step)
         if outcome.attempt.facts.overflowed:
             self._record.happened("norm_overflowed", total=outcome.attempt.facts.total)
         if self.policy.scheduler_interval == "step":
-            self._parts.advance_schedulers(names)
+            advance(self._parts.schedulers, self._parts.optimizers, names)
         larger = self._ladder.decide_after_step(batch_size=outcome.size or 1, attempts=outcome.attempts)
         if larger is not None:
             self._record.decided(larger)
@@ -300,9 +315,11 @@ class Guard:
     def _open(self) -> None:
         self._session.open()
         self._stop.install()
+        self._transaction.diagnosis.open()
 
     def _release(self) -> None:
         self._stop.uninstall()
+        self._transaction.diagnosis.close()
         self._session.close()
 
     def close(self) -> None:
@@ -334,6 +351,19 @@ class Guard:
         raise SystemExit(0)
 
     # --- evaluation -----------------------------------------------------------------------------------------
+
+    def validated(self, loss: float | torch.Tensor) -> None:
+        """Tell the guard the loss of an evaluation, lower being better.
+
+        It drives ReduceLROnPlateau, which must not be fed with losses of batches, and shows overfitting.
+
+        Args:
+            loss: Over the validation set: a number or a tensor of one element. NaN and Inf are recorded only.
+        """
+        value = float(loss)
+        changed = validated(self._parts.schedulers, value)
+        self._transaction.diagnosis.validated(value)
+        self._record.happened("validated", loss=value, learning_rate_changed_by=changed)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:

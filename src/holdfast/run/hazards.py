@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from holdfast.core.events import Promise
 from holdfast.core.policy import SplitHazard
-from holdfast.run.rehearsal import Verdict
+from holdfast.run.verdict import Verdict
 
 
 def find_hazards(
@@ -39,10 +40,21 @@ def find_hazards(
             "it does)"
         )
     if verdict is not None and verdict.outcome == "coupled":
-        found["coupled_loss"] = (
-            f"the gradient over 4 samples differs from that over 3 + 1 of them by {verdict.difference:.1%}"
-        )
+        found["coupled_loss"] = _coupling(verdict)
     return found
+
+
+def _coupling(verdict: Verdict) -> str:
+    """Return by how much the parts miss the whole, and what was tried."""
+    differs = f"differs from that over 3 + 1 of them by {verdict.difference:.1%}"
+    if math.isinf(verdict.difference):
+        differs = "is finite, and that over 3 + 1 of them is not"
+    others = [str(weighting) for weighting in verdict.failed if weighting.kind not in ("samples", "sum")]
+    tried = ", as a mean over samples" if verdict.failed else ""
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        tried += f"; nor is it a sum, or a mean over {', '.join(others[:3])}{more}"
+    return f"the gradient over 4 samples {differs}{tried}"
 
 
 def mixing_layers(models: Iterable[nn.Module]) -> list[nn.Module]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast.run.cursor import Cursor
 from holdfast.run.recovery import Recovery
+from holdfast.run.schedules import advance
 from holdfast.run.session import Session
 from holdfast.run.stop import Interrupted, StopRequest
 
@@ -99,7 +100,8 @@ class Loop:
                 return
         cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
         if self._session.policy.scheduler_interval == "epoch":
-            self._session.parts.advance_schedulers(list(self._session.parts.optimizers))
+            parts = self._session.parts
+            advance(parts.schedulers, parts.optimizers, list(parts.optimizers))
         self._save_if_due()
 
     def _go_back_again(self) -> None:
@@ -109,7 +111,8 @@ class Loop:
         self.rewound = self.stepped = False
 
     def _save_if_due(self) -> None:
-        if self._session.is_due:
+        self._session.keep_snapshot()
+        if self._session.is_due and self._session.is_calm:
             self._session.save()
             if self._session.refused is not None:
                 self._recovery.after_refused_save(self._session.refused)

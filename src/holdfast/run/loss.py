@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from holdfast.core.errors import BatchError
 @dataclass(frozen=True, slots=True)
 class Loss:
     """A mean over loss-bearing items, so that accumulation over micro-batches is exact for ragged data.
+
+    A loss of several terms, each a mean over items of its own (frames, tokens, utterances), is a sequence or a dict
+    of these: the total is the sum of the means, and each is weighted by its own items when a batch is split.
 
     Args:
         mean: The mean loss over `items`, shape ``()``, with a graph.
@@ -29,36 +33,61 @@ class Loss:
     items: int | float | torch.Tensor
 
 
-def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -> tuple[torch.Tensor, Any, bool]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a loss function returned, checked.
+
+    Args:
+        means: Of each term, shape ``()``; a loss that is not declared has one.
+        items: Of each term: a number, or a tensor of shape ``()`` on a device.
+        declared: Whether the loss function said the items.
+    """
+
+    means: tuple[torch.Tensor, ...]
+    items: tuple[Any, ...]
+    declared: bool
+
+    def total(self) -> torch.Tensor:
+        """Return the sum of the means, shape ``()``; of one term, that mean itself."""
+        return sum(self.means[1:], self.means[0])
+
+    def check_items(self) -> None:
+        """Raise H203 if a term is known to be over nothing; items on a device are not looked at."""
+        for items in self.items:
+            if not isinstance(items, torch.Tensor) and items <= 0:
+                raise bad_items(items)
+
+    def read(self) -> tuple[list[float], list[float]]:
+        """Return the means and the items as numbers. Cost: one host sync, or none on the CPU."""
+        device = self.means[0].device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        values = [value.detach() for value in (*self.means, *self.items) if isinstance(value, torch.Tensor)]
+        numbers = iter(torch.stack([value.to(device, wide) for value in values]).tolist())
+        read = [
+            next(numbers) if isinstance(value, torch.Tensor) else float(value) for value in (*self.means, *self.items)
+        ]
+        counts = read[len(self.means) :]
+        for count in counts:
+            if not 0 <= count < math.inf:
+                raise bad_items(count)
+        return read[: len(self.means)], counts
+
+
+def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -> Terms:
     """Check what a loss function returned.
 
     Args:
-        returned: A scalar tensor, a `Loss`, or a pair of mean and items.
+        returned: A scalar tensor, a `Loss`, a pair of mean and items, or a sequence or dict of `Loss`.
         samples: Samples in the micro-batch, the items of a bare scalar; None if unknown.
         needs_graph: Whether a loss without a graph is an error.
-
-    Returns:
-        The mean, shape ``()``; the items; whether they were declared.
 
     Raises:
         BatchError: H201 for something that is no scalar loss, H202 for one without a graph, H203 for items
             that are not a number of zero or more.
     """
-    declared = isinstance(returned, (Loss, tuple))
-    if isinstance(returned, Loss):
-        mean, items = returned.mean, returned.items
-    elif isinstance(returned, tuple) and len(returned) == 2:
-        mean, items = returned
-    else:
-        mean, items = returned, 1 if samples is None else samples
-    if not isinstance(mean, torch.Tensor) or mean.numel() != 1 or mean.is_complex():
-        raise BatchError(
-            f"loss_fn returned {_describe(mean)}",
-            limit="a scalar mean loss is needed, or Loss(mean=..., items=...), or a pair (mean, items)",
-            fix="reduce it, for instance with .mean(), and return the tensor itself.",
-            rule="H201",
-        )
-    if needs_graph and not mean.requires_grad:
+    pairs, declared = _pairs(returned, samples)
+    means = tuple(_scalar(mean) for mean, _ in pairs)
+    if needs_graph and not any(mean.requires_grad for mean in means):
         raise BatchError(
             "loss_fn returned a loss without a graph",
             limit="backward needs a loss that depends on parameters with requires_grad",
@@ -66,20 +95,43 @@ def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -
             "parameters of the model require gradients.",
             rule="H202",
         )
+    return Terms(means=means, items=tuple(_count(items) for _, items in pairs), declared=declared)
+
+
+def _pairs(returned: Any, samples: int | None) -> tuple[list[tuple[Any, Any]], bool]:
+    """Return mean and items of each term, and whether the items were declared."""
+    several = list(returned.values()) if isinstance(returned, Mapping) else returned
+    if isinstance(several, (list, tuple)) and several and all(isinstance(term, Loss) for term in several):
+        return [(term.mean, term.items) for term in several], True
+    if isinstance(returned, Loss):
+        return [(returned.mean, returned.items)], True
+    if isinstance(returned, tuple) and len(returned) == 2:
+        return [returned], True
+    return [(returned, 1 if samples is None else samples)], False
+
+
+def _scalar(mean: Any) -> torch.Tensor:
+    if isinstance(mean, torch.Tensor) and mean.numel() == 1 and not mean.is_complex():
+        return mean.reshape(())
+    raise BatchError(
+        f"loss_fn returned {_describe(mean)}",
+        limit="a scalar mean loss is needed, or Loss(mean=..., items=...), or a pair (mean, items), or a sequence or "
+        "dict of nothing but Loss",
+        fix="reduce it, for instance with .mean(), and return the tensor itself.",
+        rule="H201",
+    )
+
+
+def _count(items: Any) -> Any:
     if isinstance(items, torch.Tensor) and items.numel() == 1:
         items = items.detach().reshape(())
-        if items.device.type == "cpu":
-            items = items.item()  # free on the CPU; on a device it would be a sync
+        if items.device.type != "cpu":
+            return items  # a look at it would be a sync
+        items = items.item()
     if isinstance(items, np.generic):
         items = items.item()
-    if not isinstance(items, torch.Tensor):
-        _check_items(items)
-    return mean.reshape(()), items, declared
-
-
-def _check_items(items: Any) -> None:
     if isinstance(items, (int, float)) and not isinstance(items, bool) and math.isfinite(items) and items >= 0:
-        return
+        return items
     raise bad_items(items)
 
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from holdfast.core.events import Decision
 from holdfast.numerics.gradients import GradientFacts, Group
+from holdfast.numerics.provenance import Origin
 from holdfast.run.result import StepResult
 
 
@@ -21,6 +23,7 @@ class Attempt:
         groups: Parameter groups with their gradients.
         facts: About the gradients.
         norms: Of each gradient.
+        dropped: Ranges of samples in the batch whose micro-batch had a loss of NaN or Inf and was left out.
     """
 
     loss: torch.Tensor
@@ -29,6 +32,35 @@ class Attempt:
     groups: list[Group]
     facts: GradientFacts
     norms: torch.Tensor
+    dropped: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling:
+    """What is thought of an attempt with finite values, before it is committed.
+
+    Args:
+        decision: Why it must not be committed, or None.
+        max_norm: What its gradient norm is to be scaled down to, or None.
+    """
+
+    decision: Decision | None = None
+    max_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where NaN or Inf came from, as far as a replay has shown.
+
+    Args:
+        origin: The operation, parameter or input; None if it is not known.
+        samples: Positions in the batch without which the step is sound; empty if there are none such.
+        problem: Why there is no origin; empty if there is one.
+    """
+
+    origin: Origin | None = None
+    samples: tuple[int, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +76,9 @@ class Outcome:
         culprits: Names of parameters with non-finite gradients, some of them.
         culprit_count: How many there are.
         loss_scale: For a step of fp16 that was skipped although its loss is finite, the scale that is tried next.
+        decision: Why finite values were not committed.
+        provenance: Where non-finite values came from.
+        dropped: Positions in the batch of the samples that the committed step was made without.
     """
 
     attempt: Attempt
@@ -54,6 +89,9 @@ class Outcome:
     culprits: list[str] = field(default_factory=list)
     culprit_count: int = 0
     loss_scale: float | None = None
+    decision: Decision | None = None
+    provenance: Provenance | None = None
+    dropped: tuple[int, ...] = ()
 
     def result(self, reason: str | None) -> StepResult:
         """Return what the caller of a step is told; `reason` says why it was skipped, None that it was not."""
@@ -65,6 +103,7 @@ class Outcome:
             attempts=self.attempts,
             skipped=reason is not None,
             reason=reason,
+            dropped_samples=self.dropped,
         )
 
 

@@ -14,7 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.core.errors import PolicyError
 
@@ -79,14 +78,6 @@ class Parts:
         """Return the accelerator devices that hold parameters."""
         found = {p.device for model in self.models.values() for p in model.parameters()}
         return sorted((device for device in found if device.type not in ("cpu", "meta")), key=str)
-
-    def advance_schedulers(self, names: Sequence[str]) -> None:
-        """Advance the learning-rate schedulers that drive these optimizers, and need no metric for it."""
-        moved = [id(self.optimizers[name]) for name in names]
-        for scheduler in self.schedulers.values():
-            alone = isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
-            if alone and id(scheduler.optimizer) in moved:
-                scheduler.step()
 
     def device_type(self) -> str:
         """Return the kind of device that computes, such as ``"cuda"`` or ``"cpu"``."""

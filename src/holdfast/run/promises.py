@@ -1,11 +1,13 @@
 """What can be promised about the batches and loss functions of a run, found out once and said at the first step.
 
-For each loss function: whether its batch can be cut, whether cutting it keeps the gradient, whether it changes the
-batch that it is given. A promise that cannot be kept is an event and a warning before training, or an error if the
-policy asks for splitting by number. What could not be found out is not promised: such a batch is not split.
+For each loss function: whether its batch can be cut, whether cutting it keeps the gradient, and by which weights,
+whether it changes the batch that it is given, whether its forward pass leaves something behind. A promise that cannot
+be kept is an event and a warning before training, or an error if the policy asks for splitting by number. What could
+not be found out is not promised: such a batch is not split.
 
 While batches are split, the rehearsal is repeated at the 1st, 2nd, 4th, 8th ... of them and after each failure, and
-the worst that was ever found counts: a mean over tokens looks exact as long as all sentences are of one length.
+the worst that was ever found counts: a mean over tokens looks like one over samples as long as all sentences are of
+one length. A batch that could tell apart what was equal so far is tried before it is split.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -21,16 +23,22 @@ import torch
 from holdfast.core.errors import BatchError
 from holdfast.core.policy import Policy, SplitHazard
 from holdfast.data.random_state import isolated
-from holdfast.data.splitting import Split, batch_size, copied, tensors_in, versions_of
+from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
 from holdfast.memory.ladder import Means
 from holdfast.run.buffers import BufferKeeper
+from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
 from holdfast.run.hazards import find_hazards, mixing_layers, split_promise
 from holdfast.run.mixed_precision import autocast
 from holdfast.run.parts import Parts
 from holdfast.run.record import RunRecord
-from holdfast.run.rehearsal import Verdict, attempted, in_a_copy_of_this_process, rehearse, worst
+from holdfast.run.rehearsal import TELLING, Rehearsal
+from holdfast.run.two_pass import TwoPass
+from holdfast.run.verdict import Verdict, merged
+from holdfast.run.weighting import SAMPLES, Weighting, disagreement, find_weightings
 
 LossFunction: TypeAlias = Callable[[Any], Any]
+_PIECES = 8  # into which a batch is cut to see whether it tells weightings apart
+_ALWAYS = 16  # times that such a batch is tried before it is split; from then on the 32nd, 64th ...
 
 
 @dataclass(slots=True)
@@ -41,8 +49,13 @@ class _Known:
     changes_batch: bool | None = None
     steps: int = 0
     split_steps: int = 0
-    said: tuple[str, str] | None = None
+    telling_steps: int = 0
+    said: tuple[str, str] | Weighting | None = None
     settled: bool = False
+
+    def chosen(self) -> Weighting:
+        """Return what parts are weighted by, as far as it is known."""
+        return SAMPLES if self.verdict is None else self.verdict.weighting()
 
 
 class Promises:
@@ -56,7 +69,7 @@ class Promises:
     """
 
     def __init__(self, parts: Parts, policy: Policy, buffers: BufferKeeper, record: RunRecord) -> None:
-        self._parts = parts
+        self.parts = parts
         self._policy = policy
         self._buffers = buffers
         self._record = record
@@ -123,8 +136,11 @@ class Promises:
         if not splits_now and known.settled:
             return False, True
         in_place = False
-        on_cpu = self._parts.device_type() == "cpu"
+        on_cpu = self.parts.device_type() == "cpu"
         due = _is_power_of_two(known.split_steps if splits_now else known.steps)
+        if splits_now and not due and self._tells_apart(known, batch, size, split):
+            known.telling_steps += 1
+            due = known.telling_steps <= _ALWAYS or _is_power_of_two(known.telling_steps)
         wanted = self._policy.micro_batch_size is not None and (on_cpu or splits_now)
         if due and wanted and size is not None and size > 1:
             self._rehearse(known, batch, size, split, loss_fn, parameters)
@@ -132,9 +148,10 @@ class Promises:
         refused = self._refused(known)
         if splits_now and refused is not None and isinstance(self._policy.micro_batch_size, int):
             raise self._refusal(*refused)
-        if known.steps == 1 or (splits_now and refused != known.said):
+        news = refused or known.chosen()
+        if known.steps == 1 or (splits_now and news != known.said):
             self._say(known, size, refused)
-        known.said = refused
+        known.said = news
         tried = known.verdict is not None and known.verdict.outcome != "unknown"
         known.settled = tried or not on_cpu or size is None or self._policy.micro_batch_size is None
         return in_place, refused is None
@@ -144,8 +161,22 @@ class Promises:
         split = "possible" if known.verdict is not None else "possible, to be tried out before the first one"
         if cannot or self._policy.micro_batch_size is None:
             split = f"refused: {cannot}" if cannot else "off"
-        rehearsal = None if known.verdict is None else asdict(known.verdict)
-        self._record.happened("promises", batch_size=size, split=split, rehearsal=rehearsal)
+        facts: dict[str, Any] = {"batch_size": size, "split": split, "weighting": None, "rehearsal": None}
+        if known.verdict is not None:
+            declared = "as declared" if known.verdict.declared else None
+            facts |= {
+                "weighting": declared or str(known.chosen()),
+                "rehearsal": known.verdict.facts(),
+                "side_effects": list(known.verdict.side_effects),
+            }
+        self._record.happened("promises", **facts)
+        if known.steps == 1 and known.verdict is not None and known.verdict.side_effects:
+            self._record.happened(
+                "side_effects",
+                attributes=list(known.verdict.side_effects),
+                why="each forward pass changes them, they are in no checkpoint, and an attempt that is made again "
+                "changes them once more; keep such state in a buffer",
+            )
         if refused is not None and self._policy.micro_batch_size == "auto":
             self._record.happened("split_refused", why=refused[1], allow_split_with=refused[0])
 
@@ -167,23 +198,38 @@ class Promises:
         hazards = self._hazards(known)
         return Means(
             no_split=None if refused is None else refused[1],
-            split_promise=split_promise(self._parts.models.values(), list(hazards), known.verdict),
+            split_promise=split_promise(self.parts.models.values(), list(hazards), known.verdict),
             smallest=self.smallest_part(),
         )
 
     def smallest_part(self) -> int:
         """Return the fewest samples that one forward pass can take."""
-        return 2 if mixing_layers(self._parts.models.values()) else 1
+        return 2 if mixing_layers(self.parts.models.values()) else 1
 
     def _of(self, loss_fn: LossFunction) -> _Known:
-        # A lambda in a loop is a new object each time; its code is not.
-        plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
-        plain = getattr(plain, "__func__", plain)
-        key = getattr(plain, "__code__", type(plain)), id(getattr(loss_fn, "__self__", None))
-        return self._known.setdefault(key, _Known())
+        return self._known.setdefault(_key(loss_fn), _Known())
+
+    def weighting(self, loss_fn: LossFunction) -> Weighting:
+        """Return what the parts of a batch are weighted by, where the loss function does not say it itself."""
+        return self._of(loss_fn).chosen()
+
+    def _tells_apart(self, known: _Known, batch: Any, size: int | None, split: Split) -> bool:
+        """Say whether in this batch weights differ that were equal wherever the loss function was tried.
+
+        Cost: nothing if items are declared; else some counts of the batch's integer tensors and masks.
+        """
+        verdict = known.verdict
+        if verdict is None or verdict.outcome != "exact" or verdict.declared or size is None or size < 2:
+            return False
+        known_or_new = dict.fromkeys([*verdict.held, *find_weightings(batch, size)])
+        alive = [weighting for weighting in known_or_new if weighting not in verdict.failed]
+        if len(alive) < 2 or callable(split):
+            return False
+        pieces = micro_batches(batch, size, -(-size // _PIECES), split)
+        return disagreement(alive, pieces) > TELLING
 
     def _hazards(self, known: _Known) -> dict[SplitHazard, str]:
-        return find_hazards(self._parts.models.values(), self._buffers.mutable_outside_norms(), known.verdict)
+        return find_hazards(self.parts.models.values(), self._buffers.mutable_outside_norms(), known.verdict)
 
     def _refused(self, known: _Known) -> tuple[str, str] | None:
         for name, why in self._hazards(known).items():
@@ -192,7 +238,10 @@ class Promises:
         return None
 
     def _refusal(self, hazard: str, why: str) -> BatchError:
-        items = "return Loss(mean, items) if the mean is over tokens or frames; else " * (hazard == "coupled_loss")
+        items = (
+            "return Loss(mean, items) if the mean is over something that the batch does not show; pass "
+            "TwoPass(outputs, loss) if the loss compares samples; else "
+        ) * (hazard == "coupled_loss")
         return BatchError(
             f"micro_batch_size={self._policy.micro_batch_size}, and {why}",
             limit="splitting such a batch changes training",
@@ -214,26 +263,23 @@ class Promises:
             known.verdict = Verdict(outcome="trusted", why="check_split=False")
             return
 
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-
-        def run() -> Verdict:
-            with autocast(self._parts.device_type(), self._policy.precision):
-                return rehearse(
-                    batch,
-                    size,
-                    split,
-                    loss_fn,
-                    self._parts.models,
-                    trainable,
-                    rounds_to_half=self._policy.precision != "fp32",
-                )
-
-        if self._parts.device_type() == "cpu":
-            found = in_a_copy_of_this_process(run)
+        on_cpu = self.parts.device_type() == "cpu"
+        rehearsal = Rehearsal(
+            loss_fn=loss_fn,
+            split=split,
+            models=self.parts.models,
+            parameters=[parameter for parameter in parameters if parameter.requires_grad],
+            autocast=functools.partial(autocast, self.parts.device_type(), self._policy.precision),
+            rounds_to_half=self._policy.precision != "fp32",
+            in_a_copy=on_cpu,
+            known=() if known.verdict is None else known.verdict.held,
+        )
+        if on_cpu:
+            found = _in_a_copy(lambda: _attempted(rehearsal, batch, size))
         else:
             with isolated():  # the caller puts buffers and device random state back
-                found = attempted(run)
-        known.verdict = found if known.verdict is None else worst([known.verdict, found])
+                found = _attempted(rehearsal, batch, size)
+        known.verdict = found if known.verdict is None else merged([known.verdict, found])
         if known.verdict.changes_batch or known.verdict.outcome != "unknown":
             known.changes_batch = known.verdict.changes_batch or bool(known.changes_batch)
 
@@ -269,3 +315,28 @@ class Promises:
 
 def _is_power_of_two(count: int) -> bool:
     return count > 0 and count & (count - 1) == 0
+
+
+def _key(loss_fn: Callable[..., Any]) -> Any:
+    """Return what stays of a loss function: a lambda in a loop is a new object each time, its code is not."""
+    if isinstance(loss_fn, TwoPass):
+        return _key(loss_fn.outputs), _key(loss_fn.loss)
+    plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    plain = getattr(plain, "__func__", plain)
+    return getattr(plain, "__code__", type(plain)), id(getattr(loss_fn, "__self__", None))
+
+
+def _in_a_copy(run: Callable[[], Verdict]) -> Verdict:
+    try:
+        return Verdict.from_json(in_a_copy_of_this_process(lambda: run().to_json()))
+    except NoAnswer as error:
+        return Verdict(outcome="unknown", why=str(error))
+
+
+def _attempted(rehearsal: Rehearsal, batch: Any, size: int) -> Verdict:
+    """Return the verdict, or say why there is none."""
+    try:
+        return rehearsal.run(batch, size)
+    except Exception as error:  # noqa: BLE001 - whatever the caller's loss does with 3 samples is an answer
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Verdict(outcome="unknown", why=f"{type(error).__name__}: {first}"[:300])

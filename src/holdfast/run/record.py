@@ -17,7 +17,8 @@ _log = logging.getLogger("holdfast")
 _LOUD = {
     "out_of_memory", "split", "recompute", "skip_step", "roll_back", "stop", "save_failed", "save_refused",
     "checkpoint_damaged", "loss_scale_collapsed", "stop_requested", "buffer_not_restored", "recompute_impossible",
-    "cannot_split", "split_refused", "onednn_switched_off",
+    "cannot_split", "split_refused", "onednn_switched_off", "spike", "spike_clipped", "samples_dropped",
+    "micro_batch_dropped", "learning_rate_lowered", "finding", "side_effects",
 }  # fmt: skip
 
 

@@ -1,12 +1,31 @@
-"""What is done after a step that left no trace because it could not be trusted: skip, roll back, or stop."""
+"""What is done about a step that cannot be trusted: warn, skip, roll back, or stop."""
 
 from __future__ import annotations
 
-from holdfast.core.errors import NonFiniteError, OutOfMemoryError
-from holdfast.core.events import Promise, RollBack, Stop
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from holdfast.core.errors import DivergenceError, HoldfastError, NonFiniteError, OutOfMemoryError
+from holdfast.core.events import Decision, Promise, RollBack, SkipStep, Stop
 from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
-from holdfast.run.outcome import Outcome, TornStep
+from holdfast.numerics.spikes import Level, decide_after_spike
+from holdfast.run.outcome import Attempt, Outcome, Provenance, Ruling, TornStep
+from holdfast.run.schedules import scale
 from holdfast.run.session import Session
+
+# Steps beyond a divergence that show that it is over: what led there may take as long as what PaLM passes over.
+_BEYOND_SPIKES = 100
+
+
+def series_of(names: Sequence[str], loss_fn: Any) -> str:
+    """Return a name for the losses of one loss function and these optimizers, the same in every life of a run."""
+    plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+    code = getattr(plain, "__code__", None)
+    where = type(plain).__qualname__ if code is None else f"{code.co_qualname}:{code.co_firstlineno}"
+    return f"{'+'.join(names)} {where}"
 
 
 class Recovery:
@@ -22,8 +41,56 @@ class Recovery:
         self._policy = session.policy
         self._torn_at: int | None = None
 
-    def after_nonfinite_step(self, outcome: Outcome) -> str:
-        """Skip the step, return to a checkpoint, or stop.
+    def judge(self, series: str, attempt: Attempt) -> Ruling:
+        """Say whether an attempt with finite values may be committed.
+
+        Args:
+            series: Which losses belong together: those of one loss function and the same optimizers.
+            attempt: What it measured.
+        """
+        policy, counters, spikes = self._policy, self._session.counters, self._session.spikes
+        if policy.spike_action == "off":
+            return Ruling()
+        facts = attempt.facts
+        level = spikes.judge(series, facts.loss, facts.total)
+        if level is Level.CALM:
+            return Ruling()
+        usual = spikes.usual_norm(series)
+        reason = f"loss {facts.loss:g} and gradient norm {facts.total:g} stand out"
+        if level is Level.DIVERGED:
+            reason = f"the loss has run away and stays there ({facts.loss:g}; gradient norm {facts.total:g})"
+        decision = decide_after_spike(
+            level,
+            action=policy.spike_action,
+            hard_in_a_row=counters.spikes_in_a_row + 1,
+            patience=policy.nonfinite_patience,
+            rollbacks_in_a_row=counters.rollbacks_in_a_row,
+            max_rollbacks=policy.max_rollbacks,
+            reason=reason,
+        )
+        tighter = usual if policy.spike_clip else None
+        if decision is None and (level is not Level.SOFT or tighter is not None):
+            kind = "spike" if tighter is None else "spike_clipped"
+            self._record.happened(kind, loss=facts.loss, grad_norm=facts.total, usual_norm=usual, level=level.name)
+        return Ruling(decision=decision, max_norm=tighter)
+
+    def after_refused_step(self, outcome: Outcome) -> str:
+        """Carry out what was decided about a step that left no trace.
+
+        Returns:
+            Why it was not committed, and what was done.
+
+        Raises:
+            NonFiniteError: H501, if NaN or Inf persists. DivergenceError: H503.
+        """
+        self._session.counters.skipped_steps += 1
+        if outcome.decision is None:
+            return self._after_nonfinite_step(outcome)
+        self._session.counters.spikes_in_a_row += 1
+        return self._carry_out(outcome.decision, outcome.decision.reason, DivergenceError)
+
+    def _after_nonfinite_step(self, outcome: Outcome) -> str:
+        """Skip the step, return to a good state, or stop.
 
         Returns:
             Why the step was skipped, and what was done.
@@ -32,8 +99,12 @@ class Recovery:
             NonFiniteError: H501, if patience and rollbacks are spent.
         """
         counters = self._session.counters
-        counters.skipped_steps += 1
-        reason = describe_nonfinite(outcome.attempt.facts.loss, outcome.culprits, outcome.culprit_count)
+        loss = outcome.attempt.facts.loss
+        reason = describe_nonfinite(loss, outcome.culprits, outcome.culprit_count)
+        if outcome.provenance is not None and not math.isfinite(loss):
+            reason = describe_nonfinite(loss, [], 0)  # every gradient is bad then
+        if outcome.provenance is not None:
+            reason = f"{reason}; {self.tell(outcome.provenance)}"
         if outcome.loss_scale is not None:
             collapsed = outcome.loss_scale < 1.0
             kind = "loss_scale_collapsed" if collapsed else "loss_scale_lowered"
@@ -48,25 +119,85 @@ class Recovery:
             rollbacks_in_a_row=counters.rollbacks_in_a_row,
             max_rollbacks=self._policy.max_rollbacks,
         )
-        place = (
-            {}
-            if self._session.cursor is None
-            else {"epoch": self._session.cursor.epoch, "batch": self._session.cursor.batches}
+        return self._carry_out(decision, reason, NonFiniteError)
+
+    def tell(self, provenance: Provenance) -> str:
+        """Record where NaN or Inf came from, and return it as one message."""
+        if provenance.origin is None:
+            self._record.happened("nonfinite_not_traced", why=provenance.problem)
+            return f"its origin is not known: {provenance.problem}"
+        cursor = self._session.cursor
+        ids = None if cursor is None else cursor.sample_indices()
+        at = [ids[place] for place in provenance.samples] if ids is not None else None
+        origin = asdict(provenance.origin)
+        self._record.happened(
+            "nonfinite_origin", origin=origin, bad_samples=list(provenance.samples), dataset_indices=at
         )
-        self._record.decided(decision, **place)
+        if not provenance.samples:
+            return str(provenance.origin)
+        known = "" if at is None else f" (dataset index {', '.join(map(str, at[:5]))}{', ...' * (len(at) > 5)})"
+        named = f"{', '.join(map(str, provenance.samples[:5]))}{', ...' * (len(provenance.samples) > 5)}"
+        return f"{provenance.origin}; without sample {named} of the batch{known} it is finite"
+
+    def _carry_out(self, decision: Decision, reason: str, error: type[HoldfastError]) -> str:
+        counters = self._session.counters
+        self._record.decided(decision, **self._place())
         if isinstance(decision, RollBack):
-            failed_at = self._record.global_step
-            if self._session.roll_back(rewind_data=False):
-                counters.note_rollback(failed_at)
+            if self._roll_back(spiked=error is DivergenceError):
                 return f"{reason}; rolled back to step {self._record.global_step}"
-            decision = Stop(reason=f"{decision.reason}; no checkpoint to return to", promise=decision.promise)
+            if error is DivergenceError:
+                decision = SkipStep(reason=f"{reason}; nothing to return to", promise="changes training")
+            else:
+                decision = Stop(reason=f"{decision.reason}; no checkpoint to return to", promise=decision.promise)
             self._record.decided(decision)
         if isinstance(decision, Stop):
-            counters.nonfinite_in_a_row = counters.rollbacks_in_a_row = (
-                0  # whoever starts again has changed something
-            )
-            raise self._persistent(decision.reason)
+            # Whoever starts again has changed something.
+            counters.nonfinite_in_a_row = counters.spikes_in_a_row = counters.rollbacks_in_a_row = 0
+            raise self._persistent(decision.reason, error)
+        self._session.intervened(decision.name(), reason)
         return reason
+
+    def dropped(self, provenance: Provenance) -> None:
+        """Note that a step was made without some of its samples."""
+        reason = self.tell(provenance)
+        self._record.happened("samples_dropped", promise="changes training", reason=reason, **self._place())
+        self._session.intervened("samples_dropped", reason)
+
+    def micro_batches_dropped(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Note that micro-batches whose loss was NaN or Inf have no part in a step."""
+        cursor = self._session.cursor
+        ids = None if cursor is None else cursor.sample_indices()
+        at = None if ids is None else [ids[place] for start, end in ranges for place in range(start, end)]
+        self._record.happened(
+            "micro_batch_dropped",
+            samples=list(ranges),
+            dataset_indices=at,
+            promise="changes training",
+            **self._place(),
+        )
+        self._session.intervened("micro_batch_dropped", f"samples {list(ranges)} of the batch")
+
+    def _place(self) -> dict[str, Any]:
+        cursor = self._session.cursor
+        return {} if cursor is None else {"epoch": cursor.epoch, "batch": cursor.batches}
+
+    def _roll_back(self, *, spiked: bool = False) -> bool:
+        """Return to the last state from before the first sign of trouble, and pass over the batches since then."""
+        session, failed_at = self._session, self._record.global_step
+        since = session.spikes.suspicious_since() or 0
+        training = session.roll_back(rewind_data=False, before_step=failed_at - since)
+        if training is None:
+            return False
+        session.counters.note_rollback(failed_at, _BEYOND_SPIKES if spiked else self._policy.nonfinite_patience or 1)
+        session.spikes.forget(session.spikes.steps - training["spikes"]["steps"])
+        factor = self._policy.rollback_lr_factor
+        if factor is not None:
+            session.counters.lr_factor *= factor
+            restored = training["counters"]["lr_factor"]  # the state that came back has the rates of then
+            scale(session.parts.schedulers, session.parts.optimizers, session.counters.lr_factor / restored)
+            self._record.happened("learning_rate_lowered", factor=factor, in_all=session.counters.lr_factor)
+        session.intervened("roll_back", f"from step {failed_at} to {self._record.global_step}")
+        return True
 
     def after_refused_save(self, why: str) -> None:
         """Return to a checkpoint, or stop: weights or moments hold NaN or Inf, although every step looked sound.
@@ -85,15 +216,21 @@ class Recovery:
             max_rollbacks=self._policy.max_rollbacks,
         )
         self._record.decided(decision)
-        failed_at = self._record.global_step
-        if isinstance(decision, RollBack) and self._session.roll_back(rewind_data=False):
-            counters.note_rollback(failed_at)
+        if isinstance(decision, RollBack) and self._roll_back():
             return
         self._session.whole = False
-        raise self._persistent(why)
+        raise self._persistent(why, NonFiniteError)
 
-    def _persistent(self, reason: str) -> NonFiniteError:
+    def _persistent(self, reason: str, error: type[HoldfastError]) -> HoldfastError:
         spent = f"nonfinite_patience={self._policy.nonfinite_patience} and max_rollbacks={self._policy.max_rollbacks}"
+        if error is DivergenceError:
+            return DivergenceError(
+                reason,
+                limit=f"max_rollbacks={self._policy.max_rollbacks} are spent",
+                fix="lower the learning rate (rollback_lr_factor), set max_grad_norm, lengthen the warm-up, or pass "
+                'spike_action="warn" if the loss is meant to jump; the newest checkpoint is from before.',
+                rule="H503",
+            )
         return NonFiniteError(
             reason,
             limit=f"{spent} are spent",
@@ -126,7 +263,7 @@ class Recovery:
         if rewind_data:  # the steps are made again, one tensor at a time if they were not before
             promise = "equal up to rounding" if self._updates_many_at_once() else "bit-exact"
         self._record.decided(RollBack(reason=str(torn), promise=promise, rewind_data=rewind_data))
-        self._session.counters.note_rollback(at_step)
+        self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
         self.spare_optimizer_memory()
         return f"{torn}; returned to step {self._record.global_step}"
 

@@ -1,9 +1,10 @@
-"""Find out, before memory is short, whether splitting a batch leaves its gradient unchanged.
+"""Find out, before memory is short, whether splitting a batch leaves its gradient unchanged, and by which weights.
 
-The loss of 4 samples is compared with the weighted losses of 3 and 1 of them: gradients that differ mean that
-samples are coupled (in-batch negatives, a pairwise loss, a mean over something other than samples). If two runs with
-different random numbers differ as much, the loss is random and nothing can be said. One batch proves nothing about
-the next (its sentences may all be of one length), so this is repeated while batches are split (see ``promises``).
+The gradient over 4 samples is compared with the weighted gradients over 3 and 1 of them. If the loss function does
+not say what its mean is over, everything in the batch that it may be over is tried (see ``weighting``), on samples
+where these disagree. If nothing reproduces the gradient, samples are coupled (in-batch negatives, a pairwise loss);
+but if two runs with different random numbers differ as much, the loss is random and nothing can be said. One batch
+proves nothing about the next (its sentences may all be of one length), so this is repeated (see ``promises``).
 
 On the CPU this runs in a forked copy of the process, so it leaves no trace in this one: no random number, no
 counter of the caller's, no buffer. With an accelerator a fork is not possible; there it runs in place, only when a
@@ -13,16 +14,10 @@ split is about to be made, and random state, buffers, gradients and modes are pu
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import math
-import os
-import select
-import signal
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -31,225 +26,265 @@ from torch.nn.modules.batchnorm import _NormBase
 from holdfast.data.random_state import seed_cpu
 from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
 from holdfast.memory.oom import find_out_of_memory, let_go
-from holdfast.run.loss import read_loss
+from holdfast.run.loss import Terms, read_loss
+from holdfast.run.side_effects import find_side_effects
+from holdfast.run.two_pass import TwoPass, TwoPassRun
+from holdfast.run.verdict import Outcome, Verdict, merged
+from holdfast.run.weighting import SAMPLES, Weighting, disagreement, find_weightings, shares
 
 _SAMPLES = 4
 # Rounding of 3 + 1 against 4 samples stays below 1e-5 in fp32; coupled losses differ by 0.01 and more.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 _HALF_TOLERANCE = 5e-2
-_TIMEOUT_SECONDS = 60.0
-_PR_SET_PDEATHSIG = 1
-Outcome: TypeAlias = Literal["exact", "coupled", "random", "trusted", "unknown"]
+TELLING = 0.01  # weights that differ by less make gradients that differ by less than a coupled loss does
+_MOST_WINDOWS = 4
+_LOOKED_THROUGH = 64  # windows: cutting and counting one takes a tenth of a millisecond
+_Parts = Sequence[tuple[Any, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What a rehearsal has shown.
+class Rehearsal:
+    """What is tried out.
 
     Args:
-        outcome: ``"exact"``: splitting keeps the gradient. ``"coupled"``: it does not. ``"random"``: the loss
-            draws random numbers, so splitting is equal in distribution at best. ``"trusted"``: the caller says
-            that it is exact. ``"unknown"``: it could not be tried.
-        difference: Relative L2 difference of the gradients; NaN if unknown.
-        declared: The loss function says how many items its mean is over.
-        changes_batch: The loss function changes the tensors of its batch.
-        changed_buffer: Name of a buffer, other than running statistics, that a forward pass changes.
-        why: For ``"unknown"``, what went wrong.
-    """
-
-    outcome: Outcome
-    difference: float = float("nan")
-    declared: bool = False
-    changes_batch: bool = False
-    changed_buffer: str = ""
-    why: str = ""
-
-
-def rehearse(
-    batch: Any,
-    size: int,
-    split: Split,
-    loss_fn: Callable[[Any], Any],
-    models: Mapping[str, nn.Module],
-    parameters: Sequence[torch.Tensor],
-    *,
-    rounds_to_half: bool,
-) -> Verdict:
-    """Compare samples from the beginning and from the end of a batch, whole and in parts, in this process.
-
-    Args:
-        batch: A batch of at least 2 samples.
-        size: Its samples.
-        split: How it is cut.
         loss_fn: As given to ``Guard.step``. It is given copies.
-        models: Run once in training, to see which buffers change; then in evaluation, so that dropout does not
+        split: How a batch is cut.
+        models: Run first in training, to see which buffers change; then in evaluation, so that dropout does not
             hide the answer.
         parameters: Whose gradients are compared; their ``.grad`` is overwritten and emptied.
-        rounds_to_half: Whether the loss function runs under autocast.
+        autocast: Returns the context of a forward pass.
+        rounds_to_half: Whether that context rounds to half precision.
+        in_a_copy: Whether this process is a copy that is thrown away, so that side effects can be looked for.
+        known: What the mean of the loss was found to be over in earlier batches.
     """
-    windows = [window for window, samples in micro_batches(batch, size, min(_SAMPLES, size), split) if samples > 1]
-    tolerances = [_HALF_TOLERANCE if rounds_to_half else _TOLERANCE.get(p.dtype, _HALF_TOLERANCE) for p in parameters]
-    changed_buffer = _find_changed_buffer(models, loss_fn, windows[0])
-    with _evaluating(models.values()), torch.enable_grad():
-        ends = [windows[0], *windows[1:][-1:]]
-        found = [_compare_if_it_fits(window, split, loss_fn, parameters, min(tolerances)) for window in ends]
-    return replace(worst(found), changed_buffer=changed_buffer)
 
+    loss_fn: Callable[[Any], Any]
+    split: Split
+    models: Mapping[str, nn.Module]
+    parameters: Sequence[torch.Tensor]
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    rounds_to_half: bool
+    in_a_copy: bool
+    known: Sequence[Weighting] = field(default=())
 
-def _compare_if_it_fits(
-    head: Any, split: Split, loss_fn: Callable[[Any], Any], parameters: Sequence[torch.Tensor], tolerance: float
-) -> Verdict:
-    """Compare gradients of 4 samples, else of 2, else only their losses, which needs far less memory."""
-    pair = micro_batches(head, batch_size(head, split), 2, split)[0][0]
-    tries: list[Callable[[], Verdict]] = [
-        lambda: _compare(head, split, loss_fn, parameters, tolerance),
-        lambda: _compare(pair, split, loss_fn, parameters, tolerance),
-        lambda: _compare_losses(pair, split, loss_fn, tolerance),
-    ]
-    for number, compare in enumerate(tries, start=1):
-        try:
-            return compare()
-        except Exception as error:
-            if find_out_of_memory(error) is None or number == len(tries):
-                raise
-            failure = error
-        let_go(failure)
-        _clear(parameters)
-    raise AssertionError
+    def run(self, batch: Any, size: int) -> Verdict:
+        """Compare samples from the beginning and the end of a batch, and more where candidates disagree.
 
+        Args:
+            batch: A batch of at least 2 samples.
+            size: Its samples.
+        """
+        windows = [w for w, few in micro_batches(batch, size, min(_SAMPLES, size), self.split) if few > 1]
+        changed_buffer = self._find_changed_buffer(windows[0])
+        side_effects: tuple[str, ...] = ()
+        if self.in_a_copy:
+            side_effects = find_side_effects(self.models, lambda: self._forward_once(windows[0]))
+        weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
+        with _evaluating(self.models.values()), torch.enable_grad():
+            found = self._through(windows, weightings)
+        return merged(found, changed_buffer=changed_buffer, side_effects=side_effects)
 
-def _compare_losses(head: Any, split: Split, loss_fn: Callable[[Any], Any], tolerance: float) -> Verdict:
-    """Compare the loss itself: if samples are coupled, its value differs too, but for rare constructions."""
-    few = batch_size(head, split)
+    def _through(self, windows: Sequence[Any], weightings: Sequence[Weighting]) -> list[Verdict]:
+        left = [windows[0], *windows[1:][-1:]]
+        others = list(windows[1:-1][:_LOOKED_THROUGH])
+        found: list[Verdict] = []
+        while left:
+            found.append(self._compare_if_it_fits(left.pop(0), weightings))
+            failed = {weighting for verdict in found for weighting in verdict.failed}
+            alive = [weighting for weighting in weightings if weighting not in failed]
+            if left or found[-1].declared or found[-1].outcome != "exact" or len(found) >= _MOST_WINDOWS:
+                continue
+            telling = [disagreement(alive, self._cut(window)) for window in others]
+            if len(alive) > 1 and telling and max(telling) > TELLING:
+                left.append(others.pop(telling.index(max(telling))))
+        return found
 
-    def mean_over(parts: Sequence[tuple[Any, int]], seed: int) -> float:
+    def _cut(self, window: Any) -> _Parts:
+        few = batch_size(window, self.split)
+        return micro_batches(window, few, few - 1, self.split)
+
+    def _compare_if_it_fits(self, window: Any, weightings: Sequence[Weighting]) -> Verdict:
+        """Compare gradients of 4 samples, else of 2, else only their losses, which needs far less memory."""
+        pair = micro_batches(window, batch_size(window, self.split), 2, self.split)[0][0]
+        tries: list[Callable[[], Verdict]] = [
+            lambda: self._compare(window, weightings, Rehearsal._difference),
+            lambda: self._compare(pair, weightings, Rehearsal._difference),
+            lambda: self._compare(pair, weightings, Rehearsal._difference_of_losses),
+        ]
+        for number, compare in enumerate(tries, start=1):
+            try:
+                return compare()
+            except Exception as error:
+                if find_out_of_memory(error) is None or number == len(tries):
+                    raise
+                failure = error
+            finally:
+                self._clear()
+            let_go(failure)
+        raise AssertionError
+
+    def _compare(self, window: Any, weightings: Sequence[Weighting], difference: _Difference) -> Verdict:
+        """Compare these samples as a whole with all but one and the last one, by each weighting."""
+        whole, parts = [(window, batch_size(window, self.split))], self._cut(window)
+        by_samples = difference(self, whole, parts, SAMPLES, 0)
+        expected, declared, changes = self._losses(whole)
+        if math.isnan(by_samples):
+            return Verdict(
+                outcome="unknown", declared=declared, changes_batch=changes, why="its gradient is not finite"
+            )
+        tolerance = min(self._tolerance(parameter) for parameter in self.parameters)
+        weights = {} if declared else {each: shares(each, parts) for each in weightings}
+        found: dict[Any, float] = {shares(SAMPLES, parts): by_samples}
+        losses = [] if declared else self._losses(parts)[0]
+        for each, weight in weights.items():
+            if weight is not None and weight not in found:
+                fits = _agree(expected[0], losses, weight, tolerance)
+                found[weight] = difference(self, whole, parts, each, 0) if fits else math.inf
+        held = [each for each, weight in weights.items() if found.get(weight, math.inf) <= tolerance]
+        outcome: Outcome = "exact" if held or (declared and by_samples <= tolerance) else "coupled"
+        if outcome == "coupled" and difference(self, whole, whole, SAMPLES, 1) > tolerance:
+            outcome, weights = "random", {}
+        return Verdict(
+            outcome=outcome,
+            difference=found[weights[held[0]]] if held else by_samples,
+            by_samples=by_samples,
+            declared=declared,
+            changes_batch=changes,
+            held=tuple(held),
+            # What these samples hold nothing of was not tried.
+            failed=tuple(each for each, weight in weights.items() if each not in held and weight is not None),
+        )
+
+    def _difference(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> float:
+        """Return the relative L2 difference of the gradients; NaN if that of the whole is not finite."""
+        self._clear()
+        seed_cpu(0)
+        self._accumulate(whole, 1.0, whole, SAMPLES)
+        norm = self._norm()
+        if not math.isfinite(norm):
+            return math.nan
         seed_cpu(seed)
+        self._accumulate(parts, -1.0, whole, weighting)
+        difference = self._norm() / norm if norm else 0.0
+        return difference if math.isfinite(difference) else math.inf
+
+    def _difference_of_losses(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> float:
+        """Return that of the losses: if samples are coupled, they differ too, but for rare constructions."""
+        if isinstance(self.loss_fn, TwoPass):
+            return 0.0  # one loss of all samples, whatever the parts
         with torch.no_grad():
-            read = [_call(loss_fn, part, samples, needs_graph=False)[0] for part, samples in parts]
-        items = [float(count) for _, count, _ in read]
-        return sum(float(mean) * count for (mean, _, _), count in zip(read, items, strict=True) if count) / sum(items)
+            seed_cpu(0)
+            expected = float(self._weighted(whole, SAMPLES))
+            seed_cpu(seed)
+            found = float(self._weighted(parts, weighting))
+        if not math.isfinite(expected):
+            return math.nan
+        difference = abs(found - expected) / (abs(expected) or 1.0)
+        return difference if math.isfinite(difference) else math.inf
 
-    whole = mean_over([(head, few)], 0)
-    difference = abs(mean_over(micro_batches(head, few, few - 1, split), 0) - whole) / (abs(whole) or 1.0)
-    _, changes = _call(loss_fn, head, few, needs_graph=False)
-    if not math.isfinite(difference):
-        return Verdict(outcome="unknown", changes_batch=changes, why="its loss is not finite")
-    outcome: Outcome = "exact"
-    if difference > tolerance:
-        random = abs(mean_over([(head, few)], 1) - whole) > tolerance * abs(whole)
-        outcome = "random" if random else "coupled"
-    return Verdict(outcome=outcome, difference=difference, changes_batch=changes)
+    def _accumulate(self, parts: _Parts, sign: float, whole: _Parts, weighting: Weighting) -> None:
+        """Add the gradient of the mean over these parts to ``.grad``."""
+        if isinstance(self.loss_fn, TwoPass) and parts is not whole:
+            run = TwoPassRun(
+                call=self._called,
+                backward=lambda loss, inputs: (sign * loss).backward(inputs=inputs),  # type: ignore[no-untyped-call]
+                models=self.models,
+                devices=sorted({p.device for p in self.parameters if p.device.type != "cpu"}, key=str),
+                inputs=list(self.parameters),
+            )
+            run.accumulate(self.loss_fn, whole[0][0], parts)
+            return
+        loss = self._weighted(parts, weighting)
+        if not loss.requires_grad:
+            return  # nothing in these samples counts
+        (sign * loss).backward(inputs=list(self.parameters))  # type: ignore[no-untyped-call]
 
+    def _weighted(self, parts: _Parts, weighting: Weighting) -> torch.Tensor:
+        """Return the loss over these parts, weighted by what is declared, else by `weighting`."""
+        read = [self._terms(part, samples)[0] for part, samples in parts]
+        weights = shares(weighting, parts) or (0.0,) * len(parts)
+        rows = [[weight] for weight in weights]
+        if read[0].declared:
+            counts = [terms.read()[1] for terms in read]
+            totals = [sum(column) for column in zip(*counts, strict=True)]
+            rows = [[count / (total or 1.0) for count, total in zip(row, totals, strict=True)] for row in counts]
+        pairs = [pair for terms, row in zip(read, rows, strict=True) for pair in zip(terms.means, row, strict=True)]
+        return sum((mean * weight for mean, weight in pairs if weight), torch.zeros_like(pairs[0][0]))
 
-def _call(
-    loss_fn: Callable[[Any], Any], part: Any, samples: int, *, needs_graph: bool = True
-) -> tuple[tuple[torch.Tensor, Any, bool], bool]:
-    """Return what the loss function says about a copy, and whether it has changed the copy."""
-    given = copied(part)
-    tensors = tensors_in(given)
-    versions = versions_of(tensors)
-    read = read_loss(loss_fn(given), samples, needs_graph=needs_graph)
-    return read, versions_of(tensors) != versions
+    def _losses(self, parts: _Parts) -> tuple[list[float], bool, bool]:
+        """Return the loss of each part, whether items are declared or do not matter, and whether a batch changed."""
+        seed_cpu(0)
+        with torch.no_grad():
+            found = [self._terms(part, samples, needs_graph=False) for part, samples in parts]
+        declared = found[0][0].declared or isinstance(self.loss_fn, TwoPass)
+        return [float(terms.total()) for terms, _ in found], declared, any(changed for _, changed in found)
 
+    def _terms(self, part: Any, samples: int, *, needs_graph: bool = True) -> tuple[Terms, bool]:
+        """Return what the loss function says about a copy, and whether it has changed the copy."""
+        given = copied(part)
+        tensors = tensors_in(given)
+        versions = versions_of(tensors)
+        with self.autocast():
+            terms = read_loss(self.loss_fn(given), samples, needs_graph=needs_graph)
+        return terms, versions_of(tensors) != versions
 
-def _find_changed_buffer(models: Mapping[str, nn.Module], loss_fn: Callable[[Any], Any], head: Any) -> str:
-    """Return the name of a buffer, other than running statistics, that a forward pass changes, or ""."""
-    buffers = {
-        f"{name}.{key}" if len(models) > 1 else key: buffer
-        for name, model in models.items()
-        for prefix, module in model.named_modules()
-        if not isinstance(module, _NormBase)
-        for key, buffer in module.named_buffers(prefix, recurse=False)
-    }
-    before = {name: buffer.clone() for name, buffer in buffers.items()}
-    if before:
+    def _called(self, function: Callable[[Any], Any], part: Any) -> Any:
+        with self.autocast():
+            return function(copied(part))
+
+    def _forward_once(self, window: Any) -> None:
+        """Run the loss function in training mode; where memory is too short for that, do nothing."""
+        seed_cpu(0)
         try:
             with torch.no_grad():
-                loss_fn(copied(head))
+                self._called(self.loss_fn, window)
         except Exception as error:
             if find_out_of_memory(error) is None:
                 raise
-    now = {name: buffer for model in models.values() for name, buffer in model.named_buffers()}
-    for name, buffer in buffers.items():
-        if now.get(name, buffer) is not buffer or not torch.equal(before[name].nan_to_num(), buffer.nan_to_num()):
-            return name
-    return ""
+
+    def _find_changed_buffer(self, window: Any) -> str:
+        """Return the name of a buffer, other than running statistics, that a forward pass changes, or ""."""
+        buffers = {
+            f"{name}.{key}" if len(self.models) > 1 else key: buffer
+            for name, model in self.models.items()
+            for prefix, module in model.named_modules()
+            if not isinstance(module, _NormBase)
+            for key, buffer in module.named_buffers(prefix, recurse=False)
+        }
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        if before:
+            self._forward_once(window)
+        now = {name: buffer for model in self.models.values() for name, buffer in model.named_buffers()}
+        for name, buffer in buffers.items():
+            if now.get(name, buffer) is not buffer or not torch.equal(before[name].nan_to_num(), buffer.nan_to_num()):
+                return name
+        return ""
+
+    def _tolerance(self, parameter: torch.Tensor) -> float:
+        return _HALF_TOLERANCE if self.rounds_to_half else _TOLERANCE.get(parameter.dtype, _HALF_TOLERANCE)
+
+    def _norm(self) -> float:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norms = [torch.linalg.vector_norm(_wide(g.to_dense())).double().cpu() for g in gradients]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+    def _clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
-def _compare(
-    head: Any, split: Split, loss_fn: Callable[[Any], Any], parameters: Sequence[torch.Tensor], tolerance: float
-) -> Verdict:
-    """Compare the loss of these samples with the weighted losses of all but one and of the last one."""
-    few = batch_size(head, split)
-    parts = micro_batches(head, few, few - 1, split)
-    _clear(parameters)
-    seed_cpu(0)
-    declared, changes = _accumulate([(head, few)], 1.0, loss_fn, parameters)
-    whole = _norm(parameters)
-    seed_cpu(0)
-    _accumulate(parts, -1.0, loss_fn, parameters)
-    difference = _norm(parameters) / whole if whole else 0.0
-    outcome: Outcome = "exact"
-    if not math.isfinite(whole) or not math.isfinite(difference):
-        _clear(parameters)
-        return Verdict(outcome="unknown", declared=declared, changes_batch=changes, why="its gradient is not finite")
-    if difference > tolerance:
-        _clear(parameters)
-        _accumulate([(head, few)], 1.0, loss_fn, parameters)
-        seed_cpu(1)
-        _accumulate([(head, few)], -1.0, loss_fn, parameters)
-        outcome = "coupled" if _norm(parameters) <= tolerance * whole else "random"
-    _clear(parameters)
-    return Verdict(outcome=outcome, difference=difference, declared=declared, changes_batch=changes)
+_Difference: TypeAlias = Callable[[Rehearsal, _Parts, _Parts, Weighting, int], float]
 
 
-def worst(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict that promises least; an unknown one yields to any other."""
-    order = ("unknown", "exact", "random", "coupled")
-    chosen = max(verdicts, key=lambda verdict: order.index(verdict.outcome))
-    return replace(
-        chosen,
-        changes_batch=any(verdict.changes_batch for verdict in verdicts),
-        changed_buffer=next((verdict.changed_buffer for verdict in verdicts if verdict.changed_buffer), ""),
-    )
-
-
-def _accumulate(
-    parts: Sequence[tuple[Any, int]],
-    sign: float,
-    loss_fn: Callable[[Any], Any],
-    parameters: Sequence[torch.Tensor],
-) -> tuple[bool, bool]:
-    """Add the gradient of the mean over these parts to ``.grad``.
-
-    Returns:
-        Whether items were declared, and whether the loss function changed the tensors that it was given.
-    """
-    means, items, declared, changes = [], [], False, False
-    for part, samples in parts:
-        (mean, count, declared), changed = _call(loss_fn, part, samples)
-        changes = changes or changed
-        means.append(mean)
-        items.append(float(count))
-    for mean, count in zip(means, items, strict=True):
-        if count:
-            (sign * count / sum(items) * mean).backward(inputs=list(parameters))  # type: ignore[no-untyped-call]
-    return declared, changes
-
-
-def _norm(parameters: Sequence[torch.Tensor]) -> float:
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = [torch.linalg.vector_norm(_wide(g.to_dense())).double().cpu() for g in gradients]
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+def _agree(expected: float, losses: Sequence[float], weights: Sequence[float], tolerance: float) -> bool:
+    """Say whether the losses of the parts, so weighted, may be that of the whole; else their gradients are not."""
+    found = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+    largest = max(abs(expected), *(abs(loss) for loss, weight in zip(losses, weights, strict=True) if weight))
+    return abs(found - expected) <= tolerance * largest
 
 
 def _wide(gradient: torch.Tensor) -> torch.Tensor:
     return gradient if gradient.dtype in _TOLERANCE else gradient.float()
-
-
-def _clear(parameters: Sequence[torch.Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
 
 
 @contextlib.contextmanager
@@ -269,63 +304,3 @@ def _evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
             module.training = mode
         for module, rate in dropout.items():
             module.dropout = rate
-
-
-def in_a_copy_of_this_process(run: Callable[[], Verdict]) -> Verdict:
-    """Fork, run there, and return what the copy has found.
-
-    The copy uses one thread (OpenMP's others do not survive a fork), says nothing, and is killed when it takes
-    longer than a minute or when its parent dies.
-    """
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forking with threads
-        try:
-            child = os.fork()
-        except OSError as error:
-            os.close(reading)
-            os.close(writing)
-            return Verdict(outcome="unknown", why=f"cannot fork ({error})")
-    if child == 0:
-        _be_the_copy(run, writing)
-    os.close(writing)
-    try:
-        answer = _read_answer(reading)
-    finally:
-        os.close(reading)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    if not answer:
-        return Verdict(outcome="unknown", why="the rehearsal gave no answer")
-    return Verdict(**json.loads(answer))
-
-
-def _read_answer(reading: int) -> bytes:
-    ready, _, _ = select.select([reading], [], [], _TIMEOUT_SECONDS)
-    return os.read(reading, 65536) if ready else b""
-
-
-def _be_the_copy(run: Callable[[], Verdict], writing: int) -> None:
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        libc = ctypes.CDLL(None)
-        if hasattr(libc, "prctl"):
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 1)
-        os.dup2(silence, 2)
-        torch.set_num_threads(1)
-        verdict = attempted(run)
-        os.write(writing, json.dumps(asdict(verdict)).encode())
-    finally:
-        os._exit(0)
-
-
-def attempted(run: Callable[[], Verdict]) -> Verdict:
-    """Return the verdict, or say why there is none."""
-    try:
-        return run()
-    except Exception as error:  # noqa: BLE001 - whatever the caller's loss does with 3 samples is an answer
-        first = (str(error).strip().splitlines() or [""])[0]
-        return Verdict(outcome="unknown", why=f"{type(error).__name__}: {first}"[:300])

@@ -23,6 +23,8 @@ class StepResult:
         skipped: True if this batch is not in the weights: they were left as they were, or the run has returned to a
             checkpoint, as `reason` says.
         reason: Why it was skipped, and what was done; else None.
+        dropped_samples: Positions in the batch of the samples that the step was made without, since NaN or Inf came
+            from them (``Policy.drop_nonfinite_samples``).
     """
 
     loss: torch.Tensor
@@ -32,6 +34,7 @@ class StepResult:
     attempts: int
     skipped: bool
     reason: str | None
+    dropped_samples: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,25 +47,28 @@ class Counters:
     rollbacks: int = 0
     resumes: int = 0
     nonfinite_in_a_row: int = 0
+    spikes_in_a_row: int = 0
     rollbacks_in_a_row: int = 0
-    rolled_back_from: int = 0
+    row_ends_at: int = 0  # global step from which a row of rollbacks is over
+    lr_factor: float = 1.0  # product of all that rollbacks have lowered the learning rates by
 
-    def note_good_step(self, global_step: int, beyond: int) -> None:
-        """Count a committed step; getting so far beyond the last rollback ends a row of them.
-
-        Good steps before that place prove nothing: they were good the first time too.
-        """
+    def note_good_step(self, global_step: int) -> None:
+        """Count a committed step; getting far enough beyond the last rollback ends a row of them."""
         self.steps += 1
-        self.nonfinite_in_a_row = 0
-        if global_step >= self.rolled_back_from + beyond:
+        self.nonfinite_in_a_row = self.spikes_in_a_row = 0
+        if global_step >= self.row_ends_at:
             self.rollbacks_in_a_row = 0
 
-    def note_rollback(self, from_step: int) -> None:
-        """Count a return to a checkpoint from a step."""
+    def note_rollback(self, from_step: int, beyond: int) -> None:
+        """Count a return from a step to an earlier state.
+
+        A row of them ends `beyond` steps after the step that failed. Good steps before that place prove nothing: they
+        were good the first time too.
+        """
         self.rollbacks += 1
         self.rollbacks_in_a_row += 1
-        self.rolled_back_from = max(self.rolled_back_from, from_step)
-        self.nonfinite_in_a_row = 0
+        self.row_ends_at = max(self.row_ends_at, from_step + beyond)
+        self.nonfinite_in_a_row = self.spikes_in_a_row = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

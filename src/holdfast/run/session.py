@@ -17,13 +17,16 @@ from holdfast.core.errors import CheckpointError, NonFiniteError, RunDirectoryEr
 from holdfast.core.policy import Policy
 from holdfast.core.version import __version__
 from holdfast.data.random_state import RandomState, capture, restore
+from holdfast.memory.host_memory import available_bytes
 from holdfast.memory.ladder import MemoryLadder
+from holdfast.numerics.spikes import SpikeDetector
 from holdfast.run.components import check_fits, component_names, gather, load
 from holdfast.run.cursor import Cursor
 from holdfast.run.directory import RunDirectory
 from holdfast.run.parts import Parts
 from holdfast.run.record import RunRecord
 from holdfast.run.result import Counters
+from holdfast.run.snapshots import Snapshots, copied_to_host
 from holdfast.run.transaction import Transaction
 
 
@@ -65,7 +68,11 @@ class Session:
         self._newest_id: int | None = None  # of the checkpoints when this object closed the directory
         self._saved_at: tuple[int, int] | None = None
         self._tried_at_step: int | None = None
+        self.snapshots = Snapshots(policy.snapshot_interval_steps, clock, available_bytes)
+        transaction.spare_memory = self.snapshots.give_up
+        self.spikes = SpikeDetector(objective=policy.objective)
         self.counters = Counters()
+        self.interventions: list[dict[str, Any]] = []
         self.saved = 0
         self.failed = 0
         self.refused: str | None = None  # why the last save was refused, if it was
@@ -124,6 +131,11 @@ class Session:
         return self.record.global_step // interval > self._tried_at_step // interval
 
     @property
+    def is_calm(self) -> bool:
+        """Return whether the state may be called good; a suspicion that is not settled yet puts a save off."""
+        return self.policy.spike_action in ("off", "warn") or self.spikes.is_calm()
+
+    @property
     def has_unsaved(self) -> bool:
         """Return whether steps were made that no checkpoint holds, and that may be saved."""
         saves = self.policy.save_interval_steps is not None and self._tried_at_step is not None
@@ -175,6 +187,13 @@ class Session:
             self.saved += 1
             self._saved_at = self._position()
 
+    def keep_snapshot(self) -> None:
+        """Copy the state in host memory, if that is due and the state is whole and good."""
+        if self.snapshots.is_due(self.record.global_step) and self.whole and self.is_calm:
+            bad, _ = nonfinite_tensors(self._must_be_finite())
+            if not bad and not self.snapshots.keep(self.record.global_step, gather(self.parts, self._training())):
+                self.record.happened("snapshots_do_not_fit", promise="rollbacks return to a checkpoint")
+
     def _write(self, started: float) -> None:
         shot = snapshot(gather(self.parts, self._training()), self.record.global_step)
         entry = write(self._store, shot, unix_seconds=self._clock.unix_seconds(), written_by=__version__)
@@ -215,7 +234,15 @@ class Session:
             "random_state": random_state.to_tree(),
             "ladder": self._ladder.state_dict(),
             "loss_scale": self._transaction.loss_scale.state_dict(),
+            "spikes": self.spikes.state_dict(),
+            "interventions": self.interventions,
+            "diagnosis": self._transaction.diagnosis.state_dict(),
         }
+
+    def intervened(self, kind: str, reason: str) -> None:
+        """Note that training was changed, for the checkpoints to come: the newest 200 are kept."""
+        self.interventions.append({"kind": kind, "global_step": self.record.global_step, "reason": reason})
+        del self.interventions[:-200]
 
     # --- restore --------------------------------------------------------------------------------------------
 
@@ -244,30 +271,41 @@ class Session:
         restore(RandomState.from_tree(training["random_state"]))
         self.counters = Counters(**training["counters"])
         self.counters.resumes += 1
+        self.spikes.load_state_dict(training["spikes"])
+        self.interventions = training["interventions"]
+        self._transaction.diagnosis.load_state_dict(training["diagnosis"])
         self._tried_at_step = self.record.global_step
         self._saved_at = self._position()
         self.record.happened("resumed", checkpoint=entry.path.name, trained_batches=self._position()[1])
         return entry.path
 
-    def roll_back(self, *, rewind_data: bool) -> bool:
-        """Return to the newest good checkpoint.
+    def roll_back(self, *, rewind_data: bool, before_step: int | None = None) -> dict[str, Any] | None:
+        """Return to the newest good state: a copy in host memory, else a checkpoint.
 
         Args:
-            rewind_data: Also go back in the data, and to the random state of then.
+            rewind_data: Also go back in the data, and to the random state of then: always to a checkpoint.
+            before_step: Newest step whose copy in memory may be trusted; None trusts all.
 
         Returns:
-            False if there is none.
+            What the guard itself had saved in that state; None if there is none to return to.
         """
-        if self.policy.save_interval_steps is None:
-            return False
-        entry = self._newest_good()
-        if entry is None:
-            return False
-        training = self._restore(entry)
-        self._tried_at_step = self.record.global_step
-        if rewind_data:
-            self._go_to_position_of(training)
-        return True
+        kept = None
+        if not rewind_data:
+            kept = self.snapshots.newest(self.record.global_step if before_step is None else before_step)
+        if kept is not None:
+            training = self._put_back(copied_to_host(kept.trees))
+            self.snapshots.distrust(kept)  # if it leads to the same trouble, the next one is older
+            self._tried_at_step = min(self._tried_at_step or 0, self.record.global_step)
+        else:
+            entry = None if self.policy.save_interval_steps is None else self._newest_good()
+            if entry is None:
+                return None
+            training = self._restore(entry)
+            self._tried_at_step = self.record.global_step
+            if rewind_data:
+                self._go_to_position_of(training)
+        self.snapshots.returned_to(self.record.global_step)
+        return training
 
     def _go_to_position_of(self, training: Mapping[str, Any]) -> None:
         if self.cursor is not None and training["position"] is not None:
@@ -298,6 +336,9 @@ class Session:
     def _restore(self, entry: Entry) -> dict[str, Any]:
         trees = read_components(entry, component_names(self.parts))
         check_fits(trees, self.parts, f"checkpoint {entry.path.name}")
+        return self._put_back(trees)
+
+    def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
         load(trees, self.parts)
         training: dict[str, Any] = trees["training"]
         self._transaction.loss_scale.load_state_dict(training["loss_scale"])

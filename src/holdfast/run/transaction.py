@@ -4,8 +4,9 @@
     prepare    optimizer state exists before it is needed
     attempt    forward and backward of every micro-batch; out of memory → outside the handler: drop the frames, put
                everything back, ask the ladder, attempt again from the start
-    inspect    norm of every group, finite or not: one read by the host
+    inspect    norm of every group, finite or not: one read by the host; do loss and norm stand out?
     vote       the ranks agree
+    refuse     not finite → everything back, replay under a tracer, name the culprit, maybe once more without it
     commit     clip, step every optimizer, update the scaler
 
 Everything up to the vote can be taken back. Inside the commit nothing is retried: an optimizer that fails
@@ -17,7 +18,7 @@ Does not: save, roll back, count, or know where batches come from (see ``guard``
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,13 +31,15 @@ from holdfast.data.splitting import Split, versions_of
 from holdfast.memory.ladder import Means, MemoryLadder
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken
 from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
-from holdfast.numerics.gradients import clip, nonfinite_gradients
+from holdfast.numerics.gradients import clip, clip_adaptively, nonfinite_gradients
 from holdfast.run.attempts import Attempts, Work
-from holdfast.run.outcome import Attempt, Outcome, TornStep
+from holdfast.run.diagnosis import Diagnosis
+from holdfast.run.outcome import Attempt, Outcome, Ruling, TornStep
 from holdfast.run.parts import Parts
 from holdfast.run.promises import LossFunction
 from holdfast.run.ranks import Ranks, Vote
 from holdfast.run.record import RunRecord
+from holdfast.run.replay import Replay
 
 
 class Transaction:
@@ -69,10 +72,15 @@ class Transaction:
         self._split = split
         self._devices = parts.devices()
         self._attempts = Attempts(parts, policy, record)
+        self.diagnosis = Diagnosis(parts, policy, record)
+        if policy.diagnose:
+            self._attempts.observing = self.diagnosis.attempt
         self._promises = self._attempts.promises
         self.buffers = self._attempts.buffers
         self.loss_scale = self._attempts.loss_scale
+        self._replay = Replay(parts, self._attempts, record)
         self._step_id = 0
+        self.spare_memory: Callable[[], None] = lambda: None  # called when memory is short on the host
         self.committing = False
 
     def state_was_replaced(self) -> None:
@@ -87,6 +95,7 @@ class Transaction:
         *,
         split: Split | None,
         stop_requested: bool,
+        judge: Callable[[Attempt], Ruling],
     ) -> Outcome:
         """Make one step.
 
@@ -96,6 +105,7 @@ class Transaction:
             names: Optimizers to step.
             split: How the batch is cut; None: as the guard was told.
             stop_requested: For the vote.
+            judge: Says about an attempt with finite values whether it may be committed.
 
         Raises:
             BatchError: H2xx, for a batch or a loss that cannot be used.
@@ -103,8 +113,25 @@ class Transaction:
             DeviceError: H403, if the device's context is dead.
             TornStep: if an optimizer ran out of memory half-way.
         """
-        self._step_id += 1
         work = self._attempts.begin(batch, loss_fn, names, self._split if split is None else split)
+        outcome = self._try(work, stop_requested=stop_requested, judge=judge)
+        if outcome.committed or not self._policy.drop_nonfinite_samples:
+            return outcome
+        less = self._replay.without_samples(work, outcome.provenance)
+        if less is None:
+            return outcome
+        assert outcome.provenance is not None
+        again = self._attempts.begin(less, loss_fn, names, work.split)
+        repeated = self._try(again, stop_requested=stop_requested, judge=judge)
+        return replace(
+            repeated,
+            attempts=outcome.attempts + repeated.attempts,
+            provenance=outcome.provenance,
+            dropped=outcome.provenance.samples,
+        )
+
+    def _try(self, work: Work, *, stop_requested: bool, judge: Callable[[Attempt], Ruling]) -> Outcome:
+        self._step_id += 1
         try:
             attempt = self._attempt_until_it_fits(work)
             agreed = self._ranks.agree(
@@ -122,8 +149,12 @@ class Transaction:
             raise
         if agreed.nonfinite:
             return self._skip(work, attempt)
+        ruling = judge(attempt)
+        if ruling.decision is not None:
+            self._attempts.take_back(work)
+            return self._outcome(work, attempt, decision=ruling.decision)
         try:
-            return self._commit(work, attempt)
+            return self._commit(work, attempt, ruling.max_norm)
         except RuntimeError as error:
             if is_sticky(error):
                 raise _dead_device(error) from error
@@ -159,6 +190,8 @@ class Transaction:
                 self._ladder.without_recompute()
                 self._record.happened("recompute_impossible", why="a block computes another result the second time")
                 continue
+            if self._parts.device_type() == "cpu":
+                self.spare_memory()
             release_memory(self._devices)
             if is_onednn_failure(found) and switch_off_if_broken():
                 self._record.happened("onednn_switched_off", promise="equal up to rounding")
@@ -206,27 +239,24 @@ class Transaction:
         culprits, count = nonfinite_gradients(named)
         self.loss_scale.update()
         self._attempts.take_back(work)
+        scale = self.loss_scale.value() if math.isfinite(attempt.facts.loss) else None
+        outcome = self._outcome(work, attempt, culprits=culprits, culprit_count=count, loss_scale=scale)
+        if not self._policy.provenance or (scale is not None and scale >= 1.0):
+            return outcome  # fp16 finds its scale by trying: nothing is wrong
+        return replace(outcome, provenance=self._replay.find(work, self._ladder.plan))
+
+    def _outcome(self, work: Work, attempt: Attempt, **facts: Any) -> Outcome:
         return Outcome(
             attempt=attempt,
             attempts=work.attempts,
             out_of_memory=work.out_of_memory,
             size=work.size,
-            committed=False,
-            culprits=culprits,
-            culprit_count=count,
-            loss_scale=self.loss_scale.value() if math.isfinite(attempt.facts.loss) else None,
+            **{"committed": False, **facts},
         )
 
-    def _commit(self, work: Work, attempt: Attempt) -> Outcome:
-        if self._policy.max_grad_norm is not None:
-            clip(attempt.groups, attempt.norms, self._policy.max_grad_norm, self._policy.clip_by)
-        outcome = Outcome(
-            attempt=attempt,
-            attempts=work.attempts,
-            out_of_memory=work.out_of_memory,
-            size=work.size,
-            committed=True,
-        )
+    def _commit(self, work: Work, attempt: Attempt, tighter: float | None) -> Outcome:
+        self._clip(attempt, tighter)
+        outcome = self._outcome(work, attempt, committed=True)
         self.committing = True  # stays so if an optimizer fails
         self._step_optimizers(work.names, outcome)
         self.committing = False
@@ -237,6 +267,16 @@ class Transaction:
         if versions_of(work.tensors) != work.versions:
             self._promises.notice_change(work.loss_fn)
         return outcome
+
+    def _clip(self, attempt: Attempt, tighter: float | None) -> None:
+        norms = attempt.norms
+        if self._policy.adaptive_clip_factor is not None:
+            norms = clip_adaptively(attempt.groups, norms, self._policy.adaptive_clip_factor)
+        usual = self._policy.max_grad_norm
+        if tighter is not None and (usual is None or tighter < usual):
+            clip(attempt.groups, norms, tighter, "global")
+        elif usual is not None:
+            clip(attempt.groups, norms, usual, self._policy.clip_by)
 
     def _step_optimizers(self, names: Sequence[str], outcome: Outcome) -> None:
         for name in names:

@@ -17,6 +17,7 @@ _TREE = {
     errors.OutOfMemoryError: MemoryError,
     errors.DeviceError: RuntimeError,
     errors.NonFiniteError: ArithmeticError,
+    errors.DivergenceError: ArithmeticError,
     errors.LoaderError: ValueError,
 }
 

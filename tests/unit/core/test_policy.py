@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +26,19 @@ _BAD = {
     "cpu_malloc_threshold_bytes": _NOT_A_COUNT,
     "max_grad_norm": [0, 0.0, -1.0, math.nan, math.inf, -math.inf, "1.0", True, False, [1.0]],
     "clip_by": ["groups", "GLOBAL", None, 1],
+    "adaptive_clip_factor": [0, 0.0, -0.01, math.nan, math.inf, "0.01", True, False],
+    "provenance": [0, 1, "true", None],
+    "drop_nonfinite_samples": [0, 1, "true", None],
     "nonfinite_patience": _NOT_A_COUNT,
     "max_rollbacks": [-1, 1.5, math.nan, True, False, None, "2"],
+    "spike_action": ["rollback", "Skip", None, False],
+    "spike_clip": [0, 1, "false", None],
+    "snapshot_interval_steps": _NOT_A_COUNT,
+    "rollback_lr_factor": [0.0, 1.0, 1, 0, -0.5, 2.0, math.nan, math.inf, "0.5", True],
+    "diagnose": [0, 1, "true", None],
+    "objective": ["gan", "minimise", None, 1],
+    "frozen": ["encoder.*", ("",), (1,), None, {"a"}],
+    "ignore_rules": ["H808", ("",), (808,), None],
     "precision": ["float32", "bf-16", None, 16],
     "save_interval_steps": _NOT_A_COUNT,
     "keep_latest_k": [*_NOT_A_COUNT, None],
@@ -39,9 +52,20 @@ _GOOD = {
     "allow_split_with": [(), ("batch_norm",), ("buffers", "coupled_loss")],
     "cpu_malloc_threshold_bytes": [None, 1, 2**30],
     "max_grad_norm": [None, 1, 1e-9, 5.0, np.float64(0.5)],
-    "clip_by": ["global", "optimizer", "group"],
+    "clip_by": ["global"],  # the others need a limit: see the contradictions
+    "adaptive_clip_factor": [None, 0.01, 1],
+    "provenance": [True, False],
+    "drop_nonfinite_samples": [True, False],
     "nonfinite_patience": [None, 1],
     "max_rollbacks": [0, 1],
+    "spike_action": ["off", "warn", "skip", "roll_back"],
+    "spike_clip": [True, False],
+    "snapshot_interval_steps": [None, 1],
+    "rollback_lr_factor": [None, 0.5, np.float64(0.1)],
+    "diagnose": [True, False],
+    "objective": ["minimize", "adversarial", "reinforcement"],
+    "frozen": [(), ("encoder.*", "head.bias")],
+    "ignore_rules": [(), ("H808",)],
     "precision": ["fp32", "bf16", "fp16"],
     "save_interval_steps": [None, 1],
     "keep_latest_k": [1, 50],
@@ -128,6 +152,11 @@ def test_variables_win_over_the_file_and_keywords_over_variables(
         ("recompute", "false", False),
         ("scheduler_interval", "None", None),
         ("precision", "bf16", "bf16"),
+        ("max_grad_norm", "none", None),
+        ("objective", "adversarial", "adversarial"),
+        ("spike_action", "off", "off"),
+        ("frozen", "[encoder.*, head]", ("encoder.*", "head")),
+        ("rollback_lr_factor", "0.5", 0.5),
     ],
 )
 def test_text_means_the_same_in_a_file_and_in_a_variable(
@@ -248,3 +277,210 @@ def test_hazards_can_be_allowed_by_the_environment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOLDFAST_ALLOW_SPLIT_WITH", "batch_norm, buffers,")
     assert Policy().allow_split_with == ("batch_norm", "buffers")
     assert Policy.of(None).allow_split_with == ("batch_norm", "buffers")
+
+
+def test_patterns_in_a_variable_may_begin_with_a_star(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A star, which YAML would take for an alias, needs no quotes where a list is separated by commas."""
+    monkeypatch.setenv("HOLDFAST_FROZEN", "*.bias, encoder.*")
+    assert Policy().frozen == ("*.bias", "encoder.*")
+
+
+_CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"clip_by": "group"}, "clip_by='group' with max_grad_norm=None"),
+    ({"clip_by": "optimizer", "max_grad_norm": None}, "clip_by='optimizer' with max_grad_norm=None"),
+    ({"spike_clip": True, "spike_action": "off"}, "spike_clip=True with spike_action='off'"),
+    ({"drop_nonfinite_samples": True, "provenance": False}, "drop_nonfinite_samples=True with provenance=False"),
+    (
+        {"allow_split_with": ("buffers",), "micro_batch_size": None},
+        "allow_split_with=('buffers',) with micro_batch_size=None",
+    ),
+    *(
+        ({"rollback_lr_factor": 0.5, **never}, "rollback_lr_factor=0.5 in a run that never rolls back")
+        for never in (
+            {"spike_action": "skip", "nonfinite_patience": None},
+            {"spike_action": "warn", "max_rollbacks": 0},
+            {"objective": "adversarial", "max_rollbacks": 0},
+        )
+    ),
+]
+_AGREEMENTS: list[dict[str, Any]] = [
+    {"clip_by": "group", "max_grad_norm": 1.0},
+    {"clip_by": "optimizer", "max_grad_norm": 1.0},
+    {"spike_clip": True, "spike_action": "warn"},
+    {"drop_nonfinite_samples": True, "provenance": True},
+    {"allow_split_with": ("buffers",), "micro_batch_size": 4},
+    {"rollback_lr_factor": 0.5, "spike_action": "off"},
+    {"rollback_lr_factor": 0.5, "nonfinite_patience": None, "max_rollbacks": 0},
+]
+
+
+@pytest.mark.parametrize(("values", "what"), _CONTRADICTIONS)
+def test_fields_that_exclude_each_other_are_refused(values: dict[str, Any], what: str) -> None:
+    """The error names both fields with their values, why one has no effect, and what to do."""
+    with pytest.raises(PolicyError) as caught:
+        Policy(**values)
+    assert (caught.value.rule, caught.value.what) == ("H109", what)
+    assert caught.value.limit
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("values", _AGREEMENTS)
+def test_fields_that_go_together_are_accepted(values: dict[str, Any]) -> None:
+    """What the fix of a contradiction asks for is no contradiction."""
+    assert {name: getattr(Policy(**values), name) for name in values} == values
+
+
+def test_contradictions_are_judged_on_the_merged_values(monkeypatch: pytest.MonkeyPatch, policy_file: Path) -> None:
+    """Two sources that complete each other are fine, and two that exclude each other are not."""
+    policy_file.write_text("clip_by: group\n")
+    with pytest.raises(PolicyError, match="H109"):
+        Policy.from_yaml(policy_file)
+    assert Policy.from_yaml(policy_file, max_grad_norm=1.0).clip_by == "group"
+    monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "2.0")
+    policy = Policy.from_yaml(policy_file)
+    assert (policy.clip_by, policy.max_grad_norm) == ("group", 2.0)
+    with pytest.raises(PolicyError, match="H109"):
+        policy.replace(max_grad_norm=None)
+    assert policy.replace(max_grad_norm=None, clip_by="global").max_grad_norm is None
+
+
+def _from_command_line(*arguments: str) -> Policy:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--precision-of-clock", default="high")  # of the program itself
+    Policy.add_arguments(parser)
+    return Policy.from_arguments(parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [pair for pair in _pairs(_GOOD) if pair[0] != "cpu_malloc_threshold_bytes"]
+)
+def test_every_field_has_an_option(name: str, value: object) -> None:
+    """What a field may be can be said on a command line, in YAML syntax."""
+    text = ",".join(value) if isinstance(value, tuple) else "none" if value is None else str(value).lower()
+    assert getattr(_from_command_line("--" + name.replace("_", "-"), text), name) == value
+
+
+def test_options_win_over_variables_and_files_and_only_those_that_are_given(
+    monkeypatch: pytest.MonkeyPatch, policy_file: Path
+) -> None:
+    """The layers are default < file < environment < option, field by field."""
+    policy_file.write_text("preset: tts\nkeep_latest_k: 11\nmax_rollbacks: 12\ngrow_after_steps: 13\n")
+    monkeypatch.setenv("HOLDFAST_MAX_ROLLBACKS", "22")
+    monkeypatch.setenv("HOLDFAST_GROW_AFTER_STEPS", "23")
+    policy = _from_command_line("--policy", str(policy_file), "--grow-after-steps", "33")
+    assert (policy.keep_latest_k, policy.max_rollbacks, policy.grow_after_steps) == (11, 22, 33)
+    assert policy.max_grad_norm == 1.0
+    assert _from_command_line("--max-rollbacks", "1").max_rollbacks == 1
+    assert _from_command_line("--policy", str(policy_file), "--preset", "asr").max_grad_norm == 5.0
+    assert _from_command_line() == Policy()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule", "shown"),
+    [
+        (("--max-grad-norm", "-1"), "H102", "max_grad_norm=-1"),
+        (("--max-grad-norm", "[1"), "H102", "--max-grad-norm='[1'"),
+        (("--preset", "ttts"), "H110", "did you mean 'tts'"),
+        (("--clip-by", "group"), "H109", "clip_by='group'"),
+        (("--policy", "absent.yaml"), "H103", "absent.yaml"),
+    ],
+)
+def test_a_bad_option_is_an_error_of_the_policy(arguments: tuple[str, ...], rule: str, shown: str) -> None:
+    """Options are checked like any other source, and the error says what was given."""
+    with pytest.raises(PolicyError) as caught:
+        _from_command_line(*arguments)
+    assert caught.value.rule == rule
+    assert shown in str(caught.value)
+
+
+def test_the_help_of_the_options_can_be_printed() -> None:
+    """Every option is listed with its default."""
+    parser = argparse.ArgumentParser()
+    Policy.add_arguments(parser)
+    shown = parser.format_help()
+    assert all("--" + field.name.replace("_", "-") in shown for field in dataclasses.fields(Policy))
+    assert "default: 'roll_back'" in shown
+
+
+_RECIPE = """
+# as SpeechBrain writes them
+seed: !PLACEHOLDER
+__set_seed: !apply:torch.manual_seed [!ref <seed>]
+base: &anchor
+    limit: 3.0
+other: {<<: *anchor, name: !name:torch.optim.Adam }
+limit: 2
+deeper: !ref <limit>
+optimizer: !name:torch.optim.Adam
+    lr: !ref <limit> * 2
+? !tuple (1, 2)
+: !new:os.system ["exit 1"]
+evil: !!python/object/apply:os.system ["exit 1"]
+modules:
+    encoder: !new:speechbrain.lobes.models.dual_path.Encoder
+        kernel_size: !ref <limit>
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {"max_grad_norm": 5.0, "clip_by": "optimizer"}),
+        ("max_grad_norm: 1.0", {"max_grad_norm": 1.0, "clip_by": "optimizer"}),
+        ("max_grad_norm: -1", {"max_grad_norm": None, "clip_by": "global"}),
+        ("max_grad_norm: !ref <deeper>", {"max_grad_norm": 2, "clip_by": "optimizer"}),
+        ("clip_grad_norm: 5", {"max_grad_norm": 5, "clip_by": "global"}),
+        ("clip_grad_norm: -1\nmax_grad_norm: 3", {"max_grad_norm": None, "clip_by": "global"}),
+        ("nonfinite_patience: 10\nskip_nonfinite_grads: True", {"nonfinite_patience": 10}),
+        ("nonfinite_patience: 0", {"nonfinite_patience": 1}),
+        ("precision: bf16", {"precision": "bf16"}),
+        ("auto_mix_prec: True", {"precision": "fp16"}),
+        ("auto_mix_prec: False\nbfloat16_mix_prec: True", {"precision": "bf16"}),
+        ("ckpt_interval_steps: 250\nckpt_interval_minutes: 15", {"save_interval_steps": 250}),
+        ("ckpt_interval_steps: 0", {"save_interval_steps": 500}),
+    ],
+)
+def test_a_speechbrain_recipe_is_read(text: str, expected: dict[str, object], policy_file: Path) -> None:
+    """What maps is taken from the file, whatever tags stand around it, and none of them is carried out."""
+    policy_file.write_text(_RECIPE + text + "\n")
+    policy = Policy.from_speechbrain(policy_file)
+    assert {name: getattr(policy, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ({"max_grad_norm": 0}, "multiplies every gradient by 0"),
+        ({"clip_grad_norm": 0.0}, "multiplies every gradient by 0"),
+        ({"max_grad_norm": "large"}, "max_grad_norm='large'; it must be a plain number"),
+        ({"max_grad_norm": True}, "max_grad_norm=True"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm=nan"),
+        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"nonfinite_patience": 2.5}, "nonfinite_patience=2.5"),
+        ({"ckpt_interval_steps": "many"}, "ckpt_interval_steps='many'"),
+    ],
+)
+def test_a_recipe_that_cannot_be_meant_is_refused(values: dict[str, Any], shown: str) -> None:
+    """A limit of 0 and values of another kind are H102, with the recipe's own words."""
+    with pytest.raises(PolicyError) as caught:
+        Policy.from_speechbrain(values)
+    assert caught.value.rule == "H102"
+    assert shown in str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["<limit> * 2", "<absent>", "<optimizer>", "<max_grad_norm>"])
+def test_a_reference_that_leads_to_no_number_is_refused(target: str, policy_file: Path) -> None:
+    """Arithmetic, missing keys, objects and circles are not guessed at."""
+    policy_file.write_text(_RECIPE + f"max_grad_norm: !ref {target}\n")
+    with pytest.raises(PolicyError, match="a plain number, or a !ref to one in the same file") as caught:
+        Policy.from_speechbrain(policy_file)
+    assert caught.value.rule == "H102"
+
+
+def test_a_recipe_lies_below_variables_and_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe is a source like a YAML file; clipping that is turned off above it is off."""
+    recipe = {"max_grad_norm": 1.0, "precision": "bf16"}
+    assert Policy.from_speechbrain(recipe, max_grad_norm=2.0, clip_by="group").max_grad_norm == 2.0
+    assert Policy.from_speechbrain(recipe, max_grad_norm=None).clip_by == "global"
+    monkeypatch.setenv("HOLDFAST_PRECISION", "fp32")
+    assert Policy.from_speechbrain(recipe).precision == "fp32"

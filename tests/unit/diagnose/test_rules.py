@@ -9,15 +9,17 @@ import pytest
 
 import holdfast.diagnose.rules
 from holdfast.core.errors import PolicyError
-from holdfast.diagnose.rules import Rule, all_rules, find_rule
+from holdfast.diagnose.rules import PAGES, Rule, all_rules, find_rule
 
-_PAGE = Path(holdfast.diagnose.rules.__file__).with_name("rules.md").read_text(encoding="utf-8")
+_PAGE = "\n".join(
+    Path(holdfast.diagnose.rules.__file__).with_name(name).read_text(encoding="utf-8") for name in PAGES
+)
 
 
 @pytest.mark.parametrize("rule", all_rules().values(), ids=all_rules())
 def test_every_rule_says_what_why_and_what_to_do(rule: Rule) -> None:
-    """A rule has a title and three parts: the meaning, why it matters, and a fix."""
-    meaning, why, fix = rule.text.split("\n\n")
+    """A rule has a title, the meaning, why it matters and a fix; one about learning also says when it errs."""
+    meaning, why, fix, *errs = rule.text.split("\n\n")
     assert rule.title
     assert rule.title[-1] != "."
     assert re.match(r"[A-Z`]", meaning)
@@ -26,6 +28,8 @@ def test_every_rule_says_what_why_and_what_to_do(rule: Rule) -> None:
     assert meaning.endswith(".")
     assert why.endswith(".")
     assert fix.endswith((".", "`"))
+    assert len(errs) == (rule.id.startswith("H8"))
+    assert all(re.fullmatch(r"\*\*False positives\.\*\* [A-Z`].+\.", text) for text in errs)
 
 
 def test_every_section_of_the_page_is_a_rule() -> None:
@@ -44,7 +48,7 @@ def test_an_id_may_be_typed_in_lower_case() -> None:
     assert find_rule("h101") is find_rule("H101") is all_rules()["H101"]
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("H1010", "H101"), ("101", "H101"), ("h702x", "H702")])
+@pytest.mark.parametrize(("typed", "meant"), [("H1010", "H110"), ("101", "H101"), ("h702x", "H702")])
 def test_an_unknown_id_proposes_the_nearest(typed: str, meant: str) -> None:
     """A typing error is an H702 that names what was typed and what may have been meant."""
     with pytest.raises(PolicyError, match=f"did you mean {meant}") as caught:

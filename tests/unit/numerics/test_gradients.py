@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.numerics.gradients import Group, clip, inspect, nonfinite_gradients
+from holdfast.numerics.gradients import Group, clip, clip_adaptively, inspect, nonfinite_gradients
 
 _LOSS = torch.tensor(1.5)
 
@@ -202,3 +202,148 @@ def test_gradients_of_any_type_are_measured(gradients: list[torch.Tensor], norm:
     assert not facts.nonfinite
     gradients[0].view(-1)[0] = torch.nan
     assert inspect([_group(*gradients)], _LOSS)[0].nonfinite
+
+
+_HALF = torch.float16
+_OVERFLOWS = {
+    "fp32, one element of 2e19": ([torch.tensor([2e19, 0.0])], 2e19),
+    "fp32, 1e20 beside ones": ([torch.tensor([1e20]), torch.ones(100)], 1e20),
+    "fp32, four tensors of 1.8e19": ([torch.tensor([1.8e19])] * 4, 3.6e19),
+    "fp16, 200 elements of 5000": ([torch.full((200,), 5000.0, dtype=_HALF)], 5000 * 200**0.5),
+    "fp16, four tensors of norm 4e4": ([torch.full((4,), 2e4, dtype=_HALF)] * 4, 8e4),
+    "fp16, a million elements of 100": ([torch.full((10**6,), 100.0, dtype=_HALF)], 1e5),
+    "bf16, 1e20 beside ones": (
+        [torch.tensor([1e20], dtype=torch.bfloat16), torch.ones(100, dtype=torch.bfloat16)],
+        1e20,
+    ),
+}
+
+
+@pytest.mark.parametrize(("gradients", "norm"), _OVERFLOWS.values(), ids=list(_OVERFLOWS))
+def test_finite_gradients_that_torch_turns_into_zeros_have_the_norm_asked_for(
+    gradients: list[torch.Tensor], norm: float
+) -> None:
+    """In each known case of an overflow torch clips everything to 0, and here the norm is 1 within 1 %."""
+    ordinary = [_parameter(gradient.clone()) for gradient in gradients]
+    nn.utils.clip_grad_norm_(ordinary, 1.0)
+    assert not any(parameter.grad.any() for parameter in ordinary if parameter.grad is not None)
+    facts, _ = inspect([_group(*gradients)], _LOSS)
+    assert facts.total == pytest.approx(norm, rel=0.01)
+    assert not facts.nonfinite
+    clipped = _clipped([_group(*gradients)], 1.0, "global")
+    assert math.hypot(*(float(gradient.double().norm()) for gradient in clipped)) == pytest.approx(1.0, rel=0.01)
+
+
+def _compare(groups: list[Group], max_norm: float, clip_by: str) -> tuple[float, float]:
+    """Return the cosine between clipping by scopes and by one norm over all, and the ratio of the lengths."""
+    whole, scoped = (
+        torch.cat([gradient.flatten() for gradient in _clipped(groups, max_norm, by)]) for by in ("global", clip_by)
+    )
+    return float(torch.cosine_similarity(whole, scoped, dim=0)), float(scoped.norm() / whole.norm())
+
+
+def test_the_three_ways_to_clip_are_different_algorithms() -> None:
+    """Two groups of 100 to 1 become equally long: cosine 0.71, length x 1.41; below the limit all ways agree."""
+    groups = [
+        _group(torch.tensor([100.0, 0.0]), name="a.0", optimizer="a"),
+        _group(torch.tensor([0.0, 1.0]), name="a.1", optimizer="a"),
+    ]
+    cosine, length = _compare(groups, 0.5, "group")
+    assert cosine == pytest.approx(101 / math.sqrt(2 * 10_001), abs=1e-4)
+    assert length == pytest.approx(math.sqrt(2), rel=1e-4)
+    assert _compare(groups, 0.5, "optimizer") == pytest.approx((1.0, 1.0), abs=1e-6)
+    assert _compare(groups, 1000.0, "group") == pytest.approx((1.0, 1.0), abs=1e-6)
+
+
+def test_groups_of_a_real_model_turn_the_step_and_lengthen_it() -> None:
+    """With embedding, body and head as groups the step turns, and is sqrt(3) times as long where all are clipped."""
+    model = nn.Sequential(nn.Embedding(20, 16), nn.LSTM(16, 16, batch_first=True))
+    head = nn.Linear(16, 20)
+    tokens = torch.randint(0, 20, (8, 13))
+    hidden, _ = model(tokens[:, :-1])
+    nn.functional.cross_entropy(head(hidden).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    parts = {"embedding": model[0], "body": model[1], "head": head}
+    groups = [Group(f"all.{name}", "all", list(part.parameters())) for name, part in parts.items()]
+    facts, _ = inspect(groups, _LOSS)
+    limit = min(facts.norms.values()) / 2
+    cosine, length = _compare(groups, limit, "group")
+    assert cosine < 0.99
+    assert length == pytest.approx(math.sqrt(3), rel=1e-3)
+    assert _compare(groups, limit, "optimizer") == pytest.approx((1.0, 1.0), abs=1e-6)
+
+
+def _weighted(weight: torch.Tensor, gradient: torch.Tensor) -> Group:
+    parameter = nn.Parameter(weight)
+    parameter.grad = gradient
+    return Group("0", "optimizer", [parameter])
+
+
+def _adapted(group: Group, factor: float) -> torch.Tensor:
+    """Clip adaptively, check the norms that are returned, and return the gradient."""
+    after = clip_adaptively([group], inspect([group], _LOSS)[1], factor)
+    (gradient,) = _gradients([group])
+    torch.testing.assert_close(
+        after, inspect([group], _LOSS)[1], rtol=1e-2, atol=0, equal_nan=True, check_dtype=False
+    )
+    return gradient
+
+
+def test_each_output_is_held_to_its_own_weights() -> None:
+    """A row whose gradient is large beside its weights is scaled to the ratio; the others keep their bits."""
+    weight = torch.tensor([[3.0, 4.0], [30.0, 40.0], [0.0, 0.0]])
+    gradient = torch.tensor([[0.6, 0.8], [0.06, 0.08], [1.0, 0.0]])
+    clipped = _adapted(_weighted(weight, gradient.clone()), 0.1)
+    torch.testing.assert_close(clipped[0], torch.tensor([0.3, 0.4]))  # 1.0 is above 0.1 x 5
+    assert torch.equal(clipped[1], gradient[1])
+    torch.testing.assert_close(clipped[2], torch.tensor([1e-4, 0.0]))  # 0.1 x eps
+
+
+def test_a_convolution_has_one_unit_for_each_output_and_a_bias_is_one_unit() -> None:
+    """Units are the first dimension of weights, and the whole of vectors and scalars."""
+    convolution = _adapted(_weighted(torch.ones(2, 3, 2, 2), torch.ones(2, 3, 2, 2)), 0.5)
+    torch.testing.assert_close(convolution, torch.full((2, 3, 2, 2), 0.5))
+    bias = _adapted(_weighted(torch.tensor([3.0, 4.0]), torch.tensor([30.0, 40.0])), 0.5)
+    torch.testing.assert_close(bias, torch.tensor([1.5, 2.0]))
+    scalar = _adapted(_weighted(torch.tensor(2.0), torch.tensor(8.0)), 0.5)
+    torch.testing.assert_close(scalar, torch.tensor(1.0))
+
+
+def test_a_bad_unit_is_left_alone_and_spoils_no_other() -> None:
+    """NaN, Inf and NaN weights change nothing beyond their own row."""
+    weight = torch.ones(4, 2)
+    weight[2, 0] = math.nan
+    gradient = torch.full((4, 2), 10.0)
+    gradient[0, 1], gradient[1, 0] = math.nan, math.inf
+    clipped = _adapted(_weighted(weight, gradient.clone()), 0.1)
+    assert torch.equal(clipped[:3].nan_to_num(), gradient[:3].nan_to_num())
+    torch.testing.assert_close(clipped[3], torch.tensor([0.1, 0.1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_measured_in_fp32(dtype: torch.dtype) -> None:
+    """Half gradients whose norm does not fit into their type are held to the ratio, to their own precision."""
+    clipped = _adapted(_weighted(torch.ones(1, 1000, dtype=dtype), torch.full((1, 1000), 5000.0, dtype=dtype)), 0.01)
+    torch.testing.assert_close(clipped, torch.full((1, 1000), 0.01, dtype=dtype))
+
+
+def test_gradients_whose_norm_overflows_are_held_to_the_ratio_too() -> None:
+    """Finite fp32 gradients of 1e30 are scaled down and not multiplied by 0."""
+    clipped = _adapted(_weighted(torch.ones(2, 2), torch.full((2, 2), 1e30)), 0.01)
+    torch.testing.assert_close(clipped, torch.full((2, 2), 0.01))
+
+
+def test_sparse_gradients_are_not_clipped_adaptively() -> None:
+    """An embedding's sparse gradient has few rows of its weights, and is left alone; its norm is still returned."""
+    sparse = _weighted(torch.ones(3), torch.sparse_coo_tensor([[0, 2]], [30.0, 40.0], (3,), check_invariants=True))
+    dense = _weighted(torch.ones(2, 2), torch.full((2, 2), 5.0))
+    groups = [sparse, dense]
+    after = clip_adaptively(groups, inspect(groups, _LOSS)[1], 0.1)
+    assert torch.equal(_gradients([sparse])[0].to_dense(), torch.tensor([30.0, 0.0, 40.0]))
+    torch.testing.assert_close(after, torch.tensor([50.0, 0.2]))
+
+
+def test_adaptive_and_global_clipping_follow_each_other() -> None:
+    """The norms that adaptive clipping returns are those that clipping needs."""
+    groups = [_weighted(torch.ones(2, 2), torch.tensor([[30.0, 40.0], [0.3, 0.4]]))]
+    clip(groups, clip_adaptively(groups, inspect(groups, _LOSS)[1], 1.0), 0.75, "global")
+    assert float(_gradients(groups)[0].norm()) == pytest.approx(0.75, rel=1e-4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
+from holdfast.core.clock import SystemClock
+from holdfast.core.policy import Policy
+from holdfast.data.splitting import micro_batches
+from holdfast.run.buffers import BufferKeeper
+from holdfast.run.mixed_precision import LossScale
+from holdfast.run.parts import gather_parts
+from holdfast.run.passes import Passed, Passes
+from holdfast.run.promises import Promises
+from holdfast.run.record import RunRecord
 
 
 def gradient_of(make_loss: Any, batch: Any, run_dir: Any, **policy: Any) -> tuple[torch.Tensor, holdfast.StepResult]:
@@ -161,3 +172,180 @@ def test_the_rehearsal_leaves_no_trace(tmp_path):
     assert torch.equal(found[0], torch.rand(3))
     assert torch.equal(found[1], twin[1].running_mean)
     assert calls == [8]
+
+
+LENGTHS = torch.tensor([4, 0, 1, 6, 2, 0, 5, 1])
+
+
+def frames_and_tokens() -> dict[str, torch.Tensor]:
+    """Return a batch of 8 samples with frames in one mask and tokens, other ones, in a second."""
+    torch.manual_seed(4)
+    return {
+        "x": torch.randn(8, 6, 5, dtype=torch.float64),
+        "mask": (torch.arange(6) < LENGTHS.unsqueeze(1)).double(),
+        "tokens": (torch.arange(6) < LENGTHS.flip(0).unsqueeze(1)).double(),
+    }
+
+
+def two_terms(model: nn.Module) -> Any:
+    """Return a loss of two means, over frames and over tokens; NaN where a part has none."""
+
+    def loss(part: Any) -> dict[str, holdfast.Loss]:
+        out = model(part["x"])
+        return {
+            name: holdfast.Loss((errors * part[name]).sum() / part[name].sum(), part[name].sum())
+            for name, errors in (("mask", out.square().sum(2)), ("tokens", out.exp().sum(2)))
+        }
+
+    return loss
+
+
+def bare_sum_of_terms(model: nn.Module) -> Any:
+    return lambda part: sum(term.mean for term in two_terms(model)(part).values())
+
+
+def parted(
+    model: nn.Module, run_dir: Path, loss: Any, batch: Any, samples: int, **options: Any
+) -> tuple[torch.Tensor, Passed]:
+    """Return the gradient and what `Passes.parted` says, for a batch of 8."""
+    policy = Policy()
+    parts = gather_parts(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
+    promises = Promises(parts, policy, BufferKeeper(parts.models), RunRecord(run_dir, SystemClock()))
+    passes = Passes(promises, LossScale("cpu", enabled=False), "cpu", policy.precision)
+    model.zero_grad()
+    passed = passes.parted(micro_batches(batch, 8, samples), 8, loss, list(model.parameters()), None, **options)
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), passed
+
+
+@pytest.mark.parametrize("micro", [1, 3, 4, 7])
+def test_each_of_several_terms_is_weighted_by_its_own_items(tmp_path, micro):
+    """A loss of a mean over frames and one over tokens is exact, although parts without frames or tokens are NaN."""
+    batch = frames_and_tokens()
+    plain, _ = gradient_of(bare_sum_of_terms, batch, tmp_path / "bare")
+    whole, expected = gradient_of(two_terms, batch, tmp_path / "a")
+    parts, found = gradient_of(two_terms, batch, tmp_path / "b", micro_batch_size=micro)
+    assert torch.equal(whole, plain)
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=0)
+    assert found.items == expected.items == float(LENGTHS.sum())
+    listed, _ = gradient_of(lambda m: lambda b: list(two_terms(m)(b).values()), batch, tmp_path / "c")
+    assert torch.equal(listed, whole)
+
+
+def test_counting_several_terms_first_leaves_no_trace(tmp_path):
+    """Random numbers are drawn and buffers are moved as if each part had been run once."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.3), nn.BatchNorm1d(6), nn.Linear(3, 3)).double()
+
+    batch = frames_and_tokens()
+    model, twin = make(), make()
+    torch.manual_seed(6)
+    parted(model, tmp_path, two_terms(model), batch, 4)
+    found = torch.rand(3)
+    torch.manual_seed(6)
+    terms = [two_terms(twin)(part) for part, _ in micro_batches(batch, 8, 4)]
+    assert torch.equal(found, torch.rand(3))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+    totals = {name: sum(part[name].items for part in terms) for name in terms[0]}
+    sum(term.mean * term.items / totals[name] for part in terms for name, term in part.items()).backward()
+    for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        (lambda calls: [1] * (1 + calls % 2), "1 terms for one part of the batch and 2 for another"),
+        (lambda calls: [1, calls], "in one forward pass and of"),
+        (lambda calls: [1, 0], "items=0"),
+    ],
+)
+def test_terms_that_do_not_stay_the_same_are_an_error(tmp_path, items, words):
+    """Another number of terms, other items in the second pass, or a term over nothing is said, not averaged over."""
+    model, calls = nn.Linear(5, 3).double(), []
+
+    def loss(part: Any) -> Any:
+        mean = model(part["x"]).square().mean()
+        found = [holdfast.Loss(mean, count) for count in items(len(calls))]
+        calls.append(part)
+        return found
+
+    with pytest.raises(holdfast.HoldfastError, match="H203") as caught:
+        parted(model, tmp_path, loss, frames_and_tokens(), 4)
+    assert words in str(caught.value)
+
+
+def test_a_mean_of_means_is_what_this_prevents(tmp_path):
+    """The usual loop, which divides by the number of parts, misses the gradient of a ragged batch by a tenth."""
+    batch = frames_and_tokens()
+    batch["mask"][1] = 1.0
+    batch["mask"][5, 0] = 1.0
+    exact, _ = gradient_of(masked_mean, batch, tmp_path)
+    torch.manual_seed(2)
+    model = nn.Linear(5, 3).double()
+    for part, _ in micro_batches(batch, 8, 1):
+        (masked_mean(model)(part).mean / 8).backward()
+    usual = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert (usual - exact).norm() > 0.1 * exact.norm()
+    found, _ = parted(model, tmp_path, masked_mean(model), batch, 1)
+    assert (found - exact).norm() <= 1e-12 * exact.norm()
+
+
+LOSSES_WITH_NAN = {
+    "samples": lambda model: lambda part: model(part["x"]).square().mean(),
+    "items": masked_mean,
+    "terms": two_terms,
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES_WITH_NAN)
+@pytest.mark.parametrize("bad", [(0,), (3,), (6,), (0, 3, 7)])
+def test_a_part_with_a_bad_loss_is_left_out_and_the_others_weigh_more(tmp_path, kind, bad):
+    """NaN or Inf in some parts leaves the gradient of the other samples, and says which were left out."""
+    batch = frames_and_tokens()
+    batch["x"][list(bad)] = math.nan
+    batch["x"][bad[-1]] = math.inf
+    batch["mask"][:, 0] = batch["tokens"][:, 0] = 1.0
+    model = nn.Linear(5, 3).double()
+    found, passed = parted(model, tmp_path, LOSSES_WITH_NAN[kind](model), batch, 2)
+    left_out = sorted({sample // 2 for sample in bad})
+    assert passed.dropped == tuple((2 * part, 2 * part + 2) for part in left_out)
+    kept = [sample for sample in range(8) if sample // 2 not in left_out]
+    sound = {name: tensor[kept] for name, tensor in batch.items()}
+    model.zero_grad()
+    returned = LOSSES_WITH_NAN[kind](model)(sound)
+    terms = list(returned.values()) if kind == "terms" else [returned]
+    loss = sum(term if kind == "samples" else term.mean for term in terms)
+    loss.backward()
+    torch.testing.assert_close(
+        found, torch.cat([p.grad.flatten() for p in model.parameters()]), rtol=1e-12, atol=1e-14
+    )
+    torch.testing.assert_close(passed[0], loss.detach(), rtol=1e-12, atol=0)
+    assert passed[1] == (len(kept) if kind == "samples" else terms[0].items)
+
+
+def test_where_every_part_is_bad_the_step_is(tmp_path):
+    """Nothing is left out of a batch without a sound part, nor where the caller keeps bad parts: the loss is NaN."""
+    batch = frames_and_tokens()
+    model = nn.Linear(5, 3).double()
+    loss = LOSSES_WITH_NAN["samples"](model)
+    batch["x"][0] = math.nan
+    gradient, passed = parted(model, tmp_path, loss, batch, 2, drops=False)
+    assert gradient.isnan().all()
+    assert passed[0].isnan()
+    batch["x"][::2] = math.nan
+    gradient, passed = parted(model, tmp_path, loss, batch, 2)
+    assert gradient.isnan().all()
+    assert passed[0].isnan()
+    assert passed.dropped == ()
+    guard = holdfast.Guard(
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        save_interval_steps=None,
+        micro_batch_size=2,
+        check_split=False,
+    )
+    assert guard.step(batch, loss).skipped

@@ -1,0 +1,247 @@
+"""Where the values of a policy come from: YAML files, ``HOLDFAST_*`` variables, options of a command line, recipes.
+
+Here text becomes values by field name. Whether a value is allowed is checked in ``policy_checks``, and which source
+wins is decided in ``policy``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.core.errors import PolicyError
+from holdfast.core.policy_checks import bad_value
+
+if TYPE_CHECKING:
+    import yaml
+
+PREFIX = "HOLDFAST_"
+PRESET = "preset"  # a key beside the fields: the name of the values that lie below all others
+_LISTS = ("allow_split_with", "frozen", "ignore_rules")
+_OPTION = "holdfast_"  # of the options' names in a namespace, which they share with the program's own
+_REFERENCE = re.compile(r"<([^<>]+)>")
+
+
+def check_keys(keys: Iterable[str], fields: Iterable[str]) -> None:
+    """Check that every key is a policy field, or ``"preset"``.
+
+    Raises:
+        PolicyError: H101, naming the nearest field.
+    """
+    known = [*fields, PRESET]
+    for key in keys:
+        if key not in known:
+            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
+            raise PolicyError(
+                f"{key!r} is not a policy field",
+                limit=f"the fields are {', '.join(known[:-1])}; and there is {PRESET}",
+                fix=f"did you mean {nearest!r}?",
+                rule="H101",
+            )
+
+
+def from_yaml(path: Path, fields: Iterable[str]) -> dict[str, Any]:
+    """Return what a YAML file sets.
+
+    Raises:
+        PolicyError: H101 for an unknown key, H103 for a file that is no YAML mapping.
+    """
+    import yaml
+
+    found = {str(key): _plain(value, str(key)) for key, value in _mapping(path, yaml.SafeLoader).items()}
+    check_keys(found, fields)
+    return found
+
+
+def from_environment(environment: Mapping[str, str], fields: Iterable[str]) -> dict[str, Any]:
+    """Return what the ``HOLDFAST_*`` variables set.
+
+    Raises:
+        PolicyError: H101 for an unknown field, H102 for text that is no YAML value.
+    """
+    found: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if variable.startswith(PREFIX):
+            key = variable.removeprefix(PREFIX).lower()
+            check_keys([key], fields)
+            found[key] = _parse(variable, key, text)
+    return found
+
+
+def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+    """Add ``--preset``, ``--policy`` and one option for each field to a parser.
+
+    Args:
+        parser: Of the program.
+        defaults: By field; they are shown in the help and put nothing into the namespace.
+    """
+    group = parser.add_argument_group("holdfast", "values are YAML: 1.0, true, none, auto; lists: a,b")
+    add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
+    add("--preset", dest=_OPTION + PRESET, metavar="NAME", help="settings of a domain: holdfast presets lists them")
+    add("--policy", dest=_OPTION + "policy", metavar="FILE", help="YAML file of fields and values")
+    for field, default in defaults.items():
+        shown = f"default: {default!r}".replace("%", "%%")
+        add("--" + field.replace("_", "-"), dest=_OPTION + field, metavar="VALUE", help=shown)
+
+
+def from_options(namespace: argparse.Namespace, fields: Iterable[str]) -> tuple[str | None, dict[str, Any]]:
+    """Return the path given by ``--policy``, and what the options set.
+
+    Raises:
+        PolicyError: H102 for text that is no YAML value.
+    """
+    found = {}
+    for key in (PRESET, *fields):
+        text = getattr(namespace, _OPTION + key, None)
+        if text is not None:
+            found[key] = _parse("--" + key.replace("_", "-"), key, text)
+    return getattr(namespace, _OPTION + "policy", None), found
+
+
+def from_speechbrain(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the policy values that do what a SpeechBrain recipe asks for; see `Policy.from_speechbrain`.
+
+    Raises:
+        PolicyError: H102 for a value, H103 for a file that is no YAML mapping.
+    """
+    given = source if isinstance(source, Mapping) else _mapping(Path(source), _opaque_loader())
+    recipe = {key: _resolve(given, key) for key in _SPEECHBRAIN_KEYS if key in given}
+    found: dict[str, Any] = {}
+    if "clip_grad_norm" in recipe:  # a recipe with a fit_batch of its own, which clips over all its modules
+        found["max_grad_norm"] = _limit("clip_grad_norm", recipe["clip_grad_norm"])
+    else:
+        limit = recipe.get("max_grad_norm", 5.0)  # run_opts defaults to 5.0
+        found |= {"max_grad_norm": _limit("max_grad_norm", limit), "clip_by": "optimizer"}
+    if "nonfinite_patience" in recipe:
+        patience = _number("nonfinite_patience", recipe["nonfinite_patience"])
+        found["nonfinite_patience"] = max(1, patience) if isinstance(patience, int) else patience
+    steps = _number("ckpt_interval_steps", recipe.get("ckpt_interval_steps", 0))
+    if steps > 0:
+        found["save_interval_steps"] = steps
+    old_flags = (("auto_mix_prec", "fp16"), ("bfloat16_mix_prec", "bf16"))
+    old = [kind for flag, kind in old_flags if recipe.get(flag) is True]
+    if "precision" in recipe or old:
+        found["precision"] = recipe.get("precision", *old[:1])
+    return found
+
+
+_SPEECHBRAIN_KEYS = (
+    "max_grad_norm",
+    "clip_grad_norm",
+    "nonfinite_patience",
+    "ckpt_interval_steps",
+    "precision",
+    "auto_mix_prec",
+    "bfloat16_mix_prec",
+)
+
+
+def _limit(name: str, value: Any) -> float | None:
+    number = _number(name, value)
+    if number == 0:
+        raise PolicyError(
+            f"{name}={value!r}",
+            limit="a limit of 0 multiplies every gradient by 0, so that nothing is learnt",
+            fix="pass a limit above 0, or a negative one to turn clipping off, as SpeechBrain documents it.",
+            rule="H102",
+        )
+    return None if number < 0 else number
+
+
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    raise bad_value(name, value, "a plain number, or a !ref to one in the same file")
+
+
+def _resolve(recipe: Mapping[str, Any], key: str) -> Any:
+    """Return a value of a recipe; a ``!ref <key>`` is followed to the value of that key."""
+    value, seen = recipe[key], {key}
+    while isinstance(value, _Tagged) and value.tag == "!ref":
+        target = _REFERENCE.fullmatch(value.text.strip())
+        if target is None or target[1] in seen or target[1] not in recipe:
+            break
+        seen.add(target[1])
+        value = recipe[target[1]]
+    return _plain(value)
+
+
+class _Tagged:
+    """What stands behind a tag that was not followed, such as ``!new:``: nothing was made of it."""
+
+    def __init__(self, tag: str, text: str) -> None:
+        self.tag = tag
+        self.text = text
+
+    def __repr__(self) -> str:
+        return f"{self.tag} {self.text}".strip()
+
+
+@functools.cache
+def _opaque_loader() -> type[yaml.SafeLoader]:
+    import yaml
+
+    class OpaqueLoader(yaml.SafeLoader):
+        """Reads plain YAML, and turns whatever has a tag that YAML does not know into a `_Tagged`."""
+
+    def note(_: yaml.SafeLoader, node: yaml.Node) -> _Tagged:
+        return _Tagged(node.tag, node.value if isinstance(node, yaml.ScalarNode) else "")
+
+    OpaqueLoader.add_constructor(None, note)
+    return OpaqueLoader
+
+
+def _mapping(path: Path, loader: type[yaml.SafeLoader]) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), loader)  # noqa: S506 - a SafeLoader, here or above
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PolicyError(
+            f"policy file {path} cannot be read ({error})",
+            limit="a readable YAML file is needed",
+            fix="check the path and the YAML syntax.",
+            rule="H103",
+        ) from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise PolicyError(
+            f"policy file {path} holds a {type(loaded).__name__}",
+            limit="a mapping of field names to values is needed",
+            fix="write one `field: value` per line, for instance `max_grad_norm: 1.0`.",
+            rule="H103",
+        )
+    return loaded
+
+
+def _parse(source: str, key: str, text: str) -> Any:
+    """Return the value that a text means, as YAML reads it; lists may do without brackets."""
+    if key in _LISTS and not text.lstrip().startswith("["):  # no YAML: a pattern may begin with a star
+        return [part.strip() for part in text.split(",") if part.strip()]
+    import yaml  # here, so that a process without such variables never loads it
+
+    try:
+        return _plain(yaml.safe_load(text), key)
+    except yaml.YAMLError as error:
+        raise bad_value(source, text, "a YAML value such as 1.0, true, null or auto") from error
+
+
+def _plain(value: Any, key: str = "") -> Any:
+    if value in ("None", "none"):
+        return None
+    if value is False and key == "spike_action":
+        return "off"  # YAML 1.1 takes the word for false
+    if isinstance(value, str):
+        # YAML 1.1 reads 1e-3 as text: it wants a dot and a sign.
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value

@@ -1,0 +1,131 @@
+"""What to do to the learning rate when the batch changes. Advice only: nothing here touches an optimizer.
+
+All of it is about losses that are means over the batch. Schedules, and when a rate is lowered, lie elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.core.errors import PolicyError
+
+By = Literal["batch", "accumulation", "micro_batch"]
+Rule = Literal["linear", "square root", "none"]
+
+_GOYAL = "Goyal et al., arXiv 1706.02677"
+_MALLADI = "Malladi et al., arXiv 2205.10287"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to change.
+
+    Args:
+        rule: How the rate follows the batch.
+        factor: What every learning rate is multiplied by.
+        betas: New decay rates by parameter group (``betas`` of Adam, ``alpha`` of RMSprop); empty: leave them.
+        eps: New eps by parameter group; empty: leave it.
+        reason: Why, and where the rule ends.
+        source: Where it was published; empty for no change.
+    """
+
+    rule: Rule
+    factor: float
+    betas: tuple[tuple[float, ...], ...] = ()
+    eps: tuple[float, ...] = ()
+    reason: str
+    source: str
+
+
+def advise(optimizer: Optimizer, old_batch: int, new_batch: int, *, by: By) -> Advice:
+    """Return what to change so that training behaves as before, for the same number of samples.
+
+    Args:
+        optimizer: The one whose rate is asked for.
+        old_batch: So many before.
+        new_batch: So many now.
+        by: What the two numbers count. ``"batch"``: samples of one update, over all micro-batches and ranks.
+            ``"accumulation"``: micro-batches of one update, and ``"micro_batch"``: samples of one forward, while the
+            samples of the update stay the same. If they do not stay the same, that is a change of ``"batch"``,
+            whatever it came from.
+
+    Raises:
+        PolicyError: H105 for a number that is no whole number >= 1, or another `by`.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> advise(torch.optim.SGD([weight], lr=0.1), 256, 1024, by="batch").factor
+        4.0
+        >>> advise(torch.optim.AdamW([weight], lr=1e-3), 256, 1024, by="batch").factor
+        2.0
+        >>> advise(torch.optim.AdamW([weight], lr=1e-3), 2, 8, by="accumulation").factor
+        1.0
+    """
+    _check(old_batch, new_batch, by)
+    if by != "batch":
+        return _no_change(
+            "one update still averages over the same samples, and in how many pieces they pass does not change their "
+            "mean; if the samples of an update do change, ask by='batch' with their numbers"
+        )
+    k = new_batch / old_batch
+    if k == 1:
+        return _no_change("the batch is the same")
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SGD):
+        return Advice(
+            rule="linear",
+            factor=k,
+            reason=f"{k:g} x the samples in an update make 1/{k:g} x the updates, each of which has to go {k:g} x as "
+            "far; leave the momentum alone. It ends where a step is no longer small beside the curvature (above 8192 "
+            "images there), and a large rate needs a warm-up",
+            source=_GOYAL,
+        )
+    if _is_adaptive(optimizer):
+        return _square_root(optimizer, name, k)
+    return _no_change(f"no published rule is known for {name}: try the old rate first")
+
+
+def _square_root(optimizer: Optimizer, name: str, k: float) -> Advice:
+    decays = [group["betas"] if "betas" in group else (group["alpha"],) for group in optimizer.param_groups]
+    fits = all(k * (1 - decay) < 1 for betas in decays for decay in betas)
+    ends = "" if fits else f"; the decay rates are left alone, since {k:g} x (1 - beta) is no longer below 1"
+    return Advice(
+        rule="square root",
+        factor=math.sqrt(k),
+        betas=tuple(tuple(1 - k * (1 - decay) for decay in betas) for betas in decays) if fits else (),
+        eps=tuple(group["eps"] / math.sqrt(k) for group in optimizer.param_groups),
+        reason=f"{name} divides by the size of a gradient that is mostly noise, which shrinks with the root of the "
+        f"batch: the rate by sqrt({k:g}), 1 - beta by {k:g}, eps by 1/sqrt({k:g}){ends}. Where the batch is so "
+        "large that the noise is small, the rule says too little",
+        source=_MALLADI,
+    )
+
+
+def _is_adaptive(optimizer: Optimizer) -> bool:
+    """Tell whether it is of Adam's kind: it divides by the root of a decaying mean of squares."""
+    groups = optimizer.param_groups
+    return isinstance(optimizer, torch.optim.RMSprop) or all({"betas", "eps"} <= set(group) for group in groups)
+
+
+def _no_change(reason: str) -> Advice:
+    return Advice(rule="none", factor=1.0, reason=reason, source="")
+
+
+def _check(old_batch: object, new_batch: object, by: object) -> None:
+    for name, value in (("old_batch", old_batch), ("new_batch", new_batch)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PolicyError(
+                f"{name}={value!r}", limit="it must be a whole number >= 1", fix="pass a count.", rule="H105"
+            )
+    if by not in ("batch", "accumulation", "micro_batch"):
+        raise PolicyError(
+            f"by={by!r}",
+            limit="it must be 'batch', 'accumulation' or 'micro_batch'",
+            fix="say what the two numbers count.",
+            rule="H105",
+        )

@@ -1,0 +1,88 @@
+"""The diagnosis of one guarded run: what the observer finds becomes events.
+
+Does not: observe (see ``observer``) or judge (see ``diagnose``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from holdfast.core.policy import Policy
+from holdfast.diagnose.finding import Finding
+from holdfast.run.observer import Observer
+from holdfast.run.outcome import Outcome
+from holdfast.run.parts import Parts
+from holdfast.run.record import RunRecord
+
+
+class Diagnosis:
+    """Watches the steps of a guard, if the policy wants it.
+
+    Args:
+        parts: Models, optimizers, schedulers.
+        policy: Settings.
+        record: Where findings go.
+    """
+
+    def __init__(self, parts: Parts, policy: Policy, record: RunRecord) -> None:
+        self._record = record
+        self._max_grad_norm = policy.max_grad_norm
+        self._observer: Observer | None = None
+        if policy.diagnose:
+            self._observer = Observer(
+                parts.models,
+                parts.optimizers,
+                parts.schedulers,
+                objective=policy.objective,
+                frozen=policy.frozen,
+                ignore=policy.ignore_rules,
+            )
+            self._observer.close()  # until the run is opened
+
+    def open(self) -> None:
+        """Begin to observe."""
+        if self._observer is not None:
+            self._observer.close()
+            self._observer.install()
+
+    def close(self) -> None:
+        """Judge what was seen so far, and observe no more."""
+        if self._observer is not None:
+            if self._record.is_open and self._observer.steps:
+                self._observer.finish()
+                self._tell(self._observer.take_fresh())
+            self._observer.close()
+
+    def attempt(self, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a forward and backward pass."""
+        return contextlib.nullcontext() if self._observer is None else self._observer.begin_step(names)
+
+    def step_ended(self, outcome: Outcome) -> None:
+        """Take in how a step ended."""
+        if self._observer is not None:
+            limit, facts = self._max_grad_norm, outcome.attempt.facts
+            clipped = limit is not None and facts.total > limit
+            self._tell(self._observer.end_step(facts.loss, committed=outcome.committed, clipped=clipped))
+
+    def validated(self, value: float) -> None:
+        """Take in the loss of an evaluation."""
+        if self._observer is not None:
+            self._observer.validated(value)
+
+    def _tell(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            kind = "note" if finding.severity == "note" else "finding"
+            facts = asdict(finding)
+            self._record.happened(kind, about=facts.pop("kind"), **facts)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what later judgements need of the past."""
+        return None if self._observer is None else self._observer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take up the past of a run."""
+        if self._observer is not None and state is not None:
+            self._observer.load_state_dict(state)

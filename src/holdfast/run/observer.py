@@ -1,0 +1,400 @@
+"""`Observer`: the engine of the diagnosis, shared by `watch` and by the guard.
+
+It looks through torch's public hooks and, in sampled steps, a ``TorchFunctionMode``. It changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from holdfast.diagnose.finding import Finding
+from holdfast.diagnose.learning import Findings, judge
+from holdfast.numerics.batches import Inputs
+from holdfast.numerics.flow import Activity, Flow
+from holdfast.numerics.loss_inputs import LossInputs, unscaled
+from holdfast.numerics.loss_sites import LossSites
+from holdfast.run.observed import FULL_ROUNDS, WatchedModel, WatchedOptimizer, WatchedScheduler
+
+_LATER_SHARE = 10
+"""After the first rounds one in so many is observed: numerics.md 5.2, tier 2."""
+_CALLS_PER_STEP = 4
+_JUDGED = (1, 2, 3, 5, 10, 15, 20, 25, 30)
+_FIRST_WINDOW = 400
+
+_log = logging.getLogger("holdfast")
+_Rest = ParamSpec("_Rest")
+
+
+def _harmless(method: Callable[Concatenate[Observer, _Rest], None]) -> Callable[Concatenate[Observer, _Rest], None]:
+    """Keep a failure of the diagnosis out of the training: it is logged, and nothing is observed any more."""
+
+    @functools.wraps(method)
+    def guarded(self: Observer, *args: _Rest.args, **kwargs: _Rest.kwargs) -> None:
+        if self.failure is not None:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            self.failure = f"{type(error).__name__}: {error}"
+            _log.warning("the diagnosis has switched itself off: %s", self.failure, exc_info=error)
+
+    return guarded  # type: ignore[return-value]
+
+
+class Observer:
+    """Watches models and optimizers, and judges what it saw.
+
+    Args:
+        models: Modules by name.
+        optimizers: By name.
+        schedulers: By name.
+        total_steps: Optimizer steps that the run is meant to have; None: unknown.
+        objective: What the loss means; see `Policy.objective`.
+        frozen: Shell patterns of names of parameters that are meant not to learn.
+        ignore: Rules that shall be silent.
+        compiled: Whether a model is compiled: hooks on modules and a mode would break its graph, so that only what
+            the optimizers see is observed.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
+        schedulers: Mapping[str, Any] | None = None,
+        *,
+        total_steps: int | None = None,
+        objective: str = "minimize",
+        frozen: Sequence[str] = (),
+        ignore: Sequence[str] = (),
+        compiled: bool = False,
+    ) -> None:
+        self.failure: str | None = None
+        self._compiled = compiled
+        self._total_steps, self._objective, self._ignore = total_steps, objective, frozenset(ignore)
+        single = len(models) == 1
+        self._models = {
+            name: WatchedModel(name, module, "" if single else f"{name}.", frozen) for name, module in models.items()
+        }
+        names = {id(p): key for model in self._models.values() for key, p in model.named()}
+        self._optimizers = {
+            name: WatchedOptimizer(name, optimizer, set(names)) for name, optimizer in optimizers.items()
+        }
+        self._schedulers = {name: WatchedScheduler(name, each) for name, each in (schedulers or {}).items()}
+        self._flow, self._activity, self._sites = Flow(names), Activity(), LossSites()
+        self._inputs = {name: Inputs() for name in models}
+        self.mode = LossInputs(self._sites, self._on_activation, self._on_backward)
+        self._path: list[str] = []
+        self._calls = 0
+        self._ticks = 0
+        self._backwards = self._backwards_since_step = 0
+        self._sampled = False
+        self._guided = False
+        self._validations: list[tuple[int, float | None, float]] = []
+        self._found = Findings()
+        self._hooks: list[RemovableHandle] = []
+        self._step_hooks: list[RemovableHandle] = []
+
+    def install(self) -> None:
+        """Begin to observe, after making an observer or after `close`."""
+        for name, watched in self._optimizers.items():
+            watched.open()
+            self._hooks.append(watched.optimizer.register_step_pre_hook(self._before_hook(name)))
+            self._hooks.append(watched.optimizer.register_step_post_hook(self._after_hook(name)))
+        for name, model in self._visible():
+            self._hooks.append(model.module.register_forward_pre_hook(self._given_hook(name), with_kwargs=True))
+
+    def _visible(self) -> list[tuple[str, WatchedModel]]:
+        return [] if self._compiled else list(self._models.items())
+
+    # --- sampling -------------------------------------------------------------------------------------------
+
+    @property
+    def closure(self) -> bool:
+        """Return whether an optimizer calls the loss within its own step."""
+        return any(watched.closure for watched in self._optimizers.values())
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of the optimizer that made most."""
+        return max((watched.steps for watched in self._optimizers.values()), default=0)
+
+    def due(self) -> bool:
+        """Return whether the next step is to be sampled."""
+        if self.failure is not None or self._backwards_since_step > 400:
+            return False
+        if self._ticks < FULL_ROUNDS * max(1, len(self._optimizers)):
+            return True
+        # Multiplicative hashing instead of every tenth: it cannot fall into step with epochs or with several
+        # optimizers, and it draws no random number.
+        return (self._ticks * 2654435761) % 2**32 < 2**32 // _LATER_SHARE
+
+    @contextlib.contextmanager
+    def begin_step(self, names: Sequence[str] = ()) -> Iterator[None]:
+        """Observe the forward and backward passes inside, if this step is sampled; may be entered several times.
+
+        Args:
+            names: The optimizers that will step.
+        """
+        del names  # hooks on the optimizers tell which of them stepped
+        self._guided = True
+        if not self.due():
+            yield
+            return
+        self.look()
+        try:
+            with contextlib.nullcontext() if self._compiled else self.mode:
+                yield
+        finally:
+            self._unhook_step()
+
+    @_harmless
+    def look(self) -> None:
+        """Begin a sampled step: hooks on modules, counts within the step at zero."""
+        self._sampled = True
+        self._calls = 0
+        self._path.clear()
+        self._new_pass()
+        self._unhook_step()
+        for name, model in self._visible():
+            prefix = "" if len(self._models) == 1 else f"{name}."
+            self._step_hooks.append(model.module.register_forward_hook(self._answered_hook(name)))
+            for path, module in model.module.named_modules():
+                if path:
+                    self._step_hooks.append(module.register_forward_pre_hook(self._enter_hook(prefix + path)))
+                    self._step_hooks.append(module.register_forward_hook(self._leave_hook(), always_call=True))
+
+    def _unhook_step(self) -> None:
+        for handle in self._step_hooks:
+            handle.remove()
+        self._step_hooks.clear()
+
+    def _new_pass(self) -> None:
+        self._sites.begin_step()
+        self._activity.begin_step()
+
+    # --- what the hooks see ---------------------------------------------------------------------------------
+
+    def _enter_hook(self, path: str) -> Callable[[nn.Module, Any], None]:
+        return lambda _module, _args: self._path.append(path)
+
+    def _leave_hook(self) -> Callable[[nn.Module, Any, Any], None]:
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            if self._path:
+                self._path.pop()
+
+        return leave
+
+    def _given_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        model, inputs = self._models[name], self._inputs[name]
+
+        def given(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not torch.is_grad_enabled():
+                model.unwatched[module.training] += 1
+            elif self._step_hooks and not self.mode.in_backward and self._calls < _CALLS_PER_STEP:
+                self._calls += 1
+                self._note_inputs(inputs, (args, kwargs))
+
+        return given
+
+    def _answered_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        inputs = self._inputs[name]
+
+        def answered(_module: nn.Module, _args: Any, output: Any) -> None:
+            if torch.is_grad_enabled() and not self.mode.in_backward:
+                self._note_outputs(inputs, output)
+
+        return answered
+
+    @_harmless
+    def _note_inputs(self, inputs: Inputs, tree: Any) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            inputs.given(tree)
+
+    @_harmless
+    def _note_outputs(self, inputs: Inputs, tree: Any) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            inputs.answered(tree)
+
+    @_harmless
+    def _on_activation(self, function: str, output: Tensor) -> None:
+        if not self.mode.in_backward:
+            self._activity.note(function, self._path[-1] if self._path else "", output)
+
+    @_harmless
+    def _on_backward(self, loss: Tensor) -> None:
+        self._backwards += 1
+        self._backwards_since_step += 1
+        self._new_pass()
+        if loss.numel() == 1:
+            value = unscaled(loss)
+            for watched in self._optimizers.values():
+                watched.pending.append(value)
+                del watched.pending[:-64]
+
+    # --- optimizer steps ------------------------------------------------------------------------------------
+
+    def _before_hook(self, name: str) -> Callable[[Optimizer, Any, Any], None]:
+        def before(_optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            # The arguments of step() as torch hands them on: the optimizer itself comes first.
+            self._before(name, closure=kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]))
+
+        return before
+
+    def _after_hook(self, name: str) -> Callable[[Optimizer, Any, Any], None]:
+        return lambda _optimizer, _args, _kwargs: self._after(name)
+
+    @_harmless
+    def _before(self, name: str, *, closure: bool) -> None:
+        watched = self._optimizers[name]
+        watched.steps += 1
+        watched.closure = watched.closure or closure
+        watched.note_lr()
+        for scheduler in self._schedulers.values():
+            if getattr(scheduler.scheduler, "optimizer", watched.optimizer) is watched.optimizer:
+                scheduler.note_step()
+        if not self._sampled:
+            return
+        for model in self._models.values():
+            model.note_step()
+        if closure:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            watched.note_step(self._flow.before_step(name, watched.parameters()))
+
+    @_harmless
+    def _after(self, name: str) -> None:
+        self._backwards_since_step = 0
+        watched = self._optimizers[name]
+        if self._sampled and not watched.closure:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                watched.note_moved(moved=bool(self._flow.after_step()["moved"]))
+        if not self._guided:
+            for value in watched.pending[-1:]:
+                watched.losses.add(watched.steps, value)
+        watched.pending.clear()
+        if watched.observed >= FULL_ROUNDS:
+            watched.close()
+
+    def end_step(self, loss: float | None = None, *, committed: bool = True, clipped: bool = False) -> list[Finding]:
+        """End a step, and return what is found for the first time.
+
+        Args:
+            loss: Mean loss of the step, where the caller knows it.
+            committed: Whether the weights were changed.
+            clipped: Whether the gradient was scaled down to a limit.
+        """
+        for watched in self._optimizers.values():
+            if loss is not None:
+                watched.losses.add(watched.steps, loss)
+            watched.committed += committed
+            watched.clipped += clipped
+        self._end()
+        return self.take_fresh()
+
+    def take_fresh(self) -> list[Finding]:
+        """Return what was found since the last call and never told before."""
+        return self._found.take_fresh()
+
+    @_harmless
+    def _end(self) -> None:
+        self._ticks += 1
+        sampled, self._sampled = self._sampled, False
+        self._unhook_step()
+        self._flow.forget_step()
+        rounds = self._ticks / max(1, len(self._optimizers))
+        window = self._window_due()
+        if window or (sampled and (rounds in _JUDGED or rounds > FULL_ROUNDS) and rounds == int(rounds)):
+            self._judge(windows=window)
+
+    def _window_due(self) -> bool:
+        steps = self.steps
+        if self._total_steps is not None:
+            part = max(1, self._total_steps // 5)
+            return steps >= 200 and steps % part == 0
+        return steps >= _FIRST_WINDOW and steps % _FIRST_WINDOW == 0 and (steps // _FIRST_WINDOW).bit_count() == 1
+
+    # --- judging --------------------------------------------------------------------------------------------
+
+    def facts(self, *, ended: bool = False) -> dict[str, Any]:
+        """Return everything that is known, as plain data; the keys are described in ``diagnose.learning``."""
+        owned = {id(p) for model in self._models.values() for _, p in model.named()}
+        held = {id(p) for watched in self._optimizers.values() for p in watched.parameters()}
+        layers = self._flow.facts()
+        return {
+            "steps": self.steps,
+            "total_steps": self._total_steps,
+            "ended": ended,
+            "objective": self._objective,
+            "backwards": self._backwards,
+            "backwards_since_step": self._backwards_since_step,
+            "optimizers": {
+                name: watched.facts(owned, self._flow.totals.get(name, []))
+                for name, watched in self._optimizers.items()
+            },
+            "models": {name: model.facts(held, layers) for name, model in self._models.items()},
+            "schedulers": {name: scheduler.facts() for name, scheduler in self._schedulers.items()},
+            "layers": layers,
+            "losses": self._sites.facts(),
+            "inputs": {name: inputs.facts() for name, inputs in self._inputs.items()},
+            "dead_units": self._activity.dead(),
+            "saturated": self._activity.saturated(),
+            "validations": [list(each) for each in self._validations],
+        }
+
+    def _judge(self, *, windows: bool, ended: bool = False) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            facts = self.facts(ended=ended)
+        self._found.add(judge(facts, ignore=self._ignore, windows=windows), windows=windows)
+
+    def findings(self) -> list[Finding]:
+        """Return what was found, the most important first."""
+        return self._found.all()
+
+    @_harmless
+    def validated(self, value: float) -> None:
+        """Add the loss of an evaluation, less is better."""
+        last = [watched.losses.points[-10:] for watched in self._optimizers.values() if watched.losses.points]
+        training = sorted(loss for _, loss in last[0])[len(last[0]) // 2] if last else None
+        self._validations.append((self.steps, training, float(value)))
+        for model in self._models.values():
+            model.note_validation()
+
+    @_harmless
+    def finish(self) -> None:
+        """Judge the run as a whole, at its end."""
+        self._judge(windows=True, ended=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later judgements need of the past, as plain data."""
+        return {
+            "steps": {name: watched.steps for name, watched in self._optimizers.items()},
+            "losses": {name: [list(p) for p in watched.losses.points] for name, watched in self._optimizers.items()},
+            "validations": [list(each) for each in self._validations],
+            "told": self._found.told(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a past; optimizers that it does not know begin anew."""
+        for name, watched in self._optimizers.items():
+            watched.steps = int(state["steps"].get(name, 0))
+            watched.losses.points = [(int(step), float(loss)) for step, loss in state["losses"].get(name, [])]
+        self._validations = [(int(s), t, float(v)) for s, t, v in state["validations"]]
+        self._found.already_told(state["told"])
+
+    def close(self) -> None:
+        """Remove all hooks; may be called again."""
+        self._unhook_step()
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        for watched in self._optimizers.values():
+            watched.close()

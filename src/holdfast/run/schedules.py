@@ -1,0 +1,187 @@
+"""Learning-rate schedulers, driven so that a schedule counts what really happened.
+
+advance()     a step of each scheduler whose optimizer has moved, and of no other
+validated()   a step of each scheduler that needs a validation metric
+scale()       every learning rate times a factor, which no scheduler takes back later
+
+A scheduler of torch computes the next rate from the present one (``StepLR``), from rates that it has kept
+(``LambdaLR``), or from both (``CosineAnnealingLR``), and some keep them in the optimizer's groups (``OneCycleLR``).
+All their formulas are homogeneous: with every rate that is kept anywhere multiplied by a factor, so is each later
+rate. All these places are part of what torch itself saves, so nothing more has to be in a checkpoint, and loading
+older state takes the factor back with everything else.
+
+Not here: when a rate ought to be changed. That is decided by ``numerics`` and the policy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, SupportsFloat
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from holdfast.core.errors import PolicyError
+
+# Where torch 2.11 to 2.13 keep learning rates: lr_scheduler.py and swa_utils.SWALR. `eps` is ReduceLROnPlateau's
+# smallest change of a rate, not a divisor. The last ones are the usual names in warm-up schedulers by other hands.
+_GROUP_KEYS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
+_ATTRIBUTES = (
+    "base_lrs",
+    "_last_lr",
+    "eta_min",
+    "max_lrs",
+    "min_lrs",
+    "default_min_lr",
+    "eps",
+    "min_lr",
+    "max_lr",
+    "base_lr",
+    "warmup_start_lr",
+)
+
+
+def advance(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer], moved: Sequence[str]) -> None:
+    """Advance the schedulers that drive optimizers which have moved, and need no metric for it.
+
+    Args:
+        schedulers: By name. What is no ``LRScheduler`` of torch is its owner's to drive.
+        optimizers: By name.
+        moved: Names of those whose step was really made: a skipped step is no step of the schedule.
+    """
+    movers = {id(optimizers[name]) for name in moved}
+    for scheduler in schedulers.values():
+        if isinstance(scheduler, LRScheduler) and id(scheduler.optimizer) in movers and not needs_metric(scheduler):
+            scheduler.step()
+
+
+def validated(schedulers: Mapping[str, Any], metric: SupportsFloat) -> list[str]:
+    """Tell the schedulers that need one a validation metric: ReduceLROnPlateau, or any whose ``step`` takes it.
+
+    Args:
+        schedulers: By name.
+        metric: Of one evaluation, never of one batch: with batch losses ReduceLROnPlateau cuts a rate for noise.
+            A metric of NaN or Inf is passed over, since a best value of Inf could never be reached again.
+
+    Returns:
+        The names of the schedulers that have changed a learning rate.
+    """
+    value = float(metric)
+    changed = []
+    for name, scheduler in schedulers.items():
+        if not needs_metric(scheduler) or not math.isfinite(value):
+            continue
+        before = _rates(scheduler)
+        scheduler.step(value)
+        if _rates(scheduler) != before:
+            changed.append(name)
+    return changed
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """Say whether a scheduler's ``step`` cannot be called without an argument."""
+    step = getattr(scheduler, "step", None)
+    if not callable(step):
+        return False
+    needed = (parameter.default is parameter.empty for parameter in _positional(step))
+    return any(needed)
+
+
+def _positional(step: Any) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        return [each for each in inspect.signature(step).parameters.values() if each.kind in kinds]
+    except (TypeError, ValueError):  # written in C, or hidden: taken for one that needs nothing, as in a bare loop
+        return []
+
+
+def check_schedulers(schedulers: Mapping[str, Any], *, scales: bool) -> None:
+    """Check that these schedulers can be driven, before a run starts.
+
+    Args:
+        schedulers: By name.
+        scales: Whether `scale` may be called later, as ``Policy.rollback_lr_factor`` asks for.
+
+    Raises:
+        PolicyError: H105, for a scheduler that needs a metric inside one that gives it none (SequentialLR and
+            ChainedScheduler call ``step()``); with `scales`, for one whose rates cannot be found.
+    """
+    for name, scheduler in schedulers.items():
+        for inner in _nested(scheduler):
+            if inner is not scheduler and needs_metric(inner):
+                raise PolicyError(
+                    f"scheduler {name!r} is a {type(scheduler).__name__} that holds a {type(inner).__name__}",
+                    limit=f"the step of a {type(inner).__name__} needs a metric, which it is not given in there",
+                    fix=f"give Guard both, beside each other: scheduler={{{name!r}: ..., 'plateau': ...}}.",
+                    rule="H105",
+                )
+            if scales and not isinstance(inner, LRScheduler):
+                raise PolicyError(
+                    f"scheduler {name!r} is a {type(inner).__name__}",
+                    limit="only in an LRScheduler of torch can learning rates be multiplied so that they stay so",
+                    fix="write it as a torch.optim.lr_scheduler.LambdaLR, or leave rollback_lr_factor=None.",
+                    rule="H105",
+                )
+
+
+def scale(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer], factor: float) -> None:
+    """Multiply every learning rate by a factor, so that each later rate of every schedule is multiplied as well.
+
+    The present rate is multiplied, and all that the schedulers keep: first and largest rates, floors, SWALR's goal.
+    New containers are made, so state that was taken before is not touched.
+
+    Args:
+        schedulers: By name; those inside SequentialLR and ChainedScheduler are found.
+        optimizers: By name; all their groups.
+        factor: Above 0.
+
+    Raises:
+        PolicyError: H102, for a factor that is not a positive number.
+    """
+    if isinstance(factor, bool) or not math.isfinite(factor) or factor <= 0:
+        raise PolicyError(
+            f"factor={factor!r}",
+            limit="learning rates can only be multiplied by a number above 0",
+            fix="pass a factor such as 0.3.",
+            rule="H102",
+        )
+    for group in _groups(schedulers, optimizers):
+        for key in _GROUP_KEYS:
+            if group.get(key) is not None:
+                group[key] = _times(group[key], factor, in_place=key == "lr")
+    kept = {id(inner): inner for scheduler in schedulers.values() for inner in _nested(scheduler)}
+    for inner in kept.values():
+        for name in _ATTRIBUTES:
+            value = vars(inner).get(name) if isinstance(inner, LRScheduler) else None
+            if isinstance(value, (list, tuple)):
+                setattr(inner, name, type(value)(_times(each, factor) for each in value))
+            elif value is not None:
+                setattr(inner, name, _times(value, factor))
+
+
+def _groups(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> Iterator[dict[str, Any]]:
+    driven = (each.optimizer for each in schedulers.values() if isinstance(each, LRScheduler))
+    unique = {id(optimizer): optimizer for optimizer in (*optimizers.values(), *driven)}
+    for optimizer in unique.values():
+        yield from optimizer.param_groups
+
+
+def _nested(scheduler: Any) -> Iterator[Any]:
+    yield scheduler
+    for inner in getattr(scheduler, "_schedulers", ()):
+        yield from _nested(inner)
+
+
+def _times(value: Any, factor: float, *, in_place: bool = False) -> Any:
+    if isinstance(value, torch.Tensor):
+        # A compiled or captured optimizer step reads this very tensor.
+        return value.mul_(factor) if in_place else value * factor
+    return value * factor
+
+
+def _rates(scheduler: Any) -> list[float]:
+    optimizer = getattr(scheduler, "optimizer", None)
+    return [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]

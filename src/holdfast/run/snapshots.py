@@ -1,0 +1,118 @@
+"""Copies of the last good states in host memory, so that a rollback loses less than the way to a checkpoint.
+
+Two are kept, since the newer one may be of a state that was bad already before anybody noticed.
+
+Does not: decide when to return, or survive the process (see ``session`` for what lies on the disk).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.core.clock import Clock
+
+_KEPT = 2
+# Of the time since the last copy: above that, copies are made half as often.
+_MOST_TIME = 0.01
+# Of the memory that is available: the rest belongs to activations, loaders and the caller.
+_MOST_MEMORY = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """One copy.
+
+    Args:
+        global_step: Optimizer steps in it.
+        trees: State by component, as ``components.gather`` returns it; tensors on the host.
+    """
+
+    global_step: int
+    trees: Mapping[str, Any]
+
+
+class Snapshots:
+    """The copies of one run.
+
+    Args:
+        interval_steps: Optimizer steps between them; None keeps none.
+        clock: To see what they cost.
+        available: Returns the bytes that may still be allocated, None without a limit.
+    """
+
+    def __init__(self, interval_steps: int | None, clock: Clock, available: Callable[[], int | None]) -> None:
+        self._interval = interval_steps
+        self._clock = clock
+        self._available = available
+        self._kept: list[Kept] = []
+        self._last_step = 0
+        self._last_seconds = clock.monotonic_seconds()
+
+    def is_due(self, global_step: int) -> bool:
+        """Return whether a multiple of the interval was passed since the last copy."""
+        return self._interval is not None and global_step // self._interval > self._last_step // self._interval
+
+    def keep(self, global_step: int, trees: Mapping[str, Any]) -> bool:
+        """Copy a state that is known to be good, if that fits.
+
+        Args:
+            global_step: Optimizer steps in it.
+            trees: From ``components.gather``: live tensors, any device.
+
+        Returns:
+            Whether it was copied. A state that does not fit is not asked for again.
+        """
+        assert self._interval is not None
+        started = self._clock.monotonic_seconds()
+        available = self._available()
+        if available is not None and _size_bytes(trees) > _MOST_MEMORY * available:
+            self.give_up()
+            return False
+        del self._kept[: -_KEPT + 1]
+        self._kept.append(Kept(global_step=global_step, trees=copied_to_host(trees)))
+        now = self._clock.monotonic_seconds()
+        if now - started > _MOST_TIME * (started - self._last_seconds):
+            self._interval *= 2
+        self._last_step, self._last_seconds = global_step, now
+        return True
+
+    def newest(self, before_step: int) -> Kept | None:
+        """Return the newest copy of at most so many steps, or None. Those that are newer are dropped."""
+        self._kept = [kept for kept in self._kept if kept.global_step <= before_step]
+        return self._kept[-1] if self._kept else None
+
+    def returned_to(self, global_step: int) -> None:
+        """Note that the run is at an earlier step again: the next copy is due an interval later."""
+        self._last_step, self._last_seconds = global_step, self._clock.monotonic_seconds()
+
+    def distrust(self, kept: Kept) -> None:
+        """Drop a copy that led to the same trouble again."""
+        self._kept = [each for each in self._kept if each is not kept]
+
+    def give_up(self) -> None:
+        """Give all memory back, and keep no more copies: it is needed elsewhere."""
+        self._kept, self._interval = [], None
+
+
+def copied_to_host(tree: Any) -> Any:
+    """Return a tree of state that shares nothing with the live one; tensors lie on the host."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().to("cpu", copy=True)
+    if isinstance(tree, dict):
+        return {key: copied_to_host(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)([copied_to_host(value) for value in tree])
+    return copy.deepcopy(tree)
+
+
+def _size_bytes(tree: Any) -> int:
+    if isinstance(tree, torch.Tensor):
+        return tree.nbytes
+    if isinstance(tree, dict):
+        return sum(map(_size_bytes, tree.values()))
+    return sum(map(_size_bytes, tree)) if type(tree) in (list, tuple) else 0

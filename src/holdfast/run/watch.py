@@ -1,0 +1,181 @@
+"""`watch`: the diagnosis for a training loop of one's own, without a guard and without changing the loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.core.clock import Clock, SystemClock
+from holdfast.core.errors import PolicyError
+from holdfast.core.policy import Objective
+from holdfast.diagnose.finding import Finding
+from holdfast.run.observer import Observer
+
+_log = logging.getLogger("holdfast")
+_LEVELS = {"error": logging.ERROR, "advice": logging.WARNING, "note": logging.INFO}
+
+
+class Watch:
+    """A running observation; made by `watch`, used as a context manager."""
+
+    def __init__(
+        self, observer: Observer, optimizers: Mapping[str, Optimizer], *, compiled: bool, clock: Clock
+    ) -> None:
+        self._observer = observer
+        self._optimizers = optimizers
+        self._compiled = compiled
+        self._clock = clock
+        self._depth = 0
+        self._hooks: list[Any] = []
+        self._started = 0.0
+        self.elapsed_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        self._started = self._clock.monotonic_seconds()
+        self._depth = torch._C._len_torch_function_stack()
+        self._observer.install()
+        for optimizer in self._optimizers.values():
+            # Registered after the observer's own hooks, so they run after them.
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        self._look()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._leave_mode()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        try:
+            self._observer.finish()
+            self._tell(self._observer.take_fresh())
+        finally:
+            self._observer.close()
+        self.elapsed_seconds = self._clock.monotonic_seconds() - self._started
+
+    def findings(self) -> list[Finding]:
+        """Return what was found until now, the most important first."""
+        return self._observer.findings()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the plain data that the findings rest on, for a report to the authors of the rules."""
+        return self._observer.facts()
+
+    def validated(self, loss: float) -> None:
+        """Tell the result of an evaluation.
+
+        Args:
+            loss: Less is better.
+        """
+        self._observer.validated(float(loss))
+
+    def _look(self) -> None:
+        if self._observer.due():
+            self._observer.look()
+            # Inside a mode of the caller's own, ours would be left by the caller's exit: then not in this step.
+            if not self._compiled and torch._C._len_torch_function_stack() == self._depth:
+                self._observer.mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave_mode(self) -> None:
+        top = torch._C._len_torch_function_stack()
+        if top > self._depth and torch._C._get_function_stack_at(top - 1) is self._observer.mode:
+            self._observer.mode.__exit__(None, None, None)
+
+    def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not self._observer.closure:
+            self._leave_mode()
+
+    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._leave_mode()
+        self._tell(self._observer.end_step())
+        self._look()
+
+    def _tell(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            _log.log(_LEVELS[finding.severity], "%s", finding)
+
+
+def watch(
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    *,
+    scheduler: Any = None,
+    total_steps: int | None = None,
+    objective: Objective = "minimize",
+    frozen: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    clock: Clock | None = None,
+) -> Watch:
+    """Look for the reasons why a model does not learn, in any loop.
+
+    The first 30 steps are observed fully, later one in ten. Observing changes no result: no random number is drawn
+    and no value is altered.
+
+    Args:
+        model: One module, or a dict of named ones.
+        optimizer: One optimizer, or a dict of named ones.
+        scheduler: Learning-rate scheduler(s), to see whether they are advanced at the right times.
+        total_steps: Optimizer steps that the run is meant to have.
+        objective: What the loss means: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
+        frozen: Shell patterns of names of parameters that are meant not to learn.
+        ignore: Rules that shall be silent, such as ``"H808"``.
+        clock: Time, for tests.
+
+    Returns:
+        A context manager; what was found is in its ``findings()``, and is logged to ``holdfast`` when first found.
+
+    Raises:
+        PolicyError: H105 for an argument of the wrong kind.
+
+    Example:
+        >>> import torch
+        >>> from holdfast.run.watch import watch
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> x, y = torch.randn(8, 2), torch.randint(2, (8,))
+        >>> with watch(model, optimizer) as watching:
+        ...     for _ in range(5):
+        ...         optimizer.zero_grad()
+        ...         probabilities = model(x).softmax(-1)
+        ...         torch.nn.functional.cross_entropy(probabilities, y).backward()
+        ...         optimizer.step()
+        >>> watching.findings()[0].rule
+        'H836'
+    """
+    given = _named(model, "model", nn.Module)
+    optimizers = _named(optimizer, "optimizer", Optimizer)
+    schedulers = {} if scheduler is None else _named(scheduler, "scheduler", object)
+    models = {name: getattr(module, "_orig_mod", module) for name, module in given.items()}
+    compiled = any(m is not given[n] or m.__dict__.get("_compiled_call_impl") for n, m in models.items())
+    observer = Observer(
+        models,
+        optimizers,
+        schedulers,
+        total_steps=total_steps,
+        objective=objective,
+        frozen=tuple(frozen),
+        ignore=tuple(ignore),
+        compiled=compiled,
+    )
+    return Watch(observer, optimizers, compiled=compiled, clock=clock or SystemClock())
+
+
+def _named(given: Any, what: str, kind: type) -> dict[str, Any]:
+    found = dict(given) if isinstance(given, Mapping) else {what: given}
+    for name, value in found.items():
+        if not isinstance(value, kind) or value is None:
+            raise PolicyError(
+                f"{what} {name!r} is a {type(value).__name__}",
+                limit=f"a torch {what} is needed, or a dict of such",
+                fix='pass one object, or a dict of named ones such as {"generator": ..., "discriminator": ...}.',
+                rule="H105",
+            )
+    return found

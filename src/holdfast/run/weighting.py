@@ -1,0 +1,190 @@
+"""What the mean of a bare loss may be over: candidates found in the batch, and how much of each a part holds.
+
+Does not: try them out (see ``rehearsal``) or use them (see ``passes``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from holdfast.core.errors import BatchError
+
+# torch's ignore_index; -1 and 0 are the other common paddings. A value at half of all row ends is looked at too.
+_PADDINGS = (-100, -1, 0)
+_HALF = 0.5
+Keys: TypeAlias = tuple[str | int, ...]
+Kind: TypeAlias = Literal["samples", "labels", "mask", "elements", "total", "sum"]
+_ORDER: tuple[Kind, ...] = ("samples", "labels", "mask", "elements", "total", "sum")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighting:
+    """One thing that a mean may be over.
+
+    Args:
+        kind: ``"samples"``; ``"labels"`` or ``"mask"``: entries of a tensor that are not `ignored`; ``"elements"``
+            of a list of ragged tensors; ``"total"``: the sum of a tensor, such as lengths or weights; ``"sum"``:
+            the loss is a sum, so parts are added as they are.
+        keys: Way to the tensor in the batch.
+        ignored: Entry that does not count.
+        shifted: Dimension whose first entries do not count either, as of labels for the next token; -1: none.
+    """
+
+    kind: Kind
+    keys: Keys = ()
+    ignored: int = 0
+    shifted: int = -1
+
+    def rank(self) -> int:
+        """Return the place of its kind among the kinds, the most usual first."""
+        return _ORDER.index(self.kind)
+
+    def __str__(self) -> str:
+        leaf = "batch" + "".join(f"[{key!r}]" for key in self.keys)
+        leaf += " without the first of each row" if self.shifted >= 0 else ""
+        return {
+            "samples": "samples",
+            "labels": f"valid labels of {leaf} (not {self.ignored})",
+            "mask": f"entries of the mask {leaf} (not {self.ignored})",
+            "elements": f"elements of {leaf}",
+            "total": f"sum of {leaf}",
+            "sum": "a sum, not a mean",
+        }[self.kind]
+
+    def count(self, part: Any, samples: int) -> float | torch.Tensor:
+        """Return how much of it a part holds; on a device as a tensor, without a sync.
+
+        Raises:
+            BatchError: H207 if the part does not hold the tensor.
+        """
+        if self.kind in ("samples", "sum"):
+            return samples if self.kind == "samples" else 1
+        leaf: Any = _follow(part, self.keys)
+        if self.kind == "elements" and isinstance(leaf, (list, tuple)):
+            return float(sum(tensor.numel() for tensor in leaf))
+        if not isinstance(leaf, torch.Tensor) or self.shifted >= leaf.ndim:
+            raise BatchError(
+                f"the loss was found to be a mean over {self}, which this batch does not hold",
+                limit="parts of a batch are weighted by what the mean is over",
+                fix="return Loss(mean, items), which does not depend on the form of the batch.",
+                rule="H207",
+            )
+        if self.shifted >= 0:
+            leaf = leaf.narrow(self.shifted, 1, max(0, leaf.shape[self.shifted] - 1))
+        if self.kind == "total":
+            wide = torch.float32 if leaf.device.type == "mps" else torch.float64
+            counted = leaf.detach().sum(dtype=wide)
+        else:
+            counted = (leaf != self.ignored).sum()
+        return float(counted) if counted.device.type == "cpu" else counted
+
+
+SAMPLES = Weighting(kind="samples")
+
+
+def find_weightings(batch: Any, size: int) -> list[Weighting]:
+    """Return what the mean of a loss may be over, the most usual first.
+
+    Args:
+        batch: Any pytree of tensors.
+        size: Its samples.
+
+    Cost: for a tensor of integers or a mask on a device, one host sync.
+    """
+    found = [SAMPLES, Weighting(kind="sum")]
+    for keys, node in _nodes(batch, ()):
+        if isinstance(node, torch.Tensor):
+            if _is_plain(node) and size in node.shape and not (node.is_floating_point() and node.ndim > 2):
+                found += _of_tensor(keys, node.detach(), size)
+        elif len(node) == size and len({getattr(tensor, "shape", None) for tensor in node}) > 1:
+            found.append(Weighting(kind="elements", keys=keys))
+    return sorted(found, key=Weighting.rank)
+
+
+def _is_plain(leaf: torch.Tensor) -> bool:
+    return not leaf.is_nested and leaf.layout is torch.strided and not leaf.is_complex() and leaf.numel() > 0
+
+
+def _of_tensor(keys: Keys, leaf: torch.Tensor, size: int) -> list[Weighting]:
+    shifts = [-1] if leaf.ndim != 2 else [-1, 1 if leaf.shape[0] == size else 0]
+    if leaf.dtype == torch.bool:
+        return _entries("mask", keys, (0, 1), shifts)
+    wide = torch.float32 if leaf.device.type == "mps" else torch.float64
+    facts = [leaf.min(), ((leaf != 0) & (leaf != 1)).any()]
+    if leaf.is_floating_point():
+        least, more_than_mask = torch.stack([fact.to(wide) for fact in facts]).tolist()
+        if not more_than_mask:
+            return _entries("mask", keys, (0, 1), shifts)
+        return [Weighting(kind="total", keys=keys)] if least >= 0 else []
+    facts += [(leaf == padding).any() for padding in _PADDINGS]
+    for dimension in range(leaf.ndim if leaf.ndim > 1 else 0):
+        ends = leaf.select(dimension, -1).flatten()
+        most = ends.mode().values
+        facts += [most, (ends == most).to(wide).mean()]
+    least, more_than_mask, *others = torch.stack([fact.to(wide) for fact in facts]).tolist()
+    if not more_than_mask:
+        return _entries("mask", keys, (0, 1), shifts)
+    ignored = [padding for padding, there in zip(_PADDINGS, others, strict=False) if there]
+    row_ends = others[len(_PADDINGS) :]
+    ignored += [int(value) for value, share in zip(row_ends[::2], row_ends[1::2], strict=True) if share >= _HALF]
+    lengths = [Weighting(kind="total", keys=keys)] if least >= 0 and leaf.ndim == 1 else []
+    return _entries("labels", keys, dict.fromkeys(ignored), shifts) + lengths
+
+
+def _entries(kind: Kind, keys: Keys, ignored: Iterable[int], shifts: Iterable[int]) -> list[Weighting]:
+    return [
+        Weighting(kind=kind, keys=keys, ignored=value, shifted=shifted) for value in ignored for shifted in shifts
+    ]
+
+
+def shares(weighting: Weighting, parts: Sequence[tuple[Any, int]]) -> tuple[float, ...] | None:
+    """Return the weight of each part; None where the parts hold nothing of it, or not the tensor."""
+    try:
+        counts = [float(weighting.count(part, samples)) for part, samples in parts]
+    except BatchError:
+        return None
+    total = 1.0 if weighting.kind == "sum" else sum(counts)
+    return tuple(count / total for count in counts) if total > 0 else None
+
+
+def disagreement(weightings: Sequence[Weighting], parts: Sequence[tuple[Any, int]]) -> float:
+    """Return how far weightings differ in the weight of any part: 0 to 1. A sum always differs, and is left out."""
+    found = [shares(weighting, parts) for weighting in weightings if weighting.kind != "sum"]
+    columns = zip(*(weights for weights in found if weights is not None), strict=True)
+    return max((max(column) - min(column) for column in columns), default=0.0)
+
+
+def _children(node: Any) -> list[tuple[Any, Any]]:
+    if isinstance(node, Mapping):
+        return list(node.items())
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
+    plain = isinstance(node, (list, tuple)) and not any(isinstance(item, (str, int, float)) for item in node[:1])
+    return list(enumerate(node)) if plain else []
+
+
+def _nodes(node: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
+    """Yield the tensors of a batch, and its lists of nothing but tensors, with the way to them."""
+    if isinstance(node, torch.Tensor):
+        yield keys, node
+        return
+    children = _children(node)
+    if isinstance(node, (list, tuple)) and children and all(isinstance(each, torch.Tensor) for _, each in children):
+        yield keys, node
+    for key, child in children:
+        if isinstance(key, (str, int)):
+            yield from _nodes(child, (*keys, key))
+
+
+def _follow(node: Any, keys: Keys) -> Any:
+    for key in keys:
+        children = dict(_children(node))
+        if key not in children:
+            return None
+        node = children[key]
+    return node

@@ -1,0 +1,98 @@
+"""Presets: what they set, where they stand among the sources, and that each figure names its source."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.errors import PolicyError
+from holdfast.core.policy import Policy
+from holdfast.core.presets import PRESETS, find_preset
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_policy_and_names_its_sources(name: str) -> None:
+    """The values of a preset pass every check, and no figure stands without where it was published."""
+    preset = find_preset(name)
+    assert Policy.preset(name) == Policy(**preset.values())
+    assert preset.name == name
+    assert preset.about
+    assert all(setting.source for setting in preset.settings.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("asr", 5.0),
+        ("speaker", 5.0),
+        ("tts", 1.0),
+        ("separation", 5.0),
+        ("language_model", 1.0),
+        ("gan", None),
+        ("classification", None),
+    ],
+)
+def test_the_limits_are_those_of_the_recipes(name: str, limit: float | None) -> None:
+    """Each domain clips as its published recipes do."""
+    assert Policy.preset(name).max_grad_norm == limit
+
+
+def test_adversarial_training_is_only_warned_of_spikes() -> None:
+    """The loss of a player says nothing, so nothing is skipped or rolled back because of it."""
+    policy = Policy.preset("gan")
+    assert (policy.objective, policy.spike_action) == ("adversarial", "warn")
+
+
+def test_a_preset_lies_below_every_other_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The layers are default < preset < values of the file < variables < keywords."""
+    file = tmp_path / "policy.yaml"
+    file.write_text("preset: tts\n")
+    assert Policy.from_yaml(file).max_grad_norm == 1.0
+    file.write_text("max_grad_norm: 2.0\npreset: gan\n")
+    policy = Policy.from_yaml(file)
+    assert (policy.max_grad_norm, policy.objective) == (2.0, "adversarial")
+    assert Policy.preset("tts", max_grad_norm=4.0).max_grad_norm == 4.0
+    assert Policy.preset("tts", max_grad_norm=None).max_grad_norm is None
+    monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "3.0")
+    assert Policy.from_yaml(file).max_grad_norm == Policy.preset("tts").max_grad_norm == 3.0
+    assert Policy.from_yaml(file, max_grad_norm=4.0).max_grad_norm == 4.0
+
+
+def test_the_strongest_name_of_a_preset_counts_and_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A name replaces a weaker one whole, so no value of the weaker preset remains, and none turns it off."""
+    file = tmp_path / "policy.yaml"
+    file.write_text("preset: gan\n")
+    monkeypatch.setenv("HOLDFAST_PRESET", "tts")
+    assert Policy() == Policy.from_yaml(file) == Policy.preset("tts")
+    assert Policy.from_yaml(file).objective == "minimize"
+    assert Policy.of(file, preset="asr").max_grad_norm == 5.0
+    assert Policy.of(file, preset=None) == Policy.of(None, preset=None)
+    assert Policy.of(None, preset=None).max_grad_norm is None
+
+
+def test_a_preset_can_be_laid_over_a_finished_policy() -> None:
+    """``replace`` and ``of`` change the fields that the preset names, and no other."""
+    policy = Policy(keep_latest_k=7, max_grad_norm=9.0)
+    assert policy.replace(preset="tts") == Policy(keep_latest_k=7, max_grad_norm=1.0)
+    assert Policy.of(policy, preset="tts", max_grad_norm=2.0) == Policy(keep_latest_k=7, max_grad_norm=2.0)
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("tss", "tts"), ("ASR", "asr"), ("language-model", "language_model")])
+def test_an_unknown_preset_names_the_nearest(name: str, nearest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelt name is an H110 from every source, with a proposal."""
+    with pytest.raises(PolicyError, match=f"did you mean '{nearest}'") as caught:
+        Policy.preset(name)
+    assert caught.value.rule == "H110"
+    monkeypatch.setenv("HOLDFAST_PRESET", name)
+    with pytest.raises(PolicyError, match="is not a preset"):
+        Policy()
+
+
+def test_presets_need_nothing_but_the_standard_library() -> None:
+    """Neither torch nor yaml is loaded for a preset, so that the command line can show them at once."""
+    code = "import sys; from holdfast.core.policy import Policy; Policy.preset('tts'); "
+    code += "sys.exit('torch' in sys.modules or 'yaml' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,90 @@
+"""The search for bad samples: right, bounded, and silent where samples are not to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.numerics.bad_samples import find_bad_samples
+
+
+def counting(bad: set[int]) -> tuple[Callable[[Sequence[int]], bool], list[list[int]]]:
+    calls: list[list[int]] = []
+
+    def is_bad(samples: Sequence[int]) -> bool:
+        calls.append(list(samples))
+        return not bad.isdisjoint(samples)
+
+    return is_bad, calls
+
+
+def test_a_right_hint_costs_one_call() -> None:
+    """One suspect without which the batch is good is confirmed by that single question."""
+    is_bad, calls = counting({5})
+    assert find_bad_samples(is_bad, 32, [5]) == [5]
+    assert calls == [[i for i in range(32) if i != 5]]
+
+
+@pytest.mark.parametrize("hint", [[], [3], [3, 4, 5, 6], list(range(32)), [-1, 99]])
+def test_a_wrong_or_wide_hint_does_no_harm(hint: list[int]) -> None:
+    """Whatever was suspected, exactly the bad sample is found."""
+    assert find_bad_samples(counting({5})[0], 32, hint) == [5]
+
+
+@given(data=st.data(), size=st.integers(2, 64))
+def test_few_bad_samples_are_found_exactly(data: st.DataObject, size: int) -> None:
+    """Up to three bad samples among any number of good ones are named, no more and no fewer."""
+    few = max(1, min(3, size // 4))
+    bad = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=few))
+    is_bad, calls = counting(bad)
+    assert find_bad_samples(is_bad, size) == sorted(bad)
+    assert len(calls) <= 40
+
+
+def test_a_batch_that_is_always_bad_blames_no_sample_and_stops_early() -> None:
+    """A bad weight leads to an empty answer after few calls, although forty were allowed."""
+    calls: list[Sequence[int]] = []
+
+    def always(samples: Sequence[int]) -> bool:
+        calls.append(samples)
+        return True
+
+    assert find_bad_samples(always, 1024, [7]) == []
+    assert len(calls) <= 4 + 2 * 10 + 1
+
+
+def test_the_answer_is_proved_by_leaving_it_out() -> None:
+    """Two samples that are bad only together lose one of them, and the rest was seen to be good."""
+    calls: list[list[int]] = []
+
+    def together(samples: Sequence[int]) -> bool:
+        calls.append(list(samples))
+        return {2, 9} <= set(samples)
+
+    found = find_bad_samples(together, 16)
+    assert found in ([2], [9])
+    assert [i for i in range(16) if i not in found] in calls
+
+
+@pytest.mark.parametrize("most_calls", [0, 1, 3])
+def test_the_limit_on_calls_holds(most_calls: int) -> None:
+    """No more questions are asked than allowed, and an unfinished search names nobody."""
+    is_bad, calls = counting({1, 30})
+    assert find_bad_samples(is_bad, 32, [], most_calls) == []
+    assert len(calls) <= most_calls
+
+
+def test_no_question_is_asked_twice_or_about_nothing() -> None:
+    """Every call is about another list, in rising order, with at least one sample."""
+    is_bad, calls = counting({0, 6})
+    find_bad_samples(is_bad, 8, [0, 6, 7])
+    assert all(call and call == sorted(call) for call in calls)
+    assert len({tuple(call) for call in calls}) == len(calls)
+
+
+def test_a_batch_of_one_blames_no_sample() -> None:
+    """Without another sample nothing can be left out."""
+    assert find_bad_samples(lambda _: True, 1, [0]) == []

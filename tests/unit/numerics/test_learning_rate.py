@@ -1,0 +1,140 @@
+"""Advice about the learning rate: which rule for which optimizer, and that the rules keep training as it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.core.errors import PolicyError
+from holdfast.numerics.learning_rate import advise
+
+
+def _parameter() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(2))]
+
+
+@pytest.mark.parametrize(("old", "new"), [(32, 256), (256, 32), (3, 4)])
+def test_sgd_follows_the_batch_linearly(old: int, new: int) -> None:
+    """With momentum or without, upwards or downwards, the rate changes as the batch does."""
+    for momentum in (0.0, 0.9):
+        advice = advise(torch.optim.SGD(_parameter(), lr=0.1, momentum=momentum), old, new, by="batch")
+        assert (advice.rule, advice.factor) == ("linear", new / old)
+        assert (advice.betas, advice.eps) == ((), ())
+        assert "1706.02677" in advice.source
+
+
+def test_adam_follows_by_the_square_root_with_its_betas_and_eps() -> None:
+    """The rate changes by sqrt(k), 1 - beta by k and eps by 1/sqrt(k), for each group by its own values."""
+    parameters = [{"params": _parameter()}, {"params": _parameter(), "betas": (0.8, 0.99), "eps": 1e-6}]
+    advice = advise(torch.optim.AdamW(parameters), 64, 256, by="batch")
+    assert (advice.rule, advice.factor) == ("square root", 2.0)
+    assert advice.betas == (pytest.approx((0.6, 0.996)), pytest.approx((0.2, 0.96)))
+    assert advice.eps == pytest.approx((0.5e-8, 0.5e-6))
+    assert "2205.10287" in advice.source
+
+
+def test_decay_rates_that_the_rule_cannot_reach_are_left_alone() -> None:
+    """Where k x (1 - beta) is 1 or more there is no such decay rate, and the advice says so."""
+    advice = advise(torch.optim.Adam(_parameter()), 32, 512, by="batch")
+    assert (advice.factor, advice.betas) == (4.0, ())
+    assert "left alone" in advice.reason
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (torch.optim.SGD, "linear"),
+        (torch.optim.Adam, "square root"),
+        (torch.optim.NAdam, "square root"),
+        (torch.optim.RAdam, "square root"),
+        (torch.optim.Adamax, "square root"),
+        (torch.optim.RMSprop, "square root"),
+        (torch.optim.Rprop, "none"),
+        (torch.optim.Adagrad, "none"),
+    ],
+)
+def test_the_rule_goes_by_the_kind_of_the_optimizer(make: Callable[..., Optimizer], rule: str) -> None:
+    """Plain steps are linear, normalised ones follow the root, and for others nothing is made up."""
+    advice = advise(make(_parameter(), lr=0.01), 8, 16, by="batch")
+    assert advice.rule == rule
+    assert (advice.factor == 1.0) is (rule == "none") is (advice.source == "")
+    assert advice.reason
+
+
+@pytest.mark.parametrize("by", ["accumulation", "micro_batch"])
+def test_more_pieces_of_the_same_batch_change_nothing(by: Any) -> None:
+    """A mean over the same samples is the same mean, so halving or doubling the rate would be wrong."""
+    for optimizer in (torch.optim.SGD(_parameter(), lr=0.1), torch.optim.Adam(_parameter())):
+        advice = advise(optimizer, 2, 4, by=by)
+        assert (advice.rule, advice.factor, advice.betas, advice.eps) == ("none", 1.0, (), ())
+        assert "by='batch'" in advice.reason
+
+
+def test_the_same_batch_needs_no_change() -> None:
+    """No rule is named where nothing has changed."""
+    assert advise(torch.optim.SGD(_parameter(), lr=0.1), 8, 8, by="batch").rule == "none"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "by"),
+    [((0, 8), "batch"), ((8, -1), "batch"), ((True, 8), "batch"), ((8, 2.0), "batch"), ((8, 8), "k")],
+)
+def test_what_is_no_count_is_refused(arguments: Any, by: Any) -> None:
+    """Batches are whole numbers from 1, and `by` is one of three words."""
+    with pytest.raises(PolicyError) as caught:
+        advise(torch.optim.SGD(_parameter(), lr=0.1), *arguments, by=by)
+    assert caught.value.rule == "H105"
+
+
+def _final_error(make: Callable[[list[nn.Parameter]], Optimizer], batch: int, samples: int = 4096) -> float:
+    """Train 64 linear regressions at once on noisy samples, and return their mean squared distance from the truth."""
+    chance = torch.Generator().manual_seed(3)
+    weights = nn.Parameter(torch.zeros(64, 8))
+    truth = torch.randn(64, 8, generator=chance)
+    optimizer = make([weights])
+    for _ in range(samples // batch):
+        inputs = torch.randn(64, batch, 8, generator=chance)
+        noise = 20 * torch.randn(64, batch, generator=chance)  # what the square root is for
+        residual = torch.einsum("rbd,rd->rb", inputs, weights - truth) - noise
+        optimizer.zero_grad()
+        residual.square().mean(dim=1).sum().backward()
+        optimizer.step()
+    return float((weights.detach() - truth).square().mean())
+
+
+def _sgd(rate: float) -> Callable[[list[nn.Parameter]], Optimizer]:
+    return lambda parameters: torch.optim.SGD(parameters, lr=rate)
+
+
+def _adam(rate: float) -> Callable[[list[nn.Parameter]], Optimizer]:
+    return lambda parameters: torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.99))
+
+
+@pytest.mark.parametrize(("make", "rate"), [(_sgd, 3e-4), (_adam, 3e-3)])
+def test_the_advised_rate_comes_closest_to_the_smaller_batch(
+    make: Callable[[float], Callable[[list[nn.Parameter]], Optimizer]], rate: float
+) -> None:
+    """After the same samples, of four rules the advised one ends nearest to training with the old batch."""
+    k = 8
+    wanted = _final_error(make(rate), 4)
+    factors = {1 / k, 1.0, math.sqrt(k), float(k)}
+    errors = {factor: abs(_final_error(make(rate * factor), 4 * k) - wanted) for factor in factors}
+    advised = advise(make(rate)(_parameter()), 4, 4 * k, by="batch").factor
+    assert min(errors, key=errors.__getitem__) == advised
+    assert max(errors, key=errors.__getitem__) == 1 / k  # "lower the rate when more is accumulated"
+
+
+def test_linear_scaling_of_sgd_is_exact_to_first_order() -> None:
+    """In expectation k steps on a quadratic and one of k times the rate differ by the square of the rate only."""
+    curvature, k = torch.linspace(0.1, 2.0, 8, dtype=torch.float64), 4
+    differences = []
+    for rate in (1e-3, 1e-4):
+        advised = rate * advise(torch.optim.SGD(_parameter(), lr=rate), 8, 8 * k, by="batch").factor
+        differences.append(float(((1 - rate * curvature) ** k - (1 - advised * curvature)).abs().max()))
+    assert differences[0] / differences[1] == pytest.approx(100, rel=0.01)

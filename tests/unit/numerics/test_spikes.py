@@ -1,0 +1,325 @@
+"""Spikes: what stands out, what does not, when a run counts as calm, and what is decided."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from holdfast.core.events import RollBack, SkipStep, Stop
+from holdfast.numerics.spikes import Level, SpikeDetector, decide_after_spike
+
+Pair = tuple[float, float]
+
+
+def healthy(seed: int, scatter: float = 0.2) -> Iterator[Pair]:
+    """Yield losses around 2 and norms around 1 for ever, log-normal and correlated."""
+    chance = random.Random(seed)
+    while True:
+        hardness = chance.gauss(0, scatter)
+        yield 2.0 * math.exp(hardness), math.exp(hardness + chance.gauss(0, scatter))
+
+
+def feed(detector: SpikeDetector, pairs: Iterator[Pair], count: int, key: str = "all") -> list[Level]:
+    """Judge so many steps and accept all that are not hard."""
+    levels = []
+    for loss, norm in (next(pairs) for _ in range(count)):
+        levels.append(detector.judge(key, loss, norm))
+        if levels[-1] is not Level.HARD:
+            detector.accepted(key, loss, norm)
+    return levels
+
+
+def warm(scatter: float = 0.2) -> tuple[SpikeDetector, Iterator[Pair]]:
+    detector, pairs = SpikeDetector(objective="minimize"), healthy(1, scatter)
+    feed(detector, pairs, 300)
+    return detector, pairs
+
+
+def times(pairs: Iterator[Pair], loss: float, norm: float) -> Iterator[Pair]:
+    return ((loss * value, norm * size) for value, size in pairs)
+
+
+def test_a_spike_needs_both_signals() -> None:
+    """Loss and norm far out are hard; a norm alone is soft; a loss alone is calm, but a reason for suspicion."""
+    detector, _ = warm()
+    assert detector.judge("all", 2.0, 20.0) is Level.SOFT
+    assert detector.is_calm()
+    assert detector.judge("all", 20.0, 1.0) is Level.CALM
+    assert not detector.is_calm()
+    assert detector.judge("all", 20.0, 20.0) is Level.HARD
+    assert detector.suspicious_since() == 2
+
+
+def test_only_upward_is_a_spike() -> None:
+    """A loss and a norm far below the usual are no cause for anything."""
+    detector, _ = warm()
+    assert detector.judge("all", 1e-6, 1e-6) is Level.CALM
+    assert detector.is_calm()
+
+
+def test_a_suspicion_ends_by_itself() -> None:
+    """Ten steps after a single spike the run is calm again, and its usual norm is what it was."""
+    detector, pairs = warm()
+    before = detector.usual_norm("all")
+    assert before is not None
+    assert detector.judge("all", 50.0, 50.0) is Level.HARD
+    feed(detector, pairs, 8)
+    assert not detector.is_calm()
+    feed(detector, pairs, 6)
+    assert detector.is_calm()
+    after = detector.usual_norm("all")
+    assert after is not None
+    assert after == pytest.approx(before, rel=0.1)
+
+
+def test_nothing_is_said_before_enough_is_known() -> None:
+    """The first 96 values of a key bring no level at all, however wild, and no usual norm."""
+    detector = SpikeDetector(objective="minimize")
+    wild = iter([(10.0 ** (step % 7), 10.0 ** (step % 5)) for step in range(200)])
+    assert set(feed(detector, wild, 95)) == {Level.CALM}
+    assert detector.usual_norm("all") is None
+    assert detector.is_calm()
+
+
+def test_a_warm_up_and_the_first_fall_of_the_loss_are_no_spikes() -> None:
+    """Norms that grow tenfold over a warm-up of the learning rate, while the loss falls by 300, alarm nobody."""
+    detector, chance = SpikeDetector(objective="minimize"), random.Random(3)
+    for step in range(1500):
+        loss = (0.01 + 3 * math.exp(-step / 250)) * math.exp(chance.gauss(0, 0.3))
+        norm = (0.1 + min(step, 500) / 500) * math.exp(chance.gauss(0, 0.3))
+        assert detector.judge("all", loss, norm) in (Level.CALM, Level.SOFT)
+        detector.accepted("all", loss, norm)
+        assert detector.is_calm()
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_a_very_calm_run_is_not_alarmed_by_a_ripple(scale: float) -> None:
+    """Losses and norms that are all but constant may rise by 5 % and 20 % for good, at any scale."""
+    detector = SpikeDetector(objective="minimize")
+    for step in range(600):
+        rise = step >= 300
+        loss, norm = scale * (1.05 if rise else 1.0), scale * (1.2 if rise else 1.0)
+        assert detector.judge("all", loss, norm) is Level.CALM
+        detector.accepted("all", loss, norm)
+    assert detector.is_calm()
+
+
+@pytest.mark.parametrize(
+    "heavy",
+    [
+        lambda chance: (math.exp(chance.gauss(0, 1)), 1.0),
+        lambda chance: (abs(chance.gauss(0, 1) / math.sqrt(chance.expovariate(1))), 1.0),
+        lambda chance: (chance.gauss(0, 1) / math.sqrt(chance.expovariate(1)), 1.0),
+        lambda chance: (max(0.0, chance.gauss(-2.0, 1.0)), 0.0),
+    ],
+    ids=["log-normal", "student-2", "student-2 around zero", "mostly exactly zero"],
+)
+def test_heavy_tails_are_usual(heavy: Callable[[random.Random], Pair]) -> None:
+    """Of 20,000 healthy steps with heavy tails, loss and norm rising together, at most two are called hard."""
+    detector, chance = SpikeDetector(objective="minimize"), random.Random(4)
+
+    def pairs() -> Iterator[Pair]:
+        while True:
+            loss, offset = heavy(chance)
+            yield loss, abs(loss) * math.exp(chance.gauss(0, 0.2)) + 0.1 * offset
+
+    levels = feed(detector, pairs(), 20_000)
+    assert levels.count(Level.HARD) + levels.count(Level.DIVERGED) <= 2
+    assert levels.count(Level.SOFT) <= 600
+
+
+def test_spikes_that_a_run_survives_become_its_tail() -> None:
+    """A run with a spike in every 150 steps is interrupted by the first two, and by larger ones, only."""
+    detector, pairs = warm()
+    found = []
+    for _ in range(12):
+        feed(detector, pairs, 149)
+        found.append(detector.judge("all", 30.0, 15.0))
+        if found[-1] is not Level.HARD:
+            detector.accepted("all", 30.0, 15.0)
+    assert found[:2] == [Level.HARD] * 2
+    assert Level.HARD not in found[2:]
+    feed(detector, pairs, 100)
+    assert detector.judge("all", 1e6, 1e6) is Level.HARD
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(20.0, 20.0), (4.0, 0.1), (1e30, 1e30)])
+def test_a_loss_that_stays_up_is_a_divergence_and_reported_once(loss: float, norm: float) -> None:
+    """Whether the norms explode or vanish, 40 steps suffice; if nobody acts, the new level is the usual one."""
+    detector, pairs = warm()
+    levels = feed(detector, times(pairs, loss, norm), 400)
+    assert levels.count(Level.DIVERGED) == 1
+    assert levels.index(Level.DIVERGED) < 40
+    assert set(levels[levels.index(Level.DIVERGED) + 1 :]) <= {Level.CALM, Level.SOFT}
+    assert detector.is_calm()
+
+
+def test_a_loss_that_creeps_up_is_a_divergence() -> None:
+    """A loss that grows by 0.5 % a step is suspected before it has doubled, and reported before it is fourfold."""
+    detector, pairs = warm()
+    suspected = diverged = None
+    for step in range(400):
+        loss, norm = next(pairs)
+        grown = 1.005**step
+        level = detector.judge("all", loss * grown, norm)
+        if suspected is None and not detector.is_calm():
+            suspected = grown
+        if level is Level.DIVERGED:
+            diverged = grown
+            break
+        detector.accepted("all", loss * grown, norm)
+    assert suspected is not None
+    assert suspected < 2
+    assert diverged is not None
+    assert diverged < 4
+
+
+def test_a_fully_trained_run_may_move_among_tiny_losses() -> None:
+    """After a fall from 2 to 1e-6 a rise to 1e-4 is no divergence: nothing of note was lost."""
+    detector, pairs = warm()
+    feed(detector, times(pairs, 1e-6, 1e-3), 400)
+    assert Level.DIVERGED not in feed(detector, times(pairs, 1e-4, 1e-3), 400)
+
+
+def test_nothing_is_skipped_for_ever() -> None:
+    """A regime that changes for good, all of its hard steps skipped, is let in after 40 steps at most."""
+    detector, pairs = warm()
+    harder = times(pairs, 30.0, 30.0)
+    levels = [detector.judge("all", *next(harder)) for _ in range(40)]
+    assert levels[0] is Level.HARD
+    assert levels[-1] is Level.CALM
+    assert Level.HARD not in feed(detector, harder, 1000)
+
+
+def test_after_a_rollback_statistics_are_those_of_then() -> None:
+    """What 150 steps of divergence have left is forgotten, and the same spike is found again."""
+    detector, pairs = warm()
+    saved_at, usual = detector.steps, detector.usual_norm("all")
+    assert usual is not None
+    diverging = times(pairs, 30.0, 30.0)
+    levels = feed(detector, diverging, 150)
+    assert Level.DIVERGED in levels
+    detector.forget(detector.steps - saved_at)
+    assert detector.steps == saved_at
+    assert detector.is_calm()
+    found = detector.usual_norm("all")
+    assert found is not None
+    assert found == pytest.approx(usual, rel=0.1)
+    feed(detector, pairs, 20)
+    assert detector.judge("all", *next(diverging)) is Level.HARD
+
+
+def test_a_level_that_is_up_from_the_first_step_after_a_rollback_is_the_data() -> None:
+    """Good weights and a high loss at once mean other data: no second divergence is reported."""
+    detector, pairs = warm()
+    harder = times(pairs, 30.0, 30.0)
+    assert Level.DIVERGED in feed(detector, harder, 30)
+    detector.forget(30)
+    assert Level.DIVERGED not in feed(detector, harder, 300)
+
+
+def test_a_divergence_after_calm_steps_is_reported_again() -> None:
+    """A run that diverges some time after each rollback is reported each time."""
+    detector, pairs = warm()
+    for _ in range(3):
+        feed(detector, pairs, 30)
+        assert Level.DIVERGED in feed(detector, times(pairs, 30.0, 30.0), 30)
+        detector.forget(60)
+
+
+def test_a_rollback_beyond_what_is_kept_starts_anew() -> None:
+    """Statistics that would be of later steps are never used: without values from then there are none."""
+    detector, pairs = warm()
+    feed(detector, pairs, 1000)
+    detector.forget(1290)
+    assert detector.usual_norm("all") is None
+    assert detector.steps == 10
+    assert set(feed(detector, times(pairs, 1e6, 1e6), 90)) == {Level.CALM}
+
+
+def test_keys_have_statistics_of_their_own() -> None:
+    """Two losses of different scale in turn disturb each other in nothing."""
+    alone, both = SpikeDetector(objective="minimize"), SpikeDetector(objective="minimize")
+    first, again, other = healthy(1), healthy(1), healthy(2)
+    for step in range(500):
+        expected = feed(alone, times(first, 1.0, 1.0 + 20 * (step == 400)), 1)
+        assert feed(both, times(again, 1.0, 1.0 + 20 * (step == 400)), 1, "first") == expected
+        feed(both, times(other, 1000.0, 1000.0), 1, "other")
+    assert both.usual_norm("first") == alone.usual_norm("all")
+
+
+@pytest.mark.parametrize("objective", ["adversarial", "reinforcement"])
+def test_where_a_loss_means_nothing_only_norms_are_watched(objective: str) -> None:
+    """A spike of both is soft there, a loss that stays up is calm, and the run always counts as calm."""
+    detector, pairs = SpikeDetector(objective=objective), healthy(1)  # type: ignore[arg-type]
+    feed(detector, pairs, 300)
+    assert detector.judge("all", 1e6, 1e6) is Level.SOFT
+    assert set(feed(detector, times(pairs, 100.0, 1.0), 200)) <= {Level.CALM, Level.SOFT}
+    assert detector.is_calm()
+
+
+def test_the_usual_norm_is_where_soft_begins() -> None:
+    """A gradient scaled down to the usual norm does not stand out any more, one above it does."""
+    detector, _ = warm()
+    usual = detector.usual_norm("all")
+    assert usual is not None
+    assert 1.0 < usual < 4.0
+    assert detector.judge("all", 2.0, usual) is Level.CALM
+    assert detector.judge("all", 2.0, usual * 1.001) is Level.SOFT
+
+
+def test_the_state_is_json_without_nan_or_inf() -> None:
+    """Checkpoints hold strict JSON, also in the middle of a suspicion and before anything is known."""
+    for detector in (SpikeDetector(objective="minimize"), warm()[0]):
+        detector.judge("all", 50.0, 50.0)
+        detector.judge("new", 1e308, 5e-324)
+        detector.accepted("new", 1e308, 5e-324)
+        text = json.dumps(detector.state_dict(), allow_nan=False)
+        other = SpikeDetector(objective="minimize")
+        other.load_state_dict(json.loads(text))
+        assert other.state_dict() == detector.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("level", "action", "in_a_row", "patience", "rollbacks", "most", "kind"),
+    [
+        (Level.CALM, "roll_back", 0, 3, 0, 2, None),
+        (Level.SOFT, "roll_back", 0, 3, 0, 2, None),
+        (Level.HARD, "off", 1, 3, 0, 2, None),
+        (Level.DIVERGED, "warn", 9, 3, 0, 2, None),
+        (Level.HARD, "skip", 2, 3, 0, 2, SkipStep),
+        (Level.HARD, "skip", 3, 3, 0, 2, None),
+        (Level.HARD, "skip", 4, 3, 0, 2, None),
+        (Level.DIVERGED, "skip", 1, 3, 0, 2, None),
+        (Level.HARD, "roll_back", 2, 3, 2, 2, SkipStep),
+        (Level.HARD, "roll_back", 3, 3, 1, 2, RollBack),
+        (Level.HARD, "roll_back", 3, 3, 2, 2, None),
+        (Level.HARD, "roll_back", 99, None, 0, 2, SkipStep),
+        (Level.DIVERGED, "roll_back", 1, None, 1, 2, RollBack),
+        (Level.DIVERGED, "roll_back", 1, 3, 2, 2, Stop),
+        (Level.DIVERGED, "roll_back", 1, 3, 0, 0, Stop),
+    ],
+)
+def test_the_answer_is_no_stronger_than_allowed(
+    level: Level, action: str, in_a_row: int, patience: int | None, rollbacks: int, most: int, kind: type | None
+) -> None:
+    """Each limit holds at its exact value; a rollback passes over the batches that led there."""
+    decision = decide_after_spike(
+        level,
+        action=action,  # type: ignore[arg-type]
+        hard_in_a_row=in_a_row,
+        patience=patience,
+        rollbacks_in_a_row=rollbacks,
+        max_rollbacks=most,
+        reason="loss 9",
+    )
+    assert (None if decision is None else type(decision)) is kind
+    if decision is not None:
+        assert "loss 9" in decision.reason
+        assert decision.promise == "changes training"
+    if isinstance(decision, RollBack):
+        assert decision.rewind_data is False

@@ -1,0 +1,74 @@
+"""A forked copy answers, or says why not, and never touches the process that made it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
+
+
+def test_the_copy_answers_and_its_changes_stay_with_it():
+    """Weights, random state and plain Python objects changed in the copy are as they were here."""
+    weight, seen = torch.zeros(3), []
+    random_state = torch.get_rng_state()
+
+    def run() -> dict[str, object]:
+        weight.add_(torch.rand(3))
+        seen.append(1)
+        print("nobody hears this")  # noqa: T201
+        return {"pid": os.getpid(), "nan": math.nan, "threads": torch.get_num_threads()}
+
+    found = in_a_copy_of_this_process(run, timeout_seconds=60)
+    assert found["pid"] != os.getpid()
+    assert math.isnan(found["nan"])
+    assert found["threads"] == 1
+    assert not weight.any()
+    assert seen == []
+    assert torch.equal(torch.get_rng_state(), random_state)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_an_answer_larger_than_a_pipe_arrives_whole():
+    """Two megabytes come through, although a pipe holds 64 KiB."""
+    assert in_a_copy_of_this_process(lambda: {"x": ["x" * 1000] * 2000}) == {"x": ["x" * 1000] * 2000}
+
+
+def test_a_backward_runs_in_the_copy_of_a_process_that_has_used_autograd():
+    """Autograd works after the fork, also if this process has used it in another thread before."""
+    weight = torch.ones(200, requires_grad=True)
+    thread = threading.Thread(target=lambda: weight.square().sum().backward())
+    thread.start()
+    thread.join()
+
+    def run() -> dict[str, float]:
+        weight.grad = None
+        (weight**3).sum().backward()
+        assert weight.grad is not None
+        return {"sum": float(weight.grad.sum())}
+
+    assert in_a_copy_of_this_process(run) == {"sum": 600.0}
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (lambda: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda: object(), "not JSON serializable"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "the copy of the process died"),
+        (lambda: time.sleep(100), "gave no answer in 0.2 s"),
+    ],
+)
+def test_a_copy_that_fails_dies_or_hangs_is_said_with_the_reason(run, why):
+    """No zombie is left and no exception other than `NoAnswer` comes out."""
+    with pytest.raises(NoAnswer, match=why):
+        in_a_copy_of_this_process(run, timeout_seconds=0.2 if "0.2" in why else 60)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)

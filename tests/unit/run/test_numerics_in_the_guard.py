@@ -1,0 +1,256 @@
+"""Spikes, rollbacks to host memory, and the origin of NaN, driven through the guard as a user does."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import holdfast
+from holdfast.core.errors import DivergenceError
+from holdfast.testing import FakeClock
+
+
+def regression(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def noisy_batches(count: int, size: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    chance = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(size, 8, generator=chance) for _ in range(count)]
+    return [(x, x.sum(1, keepdim=True) + torch.randn(size, 1, generator=chance)) for x in inputs]
+
+
+def kinds(guard: holdfast.Guard) -> list[str]:
+    return [event.kind for event in guard.events()]
+
+
+def loss_of(model: nn.Module) -> Any:
+    return lambda batch: F.mse_loss(model(batch[0]), batch[1])
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *moments)]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_batch_far_out_is_skipped_without_a_trace_and_noted_in_the_checkpoint(tmp_path):
+    """One batch of huge targets after 200 usual ones changes no weight, no moment and no schedule."""
+    model, optimizer = regression()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50, 0.9)
+    batches = noisy_batches(202)
+    batches[200] = (batches[200][0], batches[200][1] * 1e4)
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, scheduler=schedule, loader=batches)
+    seen: list[Any] = []
+    for batch in guard.batches(max_epochs=1):
+        before = digest(model, optimizer), copy.deepcopy(schedule.state_dict())
+        result = guard.step(batch, loss_of(model))
+        if result.skipped:
+            seen.append(guard.global_step)
+            assert same(before[0], digest(model, optimizer))
+            assert before[1] == schedule.state_dict()
+            assert "stand out" in str(result.reason)
+    assert seen == [200]
+    assert "skip_step" in kinds(guard)
+    again = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, scheduler=schedule, loader=batches)
+    assert [each["kind"] for each in again._session.interventions] == ["skip_step"]
+    again.close()
+
+
+@pytest.mark.parametrize("action", ["off", "warn"])
+def test_a_spike_is_only_warned_of_where_the_policy_says_so(tmp_path, action):
+    """With "warn" the step is committed and an event says why it is odd; with "off" nothing is said."""
+    model, optimizer = regression()
+    batches = noisy_batches(152)
+    batches[150] = (batches[150][0], batches[150][1] * 1e4)
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches, spike_action=action)
+    for batch in guard.batches(max_epochs=1):
+        assert not guard.step(batch, loss_of(model)).skipped
+    assert ("spike" in kinds(guard)) == (action == "warn")
+
+
+def test_weights_that_were_damaged_are_rolled_back_to_a_copy_in_memory(tmp_path):
+    """A weight matrix blown up in the middle of a run brings back the copy from before, and the batches go on."""
+    model, optimizer = regression()
+    first: Any = model[0]
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=optimizer, loader=noisy_batches(400), save_interval_steps=None,
+        snapshot_interval_steps=50, clock=FakeClock(),
+    )  # fmt: skip
+    good: list[torch.Tensor] = []
+    returned = []
+    for number, batch in enumerate(guard.batches(max_epochs=1)):
+        if guard.global_step == 150 and not good:
+            good = digest(model, optimizer)
+        if number == 180:
+            with torch.no_grad():
+                first.weight.mul_(1000.0)
+        result = guard.step(batch, loss_of(model))
+        if result.reason and "rolled back" in result.reason:
+            returned.append(guard.global_step)
+            assert same(good, digest(model, optimizer))
+    assert returned == [150]
+    assert guard.statistics().rollbacks == 1
+    last = loss_of(model)(noisy_batches(400)[-1]).item()
+    assert last < 20, "the run is healthy at its end"
+
+
+def test_a_run_that_runs_away_again_and_again_ends_with_a_verdict(tmp_path):
+    """A rate that is far too high brings rollbacks, then DivergenceError with the way out; the checkpoint is good."""
+    model, optimizer = regression()
+    batches = noisy_batches(2000)
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches, save_interval_steps=50)
+    with pytest.raises(DivergenceError, match=r"(?s)max_rollbacks=2.*H503"):
+        for batch in guard.batches(max_epochs=1):
+            if guard.global_step >= 120:
+                for group in optimizer.param_groups:
+                    group["lr"] = 3.0
+            guard.step(batch, loss_of(model))
+    assert kinds(guard).count("roll_back") == 2
+    model, optimizer = regression(1)
+    again = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches)
+    assert loss_of(model)(batches[-1]).item() < 100
+    again.close()
+
+
+def test_learning_rates_are_lowered_after_a_rollback_only_when_asked(tmp_path):
+    """rollback_lr_factor multiplies the rate at each return, and the schedule keeps it there."""
+    model, optimizer = regression()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=optimizer, scheduler=schedule, loader=noisy_batches(300),
+        snapshot_interval_steps=50, rollback_lr_factor=0.5, save_interval_steps=None,
+    )  # fmt: skip
+    for number, batch in enumerate(guard.batches(max_epochs=1)):
+        if number == 180:
+            with torch.no_grad():
+                model[0].weight.mul_(1000.0)  # type: ignore[index, operator, union-attr]
+        guard.step(batch, loss_of(model))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(5e-4)
+    assert "learning_rate_lowered" in kinds(guard)
+
+
+class Logarithm(nn.Module):
+    """A model with a logarithm that a bad sample turns to NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(4, 4)
+        self.scale = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.scale(torch.log(x)) + self.features(x).sum(1, keepdim=True)
+
+
+def positive_batches(count: int) -> list[torch.Tensor]:
+    chance = torch.Generator().manual_seed(0)
+    return [torch.rand(8, 4, generator=chance) + 0.5 for _ in range(count)]
+
+
+def test_the_message_names_operation_line_sample_and_numbers(tmp_path):
+    """A skipped step says which operation, in which file, on which sample of the dataset, and why."""
+    torch.manual_seed(0)
+    model = Logarithm()
+    samples = torch.cat(positive_batches(4))
+    samples[21, 2] = -1.0
+    loader = holdfast.DataLoader(samples, batch_size=8, shuffle=True, seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=loader)
+    reasons = []
+    for batch in guard.batches(max_epochs=1):
+        result = guard.step(batch, lambda x: model(x).square().mean())
+        if result.skipped:
+            reasons.append(str(result.reason))
+    (reason,) = reasons
+    for part in ("log", "test_numerics_in_the_guard.py", "dataset index 21", "-1"):
+        assert part in reason
+    (event,) = [event for event in guard.events() if event.kind == "nonfinite_origin"]
+    assert event.data["dataset_indices"] == [21]
+    assert len(event.data["bad_samples"]) == 1
+
+
+def test_a_step_is_made_without_its_bad_samples_exactly(tmp_path):
+    """With drop_nonfinite_samples the update is bit for bit that of the batch without them."""
+    batches = positive_batches(3)
+    spoilt = [batch.clone() for batch in batches]
+    spoilt[1][2, 0] = math.nan
+    spoilt[1][5] = -3.0
+    kept = [0, 1, 3, 4, 6, 7]
+    torch.manual_seed(0)
+    model = Logarithm()
+    plain = copy.deepcopy(model)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()), drop_nonfinite_samples=True,
+        save_interval_steps=None,
+    )  # fmt: skip
+    results = [guard.step(batch, lambda x: model(x).square().mean()) for batch in spoilt]
+    assert [result.dropped_samples for result in results] == [(), (2, 5), ()]
+    assert not any(result.skipped for result in results)
+    assert results[1].items == 6
+    optimizer = torch.optim.AdamW(plain.parameters())
+    for batch in (batches[0], batches[1][kept], batches[2]):
+        optimizer.zero_grad()
+        plain(batch).square().mean().backward()
+        optimizer.step()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert "samples_dropped" in kinds(guard)
+    guard.close()
+
+
+def test_a_weight_that_is_nan_is_named_and_no_sample_is_blamed(tmp_path):
+    """NaN in a weight is found as such: every sample is bad then, so none is named."""
+    model, optimizer = regression()
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=None)
+    batch = noisy_batches(1)[0]
+    guard.step(batch, loss_of(model))
+    with torch.no_grad():
+        model[2].weight[0, 3] = math.nan  # type: ignore[index, union-attr]
+    result = guard.step(batch, loss_of(model))
+    assert result.skipped
+    assert "2.weight" in str(result.reason)
+    assert "sample" not in str(result.reason).partition("2.weight")[2]
+    guard.close()
+
+
+def test_a_failure_that_does_not_come_again_is_a_finding_of_its_own(tmp_path):
+    """Where the replay is finite, the message says that it did not reproduce, and names what that means."""
+    model, optimizer = regression()
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=None, check_split=False)
+    calls = iter([math.nan])
+    result = guard.step(noisy_batches(1)[0], lambda batch: loss_of(model)(batch) * next(calls, 1.0))
+    assert result.skipped
+    assert "a replay of the same step is finite" in str(result.reason)
+    assert "nonfinite_not_traced" in kinds(guard)
+    guard.close()
+
+
+def test_training_after_a_replay_is_what_it_would_be_without_one(tmp_path):
+    """Dropout masks, BatchNorm statistics and moments after a traced failure are those of a run without tracing."""
+    ends = []
+    for provenance in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        guard = holdfast.Guard(
+            tmp_path / str(provenance), model=model, optimizer=optimizer, provenance=provenance,
+            save_interval_steps=None,
+        )  # fmt: skip
+        batches = noisy_batches(6)
+        batches[3][0][4, 1] = math.nan
+        for batch in batches:
+            guard.step(batch, loss_of(model))
+        ends.append([*digest(model, optimizer), *model.buffers(), torch.get_rng_state()])
+        guard.close()
+    assert same(*ends)
