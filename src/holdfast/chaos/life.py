@@ -27,8 +27,8 @@ from holdfast.run.result import StepResult
 from holdfast.testing import fill_disk, limit_memory
 
 _DAMAGED = 700
-_FIRST_HEADROOM_BYTES = 96 * 2**20
-_LESS_EACH_STEP_BYTES = 4 * 2**20
+_FIRST_HEADROOM_BYTES = 56 * 2**20
+_LESS_EACH_STEP_BYTES = 2 * 2**20
 _SMALL_FILE_BYTES = 64 * 1024
 
 

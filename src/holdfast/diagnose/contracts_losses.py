@@ -39,8 +39,10 @@ def nonfinite_input(facts: Facts, say: Say) -> Iterator[Finding]:
     """A batch holds NaN or plus infinity."""
     for name, given in each(facts, "inputs"):
         if given["nonfinite"]:
+            followed = any(o["nonfinite_losses"] or o["nonfinite_gradients"] for _, o in each(facts, "optimizers"))
             yield say(
                 f"{given['nonfinite']} observed batch(es) given to the model held NaN or Inf",
+                severity="error" if followed else "note",  # a model may fill in what is missing
                 fix="find and drop these samples; holdfast.DataLoader can put them into quarantine.",
                 evidence={"batches": given["nonfinite"], "calls": given["calls"]},
                 where=name,

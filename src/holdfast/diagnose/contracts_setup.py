@@ -20,7 +20,7 @@ def weights_outside(facts: Facts, say: Say) -> Iterator[Finding]:
         if not model["outside_count"]:
             continue
         share = model["outside_weights"] / max(1, model["weights"])
-        served = model["outside_with_gradient"] > 0 and share > 0.5
+        served = model["outside_with_gradient"] > 0 and share > 0.5 and not model["outside_changed"]
         yield say(
             f"{model['outside_count']} trainable parameter(s), {share:.0%} of the weights, are in no optimizer",
             severity="advice" if served and share < 1 else "note",

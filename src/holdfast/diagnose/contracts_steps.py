@@ -100,7 +100,8 @@ def step_without_gradients(facts: Facts, say: Say) -> Iterator[Finding]:
     """The optimizer steps although no gradient has come."""
     for name, optimizer in each(facts, "optimizers"):
         idle = optimizer["no_gradient_steps"]
-        if idle >= _IN_A_ROW and not optimizer["closure"]:
+        # One that had gradients before may only be waiting for its phase.
+        if idle >= _IN_A_ROW and not (optimizer["closure"] or optimizer["with_gradient_steps"]):
             yield say(
                 f"{idle} steps in a row had no gradient in any tensor of the optimizer",
                 fix="call backward before step and zero_grad not in between; the loss must depend on these weights "
@@ -139,10 +140,11 @@ def gradients_all_zero(facts: Facts, say: Say) -> Iterator[Finding]:
     """Every gradient is exactly zero."""
     for name, optimizer in each(facts, "optimizers"):
         if optimizer["zero_gradient_steps"] >= _IN_A_ROW and not optimizer["zeroed"]:
+            done = any(loss == 0 for _, loss in optimizer["losses"][-1:])  # a hinge that is satisfied
             yield say(
                 f"all gradients were exactly 0 in {optimizer['zero_gradient_steps']} observed steps in a row",
                 kind="symptom",
-                severity="advice",
+                severity="note" if done else "advice",
                 fix="look for a saturated or clamped output, dead units, a loss multiplied by 0, or a masked batch.",
                 evidence={"in_a_row": optimizer["zero_gradient_steps"]},
                 where=name,
@@ -187,12 +189,18 @@ def scheduler_out_of_step(facts: Facts, say: Say) -> Iterator[Finding]:
     """A scheduler is advanced at other times than its numbers mean."""
     for name, scheduler in each(facts, "schedulers"):
         told = None
+        faded = any(
+            optimizer["low_lr_steps"] > 0.2 * optimizer["steps"] for _, optimizer in each(facts, "optimizers")
+        )
+        waves = scheduler["kind"] == "CosineAnnealingLR"
         steps, every, period = scheduler["optimizer_steps"], scheduler["every_step"], scheduler["period"]
         if scheduler["before_first"] > 0 and every >= 3:
             told = "it is advanced before the first optimizer step, so the first learning rate is never used"
         elif scheduler["several"] > 0.5 * steps and steps >= 20:
             told = "it is advanced several times for each optimizer step"
-        elif steps >= 50 and every > 0.5 * steps and period and scheduler["advanced"] > 3 * period:
+        elif (
+            steps >= 50 and every > 0.5 * steps and period and (faded or waves) and scheduler["advanced"] > 3 * period
+        ):
             told = f"it is advanced in every step, {scheduler['advanced']} times, although its period is {period}"
         if told is not None and scheduler["kind"] != "ReduceLROnPlateau":
             yield say(

@@ -52,7 +52,8 @@ def find_rule(rule_id: str) -> Rule:
     rules = all_rules()
     found = rules.get(rule_id.upper())
     if found is None:
-        nearest = difflib.get_close_matches(rule_id.upper(), rules, n=1, cutoff=0.0)[0]
+        begun = [known for known in rules if rule_id.upper().startswith(known)]
+        nearest = (begun or difflib.get_close_matches(rule_id.upper(), rules, n=1, cutoff=0.0))[0]
         raise PolicyError(
             f"{rule_id!r} is not a rule",
             limit=f"there are {len(rules)} rules",

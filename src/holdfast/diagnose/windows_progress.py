@@ -81,6 +81,7 @@ def plateau(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(
             f"the loss is where it was: {progress.start:.4g} at the start, {progress.end:.4g} now",
             fix="if the run has not converged, try a larger learning rate on a copy first.",
+            severity="advice" if all(loss > 0 for _, loss in main_losses(facts)) else "note",
             evidence=progress.evidence(),
         )
 
@@ -148,11 +149,15 @@ def weights_stand_still(facts: Facts, say: Say) -> Iterator[Finding]:
     whole = sum(layer["elements"] for _, layer in each(facts, "layers"))
     if still:
         share = sum(still.values()) / max(1, whole)
+        # Gradients of 0 move nothing either; that is another rule's, and the end of a satisfied hinge.
+        unmoving = any(
+            facts["layers"][name]["zero_gradient"] > 0.5 * facts["layers"][name]["with_gradient"] for name in still
+        )
         warm = any(o["low_lr_steps"] for _, o in each(facts, "optimizers"))
         yield say(
             f"{len(still)} parameter(s), {share:.0%} of the weights, do not change although they have gradients: "
             f"{', '.join(list(still)[:5])}",
-            severity="advice" if share > 0.5 and not warm else "note",
+            severity="advice" if share > 0.5 and not (warm or unmoving) else "note",
             fix="look for a learning rate of 0 in their group, a gradient of 0, or steps that half precision rounds "
             "away.",
             evidence={"share": share, "first": list(still)[:5]},

@@ -59,7 +59,11 @@ def nothing_to_learn(facts: Facts, say: Say) -> Iterator[Finding]:
     if facts.get("objective", "minimize") != "minimize" or len(facts.get("optimizers", {})) != 1:
         return
     for place, site in each(facts, "losses"):
-        if site["constant_target"] and site["calls"] >= _BATCHES and site["values"]:
+        # A loss may be called once for positives and once for negatives: only all calls together are one target.
+        alike = {
+            other["constant_target"] for _, other in each(facts, "losses") if other["function"] == site["function"]
+        }
+        if len(alike) == 1 and None not in alike and site["calls"] >= _BATCHES and site["values"]:
             # Contrastive losses name the first of their scores for ever, but it stays a task.
             trivial = site["values"][-1] < 0.02 * max(site["values"][0], 1e-9)
             yield say(
@@ -79,7 +83,8 @@ def same_batch(facts: Facts, say: Say) -> Iterator[Finding]:
         if seen < 2 * _BATCHES or given["different"] > 2 or given["longest_repeat"] < 0.45 * seen:
             continue
         # Full-batch training looks the same; a batch of a loader is small and a power of two.
-        loader = given["batch"] in (4, 8, 16, 32, 64)
+        classified = any(site["labelled_calls"] for _, site in each(facts, "losses"))
+        loader = given["batch"] in (16, 32, 64, 128) and classified
         yield say(
             f"{seen} observed batches had {given['different']} different content(s)",
             severity="advice" if loader else "note",

@@ -206,6 +206,8 @@ class Activity:
         key = f"{name}#{order}" if order > 1 or not module else module
         if function == "relu":
             self._note_rectifier(key, output)
+        elif function == "sigmoid" and output.shape[-1] < 8:
+            return  # a probability near its bounds is an answer, not a dead gate
         elif len(self._saturated.setdefault(key, [])) < 120:
             low = -0.99 if function == "tanh" else 0.01
             self._saturated[key].append(float(((output < low) | (output > 0.99)).float().mean()))

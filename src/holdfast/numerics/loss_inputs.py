@@ -147,11 +147,11 @@ class LossInputs(TorchFunctionMode):
         if not (isinstance(given, Tensor) and given.requires_grad):
             return
         source, dim, _ = source_of(given)
-        over_batch = source in ("Softmax", "LogSoftmax") and dim in (0, -2) and name == "log" and given.dim() <= 2
+        over_batch = source in ("Softmax", "LogSoftmax") and dim in (0, -2) and name == "log" and not _square(given)
         twice = name != "log" and source == "Softmax"
         if name == "log_softmax":
             site = self._sites.enter(name)
-            wrong = result.dim() == 2 and _dimension(args, kwargs) in (0, -2) and result.shape[0] > 1
+            wrong = _one_axis(result) and _dimension(args, kwargs) in (0, -2)
             site.add({"softmax_input": twice, "rectified_source": source == "Relu", "batch_axis_made": wrong})
             result.register_hook(lambda gradient: site.signs.extend(_likelihood_sign(gradient)))  # type: ignore[no-untyped-call]
         elif twice or over_batch:
@@ -188,6 +188,15 @@ def _argument(args: Sequence[Any], kwargs: dict[str, Any], place: int, names: tu
     return next((kwargs[name] for name in names if name in kwargs), None)
 
 
+def _one_axis(scores: Tensor) -> bool:
+    """Return whether scores are of samples and classes. A square may be pairs, scored both ways, as in CLIP."""
+    return scores.dim() == 2 and scores.shape[0] > 1 and not _square(scores)
+
+
+def _square(scores: Tensor) -> bool:
+    return scores.dim() > 2 or (scores.dim() == 2 and scores.shape[0] == scores.shape[1])
+
+
 def _dimension(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return kwargs.get("dim", args[1] if len(args) > 1 else None)
 
@@ -222,7 +231,7 @@ def _flags(name: str, given: Tensor, target: Tensor) -> dict[str, bool]:
     """Return what can be said for sure about the first argument of a loss function, one host sync."""
     rows = _rows(given).float()
     source, dim, clamped = source_of(given)
-    one_axis = given.dim() == 2 and dim in (0, -2) and given.shape[0] > 1
+    one_axis = _one_axis(given) and dim in (0, -2)
     sums = rows.sum(-1)
     log_sums, zeros = rows.logsumexp(-1), (rows == 0).float().mean()
     bounds = ((rows <= rows.min()) | (rows >= rows.max())).float().mean()

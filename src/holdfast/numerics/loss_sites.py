@@ -153,14 +153,15 @@ class LossSite:
             return None
         return float((self._squares / self._count).mean())
 
-    def _constant(self) -> bool:
+    def _constant(self) -> float | None:
+        """Return the one value that all targets have, None if there is no such."""
         if self._labels:
-            return len(self._labels) == 1
+            return float(next(iter(self._labels))) if len(self._labels) == 1 else None
         if self._sums is None or self._squares is None or self._count < 2:
-            return False
+            return None
         mean = self._sums / self._count
         spread = (self._squares / self._count - mean.square()).clamp_min(0).max().sqrt()
-        return bool(spread <= 1e-6 * (1e-12 + mean.abs().max()))
+        return float(mean[0]) if spread <= 1e-6 * (1e-12 + mean.abs().max()) else None
 
 
 class LossSites:

@@ -35,7 +35,7 @@ class Diagnosis:
             self._observer = Observer(
                 parts.models,
                 parts.optimizers,
-                parts.schedulers,
+                {},  # driven by the guard; in a resumed run their count is that of earlier lives
                 objective=policy.objective,
                 frozen=policy.frozen,
                 ignore=policy.ignore_rules,

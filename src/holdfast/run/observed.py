@@ -247,13 +247,14 @@ class WatchedModel:
             "outside_count": len(outside),
             "outside_weights": sum(sizes[k] for k in outside),
             "outside_with_gradient": sum(p.grad is not None for k, p in learning if id(p) not in held),
+            "outside_changed": self._changed(outside),
             "frozen_weights": sum(sizes[k] for k, p in named if not p.requires_grad),
             "never_gradient": never[:5],
             "never_gradient_count": len(never),
             "never_gradient_weights": sum(sizes[k] for k in never),
             "never_gradient_first": bool(never) and bool(learning) and never[0] == learning[0][0],
             "symmetric": self._symmetric(learning),
-            "changed": self._changed(),
+            "changed": self._changed(self._start),
             "nonfinite_buffers": self._bad_buffers(),
             "eval_steps": self.eval_steps,
             "observed": self.steps,
@@ -276,13 +277,12 @@ class WatchedModel:
                 found.append(name)
         return found[:5]
 
-    def _changed(self) -> bool:
+    def _changed(self, names: Iterable[str]) -> bool:
         now = dict(self.named())
-        same = [
-            name in now and torch.equal(torch.nan_to_num(sample_of(now[name])), torch.nan_to_num(sample))
-            for name, sample in self._start.items()
-        ]
-        return not all(same)
+        return any(
+            name not in now or not torch.equal(torch.nan_to_num(sample_of(now[name])), torch.nan_to_num(then))
+            for name, then in ((name, self._start[name]) for name in names if name in self._start)
+        )
 
     def _bad_buffers(self) -> list[str]:
         floating = [(k, b) for k, b in self.module.named_buffers() if b.is_floating_point() and "running" in k]

@@ -24,8 +24,9 @@ from holdfast.numerics.loss_inputs import LossInputs, unscaled
 from holdfast.numerics.loss_sites import LossSites
 from holdfast.run.observed import FULL_ROUNDS, WatchedModel, WatchedOptimizer, WatchedScheduler
 
-_LATER_SHARE = 10
-"""After the first rounds one in so many is observed: numerics.md 5.2, tier 2."""
+_LATER_SHARE, _LATEST_SHARE = 10, 50
+"""After the first rounds one in so many is observed: numerics.md 5.2, tier 2; and one in 50 after 1000, when the
+windows are full of observations and a run of a million steps should not pay for more."""
 _CALLS_PER_STEP = 4
 _JUDGED = (1, 2, 3, 5, 10, 15, 20, 25, 30)
 _FIRST_WINDOW = 400
@@ -94,7 +95,7 @@ class Observer:
         self.mode = LossInputs(self._sites, self._on_activation, self._on_backward)
         self._path: list[str] = []
         self._calls = 0
-        self._ticks = 0
+        self._ticks = self._observed = 0
         self._backwards = self._backwards_since_step = 0
         self._sampled = False
         self._guided = False
@@ -135,7 +136,8 @@ class Observer:
             return True
         # Multiplicative hashing instead of every tenth: it cannot fall into step with epochs or with several
         # optimizers, and it draws no random number.
-        return (self._ticks * 2654435761) % 2**32 < 2**32 // _LATER_SHARE
+        share = _LATER_SHARE if self._ticks < 1000 else _LATEST_SHARE
+        return (self._ticks * 2654435761) % 2**32 < 2**32 // share
 
     @contextlib.contextmanager
     def begin_step(self, names: Sequence[str] = ()) -> Iterator[None]:
@@ -170,7 +172,7 @@ class Observer:
             for path, module in model.module.named_modules():
                 if path:
                     self._step_hooks.append(module.register_forward_pre_hook(self._enter_hook(prefix + path)))
-                    self._step_hooks.append(module.register_forward_hook(self._leave_hook(), always_call=True))
+                    self._step_hooks.append(module.register_forward_hook(self._leave, always_call=True))
 
     def _unhook_step(self) -> None:
         for handle in self._step_hooks:
@@ -186,12 +188,9 @@ class Observer:
     def _enter_hook(self, path: str) -> Callable[[nn.Module, Any], None]:
         return lambda _module, _args: self._path.append(path)
 
-    def _leave_hook(self) -> Callable[[nn.Module, Any, Any], None]:
-        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-            if self._path:
-                self._path.pop()
-
-        return leave
+    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if self._path:
+            self._path.pop()
 
     def _given_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         model, inputs = self._models[name], self._inputs[name]
@@ -310,9 +309,10 @@ class Observer:
         sampled, self._sampled = self._sampled, False
         self._unhook_step()
         self._flow.forget_step()
-        rounds = self._ticks / max(1, len(self._optimizers))
+        self._observed += sampled
+        rounds = self._observed / max(1, len(self._optimizers))
         window = self._window_due()
-        if window or (sampled and (rounds in _JUDGED or rounds > FULL_ROUNDS) and rounds == int(rounds)):
+        if window or (sampled and (rounds in _JUDGED or rounds % FULL_ROUNDS == 0)):
             self._judge(windows=window)
 
     def _window_due(self) -> bool:

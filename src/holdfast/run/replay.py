@@ -82,6 +82,7 @@ class Replay:
             return Provenance(origin=origin, samples=self._samples(work, plan, origin.samples))
         finally:
             self._attempts.take_back(work)
+            release_memory(self._parts.devices())  # a replay takes more than a step: give it back
 
     def _samples(self, work: Work, plan: Plan, hint: Sequence[int]) -> tuple[int, ...]:
         """Return the samples without which the step is finite."""

@@ -1,0 +1,96 @@
+"""What a model is fed with is recognised again, and constant or bad inputs are seen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.numerics.batches import Inputs, fingerprint, tensors_in
+
+
+def after(*batches: Any, answers: Any = None) -> dict[str, Any]:
+    inputs = Inputs()
+    for batch in batches:
+        inputs.given(batch)
+        if answers is not None:
+            inputs.answered(answers)
+    return inputs.facts()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+)
+def test_a_fingerprint_is_that_of_the_contents(dtype: torch.dtype) -> None:
+    """Equal contents are equal, one other element is not, and neither is another shape."""
+    one = torch.arange(12).to(dtype).view(3, 4)
+    other = one.clone()
+    other[0, 0] = 1
+    assert fingerprint(one) == fingerprint(one.clone()) == fingerprint(one.T.contiguous().T)
+    assert fingerprint(one) != fingerprint(other)
+    assert fingerprint(one) != fingerprint(one.view(4, 3))
+
+
+def test_repeats_are_counted() -> None:
+    """One batch for ever, pairs, and fresh batches look different."""
+    same = torch.randn(8, 3)
+    assert after(*[same] * 6)["longest_repeat"] == 6
+    fresh = [torch.randn(8, 3) for _ in range(6)]
+    pairs = after(*[batch for batch in fresh for _ in range(2)])
+    assert (pairs["repeated_pairs"], pairs["longest_repeat"], pairs["different"]) == (6, 2, 6)
+    assert after(*fresh)["longest_repeat"] == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "constant"),
+    [
+        (torch.ones(8, 3), 1),
+        (torch.randn(8, 3), 0),
+        (torch.randn(1, 3).expand(8, 3), 1),
+        ({"ids": torch.zeros(8, 3, dtype=torch.long), "mask": torch.ones(8, 3)}, 1),
+        ({"ids": torch.arange(24).view(8, 3), "mask": torch.ones(8, 3)}, 0),
+        (torch.ones(1, 3), 0),
+    ],
+)
+def test_samples_without_difference_are_seen(batch: Any, constant: int) -> None:
+    """A batch is constant only if no tensor in it tells its samples apart; one sample cannot be."""
+    assert after(batch)["constant"] == constant
+
+
+@pytest.mark.parametrize(("value", "bad"), [(math.nan, 1), (math.inf, 1), (-math.inf, 0), (0.0, 0)])
+def test_masks_of_minus_infinity_are_not_bad(value: float, bad: int) -> None:
+    """NaN and plus infinity in an input are counted, the minus infinity of a mask is not."""
+    batch = torch.randn(4, 3)
+    batch[1, 1] = value
+    assert after(batch)["nonfinite"] == bad
+
+
+def test_scale_and_offset_are_those_of_the_largest_tensor() -> None:
+    """Pixels of 0 to 255 and a mean far from zero are told."""
+    facts = after({"pixels": torch.arange(256.0).view(4, 64), "age": torch.ones(4)})
+    assert facts["largest"] == 255
+    assert facts["offset"] == pytest.approx(127.5 / 73.9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "answer", "counted"),
+    [
+        (torch.randn(8, 3), torch.ones(8, 2), (1, 1)),
+        (torch.randn(8, 3), torch.randn(8, 2), (1, 0)),
+        (torch.ones(8, 3), torch.ones(8, 2), (0, 0)),
+        (torch.randn(8, 3), torch.tensor(1.0), (0, 0)),
+    ],
+)
+def test_equal_answers_to_different_samples_are_seen(batch: Tensor, answer: Tensor, counted: tuple[int, int]) -> None:
+    """Only where the samples differ and there is an answer for each does an equal answer say something."""
+    facts = after(batch, answers=answer)
+    assert (facts["answers"], facts["same_answers"]) == counted
+
+
+def test_tensors_are_found_in_any_structure() -> None:
+    """Nested containers are searched, empty and sparse tensors left out."""
+    tree = {"a": [torch.ones(2), (torch.ones(3), "text")], "b": torch.ones(0), "c": torch.eye(2).to_sparse()}
+    assert [tensor.numel() for tensor in tensors_in(tree)] == [2, 3]

@@ -1,0 +1,172 @@
+"""What loss functions are given is seen, told apart by place, and not altered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from holdfast.numerics.loss_inputs import LossInputs, source_of, unscaled
+from holdfast.numerics.loss_sites import LossSites
+
+N, C = 16, 5
+LABELS = torch.arange(N) % C
+ONES = torch.ones(N, C)
+
+
+def seen(loss: Callable[[Tensor], Tensor], calls: int = 3) -> dict[str, dict[str, Any]]:
+    """Return the facts of some calls of a loss on fresh scores."""
+    sites = LossSites()
+    mode = LossInputs(sites, lambda name, output: None, lambda loss: sites.begin_step())
+    for _ in range(calls):
+        scores = torch.randn(N, C, requires_grad=True)
+        with mode:
+            loss(scores).backward()
+    return sites.facts()
+
+
+FLAGS: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
+    ("cross_entropy#1", "softmax_input", lambda z: F.cross_entropy(z.softmax(1), LABELS)),
+    ("cross_entropy#1", "softmax_input", lambda z: F.cross_entropy(z.exp() / z.exp().sum(1, keepdim=True), LABELS)),
+    ("cross_entropy#1", "rectified_source", lambda z: F.cross_entropy(F.relu(z), LABELS)),
+    ("cross_entropy#1", "rectified", lambda z: F.cross_entropy(z.clamp_min(0), LABELS)),
+    ("cross_entropy#1", "batch_axis", lambda z: F.cross_entropy(z.softmax(0), LABELS)),
+    ("nll_loss#1", "batch_axis", lambda z: F.nll_loss(z.log_softmax(0), LABELS)),
+    ("nll_loss#1", "positive", lambda z: F.nll_loss(z.abs() + 1, LABELS)),
+    ("nll_loss#1", "not_normalised", lambda z: F.nll_loss(F.logsigmoid(z), LABELS)),
+    ("kl_div#1", "positive", lambda z: F.kl_div(z.softmax(1), ONES / C, reduction="batchmean")),
+    ("log_softmax#1", "softmax_input", lambda z: -z.softmax(1).log_softmax(1)[:, 0].mean()),
+    ("log#1", "batch_axis", lambda z: -torch.log(z.softmax(0)[range(N), LABELS]).mean()),
+    (
+        "binary_cross_entropy_with_logits#1",
+        "sigmoid_source",
+        lambda z: F.binary_cross_entropy_with_logits(z.sigmoid().view(-1), ONES.view(-1)),
+    ),
+    (
+        "binary_cross_entropy_with_logits#1",
+        "target_out_of_range",
+        lambda z: F.binary_cross_entropy_with_logits(z, 2 * ONES),
+    ),
+    (
+        "binary_cross_entropy_with_logits#1",
+        "unit_range",
+        lambda z: F.binary_cross_entropy_with_logits(z.square() / (1 + z.square()), ONES),
+    ),
+    ("binary_cross_entropy#1", "clamped_scores", lambda z: F.binary_cross_entropy((3 * z).clamp(0, 1), ONES / 2)),
+    ("difference#1", "broadcast", lambda z: (z[:, :1] - torch.randn(N)).square().mean()),
+    ("ctc_loss#1", "positive", lambda z: _ctc(z + 5)),
+]
+
+
+def _ctc(scores: Tensor) -> Tensor:
+    return F.ctc_loss(scores.unsqueeze(1), torch.tensor([[1, 2]]), (N,), (2,))
+
+
+@pytest.mark.parametrize(("place", "flag", "loss"), FLAGS)
+def test_a_wrong_argument_is_seen(place: str, flag: str, loss: Callable[[Tensor], Tensor]) -> None:
+    """Each fault raises its own flag in every call."""
+    facts = seen(loss)[place]
+    assert facts[flag] == facts["calls"] == 3
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z: F.cross_entropy(z, LABELS),
+        lambda z: F.cross_entropy(z.view(2, 8, C).permute(0, 2, 1), LABELS.view(2, 8)),
+        lambda z: F.nll_loss(z.log_softmax(1), LABELS),
+        lambda z: F.nll_loss(torch.log(z.softmax(1)), LABELS),
+        lambda z: F.binary_cross_entropy_with_logits(z, ONES),
+        lambda z: F.binary_cross_entropy(z.sigmoid(), ONES),
+        lambda z: F.binary_cross_entropy(z.sigmoid().clamp(1e-6, 1 - 1e-6), ONES),
+        lambda z: F.mse_loss(z, ONES),
+        lambda z: F.kl_div(z.log_softmax(1), ONES / C, reduction="batchmean"),
+        lambda z: (z[:, None] - z[None, :]).square().mean(),
+        lambda z: _ctc(z.log_softmax(1)),
+    ],
+)
+def test_right_arguments_raise_no_flag(loss: Callable[[Tensor], Tensor]) -> None:
+    """The usual ways to call a loss leave every flag unset."""
+    names = {name for _, name, _ in FLAGS}
+    assert not [key for facts in seen(loss).values() for key in facts if key in names]
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_broadcast_that_pairs_all_with_all_is_told_with_its_shapes() -> None:
+    """(N, 1) against (N,) is N x N pairs; a single number against all is fine."""
+    wrong = seen(lambda z: F.mse_loss(z[:, :1], torch.randn(N)))["mse_loss#1"]
+    assert wrong["broadcast"] == 3
+    assert wrong["shapes"] == "(16, 1) and (16,)"
+    assert "broadcast" not in seen(lambda z: F.mse_loss(z[:, :1], torch.ones(1)))["mse_loss#1"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "negative"),
+    [
+        (lambda z: F.cross_entropy(z, LABELS), False),
+        (lambda z: -F.cross_entropy(z, LABELS), True),
+        (lambda z: 3 - 2 * F.mse_loss(z, ONES), True),
+        (lambda z: 65536 * F.nll_loss(z.log_softmax(1), LABELS), False),
+        (lambda z: z.log_softmax(1)[range(N), LABELS].mean(), True),
+        (lambda z: -z.log_softmax(1)[range(N), LABELS].mean(), False),
+    ],
+)
+def test_the_sign_with_which_a_loss_enters_the_whole_is_seen(
+    loss: Callable[[Tensor], Tensor], negative: bool
+) -> None:
+    """A loss that is climbed has a negative coefficient, whatever scales it."""
+    signs = [(facts["negative_signs"], facts["positive_signs"]) for facts in seen(loss).values()]
+    assert all((minus > 0, plus > 0) == (negative, not negative) for minus, plus in signs)
+
+
+def test_the_loss_of_the_best_constant_is_known() -> None:
+    """It is the entropy of the labels, the variance of the targets, and unknown with class weights."""
+    assert seen(lambda z: F.cross_entropy(z[:15], LABELS[:15]))["cross_entropy#1"]["baseline"] == pytest.approx(
+        math.log(C)
+    )
+    targets = torch.randn(N, C, dtype=torch.float64)
+    columns = seen(lambda z: F.mse_loss(z.double(), targets))["mse_loss#1"]["baseline"]
+    assert columns == pytest.approx(float(targets.var(0, correction=0).mean()))
+    rare = (torch.arange(N * C).view(N, C) % 8 == 0).float()
+    binary = seen(lambda z: F.binary_cross_entropy_with_logits(z.view(-1), rare.view(-1)))
+    p = 1 / 8
+    assert binary["binary_cross_entropy_with_logits#1"]["baseline"] == pytest.approx(
+        -p * math.log(p) - (1 - p) * math.log(1 - p)
+    )
+    weighted = seen(lambda z: F.cross_entropy(z, LABELS, weight=torch.ones(C)))
+    assert weighted["cross_entropy#1"]["baseline"] is None
+
+
+def test_ignored_labels_are_not_counted() -> None:
+    """The entropy is that of the labels that the loss looks at."""
+    labels = torch.where(torch.arange(N) < 10, LABELS, -100)
+    assert seen(lambda z: F.cross_entropy(z, labels))["cross_entropy#1"]["baseline"] == pytest.approx(math.log(C))
+
+
+def test_calls_without_gradients_are_not_seen() -> None:
+    """An evaluation inside an observed step leaves no trace in the facts."""
+    sites = LossSites()
+    with LossInputs(sites, lambda name, output: None, lambda loss: None), torch.no_grad():
+        F.cross_entropy(torch.randn(N, C), LABELS)
+    assert sites.facts() == {}
+
+
+def test_the_source_of_a_tensor_is_found_behind_views() -> None:
+    """Reshaping keeps the dimension, reordering forgets it, and a clamp is told."""
+    scores = torch.randn(N, C, requires_grad=True)
+    assert source_of(scores.softmax(-1).view(4, 4, C).flatten(0, 1)) == ("Softmax", -1, False)
+    assert source_of(scores.softmax(1).T.contiguous().T) == ("Softmax", None, False)
+    assert source_of(scores.sigmoid().clamp(0.1, 0.9)) == ("Sigmoid", None, True)
+    assert source_of(scores) == ("", None, False)
+
+
+def test_the_factor_of_a_loss_scaler_is_taken_out() -> None:
+    """The loss is the user's, not the one that fp16 needs."""
+    loss = torch.tensor(0.25, requires_grad=True) * 1
+    assert unscaled(torch.amp.GradScaler("cpu").scale(loss)) == 0.25
+    assert unscaled(loss * torch.tensor(3.0)) == 0.75
