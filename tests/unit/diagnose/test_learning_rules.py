@@ -45,6 +45,7 @@ MODEL: dict[str, Any] = {
     **dict.fromkeys(("outside_count", "outside_weights", "outside_with_gradient", "frozen_weights"), 0),
     **dict.fromkeys(("never_gradient_count", "never_gradient_weights", "eval_steps"), 0),
     **dict.fromkeys(("train_mode_validations", "validations"), 0),
+    "outside_changed": False,
     "weights": 1000,
     "outside": [],
     "never_gradient": [],
@@ -69,7 +70,7 @@ SITE: dict[str, Any] = {
     "distinct_labels": 9.6,
     "first": 2.3,
     "expected_labels": 9.7,
-    "constant_target": False,
+    "constant_target": None,
     "target_scale": None,
     "target_sizes": [1.0] * 70,
 }
@@ -158,7 +159,7 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
     ("H804", True, {"layer": {"nonfinite": True}}, {}),
     ("H804", True, {"model": {"nonfinite_buffers": ["bn.running_var"]}}, {}),
     ("H805", True, {"optimizer": {"nonfinite_state": ["exp_avg_sq"]}}, {}),
-    ("H806", True, {"input": {"nonfinite": 1}}, {}),
+    ("H806", True, {"input": {"nonfinite": 1}, "optimizer": {"nonfinite_losses": 1}}, {"input": {"nonfinite": 1}}),
     (
         "H807",
         True,
@@ -169,7 +170,7 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
         "H808",
         True,
         {"model": {"outside_count": 2, "outside_weights": 800, "outside_with_gradient": 2, "outside": ["a"]}},
-        {},
+        {"model": {"outside_count": 2, "outside_weights": 800, "outside_with_gradient": 2, "outside_changed": True}},
     ),
     ("H809", True, {"optimizer": {"foreign": 4}}, {"optimizer": {"foreign": 2, "foreign_with_gradient": 2}}),
     ("H809", True, {"optimizer": {"foreign": 1, "replaced": 1, "foreign_with_gradient": 1}}, {}),
@@ -181,7 +182,12 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
         {"steps": 0, "backwards_since_step": 50, "model": {"changed": False}},
         {"steps": 400, "backwards_since_step": 3},
     ),
-    ("H813", True, {"optimizer": {"no_gradient_steps": 10}}, {"optimizer": {"no_gradient_steps": 9}}),
+    (
+        "H813",
+        True,
+        {"optimizer": {"no_gradient_steps": 10, "with_gradient_steps": 0}},
+        {"optimizer": {"no_gradient_steps": 10}},
+    ),
     (
         "H814",
         True,
@@ -206,7 +212,12 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
         {"scheduler": {"before_first": 1, "every_step": 399}},
         {"scheduler": {"every_step": 399, "period": 400, "advanced": 400}},
     ),
-    ("H820", True, {"scheduler": {"every_step": 399, "advanced": 400}}, {}),
+    (
+        "H820",
+        True,
+        {"scheduler": {"every_step": 399, "advanced": 400}, "optimizer": {"low_lr_steps": 300}},
+        {"scheduler": {"every_step": 399, "advanced": 400}},
+    ),
     ("H820", True, {"scheduler": {"several": 399}}, {}),
     (
         "H821",
@@ -233,7 +244,13 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
     ("H828", True, UNLEARNT, {"objective": "reinforcement", **UNLEARNT}),
     ("H830", True, {"input": {"same_answers": 70}}, {"input": {"same_answers": 20}}),
     ("H831", True, {"optimizer": {"maximize": True}}, {"objective": "adversarial", "optimizer": {"maximize": True}}),
-    ("H832", False, {"optimizer": {"losses": STILL}, "site": {"baseline": None}}, {"site": {"baseline": None}}),
+    ("H832", True, {"optimizer": {"losses": STILL}, "site": {"baseline": None}}, {"site": {"baseline": None}}),
+    (
+        "H832",
+        False,
+        {"optimizer": {"losses": [[i, loss - 2.31] for i, loss in STILL]}, "site": {"baseline": None}},
+        {},
+    ),
     ("H833", True, {"validations": OVERFIT}, {"validations": FIT}),
     ("H834", True, {"model": {"eval_steps": 60}}, {"model": {"eval_steps": 2}}),
     (
@@ -267,8 +284,8 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
     (
         "H844",
         True,
-        {"site": {"constant_target": True, "values": [2.3, 1.0, 0.001]}},
-        {"objective": "adversarial", "site": {"constant_target": True, "values": [2.3, 0.001]}},
+        {"site": {"constant_target": 1.0, "values": [2.3, 1.0, 0.001]}},
+        {"objective": "adversarial", "site": {"constant_target": 1.0, "values": [2.3, 0.001]}},
     ),
     (
         "H845",

@@ -132,7 +132,7 @@ def test_a_recurrent_loop_does_not_fill_the_memory() -> None:
     """Of hundreds of calls in one pass eight are looked at."""
     activity = Activity()
     for _ in range(300):
-        activity.note("sigmoid", "", torch.rand(2, 2))
+        activity.note("sigmoid", "", torch.rand(2, 8))
     assert len(activity.saturated()) == 8
 
 
