@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import checkpoints, demo, explain, presets
+from holdfast.cli import checkpoints, demo, explain, presets, trial
 from holdfast.core.version import __version__
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app.command("demo")(demo.run)
 app.command("checkpoints")(checkpoints.run)
 app.command("explain")(explain.run)
 app.command("presets")(presets.run)
+app.command("trial")(trial.run)
 
 
 def _print_version(wanted: bool) -> None:

@@ -70,7 +70,7 @@ def from_environment(environment: Mapping[str, str], fields: Iterable[str]) -> d
         if variable.startswith(PREFIX):
             key = variable.removeprefix(PREFIX).lower()
             check_keys([key], fields)
-            found[key] = _parse(variable, key, text)
+            found[key] = parse_value(variable, key, text)
     return found
 
 
@@ -100,7 +100,7 @@ def from_options(namespace: argparse.Namespace, fields: Iterable[str]) -> tuple[
     for key in (PRESET, *fields):
         text = getattr(namespace, _OPTION + key, None)
         if text is not None:
-            found[key] = _parse("--" + key.replace("_", "-"), key, text)
+            found[key] = parse_value("--" + key.replace("_", "-"), key, text)
     return getattr(namespace, _OPTION + "policy", None), found
 
 
@@ -221,7 +221,7 @@ def _mapping(path: Path, loader: type[yaml.SafeLoader]) -> dict[Any, Any]:
     return loaded
 
 
-def _parse(source: str, key: str, text: str) -> Any:
+def parse_value(source: str, key: str, text: str) -> Any:
     """Return the value that a text means, as YAML reads it; lists may do without brackets."""
     if key in _LISTS and not text.lstrip().startswith("["):  # no YAML: a pattern may begin with a star
         return [part.strip() for part in text.split(",") if part.strip()]

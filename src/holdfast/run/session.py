@@ -16,7 +16,7 @@ from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, NonFiniteError, RunDirectoryError
 from holdfast.core.policy import Policy
 from holdfast.core.version import __version__
-from holdfast.data.random_state import RandomState, capture, restore
+from holdfast.data.random_state import RandomState, capture, restore, seed_cpu
 from holdfast.memory.host_memory import available_bytes
 from holdfast.memory.ladder import MemoryLadder
 from holdfast.numerics.spikes import SpikeDetector
@@ -243,6 +243,41 @@ class Session:
         """Note that training was changed, for the checkpoints to come: the newest 200 are kept."""
         self.interventions.append({"kind": kind, "global_step": self.record.global_step, "reason": reason})
         del self.interventions[:-200]
+
+    def adopt(self, changed: str, evidence: Mapping[str, Any]) -> Path:
+        """Write a checkpoint of a state that was changed on purpose, although no step was made since the last.
+
+        Args:
+            changed: What, for the events and for the checkpoints to come.
+            evidence: Why.
+
+        Raises:
+            CheckpointError: H310, if it could not be written.
+        """
+        before, self._saved_at = self.saved, None
+        self.record.happened("adopted", changed=changed, **evidence)
+        self.intervened("adopted", changed)
+        self.save()
+        if self.saved == before:
+            raise CheckpointError(
+                f"the checkpoint with {changed} could not be written",
+                limit=self.refused or "the events say why",
+                fix="make room or repair what the event save_failed names, and try again.",
+                rule="H310",
+            )
+        return self._store.entries()[0].path
+
+    def go_elsewhere(self, number: int) -> None:
+        """Let training go on at the beginning of a later epoch with other random numbers; for trials.
+
+        Args:
+            number: Epochs further on, and the seed.
+        """
+        if self.cursor is not None:
+            self.cursor.go_to(self.cursor.epoch + number, number)
+        self.random_state = None
+        seed_cpu(number)
+        torch.manual_seed(number)
 
     # --- restore --------------------------------------------------------------------------------------------
 

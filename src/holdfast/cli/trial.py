@@ -1,0 +1,188 @@
+"""`holdfast trial FACTORY --b lr=*0.1`: is a change better, from one snapshot, on the same batches, beyond noise?"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import logging
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
+from holdfast.core.errors import PolicyError
+from holdfast.core.policy_sources import parse_value
+
+if TYPE_CHECKING:
+    from holdfast.run.comparison import Arm, Comparison
+
+
+def run(
+    factory: Annotated[
+        str, typer.Argument(help="module:function or file.py:function; it returns Guard's arguments.")
+    ],
+    b: Annotated[list[str], typer.Option("--b", metavar="NAME=VALUE", help="What B changes: lr=*0.1, or a field.")],
+    a: Annotated[
+        list[str] | None, typer.Option("--a", metavar="NAME=VALUE", help="What A changes; else none.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Start from this run's newest checkpoint.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=8, help="Steps of each arm.")] = 100,
+    seeds: Annotated[int, typer.Option(min=3, max=10, help="Pairs of arms.")] = 3,
+    smallest_gain: Annotated[float, typer.Option(min=0, help="Share of A's score that is worth a change.")] = 0.01,
+    adopt: Annotated[
+        bool, typer.Option("--adopt", help="If B is better, write it into a new checkpoint of RUN_DIR.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train A and B from one snapshot on the same batches, and say whether B is better beyond noise.
+
+    Exit code 0: B is better. 1: keep A. 2: the trial could not be made.
+    """
+    with failing_clearly(as_json=as_json):
+        if adopt and run_dir is None:
+            raise PolicyError(
+                "--adopt without --from", limit="there is no run to change", fix="pass --from RUN_DIR.", rule="H105"
+            )
+        build, changes_a, changes_b = _load(factory), _changes(a or []), _changes(b)
+        logging.getLogger("holdfast").setLevel(logging.CRITICAL)  # an arm may fail: that is a result here
+        from holdfast.run import comparison  # here, since torch takes seconds to import
+
+        found = comparison.compare(
+            build,
+            changes_a,
+            changes_b,
+            run_dir=run_dir,
+            steps=steps,
+            seeds=seeds,
+            smallest_gain=smallest_gain,
+            on_arm=lambda name, number, arm: typer.echo(f"seed {number} {name}: {_told(arm)}", err=True),
+        )
+        facts = _describe(found, changes_a, changes_b)
+        if adopt and run_dir is not None and found.is_better:
+            facts["adopted"] = _adopt(comparison.adopt, build, changes_b, run_dir, facts)
+    if as_json:
+        print_json(facts)
+    else:
+        _print(found, facts)
+    if not found.is_better:
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _adopt(write: Callable[..., Path], build: Any, changes: dict[str, Any], run_dir: Path, facts: Any) -> str:
+    return write(build, changes, run_dir, {"gains": facts["gains"], "noise": facts["noise"]}).name
+
+
+def _load(factory: str) -> Callable[[], Any]:
+    """Return the function that ``module:function`` or ``file.py:function`` names.
+
+    Raises:
+        PolicyError: H703.
+    """
+    place, _, name = factory.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # so that what is in it can be pickled for workers
+            sys.path.insert(0, str(Path(place).resolve().parent))
+            spec.loader.exec_module(module)
+        else:
+            sys.path.insert(0, "")
+            module = importlib.import_module(place)
+        found = getattr(module, name)
+    except (ImportError, AttributeError, ValueError, OSError, SyntaxError) as error:
+        raise _no_factory(factory, f"{type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise _no_factory(factory, f"it is a {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def _no_factory(factory: str, why: str) -> PolicyError:
+    return PolicyError(
+        f"factory {factory!r} cannot be used ({why})",
+        limit="it names a function of a module, or of a file that ends with .py",
+        fix="write package.module:build or path/to/file.py:build.",
+        rule="H703",
+    )
+
+
+def _changes(given: list[str]) -> dict[str, Any]:
+    found = {}
+    for each in given:
+        name, equals, text = each.partition("=")
+        if not equals or not name:
+            raise PolicyError(f"{each!r}", limit="a change has a name and a value", fix="write lr=*0.1.", rule="H704")
+        name = name.strip().replace("-", "_")
+        found[name] = text.strip() if text.strip().startswith("*") else parse_value(name, name, text)
+    return found
+
+
+def _told(arm: Arm) -> str:
+    if arm.error is not None:
+        return f"ended after {len(arm.losses)} steps: {arm.error.splitlines()[0]}"
+    return f"{arm.judged_by} {arm.score:.6g} after {len(arm.losses)} steps" + (
+        f", {arm.skipped_steps} skipped" if arm.skipped_steps else ""
+    )
+
+
+def _describe(found: Comparison, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "a": a,
+        "b": b,
+        "better": found.is_better,
+        "gains": [_finite(gain) for gain in found.gains],
+        "noise": _finite(found.noise),
+        "smallest_gain": found.smallest_gain,
+        "seeds": [{name: _arm(arm) for name, arm in zip("ab", pair, strict=True)} for pair in found.pairs],
+    }
+
+
+def _arm(arm: Arm) -> dict[str, Any]:
+    facts = dataclasses.asdict(arm)
+    return {**facts, "score": _finite(arm.score), "losses": [_finite(loss) for loss in arm.losses]}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no infinity
+
+
+def _print(found: Comparison, facts: dict[str, Any]) -> None:
+    table = Table("seed", "A", "B", "gain")
+    for number, ((a, b), gain) in enumerate(zip(found.pairs, found.gains, strict=True)):
+        table.add_row(str(number), _told(a), _told(b), f"{gain:.6g}")
+    console().print(table)
+    if found.is_better:
+        typer.echo("B is better in every seed, beyond noise.")
+    else:
+        typer.echo("Keep A: B is not better in every seed, beyond noise, and by enough.")
+    typer.echo(
+        f"mean gain {statistics.fmean(found.gains):.6g}; noise reaches {found.noise:.6g} (one-sided 95 %); "
+        f"a gain below {found.smallest_gain:.3g} of A's score is not worth a change"
+    )
+    if found.is_better:
+        adopted = facts.get("adopted")
+        typer.echo(
+            f"adopted: checkpoint {adopted}" if adopted else "Nothing was changed; --adopt writes it into a run."
+        )
+        policy = {name: value for name, value in facts["b"].items() if name in _policy_fields()}
+        if policy:
+            typer.echo("policy fields belong into your program:")
+            for name, value in policy.items():
+                typer.echo(f"  {name}: {value}")
+
+
+def _policy_fields() -> set[str]:
+    from holdfast.core.policy import Policy
+
+    return {field.name for field in dataclasses.fields(Policy)}
