@@ -97,6 +97,7 @@ def test_the_commands_and_their_flags() -> None:
         "checkpoints": ["--json", "--prune", "--verify"],
         "explain": ["--json"],
         "presets": ["--json"],
+        "trial": ["--a", "--adopt", "--b", "--from", "--json", "--seeds", "--smallest-gain", "--steps"],
     }
 
 
