@@ -3,7 +3,8 @@
 How: healthy trainings with rough losses (`spikes_runs`) are recorded, then judged. In copies of them faults are
 planted at random steps (`spikes_faults`). A fault counts as damage if a later state, looked at every 100 steps, has
 lost a quarter of what the training had gained, and stands beyond all states of the undisturbed twin; it is missed if
-the first such state would be called good: no hard step since the fault, and nothing suspected. Three detectors in use
+the first such state would be called good: no hard step since the fault, and nothing suspected until 50 steps after
+it (a rollback from a divergence returns to no state that is younger). Three detectors in use
 elsewhere are said to notice if they flag any step since the fault, be it by chance. Programs that the thresholds were
 chosen on and programs held out are reported apart.
 
@@ -32,7 +33,7 @@ from benchmarks.forks import single_threaded
 from benchmarks.results_file import Result, read_options
 from benchmarks.spikes_detectors import OTHERS, SYNTHETIC, Ours, Row, log_normal, synthetic
 from benchmarks.spikes_faults import FAULTS, Fault
-from holdfast.numerics.spikes import Level, SpikeDetector
+from holdfast.numerics.spikes import GOOD_AFTER, Level, SpikeDetector
 
 Make = Callable[[int], runs.Training]
 _EVERY = 100
@@ -200,6 +201,7 @@ def notices(detector: Any, planted: Planted, *, later: int = 0) -> bool:
 
 def guard_watches() -> bool:
     """Say whether this version of the guard uses the detector."""
+    _ = holdfast.Guard  # its modules are loaded when it is first asked for
     rooms = [module for name, module in sys.modules.items() if name.startswith("holdfast.run.")]
     return any(getattr(module, "SpikeDetector", None) is SpikeDetector for module in rooms)
 
@@ -264,10 +266,12 @@ def report_planted(result: Result, which: str, planted: Sequence[Planted]) -> No
     result.add_count(f"{which}: planted faults that did damage", len(damaged), len(planted))
     missed = [each for each in damaged if not notices(Ours(), each)]
     share = 100 * len(missed) / len(damaged)
-    result.add_samples(f"{which}: damages missed ({len(damaged)} damages)", "%", [share], at_most=5.0)
+    result.add_samples(f"{which}: damages not noticed when the state is saved ({len(damaged)} damages)", "%", [share])
     result.samples[f"{which}: missed"] = [f"{each.program}: {each.fault}, {each.damaged_after}" for each in missed]
-    late = sum(notices(Ours(), each, later=50) for each in damaged)
-    result.add_count(f"{which}: damages noticed if a state is called good 50 steps later", late, len(damaged))
+    late = [each for each in damaged if not notices(Ours(), each, later=GOOD_AFTER)]
+    what = f"{which}: damages missed when the state is called good, {GOOD_AFTER} steps later ({len(damaged)} damages)"
+    result.add_samples(what, "%", [100 * len(late) / len(damaged)], at_most=5.0)
+    result.samples[f"{which}: not noticed until called good"] = [f"{each.program}: {each.fault}" for each in late]
     for other, make in OTHERS.items():
         result.add_count(
             f"{which}: damages with a flag of {other}", sum(notices(make(), e) for e in damaged), len(damaged)

@@ -33,6 +33,8 @@ _LOOK = 4  # steps between two looks at the levels
 _CALM_AFTER = 10  # steps without a sign that end a suspicion
 _ODD_FOR = 40  # steps after which an odd level is no passing matter: two independent medians
 _HOLD = 60  # values after which what is suspected, and is no divergence, counts as usual
+GOOD_AFTER = 50
+"""Steps without a sign after which a state may be called good: some damage shows only 20 to 40 steps later."""
 _RETURNED = 10  # calm steps after a rollback that show that the data is what it was
 _TAIL_STEPS = 10_000  # how long a spike that came to nothing is remembered
 

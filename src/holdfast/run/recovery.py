@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.core.errors import DivergenceError, HoldfastError, NonFiniteError, OutOfMemoryError
 from holdfast.core.events import Decision, Promise, RollBack, SkipStep, Stop
 from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
-from holdfast.numerics.spikes import Level, decide_after_spike
+from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_spike
 from holdfast.run.outcome import Attempt, Outcome, Provenance, Ruling, TornStep
 from holdfast.run.schedules import scale
 from holdfast.run.session import Session
@@ -185,8 +185,13 @@ class Recovery:
         """Return to the last state from before the first sign of trouble, and pass over the batches since then."""
         session, failed_at = self._session, self._record.global_step
         since = session.spikes.suspicious_since() or 0
-        training = session.roll_back(rewind_data=False, before_step=failed_at - since)
-        if training is None:
+        # What led to a divergence may lie some way before its first sign: states are called good later than they are
+        # made. If there is none yet, one is as good as another, and a second rollback will go further back.
+        for before in ([failed_at - since - GOOD_AFTER] if spiked else []) + [failed_at - since, None]:
+            training = session.roll_back(rewind_data=False, before_step=before)
+            if training is not None:
+                break
+        else:
             return False
         session.counters.note_rollback(failed_at, _BEYOND_SPIKES if spiked else self._policy.nonfinite_patience or 1)
         session.spikes.forget(session.spikes.steps - training["spikes"]["steps"])

@@ -319,7 +319,7 @@ class Session:
 
         Args:
             rewind_data: Also go back in the data, and to the random state of then: always to a checkpoint.
-            before_step: Newest step whose copy in memory may be trusted; None trusts all.
+            before_step: Newest step that may be trusted; None trusts all.
 
         Returns:
             What the guard itself had saved in that state; None if there is none to return to.
@@ -332,7 +332,7 @@ class Session:
             self.snapshots.distrust(kept)  # if it leads to the same trouble, the next one is older
             self._tried_at_step = min(self._tried_at_step or 0, self.record.global_step)
         else:
-            entry = None if self.policy.save_interval_steps is None else self._newest_good()
+            entry = None if self.policy.save_interval_steps is None else self._newest_good(before_step)
             if entry is None:
                 return None
             training = self._restore(entry)
@@ -347,9 +347,11 @@ class Session:
             self.cursor.load_state_dict(training["position"])
         self.random_state = RandomState.from_tree(training["random_state"])
 
-    def _newest_good(self) -> Entry | None:
-        """Return the newest checkpoint that verifies, setting those aside that do not."""
+    def _newest_good(self, before_step: int | None = None) -> Entry | None:
+        """Return the newest checkpoint that verifies, of at most so many steps, setting those aside that do not."""
         entries = self._store.entries()
+        if before_step is not None:
+            entries = [entry for entry in entries if entry.global_step <= before_step]
         for entry in entries:
             try:
                 entry.verify()
@@ -359,7 +361,7 @@ class Session:
                 continue
             return entry
         lost = entries or self._store.damaged()
-        if lost:
+        if lost and before_step is None:
             raise CheckpointError(
                 f"none of the {len(lost)} checkpoint(s) in {self._store.directory} verifies",
                 limit="starting from scratch without a word would hide the loss",

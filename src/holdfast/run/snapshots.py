@@ -82,12 +82,12 @@ class Snapshots:
         return True
 
     def newest(self, before_step: int) -> Kept | None:
-        """Return the newest copy of at most so many steps, or None. Those that are newer are dropped."""
-        self._kept = [kept for kept in self._kept if kept.global_step <= before_step]
-        return self._kept[-1] if self._kept else None
+        """Return the newest copy of at most so many steps, or None."""
+        return next((kept for kept in reversed(self._kept) if kept.global_step <= before_step), None)
 
     def returned_to(self, global_step: int) -> None:
-        """Note that the run is at an earlier step again: the next copy is due an interval later."""
+        """Note that the run is at an earlier step again: newer copies go, the next is due an interval later."""
+        self._kept = [kept for kept in self._kept if kept.global_step <= global_step]
         self._last_step, self._last_seconds = global_step, self._clock.monotonic_seconds()
 
     def distrust(self, kept: Kept) -> None:

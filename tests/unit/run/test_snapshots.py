@@ -35,13 +35,14 @@ def test_a_copy_shares_nothing_with_the_live_state() -> None:
 
 
 def test_the_newest_copy_from_before_a_step_is_chosen() -> None:
-    """Two copies are kept; one from after the first sign of trouble is passed over and dropped."""
+    """Two copies are kept; one from after the first sign of trouble is passed over, and dropped on the return."""
     kept = snapshots(10)
     for step in (10, 20, 30):
         kept.keep(step, {"step": step})
     found = kept.newest(before_step=29)
     assert found is not None
     assert found.global_step == 20
+    kept.returned_to(20)
     assert kept.newest(before_step=100) is found
     kept.distrust(found)
     assert kept.newest(before_step=100) is None
