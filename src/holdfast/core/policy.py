@@ -132,7 +132,7 @@ class Policy:
 
     diagnose: bool = True
     """Whether to look for the reasons why a model does not learn: exact contracts in the first steps, samples
-    later."""
+    later; once a rule says that nothing is learnt and none says why, trials on the last batch, on a copy."""
 
     objective: Objective = "minimize"
     """What the loss means. In ``"adversarial"`` and ``"reinforcement"`` training its level says nothing, so spikes

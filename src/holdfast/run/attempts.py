@@ -149,7 +149,7 @@ class Attempts:
             passed = self.run(work, plan)
         loss, items = passed
         self.loss_scale.unscale(self._parts.optimizers[name] for name in work.names)
-        groups = self._groups(work.names)
+        groups = self.groups(work.names)
         if not any(group.parameters for group in groups):
             raise BatchError(
                 f"no parameter of {', '.join(work.names)} received a gradient",
@@ -215,7 +215,8 @@ class Attempts:
         drop_state(self._parts.optimizers[name], [p for p in self._born[name] if p.grad is None])
         self._born[name] = []
 
-    def _groups(self, names: Sequence[str]) -> list[Group]:
+    def groups(self, names: Sequence[str]) -> list[Group]:
+        """Return the parameter groups of these optimizers, as far as they have gradients."""
         return [
             Group(f"{name}.{group.get('name', index)}", name, [p for p in group["params"] if p.grad is not None])
             for name in names

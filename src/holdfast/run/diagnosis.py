@@ -6,7 +6,7 @@ Does not: observe (see ``observer``) or judge (see ``diagnose``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,8 @@ from holdfast.run.observer import Observer
 from holdfast.run.outcome import Outcome
 from holdfast.run.parts import Parts
 from holdfast.run.record import RunRecord
+
+_NO_PROGRESS = ("H826", "H828", "H832")
 
 
 class Diagnosis:
@@ -31,6 +33,8 @@ class Diagnosis:
         self._record = record
         self._max_grad_norm = policy.max_grad_norm
         self._observer: Observer | None = None
+        self.seeks_cause = False
+        """Whether a rule has just said that the run does not learn, and none why."""
         if policy.diagnose:
             self._observer = Observer(
                 parts.models,
@@ -65,7 +69,27 @@ class Diagnosis:
         if self._observer is not None:
             limit, facts = self._max_grad_norm, outcome.attempt.facts
             clipped = limit is not None and facts.total > limit
-            self._tell(self._observer.end_step(facts.loss, committed=outcome.committed, clipped=clipped))
+            fresh = self._observer.end_step(facts.loss, committed=outcome.committed, clipped=clipped)
+            self._tell(fresh)
+            if any(finding.rule in _NO_PROGRESS and finding.severity != "note" for finding in fresh):
+                known = self._observer.findings()
+                self.seeks_cause = not any(each.kind == "cause" and each.severity != "note" for each in known)
+
+    @contextlib.contextmanager
+    def not_observing(self) -> Iterator[None]:
+        """Look away: what is tried inside is no part of the run."""
+        assert self._observer is not None
+        self.seeks_cause = False
+        self._observer.close()
+        try:
+            yield
+        finally:
+            self._observer.install()
+
+    def tried(self, found: Sequence[Finding]) -> None:
+        """Take in what a search for the cause has found."""
+        self._record.happened("searched_cause", found=[finding.rule for finding in found if finding.kind == "cause"])
+        self._tell(found)
 
     def validated(self, value: float) -> None:
         """Take in the loss of an evaluation."""

@@ -99,6 +99,7 @@ class Guard:
         self._parts = gather_parts(model, optimizer, scheduler, state)
         check_schedulers(self._parts.schedulers, scales=self.policy.rollback_lr_factor is not None)
         self._clock = clock or SystemClock()
+        self._opened_at = self._clock.monotonic_seconds()
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         asked = self.policy.micro_batch_size
@@ -288,6 +289,8 @@ class Guard:
             self._committed(outcome, names, series)
         reason = None if outcome.committed else self._recovery.after_refused_step(outcome)
         self._transaction.diagnosis.step_ended(outcome)
+        if outcome.committed:
+            self._transaction.search_cause(batch, loss_fn, names, split, self._clock, self._opened_at)
         facts, samples = outcome.attempt.facts, outcome.attempt.micro_batch_size
         mark = StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED
         self._record.step(mark, samples, facts.loss, facts.total, self._clock.monotonic_seconds() - started)

@@ -15,6 +15,7 @@ Not here: when a rate ought to be changed. That is decided by ``numerics`` and t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,16 +87,18 @@ def needs_metric(scheduler: Any) -> bool:
     step = getattr(scheduler, "step", None)
     if not callable(step):
         return False
-    needed = (parameter.default is parameter.empty for parameter in _positional(step))
-    return any(needed)
+    method = getattr(step, "__func__", None)
+    return _needs_arguments(step, 0) if method is None else _needs_arguments(method, 1)
 
 
-def _positional(step: Any) -> list[inspect.Parameter]:
+@functools.lru_cache(maxsize=256)  # asked at each step, and a signature takes ten microseconds
+def _needs_arguments(function: Any, given: int) -> bool:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
-        return [each for each in inspect.signature(step).parameters.values() if each.kind in kinds]
+        known = [each for each in inspect.signature(function).parameters.values() if each.kind in kinds]
     except (TypeError, ValueError):  # written in C, or hidden: taken for one that needs nothing, as in a bare loop
-        return []
+        return False
+    return any(parameter.default is parameter.empty for parameter in known[given:])
 
 
 def check_schedulers(schedulers: Mapping[str, Any], *, scales: bool) -> None:

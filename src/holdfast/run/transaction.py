@@ -22,8 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointError as RecomputeMismatch
 
+from holdfast.core.clock import Clock
 from holdfast.core.errors import DeviceError, OutOfMemoryError
 from holdfast.core.events import Stop
 from holdfast.core.policy import Policy
@@ -31,15 +33,20 @@ from holdfast.data.splitting import Split, versions_of
 from holdfast.memory.ladder import Means, MemoryLadder
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken
 from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
-from holdfast.numerics.gradients import clip, clip_adaptively, nonfinite_gradients
+from holdfast.numerics.gradients import Group, clip, clip_adaptively, inspect, nonfinite_gradients
 from holdfast.run.attempts import Attempts, Work
 from holdfast.run.diagnosis import Diagnosis
+from holdfast.run.mixed_precision import autocast
 from holdfast.run.outcome import Attempt, Outcome, Ruling, TornStep
 from holdfast.run.parts import Parts
+from holdfast.run.probes import probe
 from holdfast.run.promises import LossFunction
 from holdfast.run.ranks import Ranks, Vote
 from holdfast.run.record import RunRecord
 from holdfast.run.replay import Replay
+
+# Of the time since the run was opened, for probes: numerics.md 5.2, tier 3.
+_SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0, 60.0
 
 
 class Transaction:
@@ -255,7 +262,7 @@ class Transaction:
         )
 
     def _commit(self, work: Work, attempt: Attempt, tighter: float | None) -> Outcome:
-        self._clip(attempt, tighter)
+        self._clip(attempt.groups, attempt.norms, tighter)
         outcome = self._outcome(work, attempt, committed=True)
         self.committing = True  # stays so if an optimizer fails
         self._step_optimizers(work.names, outcome)
@@ -268,15 +275,54 @@ class Transaction:
             self._promises.notice_change(work.loss_fn)
         return outcome
 
-    def _clip(self, attempt: Attempt, tighter: float | None) -> None:
-        norms = attempt.norms
+    def _clip(self, groups: Sequence[Group], norms: torch.Tensor, tighter: float | None = None) -> None:
         if self._policy.adaptive_clip_factor is not None:
-            norms = clip_adaptively(attempt.groups, norms, self._policy.adaptive_clip_factor)
+            norms = clip_adaptively(groups, norms, self._policy.adaptive_clip_factor)
         usual = self._policy.max_grad_norm
         if tighter is not None and (usual is None or tighter < usual):
-            clip(attempt.groups, norms, tighter, "global")
+            clip(groups, norms, tighter, "global")
         elif usual is not None:
-            clip(attempt.groups, norms, usual, self._policy.clip_by)
+            clip(groups, norms, usual, self._policy.clip_by)
+
+    def search_cause(
+        self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None, clock: Clock, since: float
+    ) -> None:
+        """Try out why the run does not learn, if a rule has just said so and none why: once, on the last batch.
+
+        Args:
+            batch: Of the last step, as are the next three.
+            loss_fn: Of a batch.
+            names: Optimizers that stepped.
+            split: How it is cut.
+            clock: Time.
+            since: When the run was opened; two hundredths of the time since then may be spent.
+        """
+        if not self.diagnosis.seeks_cause:
+            return
+        split = self._split if split is None else split
+        share = _SHARE * (clock.monotonic_seconds() - since)
+
+        def in_precision(part: Any) -> Any:
+            with autocast(self._parts.device_type(), self._policy.precision):
+                return loss_fn(part)
+
+        def clip_as_the_run() -> None:
+            groups = self._attempts.groups(names)
+            self._clip(groups, inspect(groups, torch.zeros((), device=self._devices[0]))[1])
+
+        with self.diagnosis.not_observing():
+            found = probe(
+                batch,
+                in_precision,
+                self._parts.models,
+                {name: self._parts.optimizers[name] for name in names},
+                size=self._attempts.promises.size_of(batch, split),
+                split=split,
+                budget_seconds=min(max(_LEAST_SECONDS, share), _MOST_SECONDS),
+                clock=clock,
+                before_step=clip_as_the_run,
+            )
+        self.diagnosis.tried(found)
 
     def _step_optimizers(self, names: Sequence[str], outcome: Outcome) -> None:
         for name in names:
