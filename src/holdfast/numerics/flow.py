@@ -214,7 +214,7 @@ class Activity:
 
     def _note_rectifier(self, key: str, output: Tensor) -> None:
         axis = 1 if output.dim() in (2, 4, 5) else output.dim() - 1
-        alive = (output > 0).any(0) if output.dim() == 2 else (output > 0).movedim(axis, -1).flatten(0, -2).any(0)
+        alive = output.detach().amax([other for other in range(output.dim()) if other != axis]) > 0
         known = self._alive.get(key)
         if known is not None and known.shape != alive.shape:
             return

@@ -33,6 +33,7 @@ class Diagnosis:
         self._record = record
         self._max_grad_norm = policy.max_grad_norm
         self._observer: Observer | None = None
+        self._is_open = False
         self.seeks_cause = False
         """Whether a rule has just said that the run does not learn, and none why."""
         if policy.diagnose:
@@ -51,10 +52,12 @@ class Diagnosis:
         if self._observer is not None:
             self._observer.close()
             self._observer.install()
+            self._is_open = True
 
     def close(self) -> None:
         """Judge what was seen so far, and observe no more."""
-        if self._observer is not None:
+        if self._observer is not None and self._is_open:
+            self._is_open = False
             if self._record.is_open and self._observer.steps:
                 self._observer.finish()
                 self._tell(self._observer.take_fresh())
@@ -64,12 +67,12 @@ class Diagnosis:
         """Return the context of a forward and backward pass."""
         return contextlib.nullcontext() if self._observer is None else self._observer.begin_step(names)
 
-    def step_ended(self, outcome: Outcome) -> None:
-        """Take in how a step ended."""
+    def step_ended(self, outcome: Outcome, names: Sequence[str]) -> None:
+        """Take in how a step of these optimizers ended."""
         if self._observer is not None:
             limit, facts = self._max_grad_norm, outcome.attempt.facts
             clipped = limit is not None and facts.total > limit
-            fresh = self._observer.end_step(facts.loss, committed=outcome.committed, clipped=clipped)
+            fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
             self._tell(fresh)
             if any(finding.rule in _NO_PROGRESS and finding.severity != "note" for finding in fresh):
                 known = self._observer.findings()

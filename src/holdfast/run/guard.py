@@ -132,6 +132,8 @@ class Guard:
         self._recovery = Recovery(self._session)
         self._boundaries = Loop(self._session, self._stop, self._recovery)
         weakref.finalize(self, self._stop.uninstall)
+        # Also at exit, where a loop that was never ended is closed so late that torch would abort the process.
+        weakref.finalize(self, self._transaction.diagnosis.close)
         self._open()
         try:
             self.resumed_from: Path | None = self._session.resume()
@@ -288,7 +290,7 @@ class Guard:
         if outcome.committed:
             self._committed(outcome, names, series)
         reason = None if outcome.committed else self._recovery.after_refused_step(outcome)
-        self._transaction.diagnosis.step_ended(outcome)
+        self._transaction.diagnosis.step_ended(outcome, names)
         if outcome.committed:
             self._transaction.search_cause(batch, loss_fn, names, split, self._clock, self._opened_at)
         facts, samples = outcome.attempt.facts, outcome.attempt.micro_batch_size

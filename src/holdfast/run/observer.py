@@ -25,8 +25,8 @@ from holdfast.numerics.loss_sites import LossSites
 from holdfast.run.observed import FULL_ROUNDS, WatchedModel, WatchedOptimizer, WatchedScheduler
 
 _LATER_SHARE, _LATEST_SHARE = 10, 50
-"""After the first rounds one in so many is observed: numerics.md 5.2, tier 2; and one in 50 after 1000, when the
-windows are full of observations and a run of a million steps should not pay for more."""
+"""After the first rounds one in so many is observed: numerics.md 5.2, tier 2; and one in 50 after the first
+window, which needs most of them: a run of a million steps should not pay for more."""
 _CALLS_PER_STEP = 4
 _JUDGED = (1, 2, 3, 5, 10, 15, 20, 25, 30)
 _FIRST_WINDOW = 400
@@ -136,7 +136,8 @@ class Observer:
             return True
         # Multiplicative hashing instead of every tenth: it cannot fall into step with epochs or with several
         # optimizers, and it draws no random number.
-        share = _LATER_SHARE if self._ticks < 1000 else _LATEST_SHARE
+        first = self._ticks < _FIRST_WINDOW * max(1, len(self._optimizers))
+        share = _LATER_SHARE if first else _LATEST_SHARE
         return (self._ticks * 2654435761) % 2**32 < 2**32 // share
 
     @contextlib.contextmanager
@@ -283,15 +284,20 @@ class Observer:
         if watched.observed >= FULL_ROUNDS:
             watched.close()
 
-    def end_step(self, loss: float | None = None, *, committed: bool = True, clipped: bool = False) -> list[Finding]:
+    def end_step(
+        self, loss: float | None = None, names: Sequence[str] = (), *, committed: bool = True, clipped: bool = False
+    ) -> list[Finding]:
         """End a step, and return what is found for the first time.
 
         Args:
             loss: Mean loss of the step, where the caller knows it.
+            names: The optimizers whose step and loss it was; none: all.
             committed: Whether the weights were changed.
             clipped: Whether the gradient was scaled down to a limit.
         """
-        for watched in self._optimizers.values():
+        for name, watched in self._optimizers.items():
+            if names and name not in names:
+                continue
             if loss is not None:
                 watched.losses.add(watched.steps, loss)
             watched.committed += committed

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -254,3 +256,22 @@ def test_training_after_a_replay_is_what_it_would_be_without_one(tmp_path):
         ends.append([*digest(model, optimizer), *model.buffers(), torch.get_rng_state()])
         guard.close()
     assert same(*ends)
+
+
+UNFINISHED = """
+import sys, torch, holdfast
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+guard = holdfast.Guard(sys.argv[1], model=model, optimizer=optimizer, loader=[torch.randn(3, 4)] * 9)
+batches = guard.batches(max_steps=50)
+for _ in range(5):
+    guard.step(next(batches), lambda x: model(x).square().mean())
+"""
+
+
+def test_a_loop_that_is_left_open_ends_with_the_process(tmp_path):
+    """Torch aborts a process that still works with tensors while the interpreter goes: nothing of ours may."""
+    done = subprocess.run(
+        [sys.executable, "-c", UNFINISHED, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
