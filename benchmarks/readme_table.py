@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.run_all import SCRIPTS
 
+_RESULTS = (*SCRIPTS, "not_learning_held_out", "not_learning_held_out_2")
 _BESIDE = ("plain loop", "accelerate", "torch.save", "torch.load")
 
 
@@ -21,7 +22,7 @@ def readme_table(results: Path) -> str:
         results: Folder of the result files.
     """
     lines = ["| benchmark | figure | measured | to reach |", "|---|---|---|---|"]
-    for name in SCRIPTS:
+    for name in _RESULTS:
         file = results / f"{name.replace('.', '_')}.json"
         figures = json.loads(file.read_text())["figures"] if file.exists() else []
         shown = [figure for figure in figures if _is_shown(name, figure)]
@@ -34,12 +35,15 @@ def _is_shown(name: str, figure: dict[str, Any]) -> bool:
     beside = figure["what"].startswith(_BESIDE) and "kills, of those" not in figure["what"]
     cost = name == "malloc_threshold" and figure["unit"] == "ratio"
     exactness = name == "oom_recovery" and "bare gradient" in figure["what"] and "others" not in figure["what"]
-    return "to_reach" in figure or beside or cost or exactness
+    origins = name == "provenance" and "all three right" in figure["what"]
+    return "to_reach" in figure or beside or cost or exactness or origins
 
 
 def _row(figure: dict[str, Any]) -> str:
     if figure["unit"] == "count":
         measured = f"{figure['value']:g} of {figure['samples']}"
+    elif figure["unit"] == "share":
+        measured = f"{figure['value']:.3f} of {figure['samples']}"
     else:
         unit = {"ratio": "", "us": " µs", "ms": " ms"}.get(figure["unit"], f" {figure['unit']}")
         measured = f"{figure['value']:.3g}{unit} ({figure['p10']:.3g} to {figure['p90']:.3g})"

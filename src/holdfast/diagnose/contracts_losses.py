@@ -74,6 +74,13 @@ def rectified_logits(facts: Facts, say: Say) -> Iterator[Finding]:
                 evidence={"calls": site["calls"], "rectified": site.get("rectified", 0)},
                 where=place,
             )
+        if _always(site, "beyond_relu"):
+            yield say(
+                f"the predictions given to {site['function']} come out of a ReLU, and many targets are below 0",
+                fix="remove the activation after the last layer.",
+                evidence={"calls": site["calls"]},
+                where=place,
+            )
 
 
 @checks(rule="H838", tier="contract", severity="error", kind="cause", confidence=0.9)
@@ -93,7 +100,8 @@ def sigmoid_twice(facts: Facts, say: Say) -> Iterator[Finding]:
                 )
                 break
         else:
-            if _always(site, "unit_range", 10):
+            # Small scores lie there by chance; those of probabilities come near both ends.
+            if _always(site, "unit_range", 10) and site.get("unit_spread", 0) > 0.2 * site["calls"]:
                 yield say(
                     f"all scores given to {site['function']} lie between 0 and 1, as probabilities do",
                     severity="advice",
@@ -202,11 +210,22 @@ def outside_of_range(facts: Facts, say: Say) -> Iterator[Finding]:
     for place, site in each(facts, "losses"):
         if site["calls"] >= _FEWEST and site.get("target_out_of_range", 0) > 0.5 * site["calls"]:
             yield say(
-                f"targets of {site['function']} lie outside 0 to 1",
-                fix="use targets of 0 and 1; for other numbers a regression loss.",
+                f"targets of {site['function']} lie outside 0 to 1"
+                if site["function"].startswith("binary")
+                else f"targets of {site['function']} are not all 1 or -1",
+                fix="use the targets that its documentation asks for; for other numbers a regression loss.",
                 evidence={"calls": site["calls"], "outside": site["target_out_of_range"]},
                 where=place,
             )
+        for bounded in ("tanh", "sigmoid", "softmax"):
+            if _always(site, f"beyond_{bounded}"):
+                yield say(
+                    f"the predictions come out of a {bounded}, whose range many targets of {site['function']} lie "
+                    "beyond",
+                    fix=f"remove the {bounded} after the last layer, or scale the targets into its range.",
+                    evidence={"calls": site["calls"]},
+                    where=place,
+                )
         if _always(site, "clamped_scores"):
             yield say(
                 f"scores are clamped into the range of {site['function']}: where they are cut, no gradient passes",

@@ -16,6 +16,14 @@ def weights_outside(facts: Facts, say: Say) -> Iterator[Finding]:
     """Some trainable weights are in no optimizer."""
     if facts.get("steps", 0) < _SETTLED:
         return
+    strays = facts.get("strays", 0)
+    if strays:
+        yield say(
+            f"the model computes with {strays} trainable parameter(s) that are not its own and in no optimizer",
+            severity="advice",
+            fix="put layers into nn.ModuleList or nn.ModuleDict instead of a list or a dict.",
+            evidence={"count": strays},
+        )
     for name, model in each(facts, "models"):
         if not model["outside_count"]:
             continue

@@ -43,6 +43,11 @@ class Inputs:
         self._scales: list[float] = []
         self._offsets: list[float] = []
         self._varied = False
+        self._first_of_step = True
+
+    def begin_step(self) -> None:
+        """Start a step: only its first batch is compared with those of others, since a step may use one twice."""
+        self._first_of_step = True
 
     def given(self, tree: Any) -> None:
         """Add the arguments of a forward call in training."""
@@ -54,9 +59,10 @@ class Inputs:
         largest = max(found, key=Tensor.numel)
         self._batch = largest.shape[0] if largest.dim() else 0
         self._largest_batch = max(self._largest_batch, self._batch)
-        prints = [fingerprint(tensor) for tensor in found]
-        self._prints.append(hash(tuple(prints)))
-        del self._prints[:-_KEPT]
+        if self._first_of_step:
+            self._prints.append(hash(tuple(fingerprint(tensor) for tensor in found)))
+            del self._prints[:-_KEPT]
+            self._first_of_step = False
         rows = [t for t in found if t.dim() >= 1 and t.shape[0] == self._batch > 1]
         self._varied = any(not _rows_equal(t) for t in rows)
         self._counts["constant"] += bool(rows) and not self._varied and all(t.dim() >= 2 for t in rows)

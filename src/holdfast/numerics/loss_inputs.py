@@ -19,6 +19,12 @@ from holdfast.numerics.loss_sites import LossSites, elements
 _LOGIT_LOSSES = ("cross_entropy", "binary_cross_entropy_with_logits")
 _REGRESSION = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _WITH_TARGET = (*_LOGIT_LOSSES, *_REGRESSION, "nll_loss", "binary_cross_entropy", "kl_div")
+_SIGNED_TARGETS = {
+    "cosine_embedding_loss": 2, "margin_ranking_loss": 2, "hinge_embedding_loss": 1, "soft_margin_loss": 1,
+}  # fmt: skip
+"""Losses whose targets are 1 and -1, and the place of the target among their arguments."""
+_LAYERS = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "embedding", "matmul")
+_REACH = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Relu": (0.0, math.inf)}
 _NORMALISERS = ("softmax", "log_softmax", "log")
 _DIFFERENCES = ("sub", "rsub", "__sub__", "__rsub__", "subtract")
 _ACTIVATIONS = {"relu": "relu", "relu_": "relu", "tanh": "tanh", "tanh_": "tanh", "sigmoid": "sigmoid"}
@@ -81,12 +87,18 @@ class LossInputs(TorchFunctionMode):
         sites: Where the facts are collected, by the place of the call.
         on_activation: Called with the name and the output of each relu, tanh and sigmoid.
         on_backward: Called with the loss before each backward pass.
+        on_weight: Called with each parameter that a layer computes with.
     """
 
     def __init__(
-        self, sites: LossSites, on_activation: Callable[[str, Tensor], None], on_backward: Callable[[Tensor], None]
+        self,
+        sites: LossSites,
+        on_activation: Callable[[str, Tensor], None],
+        on_backward: Callable[[Tensor], None],
+        on_weight: Callable[[torch.nn.Parameter], None] = lambda _: None,
     ) -> None:
         super().__init__()
+        self._on_weight = on_weight
         self._sites = sites
         self._on_activation = on_activation
         self._on_backward = on_backward
@@ -113,6 +125,14 @@ class LossInputs(TorchFunctionMode):
             self._loss(name, args, kwargs, result)
         elif name in _ACTIVATIONS:
             self._on_activation(_ACTIVATIONS[name], result.detach())
+        elif name in _LAYERS:
+            for given in args:
+                if isinstance(given, torch.nn.Parameter):
+                    self._on_weight(given)
+        elif name in _SIGNED_TARGETS:
+            target = _argument(args, kwargs, _SIGNED_TARGETS[name], ("target",))
+            if isinstance(target, Tensor):
+                self._sites.note(name, target_out_of_range=bool((target.detach().abs() != 1).any()))
         elif name in _NORMALISERS:
             self._normaliser(name, args, kwargs, result)
         elif name in _DIFFERENCES:
@@ -248,6 +268,7 @@ def _flags(name: str, given: Tensor, target: Tensor) -> dict[str, bool]:
             "softmax_input": source == "Softmax" or (classes and unit and sum_error < 1e-4),  # catalogue 36
             "sigmoid_source": source == "Sigmoid",
             "tanh_source": source == "Tanh",
+            "unit_spread": least < 0.1 and most > 0.9,
             "unit_range": unit and source != "Softmax" and name != "cross_entropy",
             "rectified_source": source == "Relu",
             "rectified": least == 0 and most > 0 and zero_share > 0.15,  # catalogue 37
@@ -258,6 +279,10 @@ def _flags(name: str, given: Tensor, target: Tensor) -> dict[str, bool]:
         found |= {"positive": most > 1e-4}
     if name == "binary_cross_entropy":
         found["clamped_scores"] = clamped and source not in ("Sigmoid", "Softmax", "") and at_bounds > 0.2
+    if name in _REGRESSION and source in _REACH:
+        least, most = _REACH[source]
+        beyond = (target.detach() < least) | (target.detach() > most)
+        found[f"beyond_{source.lower()}"] = bool(beyond.float().mean() > 0.25)
     if name.startswith("binary") and target.is_floating_point():
         found["target_out_of_range"] = target_low < 0 or target_high > 1
     return found

@@ -7,8 +7,7 @@ soft      the norm stands out: cause for a tighter clip, nothing more
 hard      loss and norm stand far out together
 diverged  the recent losses as a whole have left their usual level
 
-Only finite, unsuspected values enter the statistics. ``benchmarks/spikes`` reports what they
-find and how often they are wrong, on the runs that the thresholds were chosen on and on others.
+Only finite, unsuspected values enter the statistics. ``benchmarks/spikes`` reports what they find.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ _LOOK = 4  # steps between two looks at the levels
 _CALM_AFTER = 10  # steps without a sign that end a suspicion
 _ODD_FOR = 40  # steps after which an odd level is no passing matter: two independent medians
 _HOLD = 60  # values after which what is suspected, and is no divergence, counts as usual
-GOOD_AFTER = 50
-"""Steps without a sign after which a state may be called good: some damage shows only 20 to 40 steps later."""
+GOOD_AFTER = 50  # steps without a sign after which a state may be called good: some damage shows 20 to 40 later
 _RETURNED = 10  # calm steps after a rollback that show that the data is what it was
 _TAIL_STEPS = 10_000  # how long a spike that came to nothing is remembered
 

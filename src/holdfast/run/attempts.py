@@ -64,7 +64,7 @@ class Work:
     prepared: bool = False
 
 
-def _unobserved(_names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+def _unobserved() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
@@ -91,7 +91,7 @@ class Attempts:
             for name, block in (find_repeated_blocks(model) if policy.recompute else [])
         ]
         self._all_parameters = [p for _, p in parts.named_parameters()]
-        self.observing: Callable[[Sequence[str]], contextlib.AbstractContextManager[None]] = _unobserved
+        self.observing: Callable[[], contextlib.AbstractContextManager[None]] = _unobserved
         self._born: dict[str, list[torch.Tensor]] = {}
         self._stepped_last: list[int] = []
         self._others: list[torch.Tensor] = []  # parameters that the last step did not move
@@ -145,7 +145,7 @@ class Attempts:
         """
         self._prepare(work.names)
         work.prepared = True
-        with self.observing(work.names):
+        with self.observing():
             passed = self.run(work, plan)
         loss, items = passed
         self.loss_scale.unscale(self._parts.optimizers[name] for name in work.names)

@@ -63,9 +63,9 @@ class Diagnosis:
                 self._tell(self._observer.take_fresh())
             self._observer.close()
 
-    def attempt(self, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    def attempt(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a forward and backward pass."""
-        return contextlib.nullcontext() if self._observer is None else self._observer.begin_step(names)
+        return contextlib.nullcontext() if self._observer is None else self._observer.begin_step()
 
     def step_ended(self, outcome: Outcome, names: Sequence[str]) -> None:
         """Take in how a step of these optimizers ended."""

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +23,33 @@ from holdfast.numerics.flow import Sentinel, median, norms_of, sample_of
 FULL_ROUNDS = 30
 """Steps that are observed fully, at first: numerics.md 5.2, tier 1."""
 _MOST_LOSSES = 800
+
+
+_log = logging.getLogger("holdfast")
+
+
+class _CanFail(Protocol):
+    failure: str | None
+
+
+_Watcher = TypeVar("_Watcher", bound=_CanFail)
+_Rest = ParamSpec("_Rest")
+
+
+def harmless(method: Callable[Concatenate[_Watcher, _Rest], None]) -> Callable[Concatenate[_Watcher, _Rest], None]:
+    """Keep a failure of the diagnosis out of the training: it is logged, and nothing is observed any more."""
+
+    @functools.wraps(method)
+    def guarded(self: _Watcher, *args: _Rest.args, **kwargs: _Rest.kwargs) -> None:
+        if self.failure is not None:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            self.failure = f"{type(error).__name__}: {error}"
+            _log.warning("the diagnosis has switched itself off: %s", self.failure, exc_info=error)
+
+    return guarded  # type: ignore[return-value]
 
 
 def number(value: Any) -> float:

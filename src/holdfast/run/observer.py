@@ -6,10 +6,8 @@ It looks through torch's public hooks and, in sampled steps, a ``TorchFunctionMo
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +20,7 @@ from holdfast.numerics.batches import Inputs
 from holdfast.numerics.flow import Activity, Flow
 from holdfast.numerics.loss_inputs import LossInputs, unscaled
 from holdfast.numerics.loss_sites import LossSites
-from holdfast.run.observed import FULL_ROUNDS, WatchedModel, WatchedOptimizer, WatchedScheduler
+from holdfast.run.observed import FULL_ROUNDS, WatchedModel, WatchedOptimizer, WatchedScheduler, harmless
 
 _LATER_SHARE, _LATEST_SHARE = 10, 50
 """After the first rounds one in so many is observed: numerics.md 5.2, tier 2; and one in 50 after the first
@@ -30,25 +28,6 @@ window, which needs most of them: a run of a million steps should not pay for mo
 _CALLS_PER_STEP = 4
 _JUDGED = (1, 2, 3, 5, 10, 15, 20, 25, 30)
 _FIRST_WINDOW = 400
-
-_log = logging.getLogger("holdfast")
-_Rest = ParamSpec("_Rest")
-
-
-def _harmless(method: Callable[Concatenate[Observer, _Rest], None]) -> Callable[Concatenate[Observer, _Rest], None]:
-    """Keep a failure of the diagnosis out of the training: it is logged, and nothing is observed any more."""
-
-    @functools.wraps(method)
-    def guarded(self: Observer, *args: _Rest.args, **kwargs: _Rest.kwargs) -> None:
-        if self.failure is not None:
-            return
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
-            self.failure = f"{type(error).__name__}: {error}"
-            _log.warning("the diagnosis has switched itself off: %s", self.failure, exc_info=error)
-
-    return guarded  # type: ignore[return-value]
 
 
 class Observer:
@@ -92,7 +71,10 @@ class Observer:
         self._schedulers = {name: WatchedScheduler(name, each) for name, each in (schedulers or {}).items()}
         self._flow, self._activity, self._sites = Flow(names), Activity(), LossSites()
         self._inputs = {name: Inputs() for name in models}
-        self.mode = LossInputs(self._sites, self._on_activation, self._on_backward)
+        self.mode = LossInputs(self._sites, self._on_activation, self._on_backward, self._on_weight)
+        self._inside = False  # a model's own forward is running
+        self._owned: set[int] = set()
+        self._strays: set[int] = set()
         self._path: list[str] = []
         self._calls = 0
         self._ticks = self._observed = 0
@@ -141,13 +123,8 @@ class Observer:
         return (self._ticks * 2654435761) % 2**32 < 2**32 // share
 
     @contextlib.contextmanager
-    def begin_step(self, names: Sequence[str] = ()) -> Iterator[None]:
-        """Observe the forward and backward passes inside, if this step is sampled; may be entered several times.
-
-        Args:
-            names: The optimizers that will step.
-        """
-        del names  # hooks on the optimizers tell which of them stepped
+    def begin_step(self) -> Iterator[None]:
+        """Observe the forward and backward passes inside, if this step is sampled; may be entered several times."""
         self._guided = True
         if not self.due():
             yield
@@ -159,12 +136,16 @@ class Observer:
         finally:
             self._unhook_step()
 
-    @_harmless
+    @harmless
     def look(self) -> None:
         """Begin a sampled step: hooks on modules, counts within the step at zero."""
         self._sampled = True
         self._calls = 0
         self._path.clear()
+        self._inside = False
+        self._owned = set().union(*self._ids())
+        for inputs in self._inputs.values():
+            inputs.begin_step()
         self._new_pass()
         self._unhook_step()
         for name, model in self._visible():
@@ -199,9 +180,11 @@ class Observer:
         def given(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not torch.is_grad_enabled():
                 model.unwatched[module.training] += 1
-            elif self._step_hooks and not self.mode.in_backward and self._calls < _CALLS_PER_STEP:
-                self._calls += 1
-                self._note_inputs(inputs, (args, kwargs))
+            elif self._step_hooks and not self.mode.in_backward:
+                self._inside = True
+                if self._calls < _CALLS_PER_STEP:
+                    self._calls += 1
+                    self._note_inputs(inputs, (args, kwargs))
 
         return given
 
@@ -210,26 +193,31 @@ class Observer:
 
         def answered(_module: nn.Module, _args: Any, output: Any) -> None:
             if torch.is_grad_enabled() and not self.mode.in_backward:
+                self._inside = False
                 self._note_outputs(inputs, output)
 
         return answered
 
-    @_harmless
+    @harmless
     def _note_inputs(self, inputs: Inputs, tree: Any) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             inputs.given(tree)
 
-    @_harmless
+    @harmless
     def _note_outputs(self, inputs: Inputs, tree: Any) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             inputs.answered(tree)
 
-    @_harmless
+    @harmless
     def _on_activation(self, function: str, output: Tensor) -> None:
         if not self.mode.in_backward:
             self._activity.note(function, self._path[-1] if self._path else "", output)
 
-    @_harmless
+    def _on_weight(self, weight: nn.Parameter) -> None:
+        if self._inside and weight.requires_grad and weight.is_leaf and id(weight) not in self._owned:
+            self._strays.add(id(weight))
+
+    @harmless
     def _on_backward(self, loss: Tensor) -> None:
         self._backwards += 1
         self._backwards_since_step += 1
@@ -252,7 +240,7 @@ class Observer:
     def _after_hook(self, name: str) -> Callable[[Optimizer, Any, Any], None]:
         return lambda _optimizer, _args, _kwargs: self._after(name)
 
-    @_harmless
+    @harmless
     def _before(self, name: str, *, closure: bool) -> None:
         watched = self._optimizers[name]
         watched.steps += 1
@@ -270,7 +258,7 @@ class Observer:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             watched.note_step(self._flow.before_step(name, watched.parameters()))
 
-    @_harmless
+    @harmless
     def _after(self, name: str) -> None:
         self._backwards_since_step = 0
         watched = self._optimizers[name]
@@ -309,7 +297,7 @@ class Observer:
         """Return what was found since the last call and never told before."""
         return self._found.take_fresh()
 
-    @_harmless
+    @harmless
     def _end(self) -> None:
         self._ticks += 1
         sampled, self._sampled = self._sampled, False
@@ -332,8 +320,7 @@ class Observer:
 
     def facts(self, *, ended: bool = False) -> dict[str, Any]:
         """Return everything that is known, as plain data; the keys are described in ``diagnose.learning``."""
-        owned = {id(p) for model in self._models.values() for _, p in model.named()}
-        held = {id(p) for watched in self._optimizers.values() for p in watched.parameters()}
+        owned, held = self._ids()
         layers = self._flow.facts()
         return {
             "steps": self.steps,
@@ -354,7 +341,13 @@ class Observer:
             "dead_units": self._activity.dead(),
             "saturated": self._activity.saturated(),
             "validations": [list(each) for each in self._validations],
+            "strays": len(self._strays),
         }
+
+    def _ids(self) -> tuple[set[int], set[int]]:
+        """Return the parameters of the models, and those of the optimizers."""
+        owned = {id(p) for model in self._models.values() for _, p in model.named()}
+        return owned, {id(p) for watched in self._optimizers.values() for p in watched.parameters()}
 
     def _judge(self, *, windows: bool, ended: bool = False) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -365,7 +358,7 @@ class Observer:
         """Return what was found, the most important first."""
         return self._found.all()
 
-    @_harmless
+    @harmless
     def validated(self, value: float) -> None:
         """Add the loss of an evaluation, less is better."""
         last = [watched.losses.points[-10:] for watched in self._optimizers.values() if watched.losses.points]
@@ -374,7 +367,7 @@ class Observer:
         for model in self._models.values():
             model.note_validation()
 
-    @_harmless
+    @harmless
     def finish(self) -> None:
         """Judge the run as a whole, at its end."""
         self._judge(windows=True, ended=True)

@@ -60,6 +60,11 @@ FLAGS: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
     ("binary_cross_entropy#1", "clamped_scores", lambda z: F.binary_cross_entropy((3 * z).clamp(0, 1), ONES / 2)),
     ("difference#1", "broadcast", lambda z: (z[:, :1] - torch.randn(N)).square().mean()),
     ("ctc_loss#1", "positive", lambda z: _ctc(z + 5)),
+    ("mse_loss#1", "beyond_tanh", lambda z: F.mse_loss(z.tanh(), 3 * ONES)),
+    ("mse_loss#1", "beyond_relu", lambda z: F.mse_loss(z.relu(), -ONES)),
+    ("l1_loss#1", "beyond_sigmoid", lambda z: F.l1_loss(z.sigmoid().view(-1), 2 * ONES.view(-1))),
+    ("cosine_embedding_loss#1", "target_out_of_range", lambda z: F.cosine_embedding_loss(z, ONES, LABELS % 2)),
+    ("soft_margin_loss#1", "target_out_of_range", lambda z: F.soft_margin_loss(z, 0 * ONES)),
 ]
 
 
@@ -84,7 +89,10 @@ def test_a_wrong_argument_is_seen(place: str, flag: str, loss: Callable[[Tensor]
         lambda z: F.binary_cross_entropy_with_logits(z, ONES),
         lambda z: F.binary_cross_entropy(z.sigmoid(), ONES),
         lambda z: F.binary_cross_entropy(z.sigmoid().clamp(1e-6, 1 - 1e-6), ONES),
-        lambda z: F.mse_loss(z, ONES),
+        lambda z: F.mse_loss(z, 3 * ONES),
+        lambda z: F.mse_loss(z.tanh(), 0.9 * ONES),
+        lambda z: F.mse_loss(5 * z.tanh(), 3 * ONES),
+        lambda z: F.hinge_embedding_loss(z, 2.0 * (ONES > 0) - 1),
         lambda z: F.kl_div(z.log_softmax(1), ONES / C, reduction="batchmean"),
         lambda z: (z[:, None] - z[None, :]).square().mean(),
         lambda z: _ctc(z.log_softmax(1)),

@@ -33,7 +33,7 @@ def guided_step(observer: Observer, model: nn.Module, optimizer: torch.optim.Opt
     """Make a step as a guard does: passes inside the context, then the optimizer, then the end."""
     optimizer.zero_grad()
     losses = []
-    with observer.begin_step(["optimizer"]):
+    with observer.begin_step():
         for x, y in zip(X.chunk(parts), Y.chunk(parts), strict=True):
             loss = F.cross_entropy(model(x), y)
             (loss / parts).backward()
@@ -56,6 +56,29 @@ def test_the_first_steps_are_observed_and_later_one_in_ten() -> None:
     assert 20 <= sum(due[400:]) <= 45
     assert len({b - a for a, b in itertools.pairwise(later)}) > 1
     assert observer.failure is None
+    observer.close()
+
+
+class Listed(nn.Module):
+    """Layers in a plain list, and a frozen network that is kept out of the state on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(6, 16)]
+        self.kept_out = [nn.Linear(3, 3).requires_grad_(False)]
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kept_out[0](self.head(self.layers[0](x).relu()))  # type: ignore[no-any-return]
+
+
+def test_layers_in_a_plain_list_are_seen() -> None:
+    """Weight and bias of a layer that no module owns count as two; frozen ones, and those of a loss, do not."""
+    model = Listed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    observer = observed(model, optimizer)
+    guided_step(observer, model, optimizer)
+    assert observer.facts()["strays"] == 2
     observer.close()
 
 
@@ -173,7 +196,7 @@ def test_players_are_not_blamed_for_each_other() -> None:
     observer.install()
     for _ in range(25):
         for name in ("critic", "maker"):
-            with observer.begin_step([name]):
+            with observer.begin_step():
                 optimizers[name].zero_grad()
                 made = critic(maker(torch.randn(8, 2)))
                 loss = F.binary_cross_entropy_with_logits(made, torch.full((8, 1), float(name == "maker")))
