@@ -216,6 +216,10 @@ def always_clipped(facts: Facts, say: Say) -> Iterator[Finding]:
         known = optimizer["clipped_steps"] > 0.5 * optimizer["committed_steps"] > 0  # the guard clips, and counts
         if at_limit > 0.5 and (known or optimizer["scaled_share"] > 0.5):
             tiny = limit < 1e-3 and progress_of(facts).state in ("flat", "constant")
+            # What is left of the gradient is left of the step, unless the optimizer divides by its size.
+            tiny = tiny or (
+                optimizer["kind"] == "SGD" and optimizer["scaled"] is not None and optimizer["scaled"] < 0.01
+            )
             yield say(
                 f"{at_limit:.0%} of the gradients are clipped, to a norm of {limit:.2g}",
                 severity="advice" if tiny else "note",

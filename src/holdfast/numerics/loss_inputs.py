@@ -180,6 +180,9 @@ class LossInputs(TorchFunctionMode):
     def _difference(self, args: Sequence[Any], result: Tensor) -> None:
         if len(args) < 2 or not (isinstance(args[0], Tensor) and isinstance(args[1], Tensor)):
             return
+        predicted, data = args[:2] if args[0].requires_grad else (args[1], args[0])
+        if predicted.shape == data.shape and not data.requires_grad and (beyond := _beyond(predicted, data)):
+            self._sites.enter("difference").add(beyond)
         left, right = args[0].shape, args[1].shape
         # (N, 1) - (N,) is N x N: one side is predicted, the other is data.
         lost = sorted((left, right), key=len)
@@ -215,6 +218,16 @@ def _one_axis(scores: Tensor) -> bool:
 
 def _square(scores: Tensor) -> bool:
     return scores.dim() > 2 or (scores.dim() == 2 and scores.shape[0] == scores.shape[1])
+
+
+def _beyond(predicted: Tensor, target: Tensor) -> dict[str, bool]:
+    """Return whether many targets lie beyond what the activation that made the predictions can give."""
+    source, _, _ = source_of(predicted)
+    if source not in _REACH:
+        return {}
+    least, most = _REACH[source]
+    outside = (target.detach() < least) | (target.detach() > most)
+    return {f"beyond_{source.lower()}": bool(outside.float().mean() > 0.25)}
 
 
 def _dimension(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -279,10 +292,8 @@ def _flags(name: str, given: Tensor, target: Tensor) -> dict[str, bool]:
         found |= {"positive": most > 1e-4}
     if name == "binary_cross_entropy":
         found["clamped_scores"] = clamped and source not in ("Sigmoid", "Softmax", "") and at_bounds > 0.2
-    if name in _REGRESSION and source in _REACH:
-        least, most = _REACH[source]
-        beyond = (target.detach() < least) | (target.detach() > most)
-        found[f"beyond_{source.lower()}"] = bool(beyond.float().mean() > 0.25)
+    if name in _REGRESSION:
+        found |= _beyond(given, target)
     if name.startswith("binary") and target.is_floating_point():
         found["target_out_of_range"] = target_low < 0 or target_high > 1
     return found

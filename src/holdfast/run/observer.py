@@ -23,8 +23,7 @@ from holdfast.numerics.loss_sites import LossSites
 from holdfast.run.observed import FULL_ROUNDS, WatchedModel, WatchedOptimizer, WatchedScheduler, harmless
 
 _LATER_SHARE, _LATEST_SHARE = 10, 50
-"""After the first rounds one in so many is observed: numerics.md 5.2, tier 2; and one in 50 after the first
-window, which needs most of them: a run of a million steps should not pay for more."""
+"""After the first rounds one in so many is observed, numerics.md 5.2, tier 2; fewer after the first window."""
 _CALLS_PER_STEP = 4
 _JUDGED = (1, 2, 3, 5, 10, 15, 20, 25, 30)
 _FIRST_WINDOW = 400
@@ -178,6 +177,8 @@ class Observer:
         model, inputs = self._models[name], self._inputs[name]
 
         def given(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is not model.module:
+                return  # a copy of the model, which has copies of its hooks
             if not torch.is_grad_enabled():
                 model.unwatched[module.training] += 1
             elif self._step_hooks and not self.mode.in_backward:
@@ -189,10 +190,10 @@ class Observer:
         return given
 
     def _answered_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        inputs = self._inputs[name]
+        model, inputs = self._models[name].module, self._inputs[name]
 
-        def answered(_module: nn.Module, _args: Any, output: Any) -> None:
-            if torch.is_grad_enabled() and not self.mode.in_backward:
+        def answered(module: nn.Module, _args: Any, output: Any) -> None:
+            if module is model and torch.is_grad_enabled() and not self.mode.in_backward:
                 self._inside = False
                 self._note_outputs(inputs, output)
 

@@ -208,6 +208,12 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
         with_(UNLEARNT, optimizer={"gradient_norms": [1e-6] * 60, "clipped_steps": 390, "committed_steps": 400}),
         {"optimizer": {"gradient_norms": [1.0] * 60}},
     ),
+    (
+        "H818",
+        True,
+        {"optimizer": {"gradient_norms": [0.1] * 60, "scaled_share": 1.0, "scaled": 0.001}},
+        {"optimizer": {"kind": "Adam", "gradient_norms": [0.1] * 60, "scaled_share": 1.0, "scaled": 0.001}},
+    ),
     ("H819", True, {"optimizer": {"zero_lr_steps": 300}}, {"optimizer": {"zero_lr_steps": 1, "low_lr_steps": 20}}),
     ("H819", True, {"total_steps": 1000, "ended": False, "optimizer": {"zero_lr_steps": 20}}, {}),
     (

@@ -63,6 +63,7 @@ FLAGS: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
     ("mse_loss#1", "beyond_tanh", lambda z: F.mse_loss(z.tanh(), 3 * ONES)),
     ("mse_loss#1", "beyond_relu", lambda z: F.mse_loss(z.relu(), -ONES)),
     ("l1_loss#1", "beyond_sigmoid", lambda z: F.l1_loss(z.sigmoid().view(-1), 2 * ONES.view(-1))),
+    ("difference#1", "beyond_relu", lambda z: (-ONES - z.relu()).square().mean()),
     ("cosine_embedding_loss#1", "target_out_of_range", lambda z: F.cosine_embedding_loss(z, ONES, LABELS % 2)),
     ("soft_margin_loss#1", "target_out_of_range", lambda z: F.soft_margin_loss(z, 0 * ONES)),
 ]
