@@ -330,7 +330,7 @@ CLAIMS = (
         ),
         holds=_halving_is_closest,
         instead="With a mean loss: linear for SGD, square root for Adam, and no change where only the pieces change "
-        "(`holdfast.numerics.learning_rate.advise`)",
+        "(`holdfast.advise_learning_rate`)",
     ),
     Claim(
         claim="`torch.cuda.empty_cache()` prevents out-of-memory",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from holdfast.core.policy import Policy
     from holdfast.core.version import __version__
     from holdfast.data.loader import DataLoader
+    from holdfast.numerics.learning_rate import advise_learning_rate
     from holdfast.run.guard import Guard
     from holdfast.run.loss import Loss
     from holdfast.run.result import StepResult
@@ -42,6 +43,7 @@ _HOMES = {
     "StepResult": "run.result",
     "TwoPass": "run.two_pass",
     "__version__": "core.version",
+    "advise_learning_rate": "numerics.learning_rate",
     "watch": "run.watch",
 }
 
@@ -60,6 +62,7 @@ __all__ = [
     "StepResult",
     "TwoPass",
     "__version__",
+    "advise_learning_rate",
     "watch",
 ]
 

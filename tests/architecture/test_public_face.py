@@ -35,6 +35,7 @@ def test_the_exported_names() -> None:
         "StepResult",
         "TwoPass",
         "__version__",
+        "advise_learning_rate",
         "watch",
     ]
     assert dir(holdfast) == sorted(holdfast.__all__)

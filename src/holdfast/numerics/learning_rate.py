@@ -42,7 +42,7 @@ class Advice:
     source: str
 
 
-def advise(optimizer: Optimizer, old_batch: int, new_batch: int, *, by: By) -> Advice:
+def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *, by: By) -> Advice:
     """Return what to change so that training behaves as before, for the same number of samples.
 
     Args:
@@ -59,11 +59,11 @@ def advise(optimizer: Optimizer, old_batch: int, new_batch: int, *, by: By) -> A
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(1))
-        >>> advise(torch.optim.SGD([weight], lr=0.1), 256, 1024, by="batch").factor
+        >>> advise_learning_rate(torch.optim.SGD([weight], lr=0.1), 256, 1024, by="batch").factor
         4.0
-        >>> advise(torch.optim.AdamW([weight], lr=1e-3), 256, 1024, by="batch").factor
+        >>> advise_learning_rate(torch.optim.AdamW([weight], lr=1e-3), 256, 1024, by="batch").factor
         2.0
-        >>> advise(torch.optim.AdamW([weight], lr=1e-3), 2, 8, by="accumulation").factor
+        >>> advise_learning_rate(torch.optim.AdamW([weight], lr=1e-3), 2, 8, by="accumulation").factor
         1.0
     """
     _check(old_batch, new_batch, by)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import PolicyError
-from holdfast.numerics.learning_rate import advise
+from holdfast.numerics.learning_rate import advise_learning_rate
 
 
 def _parameter() -> list[nn.Parameter]:
@@ -23,7 +23,7 @@ def _parameter() -> list[nn.Parameter]:
 def test_sgd_follows_the_batch_linearly(old: int, new: int) -> None:
     """With momentum or without, upwards or downwards, the rate changes as the batch does."""
     for momentum in (0.0, 0.9):
-        advice = advise(torch.optim.SGD(_parameter(), lr=0.1, momentum=momentum), old, new, by="batch")
+        advice = advise_learning_rate(torch.optim.SGD(_parameter(), lr=0.1, momentum=momentum), old, new, by="batch")
         assert (advice.rule, advice.factor) == ("linear", new / old)
         assert (advice.betas, advice.eps) == ((), ())
         assert "1706.02677" in advice.source
@@ -32,7 +32,7 @@ def test_sgd_follows_the_batch_linearly(old: int, new: int) -> None:
 def test_adam_follows_by_the_square_root_with_its_betas_and_eps() -> None:
     """The rate changes by sqrt(k), 1 - beta by k and eps by 1/sqrt(k), for each group by its own values."""
     parameters = [{"params": _parameter()}, {"params": _parameter(), "betas": (0.8, 0.99), "eps": 1e-6}]
-    advice = advise(torch.optim.AdamW(parameters), 64, 256, by="batch")
+    advice = advise_learning_rate(torch.optim.AdamW(parameters), 64, 256, by="batch")
     assert (advice.rule, advice.factor) == ("square root", 2.0)
     assert advice.betas == (pytest.approx((0.6, 0.996)), pytest.approx((0.2, 0.96)))
     assert advice.eps == pytest.approx((0.5e-8, 0.5e-6))
@@ -41,7 +41,7 @@ def test_adam_follows_by_the_square_root_with_its_betas_and_eps() -> None:
 
 def test_decay_rates_that_the_rule_cannot_reach_are_left_alone() -> None:
     """Where k x (1 - beta) is 1 or more there is no such decay rate, and the advice says so."""
-    advice = advise(torch.optim.Adam(_parameter()), 32, 512, by="batch")
+    advice = advise_learning_rate(torch.optim.Adam(_parameter()), 32, 512, by="batch")
     assert (advice.factor, advice.betas) == (4.0, ())
     assert "left alone" in advice.reason
 
@@ -61,7 +61,7 @@ def test_decay_rates_that_the_rule_cannot_reach_are_left_alone() -> None:
 )
 def test_the_rule_goes_by_the_kind_of_the_optimizer(make: Callable[..., Optimizer], rule: str) -> None:
     """Plain steps are linear, normalised ones follow the root, and for others nothing is made up."""
-    advice = advise(make(_parameter(), lr=0.01), 8, 16, by="batch")
+    advice = advise_learning_rate(make(_parameter(), lr=0.01), 8, 16, by="batch")
     assert advice.rule == rule
     assert (advice.factor == 1.0) is (rule == "none") is (advice.source == "")
     assert advice.reason
@@ -71,14 +71,14 @@ def test_the_rule_goes_by_the_kind_of_the_optimizer(make: Callable[..., Optimize
 def test_more_pieces_of_the_same_batch_change_nothing(by: Any) -> None:
     """A mean over the same samples is the same mean, so halving or doubling the rate would be wrong."""
     for optimizer in (torch.optim.SGD(_parameter(), lr=0.1), torch.optim.Adam(_parameter())):
-        advice = advise(optimizer, 2, 4, by=by)
+        advice = advise_learning_rate(optimizer, 2, 4, by=by)
         assert (advice.rule, advice.factor, advice.betas, advice.eps) == ("none", 1.0, (), ())
         assert "by='batch'" in advice.reason
 
 
 def test_the_same_batch_needs_no_change() -> None:
     """No rule is named where nothing has changed."""
-    assert advise(torch.optim.SGD(_parameter(), lr=0.1), 8, 8, by="batch").rule == "none"
+    assert advise_learning_rate(torch.optim.SGD(_parameter(), lr=0.1), 8, 8, by="batch").rule == "none"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_same_batch_needs_no_change() -> None:
 def test_what_is_no_count_is_refused(arguments: Any, by: Any) -> None:
     """Batches are whole numbers from 1, and `by` is one of three words."""
     with pytest.raises(PolicyError) as caught:
-        advise(torch.optim.SGD(_parameter(), lr=0.1), *arguments, by=by)
+        advise_learning_rate(torch.optim.SGD(_parameter(), lr=0.1), *arguments, by=by)
     assert caught.value.rule == "H105"
 
 
@@ -125,7 +125,7 @@ def test_the_advised_rate_comes_closest_to_the_smaller_batch(
     wanted = _final_error(make(rate), 4)
     factors = {1 / k, 1.0, math.sqrt(k), float(k)}
     errors = {factor: abs(_final_error(make(rate * factor), 4 * k) - wanted) for factor in factors}
-    advised = advise(make(rate)(_parameter()), 4, 4 * k, by="batch").factor
+    advised = advise_learning_rate(make(rate)(_parameter()), 4, 4 * k, by="batch").factor
     assert min(errors, key=errors.__getitem__) == advised
     assert max(errors, key=errors.__getitem__) == 1 / k  # "lower the rate when more is accumulated"
 
@@ -135,6 +135,6 @@ def test_linear_scaling_of_sgd_is_exact_to_first_order() -> None:
     curvature, k = torch.linspace(0.1, 2.0, 8, dtype=torch.float64), 4
     differences = []
     for rate in (1e-3, 1e-4):
-        advised = rate * advise(torch.optim.SGD(_parameter(), lr=rate), 8, 8 * k, by="batch").factor
+        advised = rate * advise_learning_rate(torch.optim.SGD(_parameter(), lr=rate), 8, 8 * k, by="batch").factor
         differences.append(float(((1 - rate * curvature) ** k - (1 - advised * curvature)).abs().max()))
     assert differences[0] / differences[1] == pytest.approx(100, rel=0.01)
