@@ -12,6 +12,7 @@ from typing import Any
 
 from holdfast.core.policy import Policy
 from holdfast.diagnose.finding import Finding
+from holdfast.diagnose.flow_summary import flow_summary
 from holdfast.run.observer import Observer
 from holdfast.run.outcome import Outcome
 from holdfast.run.parts import Parts
@@ -61,6 +62,7 @@ class Diagnosis:
             if self._record.is_open and self._observer.steps:
                 self._observer.finish()
                 self._tell(self._observer.take_fresh())
+                self._tell_flow()
             self._observer.close()
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
@@ -74,6 +76,8 @@ class Diagnosis:
             clipped = limit is not None and facts.total > limit
             fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
             self._tell(fresh)
+            if self._observer.window:
+                self._tell_flow()
             if any(finding.rule in _NO_PROGRESS and finding.severity != "note" for finding in fresh):
                 known = self._observer.findings()
                 self.seeks_cause = not any(each.kind == "cause" and each.severity != "note" for each in known)
@@ -104,6 +108,12 @@ class Diagnosis:
             kind = "note" if finding.severity == "note" else "finding"
             facts = asdict(finding)
             self._record.happened(kind, about=facts.pop("kind"), **facts)
+
+    def _tell_flow(self) -> None:
+        assert self._observer is not None
+        summary = flow_summary(self._observer.facts())
+        if summary is not None:
+            self._record.happened("gradient_flow", **summary)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what later judgements need of the past."""

@@ -72,8 +72,8 @@ class Observer:
         self._inputs = {name: Inputs() for name in models}
         self.mode = LossInputs(self._sites, self._on_activation, self._on_backward, self._on_weight)
         self._inside = False  # a model's own forward is running
-        self._owned: set[int] = set()
-        self._strays: set[int] = set()
+        self.window = False  # the last step ended one
+        self._owned, self._strays = set[int](), set[int]()
         self._path: list[str] = []
         self._calls = 0
         self._ticks = self._observed = 0
@@ -306,7 +306,7 @@ class Observer:
         self._flow.forget_step()
         self._observed += sampled
         rounds = self._observed / max(1, len(self._optimizers))
-        window = self._window_due()
+        window = self.window = self._window_due()
         if window or (sampled and (rounds in _JUDGED or rounds % FULL_ROUNDS == 0)):
             self._judge(windows=window)
 

@@ -66,7 +66,11 @@ class Watch:
         return self._observer.findings()
 
     def facts(self) -> dict[str, Any]:
-        """Return the plain data that the findings rest on, for a report to the authors of the rules."""
+        """Return the plain data that the findings rest on.
+
+        ``["layers"]`` has, by parameter, the usual size of the gradient's elements and the usual length of a step
+        beside that of the weights; ``["dead_units"]`` and ``["saturated"]`` have shares of activations by module.
+        """
         return self._observer.facts()
 
     def validated(self, loss: float) -> None:
