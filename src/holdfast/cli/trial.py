@@ -77,8 +77,11 @@ def run(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _adopt(write: Callable[..., Path], build: Any, changes: dict[str, Any], run_dir: Path, facts: Any) -> str:
-    return write(build, changes, run_dir, {"gains": facts["gains"], "noise": facts["noise"]}).name
+def _adopt(
+    write: Callable[..., Path | None], build: Any, changes: dict[str, Any], run_dir: Path, facts: Any
+) -> str | None:
+    written = write(build, changes, run_dir, {"gains": facts["gains"], "noise": facts["noise"]})
+    return None if written is None else written.name
 
 
 def _load(factory: str) -> Callable[[], Any]:
@@ -171,18 +174,14 @@ def _print(found: Comparison, facts: dict[str, Any]) -> None:
         f"a gain below {found.smallest_gain:.3g} of A's score is not worth a change"
     )
     if found.is_better:
-        adopted = facts.get("adopted")
-        typer.echo(
-            f"adopted: checkpoint {adopted}" if adopted else "Nothing was changed; --adopt writes it into a run."
-        )
-        policy = {name: value for name, value in facts["b"].items() if name in _policy_fields()}
+        from holdfast.run.comparison import policy_changes
+
+        policy = policy_changes(facts["b"])
+        if facts.get("adopted"):
+            typer.echo(f"adopted: checkpoint {facts['adopted']}")
+        elif len(policy) < len(facts["b"]):
+            typer.echo("Nothing was changed; --from RUN_DIR --adopt writes it into a checkpoint of the run.")
         if policy:
             typer.echo("policy fields belong into your program:")
             for name, value in policy.items():
                 typer.echo(f"  {name}: {value}")
-
-
-def _policy_fields() -> set[str]:
-    from holdfast.core.policy import Policy
-
-    return {field.name for field in dataclasses.fields(Policy)}

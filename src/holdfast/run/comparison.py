@@ -149,7 +149,7 @@ def compare(
 
 def adopt(
     factory: Callable[[], Setup], changes: Mapping[str, Any], run_dir: Path, evidence: Mapping[str, Any]
-) -> Path:
+) -> Path | None:
     """Write a checkpoint of a run's newest state with changed optimizer options, so that the run goes on with them.
 
     Args:
@@ -159,11 +159,13 @@ def adopt(
         evidence: What the trial showed, for the events.
 
     Returns:
-        The checkpoint.
+        The checkpoint; None if no option of an optimizer is among the changes.
 
     Raises:
         As `compare`, and what `Guard` raises.
     """
+    if len(policy_changes(changes)) == len(changes):
+        return None
     setup = _built(factory)
     guard = Guard(run_dir, **{key: setup[key] for key in _GUARD_KEYS if key in setup})
     try:
