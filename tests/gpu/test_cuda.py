@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.core.clock import SystemClock
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,12 +109,21 @@ def test_mixed_precision_trains(tmp_path, precision) -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def test_a_step_reads_the_device_once(tmp_path) -> None:
-    """Where nothing goes wrong a step makes one host sync, the fused check, and reading the loss is the caller's."""
+@pytest.mark.parametrize("diagnose", [False, True])
+def test_a_step_reads_the_device_once(tmp_path, diagnose) -> None:
+    """Where nothing goes wrong a step makes one host sync, the fused check, and reading the loss is the caller's.
+
+    The diagnosis reads more, in the steps that it samples: all of the first 30, one in fifty in the long run.
+    """
     parts = make()
-    guard = holdfast.Guard(tmp_path, max_grad_norm=1.0, save_interval_steps=None, check_split=False, **parts)
+    guard = holdfast.Guard(
+        tmp_path, max_grad_norm=1.0, save_interval_steps=None, check_split=False, diagnose=diagnose, **parts
+    )
     x = torch.randn(64, 512, device="cuda")
-    for _ in range(3):
+    observer = guard._transaction.diagnosis._observer
+    for _ in range(35):
+        guard.step(x, loss_of(parts["model"]))
+    while observer is not None and observer.due():
         guard.step(x, loss_of(parts["model"]))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         guard.step(x, loss_of(parts["model"]))
@@ -121,3 +131,50 @@ def test_a_step_reads_the_device_once(tmp_path) -> None:
     copies = [event for event in profile.events() if event.name == "cudaStreamSynchronize"]
     assert len(copies) <= 1, [event.name for event in copies]
     assert not syncs
+
+
+def test_the_origin_of_a_nan_is_found_and_training_goes_on_without_it(tmp_path) -> None:
+    """The replay on the device names the operation and the sample, and leaves no trace."""
+    parts = make(nn.Linear(512, 8))
+    guard = holdfast.Guard(tmp_path, save_interval_steps=None, check_split=False, **parts)
+    x = torch.rand(16, 512, device="cuda") + 0.1
+    guard.step(x, loss_of(parts["model"]))
+    before = copy.deepcopy(parts["model"])
+    x[3, 0] = 0.0
+    result = guard.step(x, lambda part: parts["model"](part.log()).float().square().mean())
+    assert result.skipped
+    assert "log" in str(result.reason)
+    assert "sample 3" in str(result.reason)
+    assert equal(before, parts["model"])
+
+
+def test_a_rollback_brings_the_device_back_to_a_copy_on_the_host(tmp_path) -> None:
+    """After a divergence the weights are those of a state that lay in host memory."""
+    parts = make(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    model = parts["model"]
+    guard = holdfast.Guard(tmp_path, save_interval_steps=None, snapshot_interval_steps=50, **parts)
+    kept = {}
+    drawn = torch.Generator().manual_seed(0)
+    for number in range(300):
+        x = torch.randn(32, 64, generator=drawn).cuda()
+        if number == 220:
+            with torch.no_grad():
+                model[0].weight.mul_(1000.0)
+        result = guard.step(x, lambda part: (model(part) - part.sum(1, keepdim=True)).square().mean())
+        kept.setdefault(guard.global_step, copy.deepcopy(model))
+        if "rolled back" in (result.reason or ""):
+            assert equal(kept[guard.global_step], model)
+            return
+    pytest.fail("no rollback")
+
+
+def test_a_search_for_a_cause_leaves_no_trace_on_the_device(tmp_path) -> None:
+    """Trials run in place there: weights, moments and random state are as before, bit for bit."""
+    parts = make()
+    transaction = holdfast.Guard(tmp_path, save_interval_steps=None, check_split=False, **parts)._transaction
+    x = torch.randn(64, 512, device="cuda")
+    before = copy.deepcopy(parts["model"]), torch.cuda.get_rng_state()
+    transaction.diagnosis.seeks_cause = True
+    transaction.search_cause(x, loss_of(parts["model"]), ["optimizer"], None, SystemClock(), 0.0)
+    assert equal(before[0], parts["model"])
+    assert torch.equal(before[1], torch.cuda.get_rng_state())
