@@ -9,9 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run_all import SCRIPTS
+from benchmarks.run_all import RESULTS, SCRIPTS, files_of
 
-_RESULTS = (*SCRIPTS, "not_learning_held_out", "not_learning_held_out_2")
 _BESIDE = ("plain loop", "accelerate", "torch.save", "torch.load")
 
 
@@ -22,12 +21,11 @@ def readme_table(results: Path) -> str:
         results: Folder of the result files.
     """
     lines = ["| benchmark | figure | measured | to reach |", "|---|---|---|---|"]
-    for name in _RESULTS:
-        file = results / f"{name.replace('.', '_')}.json"
-        figures = json.loads(file.read_text())["figures"] if file.exists() else []
-        shown = [figure for figure in figures if _is_shown(name, figure)]
-        for number, figure in enumerate(shown):
-            lines.append(f"| {f'`{name}`' if number == 0 else ''} | {_row(figure)} |")
+    for name in SCRIPTS:
+        for file in files_of(name, results):
+            shown = [figure for figure in json.loads(file.read_text())["figures"] if _is_shown(name, figure)]
+            title = f"`{name}`" if name not in RESULTS else f"`{file.stem}`"
+            lines += [f"| {title if n == 0 else ''} | {_row(figure)} |" for n, figure in enumerate(shown)]
     return "\n".join(lines)
 
 

@@ -26,6 +26,7 @@ SCRIPTS = (
     "spikes",
     "nan_batches",
     "folklore",
+    "not_learning.evaluate",
     "oom_recovery",
     "sigkill",
     "save_kills",
@@ -34,15 +35,26 @@ SCRIPTS = (
     "gpu.step_overhead",
     "gpu.oom_recovery",
 )
+RESULTS = {"not_learning.evaluate": ("not_learning_held_out", "not_learning_held_out_2")}
+"""Names of the result files of a script, where they are not its own name."""
 _ROOT = Path(__file__).parent.parent
 
 
+def files_of(name: str, folder: Path) -> list[Path]:
+    """Return the result files of a script that are there.
+
+    Args:
+        name: One of `SCRIPTS`.
+        folder: Where results lie.
+    """
+    files = [folder / f"{each.replace('.', '_')}.json" for each in RESULTS.get(name, (name,))]
+    return [file for file in files if file.exists()]
+
+
 def not_reached(name: str, *, quick: bool) -> list[str]:
-    """Return the figures of a result file that miss their target."""
-    file = Path(__file__).parent / "results" / ("quick" if quick else "") / f"{name.replace('.', '_')}.json"
-    if not file.exists():
-        return []
-    figures = json.loads(file.read_text())["figures"]
+    """Return the figures of a script that miss their target."""
+    files = files_of(name, Path(__file__).parent / "results" / ("quick" if quick else ""))
+    figures = [figure for file in files for figure in json.loads(file.read_text())["figures"]]
     return [
         f"{figure['what']}: {figure['value']:g} {figure['unit']}, to reach: {figure['to_reach']}"
         for figure in figures
