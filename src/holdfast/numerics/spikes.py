@@ -24,7 +24,7 @@ from holdfast.core.policy import Objective, SpikeAction
 _WINDOW = 128  # values that say what is usual; OLMo-core's window
 _LAG = 32  # newest values left out of it, so that a creeping change does not hide itself
 _ENOUGH = 64  # values in it before anything is said
-_KEPT = 512  # values kept, so that a rollback can return to the statistics of then
+_KEPT = 256  # values kept
 _REFRESH = 16  # values between two looks at the window: each costs two sorts
 _RECENT = 20  # losses whose median is the recent level
 _SHORT = 7  # losses whose median is the newest level
@@ -74,8 +74,8 @@ class Level(Enum):
 class SpikeDetector:
     """Judges each step by its loss and its gradient norm, before it is committed.
 
-    It says nothing about the first 96 values of a key. A `Level.DIVERGED` is returned once; then either `forget` is
-    called, after a rollback, or the new level becomes the usual one. So no regime is suspected for ever.
+    It says nothing about the first 96 values of a key. A `Level.DIVERGED` is returned once; then either `return_to`
+    is called, after a rollback, or the new level becomes the usual one. So no regime is suspected for ever.
 
     Args:
         objective: For any but ``"minimize"`` the loss means nothing by its level: there is no more than
@@ -96,7 +96,7 @@ class SpikeDetector:
         self._minimizes = objective == "minimize"
         self._tracks: dict[str, _Track] = {}
         self.steps = 0
-        """Steps judged so far, of all keys and with finite values; `forget` goes back in it."""
+        """Steps judged so far, of all keys and with finite values; `return_to` goes back in it."""
 
     def judge(self, key: str, loss: float, norm: float) -> Level:
         """Return how far a step stands out.
@@ -133,16 +133,11 @@ class SpikeDetector:
         first = min((track.began for track in self._tracks.values() if track.began is not None), default=None)
         return None if first is None else self.steps - first + 1
 
-    def forget(self, steps: int) -> None:
-        """Return to the statistics of so many judged steps ago: the run was rolled back.
-
-        Args:
-            steps: ``detector.steps`` now, less what it was when the state was saved. Beyond the values that are
-                kept, 512 for each key, the statistics start anew.
-        """
-        self.steps = max(0, self.steps - steps)
+    def return_to(self, state_dict: Mapping[str, Any]) -> None:
+        """Return to the statistics of an earlier `state_dict`: the run was rolled back."""
+        self.load_state_dict(state_dict)
         for track in self._tracks.values():
-            track.forget(self.steps)
+            track.begin_again()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all statistics as JSON values."""
@@ -245,6 +240,7 @@ class _Track:
         self.unseen = 0  # values kept since the last look at the window
         self.start = 0  # only values from after this step are usual
         self.calm_steps: int | None = None  # since the last rollback
+        self.first_back = 0.0  # loss of the first step after it
         self.began: int | None = None  # step of the first sign of what is suspected now
         self.age = 0  # steps of this key, which the next two count
         self.last_sign = 0
@@ -301,6 +297,7 @@ class _Track:
         self.recent.append(loss)
         if self.loss is None:
             return Level.CALM
+        self.first_back = loss if self.calm_steps == 0 and len(self.recent) == 1 else self.first_back
         self.drift = min(max(self.drift + (1.0 if loss > self.odd else -_DRIFT_BACK), 0.0), _DRIFT_FULL)
         if loss > self.loss_far:
             self._sign(now)
@@ -353,11 +350,10 @@ class _Track:
         self._look_at_window()
 
     def _left_level(self, now: int) -> Level:
-        """Start anew at this level, and report it; not so directly after a rollback.
-
-        Weights that were good give such losses from the first step on: then the data is another, not the weights.
-        """
-        reported = self.calm_steps is None or self.calm_steps >= _RETURNED
+        """Start anew at this level, and report it; not so if good weights give it too, directly after a rollback."""
+        newest = sorted(self.recent)[len(self.recent) // 2]
+        began_well = self.loss is not None and 2 * self.first_back < newest + self.loss.middle
+        reported = self.calm_steps is None or self.calm_steps >= _RETURNED or began_well
         self.start, self.began = now, self.began or now
         self._start_anew()
         return Level.DIVERGED if reported else Level.CALM
@@ -369,10 +365,7 @@ class _Track:
         self.loss = self.norm = self.best = None
         self._set_bounds()
 
-    def forget(self, now: int) -> None:
-        self.kept = [values for values in self.kept if values[0] <= now]
-        self.spikes = [spike for spike in self.spikes if spike[0] <= now]
-        self.start = 0 if self.start > now else self.start
+    def begin_again(self) -> None:
         self._start_anew()
         self.began, self.calm_steps = None, 0
         self._look_at_window()

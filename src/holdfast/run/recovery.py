@@ -184,25 +184,32 @@ class Recovery:
     def _roll_back(self, *, spiked: bool = False) -> bool:
         """Return to the last state from before the first sign of trouble, and pass over the batches since then."""
         session, failed_at = self._session, self._record.global_step
-        since = session.spikes.suspicious_since() or 0
+        since, rates = session.spikes.suspicious_since() or 0, self._rates()
         # What led to a divergence may lie some way before its first sign: states are called good later than they are
         # made. If there is none yet, one is as good as another, and a second rollback will go further back.
         for before in ([failed_at - since - GOOD_AFTER] if spiked else []) + [failed_at - since, None]:
-            training = session.roll_back(rewind_data=False, before_step=before)
+            trusted = before == failed_at - since - GOOD_AFTER
+            training = session.roll_back(rewind_data=False, before_step=before, trusted=trusted)
             if training is not None:
                 break
         else:
             return False
         session.counters.note_rollback(failed_at, _BEYOND_SPIKES if spiked else self._policy.nonfinite_patience or 1)
-        session.spikes.forget(session.spikes.steps - training["spikes"]["steps"])
+        session.spikes.return_to(training["spikes"])
         factor = self._policy.rollback_lr_factor
         if factor is not None:
             session.counters.lr_factor *= factor
             restored = training["counters"]["lr_factor"]  # the state that came back has the rates of then
             scale(session.parts.schedulers, session.parts.optimizers, session.counters.lr_factor / restored)
             self._record.happened("learning_rate_lowered", factor=factor, in_all=session.counters.lr_factor)
-        session.intervened("roll_back", f"from step {failed_at} to {self._record.global_step}")
+        now = self._record.global_step
+        session.intervened("roll_back", f"from step {failed_at} to {now}")
+        self._record.happened("rolled_back", from_step=failed_at, to_step=now, learning_rates=[rates, self._rates()])
         return True
+
+    def _rates(self) -> list[float]:
+        groups = (group for optimizer in self._session.parts.optimizers.values() for group in optimizer.param_groups)
+        return [float(group["lr"]) for group in groups]
 
     def after_refused_save(self, why: str) -> None:
         """Return to a checkpoint, or stop: weights or moments hold NaN or Inf, although every step looked sound.

@@ -77,6 +77,7 @@ class Session:
         self.failed = 0
         self.refused: str | None = None  # why the last save was refused, if it was
         self.whole = True  # False while the state belongs to no boundary, so that it must not be saved
+        self._known_good = -1  # newest step that a rollback has proved to be older than any trouble
         self.random_state: RandomState | None = None  # of a resumed run, until its loader is started
 
     @property
@@ -314,22 +315,28 @@ class Session:
         self.record.happened("resumed", checkpoint=entry.path.name, trained_batches=self._position()[1])
         return entry.path
 
-    def roll_back(self, *, rewind_data: bool, before_step: int | None = None) -> dict[str, Any] | None:
+    def roll_back(
+        self, *, rewind_data: bool, before_step: int | None = None, trusted: bool = False
+    ) -> dict[str, Any] | None:
         """Return to the newest good state: a copy in host memory, else a checkpoint.
 
         Args:
             rewind_data: Also go back in the data, and to the random state of then: always to a checkpoint.
             before_step: Newest step that may be trusted; None trusts all.
+            trusted: Whether a copy so old is surely good, and may be returned to again.
 
         Returns:
             What the guard itself had saved in that state; None if there is none to return to.
         """
         kept = None
+        if before_step is not None:
+            before_step = max(before_step, self._known_good)
         if not rewind_data:
             kept = self.snapshots.newest(self.record.global_step if before_step is None else before_step)
         if kept is not None:
             training = self._put_back(copied_to_host(kept.trees))
-            self.snapshots.distrust(kept)  # if it leads to the same trouble, the next one is older
+            if not trusted:
+                self.snapshots.distrust(kept)  # if it leads to the same trouble, the next one is older
             self._tried_at_step = min(self._tried_at_step or 0, self.record.global_step)
         else:
             entry = None if self.policy.save_interval_steps is None else self._newest_good(before_step)
@@ -340,6 +347,8 @@ class Session:
             if rewind_data:
                 self._go_to_position_of(training)
         self.snapshots.returned_to(self.record.global_step)
+        if trusted:
+            self._known_good = self.record.global_step  # so is all before it, whatever comes now
         return training
 
     def _go_to_position_of(self, training: Mapping[str, Any]) -> None:

@@ -307,8 +307,9 @@ class Transaction:
                 return loss_fn(part)
 
         def clip_as_the_run() -> None:
-            groups = self._attempts.groups(names)
-            self._clip(groups, inspect(groups, torch.zeros((), device=self._devices[0]))[1])
+            groups = [group for group in self._attempts.groups(names) if group.parameters]
+            if groups:
+                self._clip(groups, inspect(groups, groups[0].parameters[0].new_zeros(()))[1])
 
         with self.diagnosis.not_observing():
             found = probe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -198,12 +199,12 @@ def test_nothing_is_skipped_for_ever() -> None:
 def test_after_a_rollback_statistics_are_those_of_then() -> None:
     """What 150 steps of divergence have left is forgotten, and the same spike is found again."""
     detector, pairs = warm()
-    saved_at, usual = detector.steps, detector.usual_norm("all")
+    saved, saved_at, usual = copy.deepcopy(detector.state_dict()), detector.steps, detector.usual_norm("all")
     assert usual is not None
     diverging = times(pairs, 30.0, 30.0)
     levels = feed(detector, diverging, 150)
     assert Level.DIVERGED in levels
-    detector.forget(detector.steps - saved_at)
+    detector.return_to(saved)
     assert detector.steps == saved_at
     assert detector.is_calm()
     found = detector.usual_norm("all")
@@ -216,29 +217,30 @@ def test_after_a_rollback_statistics_are_those_of_then() -> None:
 def test_a_level_that_is_up_from_the_first_step_after_a_rollback_is_the_data() -> None:
     """Good weights and a high loss at once mean other data: no second divergence is reported."""
     detector, pairs = warm()
-    harder = times(pairs, 30.0, 30.0)
+    harder, saved = times(pairs, 30.0, 30.0), copy.deepcopy(detector.state_dict())
     assert Level.DIVERGED in feed(detector, harder, 30)
-    detector.forget(30)
+    detector.return_to(saved)
     assert Level.DIVERGED not in feed(detector, harder, 300)
+
+
+def test_weights_that_are_wrecked_again_at_once_are_a_divergence() -> None:
+    """One usual loss after the return, then high ones: the step in between did it, as at a rate that is too high."""
+    detector, pairs = warm()
+    harder, saved = times(pairs, 30.0, 30.0), copy.deepcopy(detector.state_dict())
+    for _ in range(3):
+        feed(detector, pairs, 1)
+        assert Level.DIVERGED in feed(detector, harder, 30)
+        detector.return_to(saved)
 
 
 def test_a_divergence_after_calm_steps_is_reported_again() -> None:
     """A run that diverges some time after each rollback is reported each time."""
     detector, pairs = warm()
+    saved = copy.deepcopy(detector.state_dict())
     for _ in range(3):
         feed(detector, pairs, 30)
         assert Level.DIVERGED in feed(detector, times(pairs, 30.0, 30.0), 30)
-        detector.forget(60)
-
-
-def test_a_rollback_beyond_what_is_kept_starts_anew() -> None:
-    """Statistics that would be of later steps are never used: without values from then there are none."""
-    detector, pairs = warm()
-    feed(detector, pairs, 1000)
-    detector.forget(1290)
-    assert detector.usual_norm("all") is None
-    assert detector.steps == 10
-    assert set(feed(detector, times(pairs, 1e6, 1e6), 90)) == {Level.CALM}
+        detector.return_to(saved)
 
 
 def test_keys_have_statistics_of_their_own() -> None:
