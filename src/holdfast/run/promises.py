@@ -28,11 +28,11 @@ from holdfast.memory.ladder import Means
 from holdfast.run.buffers import BufferKeeper
 from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
 from holdfast.run.hazards import find_hazards, mixing_layers, split_promise
+from holdfast.run.identity import Identities
 from holdfast.run.mixed_precision import autocast
 from holdfast.run.parts import Parts
 from holdfast.run.record import RunRecord
 from holdfast.run.rehearsal import TELLING, Rehearsal
-from holdfast.run.two_pass import TwoPass
 from holdfast.run.verdict import Verdict, merged
 from holdfast.run.weighting import SAMPLES, Weighting, disagreement, find_weightings
 
@@ -74,6 +74,7 @@ class Promises:
         self._buffers = buffers
         self._record = record
         self._known: dict[Any, _Known] = {}
+        self._identities = Identities()
         self._uncuttable: str | None = None
 
     def size_of(self, batch: Any, split: Split) -> int | None:
@@ -207,7 +208,7 @@ class Promises:
         return 2 if mixing_layers(self.parts.models.values()) else 1
 
     def _of(self, loss_fn: LossFunction) -> _Known:
-        return self._known.setdefault(_key(loss_fn), _Known())
+        return self._known.setdefault(self._identities.key(loss_fn), _Known())
 
     def weighting(self, loss_fn: LossFunction) -> Weighting:
         """Return what the parts of a batch are weighted by, where the loss function does not say it itself."""
@@ -315,15 +316,6 @@ class Promises:
 
 def _is_power_of_two(count: int) -> bool:
     return count > 0 and count & (count - 1) == 0
-
-
-def _key(loss_fn: Callable[..., Any]) -> Any:
-    """Return what stays of a loss function: a lambda in a loop is a new object each time, its code is not."""
-    if isinstance(loss_fn, TwoPass):
-        return _key(loss_fn.outputs), _key(loss_fn.loss)
-    plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
-    plain = getattr(plain, "__func__", plain)
-    return getattr(plain, "__code__", type(plain)), id(getattr(loss_fn, "__self__", None))
 
 
 def _in_a_copy(run: Callable[[], Verdict]) -> Verdict:

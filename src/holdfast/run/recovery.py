@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from holdfast.core.errors import DivergenceError, HoldfastError, NonFiniteError,
 from holdfast.core.events import Decision, Promise, RollBack, SkipStep, Stop
 from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
 from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_spike
+from holdfast.run.identity import description_of
 from holdfast.run.outcome import Attempt, Outcome, Provenance, Ruling, TornStep
 from holdfast.run.schedules import scale
 from holdfast.run.session import Session
@@ -22,10 +22,7 @@ _BEYOND_SPIKES = 100
 
 def series_of(names: Sequence[str], loss_fn: Any) -> str:
     """Return a name for the losses of one loss function and these optimizers, the same in every life of a run."""
-    plain = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
-    code = getattr(plain, "__code__", None)
-    where = type(plain).__qualname__ if code is None else f"{code.co_qualname}:{code.co_firstlineno}"
-    return f"{'+'.join(names)} {where}"
+    return f"{'+'.join(names)} {description_of(loss_fn)}"
 
 
 class Recovery:
