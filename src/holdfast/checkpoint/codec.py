@@ -55,6 +55,8 @@ class Encoder:
         if value is None or (isinstance(value, (bool, int, str)) and type(value) in (bool, int, str)):
             return value
         if isinstance(value, torch.Tensor):
+            if value.layout == torch.sparse_coo:
+                return self._sparse(value.detach(), path)
             if value.is_complex():  # safetensors has no complex128
                 pairs = torch.view_as_real(value.detach().resolve_conj())
                 return {_TAG: "complex_tensor", "name": self._keep(pairs, path)}
@@ -64,6 +66,12 @@ class Encoder:
         if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
             return self._sequence(value, path)
         return self._other(value, path)
+
+    def _sparse(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
+        # As it lies: what is coalesced, and in which order, decides how later sums round.
+        parts = {"indices": tensor._indices(), "values": tensor._values()}
+        encoded = {name: self.encode(part, (*path, name)) for name, part in parts.items()}
+        return {_TAG: "sparse_tensor", **encoded, "size": list(tensor.shape), "coalesced": tensor.is_coalesced()}
 
     def _keep(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         tensor = tensor.detach().resolve_neg()
@@ -166,6 +174,11 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         if kind == "defaultdict":
             return collections.defaultdict(_FACTORIES.get(str(value["factory"])), items)
         return _MAPPINGS[kind](items)
+    if kind == "sparse_tensor":
+        indices, values = decode(value["indices"], tensors), decode(value["values"], tensors)
+        return torch.sparse_coo_tensor(
+            indices, values, value["size"], is_coalesced=value["coalesced"], check_invariants=True
+        )
     if kind in _SEQUENCES:
         return _SEQUENCES[kind]([decode(item, tensors) for item in value["items"]])
     if kind == "deque":

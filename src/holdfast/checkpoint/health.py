@@ -19,6 +19,7 @@ def nonfinite_tensors(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 
     """
     by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in named:
+        tensor = tensor.coalesce().values() if tensor.is_sparse else tensor
         if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
             narrow = tensor.is_floating_point() and tensor.element_size() == 1  # float8 knows no norm
             by_device.setdefault(tensor.device, []).append(

@@ -23,6 +23,8 @@ _SAMPLE = 4096
 
 def sample_of(tensor: Tensor) -> Tensor:
     """Return a copy of at most 4096 elements, spread over a tensor, shape ``(n,)``."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()[:_SAMPLE]
     return flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].clone()
 
@@ -35,10 +37,12 @@ def dense_gradient(parameter: Tensor) -> Tensor | None:
     return gradient.coalesce().values().detach() if gradient.is_sparse else gradient.detach()
 
 
-def norms_of(tensors: Iterable[Tensor]) -> list[float]:
-    """Return the 2-norm of each tensor, computed in at least fp32; one host sync."""
+def norms_of(tensors: Iterable[Tensor], order: float = 2) -> list[float]:
+    """Return the norm of each tensor, computed in at least fp32; one host sync."""
     each = [
-        torch.linalg.vector_norm(t, dtype=None if t.dtype == torch.float64 or t.is_complex() else torch.float32)
+        torch.linalg.vector_norm(
+            t, order, dtype=None if t.dtype == torch.float64 or t.is_complex() else torch.float32
+        )
         for t in tensors
     ]
     return torch.stack([norm.double().cpu() for norm in each]).tolist() if each else []
@@ -134,7 +138,12 @@ class Flow:
             layer.weight_rms[1:] = [weight / math.sqrt(max(1, parameter.numel()))]
         total = math.hypot(*norms[: len(moving)]) if moving else 0.0
         _keep(self.totals.setdefault(optimizer, []), total, 400)
-        bad = [name for (name, *_), norm in zip(moving, norms, strict=False) if not math.isfinite(norm)]
+        # The square of a finite gradient of 1e20 is not finite: look again.
+        bad = [
+            name
+            for (name, *_), norm, gradient in zip(moving, norms, gradients, strict=False)
+            if not (math.isfinite(norm) or bool(gradient.isfinite().all()))
+        ]
         return {"tensors": len(moving), "total": total, "nonfinite": bad[:5], "nonfinite_count": len(bad)}
 
     def after_step(self) -> dict[str, Any]:

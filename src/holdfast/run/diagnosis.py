@@ -45,6 +45,8 @@ class Diagnosis:
                 objective=policy.objective,
                 frozen=policy.frozen,
                 ignore=policy.ignore_rules,
+                compiled=parts.compiled,
+                guided=True,
             )
             self._observer.close()  # until the run is opened
 

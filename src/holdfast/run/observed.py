@@ -19,9 +19,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from holdfast.numerics.flow import Sentinel, median, norms_of, sample_of
+from holdfast.run.sampling import FULL_ROUNDS
 
-FULL_ROUNDS = 30
-"""Steps that are observed fully, at first: numerics.md 5.2, tier 1."""
 _MOST_LOSSES = 800
 
 
@@ -50,6 +49,25 @@ def harmless(method: Callable[Concatenate[_Watcher, _Rest], None]) -> Callable[C
             _log.warning("the diagnosis has switched itself off: %s", self.failure, exc_info=error)
 
     return guarded  # type: ignore[return-value]
+
+
+class Hook:
+    """A hook on a module, which a copy of the module does not have: neither ``deepcopy`` nor ``torch.save`` takes it.
+
+    Args:
+        call: What it does; None: nothing.
+    """
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Do it."""
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
 
 
 def number(value: Any) -> float:
@@ -160,8 +178,8 @@ class WatchedOptimizer:
             for key, value in state.items()
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()
         ]
-        norms = norms_of([sample for _, sample in found])
-        return sorted({key for (key, _), norm in zip(found, norms, strict=True) if not math.isfinite(norm)})
+        largest = norms_of([sample for _, sample in found], math.inf)
+        return sorted({key for (key, _), most in zip(found, largest, strict=True) if not math.isfinite(most)})
 
     def note_moved(self, *, moved: bool) -> None:
         """Add whether an observed step changed any weight."""

@@ -20,13 +20,11 @@ from holdfast.numerics.batches import Inputs
 from holdfast.numerics.flow import Activity, Flow
 from holdfast.numerics.loss_inputs import LossInputs, unscaled
 from holdfast.numerics.loss_sites import LossSites
-from holdfast.run.observed import FULL_ROUNDS, WatchedModel, WatchedOptimizer, WatchedScheduler, harmless
+from holdfast.run.observed import Hook, WatchedModel, WatchedOptimizer, WatchedScheduler, harmless
+from holdfast.run.sampling import FIRST_WINDOW, FULL_ROUNDS, is_sampled
 
-_LATER_SHARE, _LATEST_SHARE = 10, 50
-"""After the first rounds one in so many is observed, numerics.md 5.2, tier 2; fewer after the first window."""
 _CALLS_PER_STEP = 4
 _JUDGED = (1, 2, 3, 5, 10, 15, 20, 25, 30)
-_FIRST_WINDOW = 400
 
 
 class Observer:
@@ -42,6 +40,7 @@ class Observer:
         ignore: Rules that shall be silent.
         compiled: Whether a model is compiled: hooks on modules and a mode would break its graph, so that only what
             the optimizers see is observed.
+        guided: Whether every pass of training is inside `begin_step`: then modules have hooks nowhere else.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class Observer:
         frozen: Sequence[str] = (),
         ignore: Sequence[str] = (),
         compiled: bool = False,
+        guided: bool = False,
     ) -> None:
         self.failure: str | None = None
         self._compiled = compiled
@@ -79,7 +79,7 @@ class Observer:
         self._ticks = self._observed = 0
         self._backwards = self._backwards_since_step = 0
         self._sampled = False
-        self._guided = False
+        self._guided = guided
         self._validations: list[tuple[int, float | None, float]] = []
         self._found = Findings()
         self._hooks: list[RemovableHandle] = []
@@ -91,8 +91,13 @@ class Observer:
             watched.open()
             self._hooks.append(watched.optimizer.register_step_pre_hook(self._before_hook(name)))
             self._hooks.append(watched.optimizer.register_step_post_hook(self._after_hook(name)))
-        for name, model in self._visible():
-            self._hooks.append(model.module.register_forward_pre_hook(self._given_hook(name), with_kwargs=True))
+        self._hooks += [] if self._guided else self._watch_inputs()
+
+    def _watch_inputs(self) -> list[RemovableHandle]:
+        return [
+            model.module.register_forward_pre_hook(Hook(self._given_hook(name)), with_kwargs=True)
+            for name, model in self._visible()
+        ]
 
     def _visible(self) -> list[tuple[str, WatchedModel]]:
         return [] if self._compiled else list(self._models.items())
@@ -113,18 +118,11 @@ class Observer:
         """Return whether the next step is to be sampled."""
         if self.failure is not None or self._backwards_since_step > 400:
             return False
-        if self._ticks < FULL_ROUNDS * max(1, len(self._optimizers)):
-            return True
-        # Multiplicative hashing instead of every tenth: it cannot fall into step with epochs or with several
-        # optimizers, and it draws no random number.
-        first = self._ticks < _FIRST_WINDOW * max(1, len(self._optimizers))
-        share = _LATER_SHARE if first else _LATEST_SHARE
-        return (self._ticks * 2654435761) % 2**32 < 2**32 // share
+        return is_sampled(self._ticks, len(self._optimizers))
 
     @contextlib.contextmanager
     def begin_step(self) -> Iterator[None]:
         """Observe the forward and backward passes inside, if this step is sampled; may be entered several times."""
-        self._guided = True
         if not self.due():
             yield
             return
@@ -147,13 +145,14 @@ class Observer:
             inputs.begin_step()
         self._new_pass()
         self._unhook_step()
+        self._step_hooks += self._watch_inputs() if self._guided else []
         for name, model in self._visible():
             prefix = "" if len(self._models) == 1 else f"{name}."
-            self._step_hooks.append(model.module.register_forward_hook(self._answered_hook(name)))
+            self._step_hooks.append(model.module.register_forward_hook(Hook(self._answered_hook(name))))
             for path, module in model.module.named_modules():
                 if path:
-                    self._step_hooks.append(module.register_forward_pre_hook(self._enter_hook(prefix + path)))
-                    self._step_hooks.append(module.register_forward_hook(self._leave, always_call=True))
+                    self._step_hooks.append(module.register_forward_pre_hook(Hook(self._enter_hook(prefix + path))))
+                    self._step_hooks.append(module.register_forward_hook(Hook(self._leave), always_call=True))
 
     def _unhook_step(self) -> None:
         for handle in self._step_hooks:
@@ -177,8 +176,6 @@ class Observer:
         model, inputs = self._models[name], self._inputs[name]
 
         def given(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is not model.module:
-                return  # a copy of the model, which has copies of its hooks
             if not torch.is_grad_enabled():
                 model.unwatched[module.training] += 1
             elif self._step_hooks and not self.mode.in_backward:
@@ -190,10 +187,10 @@ class Observer:
         return given
 
     def _answered_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        model, inputs = self._models[name].module, self._inputs[name]
+        inputs = self._inputs[name]
 
-        def answered(module: nn.Module, _args: Any, output: Any) -> None:
-            if module is model and torch.is_grad_enabled() and not self.mode.in_backward:
+        def answered(_module: nn.Module, _args: Any, output: Any) -> None:
+            if torch.is_grad_enabled() and not self.mode.in_backward:
                 self._inside = False
                 self._note_outputs(inputs, output)
 
@@ -315,7 +312,7 @@ class Observer:
         if self._total_steps is not None:
             part = max(1, self._total_steps // 5)
             return steps >= 200 and steps % part == 0
-        return steps >= _FIRST_WINDOW and steps % _FIRST_WINDOW == 0 and (steps // _FIRST_WINDOW).bit_count() == 1
+        return steps >= FIRST_WINDOW and steps % FIRST_WINDOW == 0 and (steps // FIRST_WINDOW).bit_count() == 1
 
     # --- judging --------------------------------------------------------------------------------------------
 

@@ -38,12 +38,14 @@ class Parts:
         optimizers: By name.
         schedulers: By the name of the optimizer that they drive, or by any name.
         states: Further state by name.
+        compiled: Whether a model was given compiled: then its graph must not be broken by hooks.
     """
 
     models: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
     schedulers: dict[str, Any]
     states: dict[str, Stateful]
+    compiled: bool = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter of every model with its full name."""
@@ -94,7 +96,9 @@ def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Part
     """
     models: dict[str, nn.Module] = _named(model, "model", nn.Module)
     optimizers: dict[str, Optimizer] = _named(optimizer, "optimizer", Optimizer)
+    compiled = any(hasattr(m, "_orig_mod") or m.__dict__.get("_compiled_call_impl") for m in models.values())
     parts = Parts(
+        compiled=compiled,
         models={name: getattr(module, "_orig_mod", module) for name, module in models.items()},
         optimizers=optimizers,
         schedulers={} if scheduler is None else _named(scheduler, "scheduler", Stateful),

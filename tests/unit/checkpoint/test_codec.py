@@ -182,7 +182,7 @@ def test_arrays_come_back_as_copies() -> None:
         np.datetime64("2020-01-01"),
         collections.defaultdict(lambda: 0),
         collections.UserDict(a=1),
-        torch.zeros(3).to_sparse(),
+        torch.zeros(3).to_mkldnn(),
         slice(1),
         nn.Linear(1, 1),
         int,
@@ -195,3 +195,15 @@ def test_what_needs_pickle_is_refused_with_its_place(value: Any) -> None:
         Encoder("state").encode({"a": [0, value]})
     assert caught.value.rule == "H310"
     assert "pickle" in caught.value.limit
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_a_sparse_tensor_comes_back_as_it_lay(coalesced):
+    """Indices in their order, repeated ones too, values and the flag."""
+    tensor = torch.sparse_coo_tensor([[2, 0, 2]], torch.randn(3, 4), (5, 4), check_invariants=True)
+    tensor = tensor.coalesce() if coalesced else tensor
+    found = _round_trip({"momentum": tensor})["momentum"]
+    assert found.is_coalesced() == coalesced
+    assert torch.equal(found._indices(), tensor._indices())
+    assert torch.equal(found._values(), tensor._values())
+    assert found.shape == tensor.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import subprocess
 import sys
@@ -275,3 +276,57 @@ def test_a_loop_that_is_left_open_ends_with_the_process(tmp_path):
         [sys.executable, "-c", UNFINISHED, str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_model_can_be_copied_and_saved_in_the_loop_and_after_it(tmp_path):
+    """Between steps it has no hook of ours; a copy, also of a watched one, has none that does anything."""
+    model, optimizer = regression()
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=noisy_batches(5))
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(model))
+        torch.save(model, io.BytesIO())
+    with holdfast.watch(model, optimizer) as watching:
+        best = copy.deepcopy(model)
+        torch.save(model, io.BytesIO())
+        best(noisy_batches(1)[0][0])
+        assert watching.facts()["inputs"]["model"]["calls"] == 0
+    torch.save(best, io.BytesIO())
+
+
+def test_a_compiled_model_is_one_graph_under_a_guard(tmp_path):
+    """The diagnosis puts no hook into a model that was given compiled."""
+    model, optimizer = regression()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    guard = holdfast.Guard(tmp_path, model=compiled, optimizer=optimizer, loader=noisy_batches(12))
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(compiled))
+    assert guard.global_step == 12
+
+
+def test_sparse_moments_are_checked_and_saved(tmp_path):
+    """Momentum of a sparse embedding: the run is saved, and what the diagnosis sees of it is no failure."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = [(torch.randint(0, 20, (16,)), torch.randint(0, 3, (16,))) for _ in range(5)]
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches)
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, lambda pair: F.cross_entropy(model(pair[0]), pair[1]))
+    observer = guard._transaction.diagnosis._observer
+    assert observer is not None
+    assert observer.failure is None
+    again = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches)
+    assert again.global_step == 5
+    again.close()
+
+
+def test_a_finite_gradient_whose_square_is_not_is_no_nan():
+    """Values of 1e22 have a 2-norm beyond fp32, and are finite."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30, momentum=0.9)
+    with holdfast.watch(model, optimizer) as watching:
+        for _ in range(5):
+            optimizer.zero_grad()
+            (model(torch.ones(8, 4)).sum() * 1e22).backward()
+            optimizer.step()
+    assert not {finding.rule for finding in watching.findings()} & {"H802", "H805"}

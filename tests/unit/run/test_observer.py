@@ -24,7 +24,7 @@ def small() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def observed(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Observer:
-    observer = Observer({"model": model}, {"optimizer": optimizer}, **options)
+    observer = Observer({"model": model}, {"optimizer": optimizer}, guided=True, **options)
     observer.install()
     return observer
 
@@ -214,7 +214,8 @@ def test_the_mode_of_an_evaluation_is_seen(evaluates_in: bool) -> None:
     """A model with dropout that is evaluated in training mode is told, one in evaluation mode is not."""
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    observer = observed(model, optimizer)
+    observer = Observer({"model": model}, {"optimizer": optimizer})
+    observer.install()
     for _ in range(3):
         guided_step(observer, model, optimizer)
         model.train(evaluates_in)
