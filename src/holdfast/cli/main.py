@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from typing import Annotated
 
 import typer
 
 from holdfast.cli import checkpoints, demo, explain, presets, trial
+from holdfast.cli.output import ERROR
 from holdfast.core.version import __version__
 
 app = typer.Typer(
@@ -40,4 +43,10 @@ def _options(
 
 def main() -> None:
     """Run the command line."""
-    app()
+    try:
+        app()
+    except Exception as error:  # noqa: BLE001 - exit code 1 would be an answer
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        typer.echo(f"error: {type(error).__name__}: {error} ({place.filename}:{place.lineno})", err=True)
+        typer.echo("This should have been a clear message: please report it.", err=True)
+        sys.exit(ERROR)

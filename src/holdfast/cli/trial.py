@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -9,7 +10,7 @@ import logging
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,29 +53,61 @@ def run(
             raise PolicyError(
                 "--adopt without --from", limit="there is no run to change", fix="pass --from RUN_DIR.", rule="H105"
             )
+        if adopt and run_dir is not None:
+            _check_free(run_dir)
         build, changes_a, changes_b = _load(factory), _changes(a or []), _changes(b)
-        logging.getLogger("holdfast").setLevel(logging.CRITICAL)  # an arm may fail: that is a result here
         from holdfast.run import comparison  # here, since torch takes seconds to import
 
-        found = comparison.compare(
-            build,
-            changes_a,
-            changes_b,
-            run_dir=run_dir,
-            steps=steps,
-            seeds=seeds,
-            smallest_gain=smallest_gain,
-            on_arm=lambda name, number, arm: typer.echo(f"seed {number} {name}: {_told(arm)}", err=True),
-        )
+        with _quiet():
+            found = comparison.compare(
+                build,
+                changes_a,
+                changes_b,
+                run_dir=run_dir,
+                steps=steps,
+                seeds=seeds,
+                smallest_gain=smallest_gain,
+                on_arm=lambda name, number, arm: typer.echo(
+                    f"seed {number} {name}: {len(arm.losses)} steps", err=True
+                ),
+            )
         facts = _describe(found, changes_a, changes_b)
+        if not as_json:
+            _print_table(found)
         if adopt and run_dir is not None and found.is_better:
             facts["adopted"] = _adopt(comparison.adopt, build, changes_b, run_dir, facts)
     if as_json:
         print_json(facts)
     else:
-        _print(found, facts)
+        _print_end(found, facts)
     if not found.is_better:
         raise typer.Exit(CHECK_FAILED)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the log of the arms to themselves: one may fail, and that is a result here."""
+    log = logging.getLogger("holdfast")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _check_free(run_dir: Path) -> None:
+    """Find out whether the run directory can be written, before anything is trained.
+
+    Raises:
+        RunDirectoryError: H301, if a run holds it.
+    """
+    from holdfast.run.directory import RunDirectory
+
+    if run_dir.is_dir():
+        directory = RunDirectory(run_dir)
+        directory.acquire()
+        directory.release()
 
 
 def _adopt(
@@ -91,6 +124,8 @@ def _load(factory: str) -> Callable[[], Any]:
         PolicyError: H703.
     """
     place, _, name = factory.rpartition(":")
+    if not place or not name:
+        raise _no_factory(factory, "there is no function after a colon")
     try:
         if place.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
@@ -160,7 +195,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no infinity
 
 
-def _print(found: Comparison, facts: dict[str, Any]) -> None:
+def _print_table(found: Comparison) -> None:
     table = Table("seed", "A", "B", "gain")
     for number, ((a, b), gain) in enumerate(zip(found.pairs, found.gains, strict=True)):
         table.add_row(str(number), _told(a), _told(b), f"{gain:.6g}")
@@ -173,8 +208,11 @@ def _print(found: Comparison, facts: dict[str, Any]) -> None:
         f"mean gain {statistics.fmean(found.gains):.6g}; noise reaches {found.noise:.6g} (one-sided 95 %); "
         f"a gain below {found.smallest_gain:.3g} of A's score is not worth a change"
     )
+
+
+def _print_end(found: Comparison, facts: dict[str, Any]) -> None:
     if found.is_better:
-        from holdfast.run.comparison import policy_changes
+        from holdfast.run.changes import policy_changes
 
         policy = policy_changes(facts["b"])
         if facts.get("adopted"):

@@ -250,12 +250,14 @@ class Policy:
         return cls.of(file, **given)
 
     @classmethod
-    def of(cls, policy: Policy | str | os.PathLike[str] | None, **overrides: Any) -> Policy:
-        """Return a policy from what a caller may pass: one, the path of a YAML file, or None for the defaults.
+    def of(cls, policy: Policy | Mapping[str, Any] | str | os.PathLike[str] | None, **overrides: Any) -> Policy:
+        """Return a policy from what a caller may pass: one, a dict, the path of a YAML file, or None for defaults.
 
         Raises:
             PolicyError: H101, H102, H103, H109 or H110.
         """
+        if isinstance(policy, Mapping):
+            policy = cls(**_above_preset(policy))
         if isinstance(policy, Policy):
             return policy.replace(**overrides) if overrides else policy
         return cls(**overrides) if policy is None else cls.from_yaml(policy, **overrides)

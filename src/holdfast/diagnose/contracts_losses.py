@@ -43,7 +43,7 @@ def nonfinite_input(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(
                 f"{given['nonfinite']} observed batch(es) given to the model held NaN or Inf",
                 severity="error" if followed else "note",  # a model may fill in what is missing
-                fix="find and drop these samples; holdfast.DataLoader can put them into quarantine.",
+                fix="find and drop these samples; Policy(drop_nonfinite_samples=True) makes steps without them.",
                 evidence={"batches": given["nonfinite"], "calls": given["calls"]},
                 where=name,
             )

@@ -7,7 +7,6 @@ Nothing here touches the run that is compared: each arm trains freshly built obj
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import shutil
 import statistics
@@ -23,8 +22,8 @@ from holdfast.checkpoint.store import Store
 from holdfast.core.errors import DivergenceError, HoldfastError, NonFiniteError, OutOfMemoryError, PolicyError
 from holdfast.core.policy import Policy
 from holdfast.data.random_state import seed_cpu
+from holdfast.run.changes import POLICY_FIELDS, apply_options, changed_policy, options_of, policy_changes
 from holdfast.run.guard import Guard
-from holdfast.run.schedules import scale
 
 Setup = Mapping[str, Any]
 """Keyword arguments of `Guard`, and ``loss_fn`` or ``step``, and maybe ``evaluate``: what a factory returns."""
@@ -167,18 +166,13 @@ def adopt(
     if len(policy_changes(changes)) == len(changes):
         return None
     setup = _built(factory)
-    guard = Guard(run_dir, **{key: setup[key] for key in _GUARD_KEYS if key in setup})
+    guard = Guard(run_dir, **_arguments(setup, {}))
     try:
-        options = _options(guard, changes)
-        _apply(guard, options)
+        options = options_of(guard._parts, changes)
+        apply_options(guard._parts, options)
         return guard._session.adopt(", ".join(f"{name}={value}" for name, value in options.items()), evidence)
     finally:
         guard.close()
-
-
-def policy_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the changes that are fields of the policy."""
-    return {name: value for name, value in changes.items() if name in _fields()}
 
 
 def _copied(run_dir: Path, to: Path) -> Path:
@@ -208,19 +202,18 @@ def _train(
     seed_cpu(number)
     torch.manual_seed(number)
     setup = _built(factory)
-    guard = Guard(room, **{key: setup[key] for key in _GUARD_KEYS if key in setup}, **policy_changes(changes))
+    guard = Guard(room, **_arguments(setup, changes))
     losses: list[float] = []
     try:
         skipped = guard.statistics().skipped_steps
-        _apply(guard, _options(guard, changes))
+        apply_options(guard._parts, options_of(guard._parts, changes))
         if number:
             guard._session.go_elsewhere(number)
         error = _loop(guard, setup, steps, losses)
         skipped = guard.statistics().skipped_steps - skipped
         if error is not None or "evaluate" not in setup:
             return Arm(tuple(losses), math.inf if error else _tail(losses, losses), "loss", skipped, error)
-        with guard.evaluate():
-            score = float(setup["evaluate"](setup["model"]))
+        score = _evaluated(guard, setup)
         return Arm(tuple(losses), score if math.isfinite(score) else math.inf, "evaluate", skipped, None)
     finally:
         guard.close()
@@ -239,8 +232,24 @@ def _loop(guard: Guard, setup: Setup, steps: int, losses: list[float]) -> str | 
     except HoldfastError:
         raise
     except Exception as error:
-        raise _bad_setup(f"a training step raised {_where(error)}") from error
+        raise _failed("a training step", error) from error
     return None
+
+
+def _evaluated(guard: Guard, setup: Setup) -> float:
+    try:
+        with guard.evaluate():
+            return float(setup["evaluate"](setup["model"]))
+    except Exception as error:
+        raise _failed("evaluate", error) from error
+
+
+def _arguments(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a guard: those of the factory, with the changes of the policy above them."""
+    given = {key: value for key, value in setup.items() if key not in _OWN_KEYS}
+    policy = Policy.of(given.pop("policy", None), **policy_changes(given))
+    objects = {key: value for key, value in given.items() if key in _GUARD_KEYS}
+    return {**objects, "policy": changed_policy(policy, changes)}
 
 
 def _tail(losses: Sequence[float], others: Sequence[float]) -> float:
@@ -263,9 +272,9 @@ def _built(factory: Callable[[], Setup]) -> Setup:
         setup = factory()
     except HoldfastError:
         raise
-    except Exception as error:
-        raise _bad_setup(f"the factory raised {_where(error)}") from error
-    known = [*_GUARD_KEYS, *_OWN_KEYS]
+    except (Exception, SystemExit) as error:
+        raise _failed("the factory", error) from error
+    known = [*_GUARD_KEYS, *_OWN_KEYS, *POLICY_FIELDS, "preset"]
     if not isinstance(setup, Mapping) or not {"model", "optimizer", "loader"} <= set(setup):
         found = f"a {type(setup).__name__}" if not isinstance(setup, Mapping) else f"only {', '.join(setup)}"
         raise _bad_setup(f"the factory returned {found}")
@@ -280,75 +289,22 @@ def _built(factory: Callable[[], Setup]) -> Setup:
 def _bad_setup(what: str) -> PolicyError:
     return PolicyError(
         what,
-        limit="a trial builds everything anew for each arm",
-        fix=f"return a dict of keyword arguments of Guard ({', '.join(_GUARD_KEYS)}), loss_fn or "
-        "step(guard, batch), and maybe evaluate(model), of which lower is better.",
+        limit="a trial builds everything anew for each arm, from what the factory returns",
+        fix=f"return a dict of keyword arguments of Guard ({', '.join(_GUARD_KEYS)}, or fields of the policy), "
+        "loss_fn or step(guard, batch), and maybe evaluate(model), of which lower is better.",
         rule="H703",
     )
 
 
-def _where(error: Exception) -> str:
+def _failed(what: str, error: BaseException) -> PolicyError:
+    return PolicyError(
+        f"{what} raised {_where(error)}",
+        limit="each arm trains as your own program does",
+        fix="try it in a plain loop first; a schedule that ends needs fewer steps.",
+        rule="H703",
+    )
+
+
+def _where(error: BaseException) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-
-
-def _fields() -> list[str]:
-    return [field.name for field in dataclasses.fields(Policy)]
-
-
-def _options(guard: Guard, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the changes that are options of the optimizers; each other one is a field of the policy."""
-    fields = _fields()
-    groups = [group for optimizer in guard._parts.optimizers.values() for group in optimizer.param_groups]
-    options = sorted({key for group in groups for key in group if key != "params"})
-    for name in changes:
-        if name not in options and name not in fields:
-            nearest = difflib.get_close_matches(name, [*options, *fields], n=1, cutoff=0.0)[0]
-            raise PolicyError(
-                f"{name!r} is neither an option of the optimizer nor a policy field",
-                limit=f"the options are {', '.join(options)}",
-                fix=f"did you mean {nearest!r}?",
-                rule="H704",
-            )
-    return {name: value for name, value in changes.items() if name not in fields}
-
-
-def _apply(guard: Guard, options: Mapping[str, Any]) -> None:
-    optimizers = guard._parts.optimizers
-    for name, value in options.items():
-        groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups if name in group]
-        factor = _factor(value)
-        if name == "lr":
-            rates = {float(group["lr"]) for group in groups}
-            if factor is None and (len(rates) > 1 or 0.0 in rates):
-                raise _bad_change(name, value, f"the groups have the rates {', '.join(map(str, sorted(rates)))}")
-            scale(guard._parts.schedulers, optimizers, float(value) / rates.pop() if factor is None else factor)
-            continue
-        for group in groups:
-            old = group[name]
-            if factor is not None and (isinstance(old, bool) or not isinstance(old, (int, float))):
-                raise _bad_change(name, value, f"it is {old!r} now")
-            group[name] = _like(old, value) if factor is None else old * factor
-
-
-def _factor(value: Any) -> float | None:
-    """Return what a text such as ``*0.1`` multiplies by; None for a plain value."""
-    if not (isinstance(value, str) and value.startswith("*")):
-        return None
-    try:
-        return float(value[1:])
-    except ValueError:
-        raise _bad_change("the change", value, "what follows the star is no number") from None
-
-
-def _like(old: Any, value: Any) -> Any:
-    return tuple(value) if isinstance(old, tuple) and isinstance(value, (list, tuple)) else value
-
-
-def _bad_change(name: str, value: Any, why: str) -> PolicyError:
-    return PolicyError(
-        f"{name}={value!r}: {why}",
-        limit="one number takes the place of one number",
-        fix=f"multiply instead: {name}=*0.1.",
-        rule="H704",
-    )

@@ -13,6 +13,7 @@ from typing import Any
 from holdfast.core.policy import Policy
 from holdfast.diagnose.finding import Finding
 from holdfast.diagnose.flow_summary import flow_summary
+from holdfast.diagnose.rules import find_rule
 from holdfast.run.observer import Observer
 from holdfast.run.outcome import Outcome
 from holdfast.run.parts import Parts
@@ -37,6 +38,8 @@ class Diagnosis:
         self._is_open = False
         self.seeks_cause = False
         """Whether a rule has just said that the run does not learn, and none why."""
+        for rule in policy.ignore_rules:
+            find_rule(rule)
         if policy.diagnose:
             self._observer = Observer(
                 parts.models,

@@ -58,7 +58,8 @@ class Guard:
         loader: What `batches` iterates: a `holdfast.DataLoader`, or any other iterable of batches.
         state: Further state by name, such as an average of the weights: anything with ``state_dict`` and
             ``load_state_dict``.
-        policy: Settings: a `Policy`, the path of a YAML file, or None for defaults and ``HOLDFAST_*`` variables.
+        policy: Settings: a `Policy` or a dict of its fields, the path of a YAML file, or None for the defaults. Files
+            and the defaults are overridden by ``HOLDFAST_*`` variables.
         split: Where the batch dimension is (see ``data.splitting``): a number, a prefix of the batch's structure,
             or a function of batch and micro-batch size.
         clock: Time, for tests.
@@ -90,7 +91,7 @@ class Guard:
         scheduler: Any = None,
         loader: Iterable[Any] | None = None,
         state: Any = None,
-        policy: Policy | str | os.PathLike[str] | None = None,
+        policy: Policy | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         split: Split = 0,
         clock: Clock | None = None,
         **overrides: Any,

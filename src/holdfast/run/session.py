@@ -246,11 +246,7 @@ class Session:
         del self.interventions[:-200]
 
     def adopt(self, changed: str, evidence: Mapping[str, Any]) -> Path:
-        """Write a checkpoint of a state that was changed on purpose, although no step was made since the last.
-
-        Args:
-            changed: What, for the events and for the checkpoints to come.
-            evidence: Why.
+        """Write a checkpoint of a state that was changed on purpose, and record what and on which evidence.
 
         Raises:
             CheckpointError: H310, if it could not be written.

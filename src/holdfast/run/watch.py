@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from holdfast.core.clock import Clock, SystemClock
 from holdfast.core.errors import PolicyError
-from holdfast.core.policy import Objective
+from holdfast.core.policy import Objective, Policy
 from holdfast.diagnose.finding import Finding
+from holdfast.diagnose.rules import find_rule
 from holdfast.run.observer import Observer
 
 _log = logging.getLogger("holdfast")
@@ -37,6 +38,13 @@ class Watch:
         self.elapsed_seconds = 0.0
 
     def __enter__(self) -> Self:
+        if self._hooks:
+            raise PolicyError(
+                "this watch is entered a second time",
+                limit="it observes one loop at a time",
+                fix="call watch() for each loop.",
+                rule="H105",
+            )
         self._started = self._clock.monotonic_seconds()
         self._depth = torch._C._len_torch_function_stack()
         self._observer.install()
@@ -50,7 +58,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._leave_mode()
+        self._leave_mode_below_others()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -92,6 +100,17 @@ class Watch:
         top = torch._C._len_torch_function_stack()
         if top > self._depth and torch._C._get_function_stack_at(top - 1) is self._observer.mode:
             self._observer.mode.__exit__(None, None, None)
+
+    def _leave_mode_below_others(self) -> None:
+        """Leave our mode, also where others were entered after it and are not left yet."""
+        above = []
+        while torch._C._len_torch_function_stack():
+            top = torch._C._pop_torch_function_stack()
+            if top is self._observer.mode:
+                break
+            above.append(top)
+        for mode in reversed(above):
+            torch._C._push_on_torch_function_stack(mode)
 
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not self._observer.closure:
@@ -137,7 +156,7 @@ def watch(
         A context manager; what was found is in its ``findings()``, and is logged to ``holdfast`` when first found.
 
     Raises:
-        PolicyError: H105 for an argument of the wrong kind.
+        PolicyError: H102 or H105 for an argument that cannot be, H702 for a rule to ignore that does not exist.
 
     Example:
         >>> import torch
@@ -154,6 +173,11 @@ def watch(
         >>> watching.findings()[0].rule
         'H836'
     """
+    frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+    ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    checked = Policy(objective=objective, frozen=frozen, ignore_rules=ignore)
+    for rule in checked.ignore_rules:
+        find_rule(rule)
     given = _named(model, "model", nn.Module)
     optimizers = _named(optimizer, "optimizer", Optimizer)
     schedulers = {} if scheduler is None else _named(scheduler, "scheduler", object)
@@ -165,8 +189,8 @@ def watch(
         schedulers,
         total_steps=total_steps,
         objective=objective,
-        frozen=tuple(frozen),
-        ignore=tuple(ignore),
+        frozen=frozen,
+        ignore=ignore,
         compiled=compiled,
     )
     return Watch(observer, optimizers, compiled=compiled, clock=clock or SystemClock())

@@ -45,6 +45,15 @@ def evaluated():
     x, y = made["loader"].dataset.tensors
     return {**made, "evaluate": lambda model: (model(x) - y).square().mean()}
 
+def leaves():
+    raise SystemExit("no data")
+
+def judged_badly():
+    return {**build(), "evaluate": lambda model: torch.zeros(3)}
+
+def with_policy_fields():
+    return {**build(), "max_grad_norm": 1.0, "preset": "tts"}
+
 def unfinished():
     return {"model": torch.nn.Linear(2, 2)}
 
@@ -138,6 +147,27 @@ def test_an_evaluation_of_the_users_decides(run: Path) -> None:
     assert facts["seeds"][0]["a"]["judged_by"] == "evaluate"
 
 
+def test_fields_of_the_policy_are_taken_as_guard_takes_them_and_can_be_multiplied(run: Path) -> None:
+    """The factory may return the very arguments of a guard."""
+    facts = _facts(
+        run, "--a", "lr=*0.1", "--b", "lr=*10", "--b", "max_grad_norm=*100", function="with_policy_fields", expect=0
+    )
+    assert facts["better"]
+
+
+def test_a_run_that_is_running_is_told_before_anything_is_trained(run: Path) -> None:
+    """--adopt needs the run directory for itself."""
+    namespace: dict[str, Any] = {}
+    exec(FACTORY, namespace)
+    parts = namespace["build"]()
+    parts.pop("loss_fn")
+    guard = holdfast.Guard(run / "run", **parts)
+    said = _call(run, "--b", "lr=*20", "--from", str(run / "run"), "--adopt", expect=2)
+    assert "[H301]" in said
+    assert "steps" not in said
+    guard.close()
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "rule"),
     [
@@ -145,12 +175,18 @@ def test_an_evaluation_of_the_users_decides(run: Path) -> None:
         ("build", ["--b", "lr"], "H704"),
         ("build", ["--b", "lr=*x"], "H704"),
         ("build", ["--b", "max_grad_norm=-1"], "H102"),
+        ("build", ["--b", "max_grad_norm=*2"], "H704"),
+        ("build", ["--b", "lr=abc"], "H704"),
+        ("build", ["--b", "lr=-1"], "H704"),
+        ("build", ["--b", "momentum=high"], "H704"),
         ("build", ["--b", "lr=1", "--adopt"], "H105"),
         ("build", ["--b", "lr=1", "--from", "nowhere"], "H701"),
         ("unknown", ["--b", "lr=1"], "H703"),
         ("number", ["--b", "lr=1"], "H703"),
         ("unfinished", ["--b", "lr=1"], "H703"),
         ("broken", ["--b", "lr=1"], "H703"),
+        ("leaves", ["--b", "lr=1"], "H703"),
+        ("judged_badly", ["--b", "lr=1"], "H703"),
     ],
 )
 def test_bad_input_is_an_error_with_a_rule(run: Path, function: str, arguments: list[str], rule: str) -> None:

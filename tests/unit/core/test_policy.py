@@ -261,6 +261,7 @@ def test_of_takes_what_a_caller_may_pass(policy_file: Path) -> None:
     assert Policy.of(None, max_rollbacks=0) == Policy(max_rollbacks=0)
     assert Policy.of(policy_file).keep_latest_k == Policy.of(str(policy_file)).keep_latest_k == 5
     assert Policy.of(policy) is policy
+    assert Policy.of({"keep_latest_k": 5}, max_rollbacks=0) == Policy(keep_latest_k=5, max_rollbacks=0)
     assert Policy.of(policy, max_rollbacks=0) == Policy(keep_latest_k=6, max_rollbacks=0)
 
 

@@ -260,3 +260,37 @@ def test_time_comes_from_the_clock_that_is_passed_in() -> None:
     with watch(model, torch.optim.SGD(model.parameters(), lr=0.1), clock=clock) as watching:
         clock.advance(5.0)
     assert watching.elapsed_seconds == 5.0
+
+
+def test_watches_that_overlap_leave_nothing_behind() -> None:
+    """Left in the order in which they were entered, both are gone; and a watch is entered once at a time."""
+    before = torch._C._len_torch_function_stack()
+    first_model, second_model = Net(), Net()
+    first = watch(first_model, torch.optim.SGD(first_model.parameters(), lr=0.1))
+    second = watch(second_model, torch.optim.SGD(second_model.parameters(), lr=0.1))
+    first.__enter__()
+    second.__enter__()
+    with pytest.raises(PolicyError, match="H105"):
+        first.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert torch._C._len_torch_function_stack() == before
+
+
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [({"objective": "gan"}, "H102"), ({"ignore": "H9999"}, "H702"), ({"ignore": ("H811", "H9999")}, "H702")],
+)
+def test_options_that_mean_nothing_are_errors(option: dict[str, Any], rule: str) -> None:
+    """A misspelt objective or rule is not passed over."""
+    model = Net()
+    with pytest.raises(PolicyError, match=rule):
+        watch(model, torch.optim.SGD(model.parameters(), lr=0.1), **option)
+
+
+def test_one_pattern_and_one_rule_may_be_plain_text() -> None:
+    """A text is one pattern, and not one for each of its letters."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    with watch(model, torch.optim.SGD(model[1].parameters(), lr=0.1), frozen="encoder.*", ignore="H828") as watching:
+        pass
+    assert watching._observer.facts()["models"]["model"]["outside_count"] == 2
