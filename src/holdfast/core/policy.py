@@ -54,6 +54,9 @@ def _layered(cls: type[_Class]) -> type[_Class]:
         plain_init(self, **{key: _tuple_if_list(value) for key, value in merged.items()})
 
     made.__init__ = __init__  # type: ignore[method-assign]
+    meanings = policy_sources.meanings_of(Path(__file__), cls.__name__)
+    listed = [f"    {name}: {' '.join(text.split())}" for name, text in meanings.items()]
+    made.__doc__ = "\n".join([cls.__doc__ or "", "    Args, one for each field:", *listed, ""])
     return made
 
 
@@ -230,7 +233,7 @@ class Policy:
             parser: Of your program. Options that it has already must not bear the same names.
         """
         defaults = {field.name: field.default for field in dataclasses.fields(Policy)}
-        policy_sources.add_options(parser, defaults)
+        policy_sources.add_options(parser, defaults, policy_sources.meanings_of(Path(__file__), "Policy"))
 
     @classmethod
     def from_arguments(cls, namespace: argparse.Namespace) -> Policy:

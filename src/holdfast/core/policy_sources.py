@@ -7,8 +7,10 @@ wins is decided in ``policy``.
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -74,19 +76,43 @@ def from_environment(environment: Mapping[str, str], fields: Iterable[str]) -> d
     return found
 
 
-def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+@functools.cache
+def meanings_of(file: Path, name: str) -> dict[str, str]:
+    """Return the text under each field of a class, by field, so that help and source cannot disagree.
+
+    Args:
+        file: The module; one that has no source any more gives no texts.
+        name: Of the class.
+    """
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    except OSError:
+        return {}
+    (found,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+    pairs = itertools.pairwise(found.body)
+    return {
+        field.target.id: str(text.value.value)
+        for field, text in pairs
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+def add_options(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], meanings: Mapping[str, str]) -> None:
     """Add ``--preset``, ``--policy`` and one option for each field to a parser.
 
     Args:
         parser: Of the program.
         defaults: By field; they are shown in the help and put nothing into the namespace.
+        meanings: By field, for the help.
     """
     group = parser.add_argument_group("holdfast", "values are YAML: 1.0, true, none, auto; lists: a,b")
     add = functools.partial(group.add_argument, default=argparse.SUPPRESS)
     add("--preset", dest=_OPTION + PRESET, metavar="NAME", help="settings of a domain: holdfast presets lists them")
     add("--policy", dest=_OPTION + "policy", metavar="FILE", help="YAML file of fields and values")
     for field, default in defaults.items():
-        shown = f"default: {default!r}".replace("%", "%%")
+        meaning = " ".join(meanings.get(field, "").replace("`", "").split())
+        shown = f"{meaning} (default: {default!r})".replace("%", "%%").strip()
         add("--" + field.replace("_", "-"), dest=_OPTION + field, metavar="VALUE", help=shown)
 
 

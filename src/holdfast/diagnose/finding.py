@@ -68,11 +68,12 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
         for symptom in EXPLAINS.get(cause, ())
         if cause not in EXPLAINS.get(symptom, ())
     }
-    told = [_demoted(finding, explained.get(finding.rule)) for finding in unique.values()]
+    told = [demoted(finding, explained.get(finding.rule)) for finding in unique.values()]
     return sorted(told, key=lambda finding: _rank(finding, consequence=finding.rule in explained))
 
 
-def _demoted(finding: Finding, cause: str | None) -> Finding:
+def demoted(finding: Finding, cause: str | None) -> Finding:
+    """Return a finding as a note about what follows from a cause; None: as it is."""
     if cause is None or finding.severity == "note":
         return finding
     return dataclasses.replace(

@@ -153,7 +153,15 @@ _Told = tuple[str, str, dict[str, Any]]
 
 
 def _vanishing(facts: Facts) -> _Told | None:
-    layers = [(n, v) for n, v in each(facts, "layers") if v["dims"] > 1 and v["gradient_rms"] is not None]
+    names = list(facts.get("models", {}))
+    of_each = [_vanishing_within(facts, f"{name}." if len(names) > 1 else "") for name in names]
+    return next((told for told in of_each if told is not None), None)
+
+
+def _vanishing_within(facts: Facts, prefix: str) -> _Told | None:
+    """Look at the layers of one model: those of several are no chain."""
+    mine = [(name, layer) for name, layer in each(facts, "layers") if name.startswith(prefix)]
+    layers = [(n, v) for n, v in mine if v["dims"] > 1 and v["gradient_rms"] is not None]
     profile = [(name, layer["gradient_rms"]) for name, layer in layers]
     if len(profile) < 3 or not profile[-1][1] > 0:
         return None

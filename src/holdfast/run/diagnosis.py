@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.core.policy import Policy
-from holdfast.diagnose.finding import Finding
+from holdfast.diagnose.finding import Finding, demoted
 from holdfast.diagnose.flow_summary import flow_summary
 from holdfast.diagnose.rules import find_rule
 from holdfast.run.observer import Observer
@@ -20,6 +20,7 @@ from holdfast.run.parts import Parts
 from holdfast.run.record import RunRecord
 
 _NO_PROGRESS = ("H826", "H828", "H832")
+_WRECKED = {"H801", "H802", "H825", "H826", "H847"}
 
 
 class Diagnosis:
@@ -100,6 +101,9 @@ class Diagnosis:
 
     def tried(self, found: Sequence[Finding]) -> None:
         """Take in what a search for the cause has found."""
+        known = {finding.rule for finding in self._observer.findings()} if self._observer is not None else set()
+        if known & _WRECKED:  # units that died of a divergence do not see the inputs either
+            found = [demoted(each, "H826") if each.rule == "H830" else each for each in found]
         self._record.happened("searched_cause", found=[finding.rule for finding in found if finding.kind == "cause"])
         self._tell(found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -103,8 +104,13 @@ class Outcome:
             attempts=self.attempts,
             skipped=reason is not None,
             reason=reason,
-            dropped_samples=self.dropped,
+            dropped_samples=() if reason is not None else self.dropped or tuple(self._left_out()),
         )
+
+    def _left_out(self) -> Iterator[int]:
+        """Yield the samples of micro-batches whose loss was NaN or Inf."""
+        for first, end in self.attempt.dropped:
+            yield from range(first, end)
 
 
 class TornStep(Exception):  # noqa: N818 - a signal to the guard, never seen by users

@@ -24,7 +24,7 @@ class StepResult:
             checkpoint, as `reason` says.
         reason: Why it was skipped, and what was done; else None.
         dropped_samples: Positions in the batch of the samples that the step was made without, since NaN or Inf came
-            from them (``Policy.drop_nonfinite_samples``).
+            from them (``Policy.drop_nonfinite_samples``), or from the micro-batch that they were in.
     """
 
     loss: torch.Tensor

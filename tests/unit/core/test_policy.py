@@ -400,7 +400,7 @@ def test_the_help_of_the_options_can_be_printed() -> None:
     Policy.add_arguments(parser)
     shown = parser.format_help()
     assert all("--" + field.name.replace("_", "-") in shown for field in dataclasses.fields(Policy))
-    assert "default: 'roll_back'" in shown
+    assert "(default: 'roll_back')" in " ".join(shown.split())
 
 
 _RECIPE = """

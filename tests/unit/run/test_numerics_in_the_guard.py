@@ -330,3 +330,27 @@ def test_a_finite_gradient_whose_square_is_not_is_no_nan():
             (model(torch.ones(8, 4)).sum() * 1e22).backward()
             optimizer.step()
     assert not {finding.rule for finding in watching.findings()} & {"H802", "H805"}
+
+
+def test_samples_of_a_dropped_micro_batch_are_named(tmp_path):
+    """The result says which samples have no part in a step that was made in parts."""
+    model, optimizer = regression()
+    inputs, targets = noisy_batches(1)[0]
+    inputs[5] = math.nan
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, micro_batch_size=4)
+    result = guard.step((inputs, targets), loss_of(model))
+    assert not result.skipped
+    assert result.dropped_samples == (4, 5, 6, 7)
+    guard.close()
+
+
+def test_inputs_are_not_blamed_where_a_divergence_has_killed_the_units(tmp_path):
+    """Weights that a huge rate has wrecked ignore the inputs: that follows, and is no fault of the code."""
+    model, optimizer = regression()
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=noisy_batches(450), spike_action="off")
+    for batch in guard.batches(max_epochs=1):
+        if guard.global_step == 300:
+            optimizer.param_groups[0]["lr"] = 10.0
+        guard.step(batch, loss_of(model))
+    blamed = [event.data for event in guard.events() if event.kind == "finding" and event.data["rule"] == "H830"]
+    assert not blamed
