@@ -142,7 +142,7 @@ class WatchedOptimizer:
     def note_lr(self) -> None:
         """Read the learning rates; every step."""
         lr = max((number(group["lr"]) for group in self.optimizer.param_groups), default=0.0)
-        self._largest_lr = max(self._largest_lr, lr)
+        self._largest_lr = max(self._largest_lr, min(lr, self._lr))  # a single step is an accident, or was undone
         self._zero_lr_steps = self._zero_lr_steps + 1 if lr <= 1e-7 * self._largest_lr else 0
         self._low_lr_steps = self._low_lr_steps + 1 if lr < 1e-3 * self._largest_lr else 0
         self._lr = lr
