@@ -39,10 +39,16 @@ def players_collapsed(facts: Facts, say: Say) -> Iterator[Finding]:
         if len(losses) < 60 or not 0 <= middle(losses[-30:]) < 0.02 or losses[0] < 0.1:
             continue
         for loser, lost in players.items():
-            norms = lost["gradient_norms"]
-            if loser != winner and len(norms) >= 60 and middle(norms[-30:]) < 0.05 * middle(norms[:15]):
+            norms, theirs = lost["gradient_norms"], [loss for _, loss in lost["losses"]]
+            if loser == winner or min(len(norms), len(theirs)) < 60:
+                continue
+            faded = middle(norms[-30:]) < 0.05 * middle(norms[:15])
+            # With the loss that does not saturate the loser's gradient stays, and its loss climbs without an end.
+            beaten = middle(theirs[-30:]) > 3 * abs(middle(theirs[:15]))
+            if faded or beaten:
                 yield say(
-                    f"{winner} has won (loss {middle(losses[-30:]):.2g}), and {loser}'s gradient has fallen to "
+                    f"{winner} has won (loss {middle(losses[-30:]):.2g}): {loser}'s loss went from "
+                    f"{middle(theirs[:15]):.2g} to {middle(theirs[-30:]):.2g}, its gradient to "
                     f"{middle(norms[-30:]) / max(1e-12, middle(norms[:15])):.1%}",
                     fix="make the winner weaker or slower: lower learning rate, R1 penalty, label smoothing.",
                     evidence={"loss": middle(losses[-30:]), "gradient": middle(norms[-30:])},

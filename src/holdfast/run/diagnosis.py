@@ -112,6 +112,11 @@ class Diagnosis:
         if self._observer is not None:
             self._observer.validated(value)
 
+    def aligned(self, facts: dict[str, float]) -> None:
+        """Take in how an attention lies."""
+        if self._observer is not None:
+            self._observer.alignment = facts
+
     def _tell(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             kind = "note" if finding.severity == "note" else "finding"

@@ -25,6 +25,7 @@ from holdfast.core.policy import Policy
 from holdfast.data.splitting import Split
 from holdfast.memory.host_allocator import set_malloc_threshold
 from holdfast.memory.ladder import MemoryLadder
+from holdfast.numerics.alignment import alignment_facts
 from holdfast.recorder.black_box import StepMark
 from holdfast.run.cursor import Cursor
 from holdfast.run.directory import RunDirectory
@@ -370,6 +371,18 @@ class Guard:
         changed = validated(self._parts.schedulers, value)
         self._transaction.diagnosis.validated(value)
         self._record.happened("validated", loss=value, learning_rate_changed_by=changed)
+
+    def aligned(self, attention: Any, input_lengths: Any, output_lengths: Any, **limit: Any) -> None:
+        """Tell the guard how the attention of a speech synthesiser lies in an evaluation, for rule H852.
+
+        Args:
+            attention: Shape ``(batch, decoder steps, encoder positions)``.
+            input_lengths: Valid encoder positions, shape ``(batch,)``; `output_lengths`: decoder steps, likewise.
+            **limit: ``max_decoder_steps=``, where free-running decoding is cut off.
+        """
+        facts = alignment_facts(attention, input_lengths, output_lengths, **limit)
+        self._transaction.diagnosis.aligned(facts)
+        self._record.happened("aligned", **facts)
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:

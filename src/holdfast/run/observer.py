@@ -73,6 +73,7 @@ class Observer:
         self.mode = LossInputs(self._sites, self._on_activation, self._on_backward, self._on_weight)
         self._inside = False  # a model's own forward is running
         self.window = False  # the last step ended one
+        self.alignment: dict[str, float] | None = None
         self._owned, self._strays = set[int](), set[int]()
         self._path: list[str] = []
         self._calls = 0
@@ -340,6 +341,7 @@ class Observer:
             "saturated": self._activity.saturated(),
             "validations": [list(each) for each in self._validations],
             "strays": len(self._strays),
+            "alignment": self.alignment,
         }
 
     def _ids(self) -> tuple[set[int], set[int]]:

@@ -16,6 +16,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.policy import Objective, Policy
 from holdfast.diagnose.finding import Finding
 from holdfast.diagnose.rules import find_rule
+from holdfast.numerics.alignment import alignment_facts
 from holdfast.run.observer import Observer
 
 _log = logging.getLogger("holdfast")
@@ -88,6 +89,12 @@ class Watch:
             loss: Less is better.
         """
         self._observer.validated(float(loss))
+
+    def aligned(
+        self, attention: torch.Tensor, input_lengths: torch.Tensor, output_lengths: torch.Tensor, **limit: Any
+    ) -> None:
+        """Tell how the attention of a speech synthesiser lies; see `holdfast.numerics.alignment.alignment_facts`."""
+        self._observer.alignment = alignment_facts(attention, input_lengths, output_lengths, **limit)
 
     def _look(self) -> None:
         if self._observer.due():

@@ -294,3 +294,17 @@ def test_one_pattern_and_one_rule_may_be_plain_text() -> None:
     with watch(model, torch.optim.SGD(model[1].parameters(), lr=0.1), frozen="encoder.*", ignore="H828") as watching:
         pass
     assert watching._observer.facts()["models"]["model"]["outside_count"] == 2
+
+
+@pytest.mark.parametrize(("failed", "told"), [(True, True), (False, False)])
+def test_an_attention_that_is_not_aligned_is_told(failed: bool, told: bool) -> None:
+    """Uniform attention of a synthesiser is H852, a diagonal one is not."""
+    attention = torch.full((8, 12, 12), 1 / 12) if failed else torch.eye(12).expand(8, 12, 12)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watching:
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        watching.aligned(attention, torch.full((8,), 12), torch.full((8,), 12), max_decoder_steps=100)
+    assert ("H852" in {finding.rule for finding in watching.findings()}) == told
