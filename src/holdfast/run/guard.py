@@ -377,8 +377,8 @@ class Guard:
 
         Args:
             attention: Shape ``(batch, decoder steps, encoder positions)``.
-            input_lengths: Valid encoder positions, shape ``(batch,)``; `output_lengths`: decoder steps, likewise.
-            **limit: ``max_decoder_steps=``, where free-running decoding is cut off.
+            input_lengths: Valid encoder positions, shape ``(batch,)``.
+            output_lengths: Valid decoder steps, shape ``(batch,)``. ``max_decoder_steps=``: where decoding is cut off.
         """
         facts = alignment_facts(attention, input_lengths, output_lengths, **limit)
         self._transaction.diagnosis.aligned(facts)
