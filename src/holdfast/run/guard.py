@@ -134,8 +134,7 @@ class Guard:
         self._recovery = Recovery(self._session)
         self._boundaries = Loop(self._session, self._stop, self._recovery)
         weakref.finalize(self, self._stop.uninstall)
-        # Also at exit, where a loop that was never ended is closed so late that torch would abort the process.
-        weakref.finalize(self, self._transaction.diagnosis.close)
+        weakref.finalize(self, self._transaction.diagnosis.close)  # at exit: later, torch would abort the process
         self._open()
         try:
             self.resumed_from: Path | None = self._session.resume()
@@ -378,7 +377,8 @@ class Guard:
         Args:
             attention: Shape ``(batch, decoder steps, encoder positions)``.
             input_lengths: Valid encoder positions, shape ``(batch,)``.
-            output_lengths: Valid decoder steps, shape ``(batch,)``. ``max_decoder_steps=``: where decoding is cut off.
+            output_lengths: Valid decoder steps, shape ``(batch,)``.
+            **limit: ``max_decoder_steps=``, where free-running decoding is cut off.
         """
         facts = alignment_facts(attention, input_lengths, output_lengths, **limit)
         self._transaction.diagnosis.aligned(facts)
