@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import LoaderError
+from holdfast.core.errors import LoaderError, PolicyError
 from holdfast.data.loader import DataLoader
 from holdfast.data.random_state import RandomState, capture, restore
 from holdfast.run.parts import Stateful
@@ -31,9 +31,19 @@ class Cursor:
     Args:
         loader: Any iterable of batches.
         devices: Accelerator devices whose random state belongs to the position.
+
+    Raises:
+        PolicyError: H105, for a loader that cannot be iterated.
     """
 
     def __init__(self, loader: Iterable[Any], devices: Sequence[torch.device]) -> None:
+        if not isinstance(loader, Iterable):
+            raise PolicyError(
+                f"loader is a {type(loader).__name__}",
+                limit="it is iterated for batches",
+                fix="pass a DataLoader or another iterable of batches.",
+                rule="H105",
+            )
         self._loader = loader
         self._devices = devices
         self._stateful = isinstance(loader, Stateful)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.durable import replace_file
-from holdfast.core.errors import RunDirectoryError
+from holdfast.core.errors import PolicyError, RunDirectoryError
 
 FORMAT = 1
 _RUN_FILE = "run.json"
@@ -38,10 +38,15 @@ class RunDirectory:
 
     Raises:
         RunDirectoryError: H302 if it cannot be made or written, H303 if a newer holdfast made it.
+        PolicyError: H105, for what is no path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
+        if not isinstance(path, (str, os.PathLike)):
+            raise PolicyError(
+                f"run_dir={path!r}", limit="a path is needed", fix='pass a directory such as "runs/a".', rule="H105"
+            )
+        self.path = Path(path).expanduser().absolute()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_format()

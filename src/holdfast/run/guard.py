@@ -110,7 +110,7 @@ class Guard:
         )
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
         self._stop = StopRequest()
-        directory = RunDirectory(Path(run_dir).expanduser())
+        directory = RunDirectory(run_dir)
         self._record = RunRecord(directory.recorder, self._clock)
         self._transaction = Transaction(
             parts=self._parts,
@@ -366,7 +366,7 @@ class Guard:
         Args:
             loss: Over the validation set: a number or a tensor of one element. NaN and Inf are recorded only.
         """
-        value = float(loss)
+        value, self._session.validated = float(loss), True
         changed = validated(self._parts.schedulers, value)
         self._transaction.diagnosis.validated(value)
         self._record.happened("validated", loss=value, learning_rate_changed_by=changed)

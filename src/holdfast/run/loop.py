@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast.core.errors import PolicyError
 from holdfast.run.cursor import Cursor
 from holdfast.run.recovery import Recovery
-from holdfast.run.schedules import advance
+from holdfast.run.schedules import advance, needs_metric
 from holdfast.run.session import Session
 from holdfast.run.stop import Interrupted, StopRequest
+
+_EPOCHS_WITHOUT_METRIC = 3
+"""After so many a scheduler that needs a metric, and has had none, is told about."""
 
 
 class Loop:
@@ -32,6 +36,7 @@ class Loop:
         self._recovery = recovery
         self.driven = False  # a loop of ours is running, so boundaries are known
         self.stepped = False  # a step was committed or skipped since the last boundary
+        self._postponed = False  # a save that is due waits
         self.rewound = False  # a rollback has moved the position: the loader must be started anew
 
     def batches(
@@ -45,6 +50,9 @@ class Loop:
             max_steps: Likewise.
             release: Called when the loop is left, however that happens.
         """
+        for name, limit in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+            if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
+                raise PolicyError(f"{name}={limit!r}", limit="it counts", fix="pass a whole number.", rule="H105")
 
         def finished() -> bool:
             enough = max_epochs is not None and cursor.epoch >= max_epochs
@@ -103,6 +111,9 @@ class Loop:
             parts = self._session.parts
             advance(parts.schedulers, parts.optimizers, list(parts.optimizers))
         self._save_if_due()
+        waiting = [name for name, each in self._session.parts.schedulers.items() if needs_metric(each)]
+        if waiting and cursor.epoch == _EPOCHS_WITHOUT_METRIC and not self._session.validated:
+            self._record.happened("schedulers_wait", schedulers=waiting, fix="call guard.validated(loss)")
 
     def _go_back_again(self) -> None:
         """Restore once more: the rest of the loop body ran on state that was restored already."""
@@ -112,7 +123,12 @@ class Loop:
 
     def _save_if_due(self) -> None:
         self._session.keep_snapshot()
-        if self._session.is_due and self._session.is_calm:
+        if self._session.is_due and not self._session.is_calm:
+            if not self._postponed:
+                self._record.happened("save_postponed", why="loss or gradient norm stand out; until that is settled")
+            self._postponed = True
+        elif self._session.is_due:
+            self._postponed = False
             self._session.save()
             if self._session.refused is not None:
                 self._recovery.after_refused_save(self._session.refused)

@@ -19,6 +19,7 @@ _LOUD = {
     "checkpoint_damaged", "loss_scale_collapsed", "stop_requested", "buffer_not_restored", "recompute_impossible",
     "cannot_split", "split_refused", "onednn_switched_off", "spike", "spike_clipped", "samples_dropped",
     "micro_batch_dropped", "learning_rate_lowered", "finding", "side_effects",
+    "schedulers_wait", "rolled_back", "save_postponed",
 }  # fmt: skip
 
 

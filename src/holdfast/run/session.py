@@ -75,6 +75,7 @@ class Session:
         self.interventions: list[dict[str, Any]] = []
         self.saved = 0
         self.failed = 0
+        self.validated = False  # a metric was told, for schedulers that need one
         self.refused: str | None = None  # why the last save was refused, if it was
         self.whole = True  # False while the state belongs to no boundary, so that it must not be saved
         self._known_good = -1  # newest step that a rollback has proved to be older than any trouble

@@ -389,3 +389,36 @@ def test_a_player_that_has_won_is_told_by_both_losses(tmp_path):
         guard.step(drawn, lambda z: judged(models["maker"](z), 1), optimizer="maker")
     guard.close()
     assert any(event.data.get("rule") == "H853" for event in guard.events())
+
+
+def test_a_plateau_scheduler_that_is_never_told_a_metric_is_noticed(tmp_path):
+    """After three epochs, once; not if it was told."""
+    for told in (False, True):
+        model, optimizer = regression()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        directory = tmp_path / str(told)
+        guard = holdfast.Guard(
+            directory, model=model, optimizer=optimizer, scheduler=plateau, loader=noisy_batches(2)
+        )
+        for batch in guard.batches(max_epochs=5):
+            result = guard.step(batch, loss_of(model))
+            if told:
+                guard.validated(result.loss)
+        assert kinds(guard).count("schedulers_wait") == (0 if told else 1)
+
+
+@pytest.mark.parametrize("wrong", [{"run_dir": None}, {"run_dir": 3}, {"loader": 3}])
+def test_what_is_no_path_and_no_loader_is_told(tmp_path, wrong):
+    """A clear error and no TypeError."""
+    model, optimizer = regression()
+    with pytest.raises(holdfast.PolicyError, match="H105"):
+        holdfast.Guard(**{"run_dir": tmp_path, "model": model, "optimizer": optimizer, **wrong})
+
+
+def test_a_limit_that_is_no_number_is_told(tmp_path):
+    """Texts of a command line are not counted with."""
+    model, optimizer = regression()
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=noisy_batches(2))
+    with pytest.raises(holdfast.PolicyError, match="H105"):
+        next(guard.batches(max_epochs="3"))  # type: ignore[arg-type]
+    guard.close()
