@@ -139,7 +139,7 @@ def _load(factory: str) -> Callable[[], Any]:
             sys.path.insert(0, "")
             module = importlib.import_module(place)
         found = getattr(module, name)
-    except (ImportError, AttributeError, ValueError, OSError, SyntaxError) as error:
+    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
         raise _no_factory(factory, f"{type(error).__name__}: {error}") from error
     if not callable(found):
         raise _no_factory(factory, f"it is a {type(found).__name__}")

@@ -24,7 +24,7 @@ from holdfast.run.mixed_precision import LossScale
 from holdfast.run.optimizer_state import create_state, drop_state
 from holdfast.run.outcome import Attempt
 from holdfast.run.parts import Parts
-from holdfast.run.passes import Passes
+from holdfast.run.passes import Passed, Passes
 from holdfast.run.promises import LossFunction, Promises
 from holdfast.run.record import RunRecord
 
@@ -147,7 +147,6 @@ class Attempts:
         work.prepared = True
         with self.observing():
             passed = self.run(work, plan)
-        loss, items = passed
         self.loss_scale.unscale(self._parts.optimizers[name] for name in work.names)
         groups = self.groups(work.names)
         if not any(group.parameters for group in groups):
@@ -159,19 +158,19 @@ class Attempts:
                 rule="H202",
             )
         self._let_state_exist(groups)
-        facts, norms = inspect(groups, loss)
+        facts, norms = inspect(groups, passed.loss)
         samples = None if work.size is None else plan.samples(work.size)
         return Attempt(
-            loss=loss,
-            items=items,
+            loss=passed.loss,
+            items=passed.items,
             micro_batch_size=samples,
             groups=groups,
             facts=facts,
             norms=norms,
-            dropped=getattr(passed, "dropped", ()),
+            dropped=passed.dropped,
         )
 
-    def run(self, work: Work, plan: Plan, *, drops: bool = True) -> tuple[torch.Tensor, float | torch.Tensor]:
+    def run(self, work: Work, plan: Plan, *, drops: bool = True) -> Passed:
         """Run forward and backward by a plan.
 
         Args:

@@ -19,7 +19,14 @@ from typing import Any, Literal
 import torch
 
 from holdfast.checkpoint.store import Store
-from holdfast.core.errors import DivergenceError, HoldfastError, NonFiniteError, OutOfMemoryError, PolicyError
+from holdfast.core.errors import (
+    CheckpointError,
+    DivergenceError,
+    HoldfastError,
+    NonFiniteError,
+    OutOfMemoryError,
+    PolicyError,
+)
 from holdfast.core.policy import Policy
 from holdfast.data.random_state import seed_cpu
 from holdfast.run.changes import POLICY_FIELDS, apply_options, changed_policy, options_of, policy_changes
@@ -176,15 +183,19 @@ def adopt(
 
 
 def _copied(run_dir: Path, to: Path) -> Path:
-    entry = next(iter(Store(run_dir / "checkpoints").entries()), None) if (run_dir / "checkpoints").is_dir() else None
-    if entry is None:
+    for entry in Store(run_dir / "checkpoints").entries():
+        try:
+            entry.verify()
+        except CheckpointError:
+            continue  # as a guard would, but without a trace: the run is only read
+        break
+    else:
         raise PolicyError(
-            f"{run_dir} holds no checkpoint",
+            f"{run_dir} holds no checkpoint that verifies",
             limit="a trial starts both arms from one",
             fix="pass the directory that was given to Guard, or none to start from fresh objects.",
             rule="H701",
         )
-    entry.verify()
     shutil.copytree(entry.path, to / "checkpoints" / entry.path.name)
     return to
 
@@ -246,10 +257,9 @@ def _evaluated(guard: Guard, setup: Setup) -> float:
 
 def _arguments(setup: Setup, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a guard: those of the factory, with the changes of the policy above them."""
-    given = {key: value for key, value in setup.items() if key not in _OWN_KEYS}
-    policy = Policy.of(given.pop("policy", None), **policy_changes(given))
-    objects = {key: value for key, value in given.items() if key in _GUARD_KEYS}
-    return {**objects, "policy": changed_policy(policy, changes)}
+    objects = {key: value for key, value in setup.items() if key in _GUARD_KEYS}
+    fields = {key: value for key, value in setup.items() if key not in (*_GUARD_KEYS, *_OWN_KEYS)}
+    return {**objects, "policy": changed_policy(Policy.of(objects.get("policy"), **fields), changes)}
 
 
 def _tail(losses: Sequence[float], others: Sequence[float]) -> float:

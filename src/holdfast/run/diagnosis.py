@@ -68,7 +68,8 @@ class Diagnosis:
             if self._record.is_open and self._observer.steps:
                 self._observer.finish()
                 self._tell(self._observer.take_fresh())
-                self._tell_flow()
+                if not self._observer.window:  # the last step has told it already
+                    self._tell_flow()
             self._observer.close()
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:

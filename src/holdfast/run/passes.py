@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -24,20 +24,18 @@ _Parts: TypeAlias = Sequence[tuple[Any, int]]
 Range: TypeAlias = tuple[int, int]
 
 
-class Passed(tuple[torch.Tensor, float]):  # noqa: SLOT001 - a tuple of variable size takes no slots
-    """The mean loss, shape ``()``, detached, and the items that it is over; and what was left out.
+class Passed(NamedTuple):
+    """What a batch has given.
 
-    Attributes:
+    Args:
+        loss: Mean over the items, shape ``()``, detached.
+        items: What it is over.
         dropped: Ranges ``(start, end)`` of samples in the batch whose part had a loss of NaN or Inf.
     """
 
-    dropped: tuple[Range, ...]
-
-    def __new__(cls, loss: torch.Tensor, items: float, dropped: Sequence[Range] = ()) -> Self:
-        """Make the pair."""
-        made = super().__new__(cls, (loss, items))
-        made.dropped = tuple(dropped)
-        return made
+    loss: torch.Tensor
+    items: float | torch.Tensor
+    dropped: tuple[Range, ...] = ()
 
 
 class Passes:
@@ -60,7 +58,7 @@ class Passes:
 
     def whole(
         self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Sequence[torch.Tensor] | None
-    ) -> tuple[torch.Tensor, float | torch.Tensor]:
+    ) -> Passed:
         """Run one pass, with no arithmetic of ours: bit-identical to a bare loop.
 
         Args:
@@ -77,7 +75,7 @@ class Passes:
         terms.check_items()
         loss = terms.total()
         self._backward(loss, inputs)
-        return loss.detach(), terms.items[0]
+        return Passed(loss.detach(), terms.items[0])
 
     def parted(
         self,
@@ -226,7 +224,7 @@ class _Tally:
         if factor != 1.0:
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
         good = self._size - sum(end - start for start, end in self._dropped)
-        return Passed(self._loss * factor, self._items[0] if self._declared else good, self._dropped)
+        return Passed(self._loss * factor, self._items[0] if self._declared else good, tuple(self._dropped))
 
 
 def _is_bad(means: Sequence[float], counts: Sequence[float]) -> bool:

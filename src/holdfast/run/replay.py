@@ -66,7 +66,7 @@ class Replay:
 
         def run_once() -> torch.Tensor:
             self._attempts.restore(work)
-            return self._attempts.run(work, plan, drops=False)[0]
+            return self._attempts.run(work, plan, drops=False).loss
 
         try:
             origin = trace(
@@ -96,7 +96,7 @@ class Replay:
             indices = list(chosen) * -(-smallest // len(chosen)) if len(chosen) < smallest else list(chosen)
             part = replace(work, batch=select(work.batch, size, indices, work.split), size=len(indices))
             self._attempts.restore(work)
-            loss, _ = self._attempts.run(part, plan, drops=False)
+            loss = self._attempts.run(part, plan, drops=False).loss
             gradients = [p.grad for p in work.parameters if p.grad is not None]
             return not bool(torch.isfinite(loss)) or not all(bool(_finite(gradient)) for gradient in gradients)
 

@@ -45,6 +45,9 @@ def evaluated():
     x, y = made["loader"].dataset.tensors
     return {**made, "evaluate": lambda model: (model(x) - y).square().mean()}
 
+def no_preset():
+    return {**build(), "preset": "unknown"}
+
 def leaves():
     raise SystemExit("no data")
 
@@ -168,6 +171,26 @@ def test_a_run_that_is_running_is_told_before_anything_is_trained(run: Path) -> 
     guard.close()
 
 
+def test_a_damaged_checkpoint_is_passed_over_and_left_where_it_is(run: Path) -> None:
+    """The newest that verifies is the snapshot; the run directory keeps its bytes."""
+    newest = max((run / "run" / "checkpoints").iterdir())
+    file = newest / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    before = _files(run / "run")
+    _facts(run, "--b", "lr=*1.0", "--from", str(run / "run"), expect=1)
+    assert _files(run / "run") == before
+
+
+def test_a_module_that_fails_when_it_is_imported_is_told(run: Path) -> None:
+    """Whatever it raises."""
+    (run / "bad.py").write_text("1 / 0")
+    result = CliRunner().invoke(app, ["trial", f"{run}/bad.py:build", "--b", "lr=1"])
+    assert result.exit_code == 2
+    assert "ZeroDivisionError" in result.output
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "rule"),
     [
@@ -186,6 +209,7 @@ def test_a_run_that_is_running_is_told_before_anything_is_trained(run: Path) -> 
         ("unfinished", ["--b", "lr=1"], "H703"),
         ("broken", ["--b", "lr=1"], "H703"),
         ("leaves", ["--b", "lr=1"], "H703"),
+        ("no_preset", ["--b", "lr=1"], "H110"),
         ("judged_badly", ["--b", "lr=1"], "H703"),
     ],
 )
