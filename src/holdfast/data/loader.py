@@ -1,17 +1,18 @@
-"""`DataLoader`: torch's loader with an order and augmentation that resume exactly.
+"""`DataLoader`: torch's loader with an order and augmentation that resume exactly, and workers that heal.
 
 Order comes from (seed, epoch), each sample's random numbers from (seed, epoch, index), and the position counts
-what was handed out. Nothing else is state, so a run goes on at any batch, with another number of workers or
-another batch size.
-
-Does not (yet): heal a worker that dies or hangs, or shard over ranks.
+what was handed out. Nothing else is state, so a run goes on at any batch, with another number of workers, another
+batch size or another number of ranks.
 """
 
 from __future__ import annotations
 
-import inspect
-import itertools
-from collections.abc import Iterator, Sized
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sized
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,40 +20,52 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import LoaderError
-from holdfast.data.random_state import capture, isolated, restore, seed_cpu
-from holdfast.data.seeds import SeededDataset, derive_seed, shuffled
+from holdfast.data.fetch import Failure, Fetcher, Report
+from holdfast.data.healing import Crew, Healer, Source
+from holdfast.data.loader_arguments import check_arguments, plan_of, ranks_of
+from holdfast.data.map_source import MapSource
+from holdfast.data.quarantine import FILE_NAME, Ledger
+from holdfast.data.seeds import derive_seed
+from holdfast.data.stream import StreamPlan, StreamPosition, StreamSource, keeps_state, shards_itself
+from holdfast.data.worker_board import Board
 
-_TORCH_ARGUMENTS = inspect.signature(TorchDataLoader.__init__)
-
-
-class _Plan:
-    """What the inner loader fetches in this epoch: keys, or lists of keys; set anew for each epoch."""
-
-    def __init__(self) -> None:
-        self.entries: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
+_log = logging.getLogger("holdfast")
+_AS_TORCH = (
+    "generator", "pin_memory", "worker_init_fn", "prefetch_factor", "persistent_workers", "pin_memory_device",
+    "in_order",
+)  # fmt: skip
 
 
 class DataLoader(TorchDataLoader[Any]):
-    """A drop-in `torch.utils.data.DataLoader` whose order and augmentation resume exactly.
+    """A drop-in `torch.utils.data.DataLoader` that resumes exactly and heals itself.
 
-    Each ``iter()`` is one epoch, as with torch; the position is in `state_dict`. With an ``IterableDataset`` the
-    position is kept by reading and dropping the batches before it, and the number of workers must stay the same.
+    Each ``iter()`` is one epoch, as with torch; the position is in `state_dict`. Workers that die, are stopped or
+    hang are replaced, and the batches go on as if nothing had happened. A sample that cannot be read is tried again
+    and then set aside: the next readable one of the epoch's order takes its place.
+
+    Under ``torch.distributed`` the samples are divided among the ranks, unless you give a ``batch_sampler`` or a
+    ``sampler`` of your own, which says itself what this rank gets.
 
     Args:
-        dataset: As torch.
+        dataset: As torch. An ``IterableDataset`` that does not divide its items among workers is divided here, and
+            continues by its own ``state_dict`` if it has one, else by reading over.
         *args: As torch.
         seed: Decides the order of every epoch and the random numbers of every sample. If torch's
             ``generator`` is given, its initial seed is used instead.
-        **kwargs: As torch.
+        quarantine: Most samples that may be set aside: a share of the dataset below 1, which allows at least one, or
+            a number. 0: none, the sample's own exception ends the epoch.
+        check_finite: Whether a sample with NaN or Inf counts as one that cannot be read.
+        repeats: Whether your sampler may yield an index more than once an epoch; None: only if it says that it draws
+            with replacement.
+        sharded: Whether an ``IterableDataset`` divides its items among workers itself; None: as its code shows.
+        rank: Which rank this is; None: as ``torch.distributed`` says.
+        world_size: Number of ranks; None likewise.
+        **kwargs: As torch; ``timeout`` is how long the loop waits for a batch before workers are replaced. Also
+            without it a worker that is stuck is found, after a minute or eight times the longest sample so far.
 
     Raises:
-        LoaderError: H603 for a sampler without a length.
+        LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used, H610 for a dataset
+            without samples.
 
     Example:
         >>> loader = DataLoader(list(range(4)), batch_size=2, shuffle=True, seed=1)
@@ -61,174 +74,221 @@ class DataLoader(TorchDataLoader[Any]):
         True
     """
 
-    def __init__(self, dataset: Any, *args: Any, seed: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *args: Any,
+        seed: int = 0,
+        quarantine: float = 0.001,
+        check_finite: bool = False,
+        repeats: bool | None = None,
+        sharded: bool | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = check_arguments(dataset, args, kwargs, quarantine=quarantine, check_finite=check_finite)
         super().__init__(dataset, *args, **kwargs)
-        given = _TORCH_ARGUMENTS.bind(self, dataset, *args, **kwargs).arguments
         self.seed = seed if self.generator is None else self.generator.initial_seed()
-        self._shuffle = bool(given.get("shuffle"))
-        self._own_sampler = given.get("sampler") is None and given.get("batch_sampler") is None
         self._iterable = isinstance(dataset, IterableDataset)
-        for name in ("sampler", "batch_sampler"):
-            if given.get(name) is not None and not isinstance(given[name], Sized):
-                raise LoaderError(
-                    f"{name}={type(given[name]).__name__} has no length",
-                    limit="an order that resumes exactly needs to know where an epoch ends",
-                    fix="give it a __len__, or use torch.utils.data.DataLoader and accept an inexact resume.",
-                    rule="H603",
-                )
+        self._sharded = self._iterable and (shards_itself(dataset) if sharded is None else sharded)
+        self._ranks = ranks_of(rank, world_size)
+        self._plan = None if self._iterable else plan_of(self, given, self._ranks, repeats=repeats)
+        self._check_finite = check_finite
+        self._replaces = quarantine > 0
+        self._length = len(dataset) if isinstance(dataset, Sized) and not self._iterable else None
+        self.ledger = Ledger(quarantine, self._length, time.time)
+        """Samples that are set aside, with the evidence."""
         self._epoch = 0
-        self._consumed = 0
+        self._position = 0
+        self._streamed: dict[int, StreamPosition] = {}
+        self._turn = 0
         self._under_way = False
+        self._happened: Callable[..., None] | None = None
         self.batch_indices: list[int] | None = None
         """Dataset indices of the samples in the batch that was handed out last; None if they are not known."""
-        self._plan = _Plan()
         self._base_seeds = torch.Generator()  # a private one: starting an epoch leaves the global one alone
-        self._inner = self._make_inner()
+        options = {name: getattr(self, name) for name in _AS_TORCH} | {"generator": self._base_seeds}
+        options["persistent_workers"] = keep = self.persistent_workers and not self._iterable
+        context = self.multiprocessing_context
+        method = context if isinstance(context, str) or context is None else context.get_start_method()
+        crew = Crew(workers=self.num_workers, method=method, options=options, timeout_seconds=self.timeout, keep=keep)
+        self._healer = Healer(crew, self._tell)
 
-    def _make_inner(self) -> TorchDataLoader[Any]:
-        how: dict[str, Any] = {"generator": self._base_seeds}
-        for name in (
-            "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
-            "multiprocessing_context", "persistent_workers", "pin_memory_device", "in_order",
-        ):  # fmt: skip
-            how[name] = getattr(self, name)
-        if self._iterable:
-            return TorchDataLoader(self.dataset, batch_size=self.batch_size, drop_last=self.drop_last, **how)
-        seeded = SeededDataset(self.dataset, self.seed)
-        if self.batch_sampler is None:
-            return TorchDataLoader(seeded, batch_size=None, sampler=self._plan, **how)
-        return TorchDataLoader(seeded, batch_sampler=self._plan, **how)
+    # --- what happens ---------------------------------------------------------------------------------------
+
+    def attach(self, happened: Callable[..., None], run_dir: Path) -> None:
+        """Let a run know what happens here, and keep the ledger of samples that are set aside in its directory.
+
+        Args:
+            happened: Called with the kind of an event and its facts.
+            run_dir: The directory.
+        """
+        self._happened = happened
+        self.ledger.keep_in(run_dir / FILE_NAME)
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        if self._happened is not None:
+            self._happened(kind, **facts)
+        else:
+            _log.warning("%s: %s", kind, ", ".join(f"{name}={value!r}" for name, value in facts.items()))
+
+    def set_aside(self, index: int, kind: str, evidence: str) -> None:
+        """Replace a sample by another one from the next epoch on.
+
+        Args:
+            index: Dataset index.
+            kind: Why, in a word or two.
+            evidence: What was seen.
+
+        Raises:
+            LoaderError: H612 if that would be one too many.
+        """
+        if self.ledger.add(index, kind, self._epoch + 1, evidence):
+            self._tell("sample_quarantined", sample=index, why=kind, evidence=evidence, aside=len(self.ledger))
+
+    # --- batches --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of the next epoch, or the rest of the one that `load_state_dict` points into."""
-        if self._under_way:  # an epoch that was left before its end, as torch: the next one starts
-            self._epoch, self._consumed = self._epoch + 1, 0
-        self._under_way = True
-        epoch, start = self._epoch, self._consumed
-        self._base_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
-        if self._iterable:
-            entries: list[Any] = []
-            steps, batches = _ones(), self._stream(epoch, start)
-        else:
-            entries, steps = self._make_plan(epoch, start)
-            self._plan.entries = entries
-            batches = iter(self._inner)
-        for number, batch in enumerate(batches):
-            self._consumed += next(steps)
-            self.batch_indices = _indices(entries[number]) if self.in_order and number < len(entries) else None
-            yield batch
-        self._epoch, self._consumed, self._under_way = epoch + 1, 0, False
+        """Yield the batches of the next epoch, or the rest of the one that `load_state_dict` points into.
 
-    def _stream(self, epoch: int, start: int) -> Iterator[Any]:
-        """Yield the batches of an iterable dataset from a position on.
-
-        Without workers the dataset draws from the random state of this process: it is given one of its own for the
-        epoch, so that what it draws does not depend on what training draws, nor on where the run was stopped.
+        Raises:
+            LoaderError: H608 if the dataset has another length than before, H609 for a sampler that repeats, H612 if
+                too many samples cannot be read, H614 if no remedy is left.
         """
-        if self.num_workers:
-            yield from itertools.islice(self._inner, start, None)
-            return
-        with isolated():
-            seed_cpu(derive_seed(self.seed, epoch, "stream"))
-            inner, own = iter(self._inner), capture()
-        for number in itertools.count():
-            with isolated():
-                restore(own)
-                try:
-                    batch = next(inner)
-                except StopIteration:
-                    return
-                own = capture()
-            if number >= start:
+        if self._under_way:  # an epoch that was left before its end, as torch: the next one starts
+            self.go_to(self._epoch + 1)
+        self._under_way = True
+        self._check_length()
+        self._base_seeds.manual_seed(derive_seed(self.seed, self._epoch, "workers"))
+        source = self._stream_source() if self._plan is None else self._map_source()
+        with contextlib.closing(self._healer.batches(source)) as batches:
+            for batch, report in batches:
+                if report.fatal is not None:
+                    raise _as_error(report.fatal, report)
+                if report.number < 0:
+                    continue  # a worker of a stream passed its turn
+                self._move(source)
+                known = report.indices is not None and all(isinstance(index, int) for index in report.indices)
+                self.batch_indices = list(report.indices or ()) if known else None
                 yield batch
+        self.go_to(self._epoch + 1)
 
-    def _make_plan(self, epoch: int, start: int) -> tuple[list[Any], Iterator[int]]:
-        """Return what is left to fetch of an epoch, and by how much each batch moves the position."""
-        if not self._own_sampler:
-            entries = self._sampled(epoch)[start:]
-            keyed = [
-                [(epoch, index) for index in entry] if self.batch_sampler is not None else (epoch, entry)
-                for entry in entries
-            ]
-            return keyed, _ones()
-        length = self._length()
-        order = shuffled(length, self.seed, epoch) if self._shuffle else list(range(length))
-        keys = [(epoch, index) for index in order[start:]]
-        if self.batch_size is None:
-            return keys, _ones()
-        size = self.batch_size
-        end = len(keys) - len(keys) % size if self.drop_last else len(keys)
-        batches = [keys[first : first + size] for first in range(0, end, size)]
-        return batches, iter([len(batch) for batch in batches])
+    def _check_length(self) -> None:
+        if self._length is not None and len(self.dataset) != self._length:  # type: ignore[arg-type] # it is Sized
+            raise LoaderError(
+                f"the dataset has {len(self.dataset)} samples and had {self._length} when the loader was made",  # type: ignore[arg-type]
+                limit="an order is made for one length",
+                fix="make a new loader, or keep the length fixed.",
+                rule="H608",
+            )
 
-    def _sampled(self, epoch: int) -> list[Any]:
-        """Return all entries of a user's sampler, drawn from (seed, epoch) whatever its source of chance."""
-        with isolated():
-            seed = derive_seed(self.seed, epoch, "order")
-            seed_cpu(seed)
-            samplers: tuple[Any, ...] = (self.sampler, self.batch_sampler)
-            for sampler in (*samplers, getattr(self.batch_sampler, "sampler", None)):
-                if isinstance(getattr(sampler, "generator", None), torch.Generator):
-                    sampler.generator.manual_seed(seed)
-                if hasattr(sampler, "set_epoch"):
-                    sampler.set_epoch(epoch)
-            return list(self._sampler_of_entries())
+    def _map_source(self) -> MapSource:
+        assert self._plan is not None
+
+        def make_fetcher(board: Board | None) -> Fetcher:
+            return Fetcher(
+                self.dataset, self.seed, self.collate_fn, board,
+                replaces=self._replaces, check_finite=self._check_finite,
+            )  # fmt: skip
+
+        return MapSource(
+            self._plan, self._epoch, self._position,
+            ledger=self.ledger, make_fetcher=make_fetcher, tell=self._tell,
+        )  # fmt: skip
+
+    def _stream_source(self) -> StreamSource:
+        rank, world_size = (0, 1) if self._sharded else self._ranks
+        plan = StreamPlan(
+            seed=self.seed, epoch=self._epoch, batch_size=self.batch_size, drop_last=self.drop_last,
+            sharded=self._sharded, rank=rank, world_size=world_size,
+        )  # fmt: skip
+        if self._streamed and not keeps_state(self.dataset):
+            self._tell(
+                "stream_read_over",
+                items=max(each.items for each in self._streamed.values()),
+                why="the dataset has no state_dict and load_state_dict: what comes before the position is read again",
+            )
+        workers = max(1, self.num_workers)
+        return StreamSource(self.dataset, self.collate_fn, plan, dict(self._streamed), self._turn, lambda: workers)
+
+    def _move(self, source: Source) -> None:
+        if isinstance(source, MapSource):
+            self._position = source.position
+        elif isinstance(source, StreamSource):
+            self._position += 1
+            self._streamed, self._turn = dict(source.positions), source.turn
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch, of this rank."""
+        return super().__len__() if self._plan is None else self._plan.steps(self._epoch, 0)
+
+    # --- position -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: what was handed out so far, as numbers and text."""
-        return {"epoch": self._epoch, "consumed": self._consumed, "order": self._order_identity()}
+        """Return the position: what was handed out so far, as numbers and text, and what a stream keeps itself."""
+        state = {"epoch": self._epoch, "consumed": self._position, "order": self._identity()}
+        if self._iterable:
+            parts = [[shard, each.items, each.state] for shard, each in sorted(self._streamed.items())]
+            state["stream"] = {"parts": parts, "turn": self._turn}
+        return state
 
     def state_at(self, epoch: int) -> dict[str, Any]:
         """Return the position at the beginning of an epoch."""
-        return {"epoch": epoch, "consumed": 0, "order": self._order_identity()}
+        state = {"epoch": epoch, "consumed": 0, "order": self._identity()}
+        return {**state, "stream": {"parts": [], "turn": 0}} if self._iterable else state
 
     def go_to(self, epoch: int) -> None:
         """Let the next ``iter()`` be the whole of this epoch."""
-        self._epoch, self._consumed, self._under_way = epoch, 0, False
+        self._epoch, self._position, self._under_way = epoch, 0, False
+        self._streamed, self._turn = {}, 0
 
-    def _order_identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, Any]:
         """Return what must be the same for a position to point at the same samples."""
-        by_sample = self._own_sampler and not self._iterable
-        return {
-            "seed": self.seed,
-            "shuffle": self._shuffle,
-            "length": self._length() if isinstance(self.dataset, Sized) and not self._iterable else None,
-            "counts": "samples" if by_sample else "batches",
-            "batches": None if by_sample or self._iterable else len(self._sampler_of_entries()),
-        }
-
-    def _sampler_of_entries(self) -> Any:
-        return self.sampler if self.batch_sampler is None else self.batch_sampler
-
-    def _length(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type] # torch's Dataset does not declare it
+        if self._plan is not None:
+            return {"seed": self.seed, **self._plan.identity()}
+        workers = max(1, self.num_workers) if self._sharded else None
+        return {"seed": self.seed, "counts": "batches", "kind": "stream", "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position at the next ``iter()``.
 
         Raises:
-            LoaderError: H604 if seed, shuffling or the length of the dataset is another one, since the
-                position would then point at other samples.
+            LoaderError: H604 if seed, order or the length of the dataset is another one, since the position would
+                then point at other samples.
         """
-        here = self._order_identity()
-        for name, saved in state["order"].items():
-            if here[name] != saved:
+        here, saved = self._identity(), state["order"]
+        for name in {**saved, **here}:
+            if here.get(name) != saved.get(name):
                 raise LoaderError(
-                    f"the loader has {name}={here[name]!r} and the position was saved with {name}={saved!r}",
+                    f"the loader has {name}={here.get(name)!r} and the position was saved with "
+                    f"{name}={saved.get(name)!r}",
                     limit="the same order is needed to continue in the middle of an epoch",
                     fix="build the loader as it was, or start in a new run directory.",
                     rule="H604",
                 )
-        self._epoch, self._consumed, self._under_way = state["epoch"], state["consumed"], False
+        self.go_to(state["epoch"])
+        self._position = state["consumed"]
+        stream = state.get("stream", {"parts": [], "turn": 0})
+        self._streamed = {shard: StreamPosition(items=items, state=kept) for shard, items, kept in stream["parts"]}
+        self._turn = stream["turn"]
+
+    def close(self) -> None:
+        """End workers that ``persistent_workers`` kept."""
+        self._healer.close()
 
 
-def _indices(entry: Any) -> list[int] | None:
-    """Return the dataset indices of an entry of a plan: one key, or a list of them."""
-    keys = entry if isinstance(entry, list) else [entry]
-    indices = [index for _, index in keys]
-    return indices if all(isinstance(index, int) for index in indices) else None
-
-
-def _ones() -> Iterator[int]:
-    while True:
-        yield 1
+def _as_error(failure: Failure, report: Report) -> Exception:
+    """Return the exception that a worker met, if it can be had, with what it was doing."""
+    error = None if failure.error is None else ForkingPickler.loads(failure.error)
+    which = "a stream" if report.indices is None else f"samples {list(report.indices)}"
+    if not isinstance(error, Exception) or isinstance(error, StopIteration):
+        lines = failure.text.strip().splitlines()
+        error = LoaderError(
+            f"the batch of {which} cannot be made: {lines[-1] if lines else failure.kind}",
+            limit="no other sample can stand in for what is missing",
+            fix="repair the dataset or collate_fn; the note below shows where it failed.",
+            rule="H613",
+        )
+    error.add_note(f"In holdfast.DataLoader, while making the batch of {which}:\n{failure.text}")
+    return error

@@ -1,0 +1,204 @@
+"""Copy batches to an accelerator one ahead of the training loop, on a stream of their own.
+
+While the device works on one batch, the next is copied beside it. Three orders make that safe, none of which makes
+the host wait:
+
+- the consumer's stream waits for the copy, before a batch is handed out;
+- the copy waits for what the consumer's stream was given before, so memory of an earlier batch that the allocator
+  hands to a later one is not written while a kernel still reads it;
+- the host keeps what is copied until the copy has ended, so pinned memory is not filled anew under it.
+
+Loading, pinning and the position in the data are the business of the loader; an item that was fetched ahead and not
+handed out is no more than an item that a worker has ready.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+Item = TypeVar("Item")
+# Moves a tensor, or anything else that has a method `to`.
+_Move = Callable[[Any], Any]
+
+
+def prefetched(items: Iterable[Item], device: torch.device | str | None) -> Iterator[Item]:
+    """Iterate with every tensor on a device, copied one item ahead.
+
+    An item may be any tree of dicts, lists, tuples, named tuples and dataclasses. Tensors in it are moved, and so is
+    what has a method ``to``; all else, and any part without tensors, is handed on as the same object. So an item may
+    carry facts beside its batch, such as ``(batch, position)``: each comes out with its own batch, in order.
+
+    Args:
+        items: What to move. It is asked for one item more than was handed out. What it hands out should lie in
+            pinned memory; other memory is copied rightly, but the host then waits for its copies. Memory that it
+            handed out before must be filled anew only when nothing refers to it any more.
+        device: Where to. None or a CPU hands every item on as it is, and a device without streams gets each item
+            when it is asked for: both without looking ahead.
+
+    Yields:
+        The items in order, ready for the stream that is current when they are asked for. An error of `items` is
+        raised after all that came before it was handed out. An item that does not fit into the device's memory
+        ahead is copied when it is asked for.
+    """
+    source = iter(items)
+    try:
+        target = None if device is None else torch.device(device)
+        if target is None or target.type == "cpu":
+            yield from source
+        elif (module := _module_with_streams(target)) is None:
+            for item in source:
+                yield _moved(item, lambda value: _to(value, target, non_blocking=False))
+        else:
+            yield from _one_ahead(source, _Lane(module, target))
+    finally:
+        close = getattr(source, "close", None)
+        if close is not None:
+            close()
+
+
+def _module_with_streams(device: torch.device) -> Any:
+    """Return torch's module of a device, None if it has no streams, as MPS."""
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:  # a device that computes nothing, as "meta"
+        return None
+    return module if hasattr(module, "Stream") else None
+
+
+def _one_ahead(source: Iterator[Any], lane: _Lane) -> Iterator[Any]:
+    try:
+        coming = _fetch(source, lane)
+        while coming is not None:
+            ready = [coming()]
+            coming = _fetch(source, lane)
+            yield ready.pop()  # no reference stays here: the loop decides how long a batch lives
+    finally:
+        lane.finish()
+
+
+def _fetch(source: Iterator[Any], lane: _Lane) -> Callable[[], Any] | None:
+    """Return what hands the next item over, or raises the error that took its place; None at the end."""
+    try:
+        item = next(source)
+    except StopIteration:
+        return None
+    except Exception as error:  # noqa: BLE001 - raised when it is its turn
+        return functools.partial(_raise, error)
+    try:
+        return lane.begin(item)
+    except torch.OutOfMemoryError:
+        # Beside the step that comes first there is no room. After it there may be, and else it is an error.
+        return lambda: lane.begin(item)()
+    except Exception as error:  # noqa: BLE001 - as above
+        return functools.partial(_raise, error)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+class _Lane:
+    """A stream for copies, and the sources of those that may not have ended.
+
+    Args:
+        module: Torch's module of the device, such as ``torch.cuda``.
+        device: Where to; without an index the current one.
+    """
+
+    def __init__(self, module: Any, device: torch.device) -> None:
+        self._module = module
+        self._device = device if device.index is not None else torch.device(device.type, module.current_device())
+        self._stream = module.Stream(self._device)
+        self._sources: deque[tuple[Any, Any]] = deque()  # an event, and what is read until it has happened
+
+    def begin(self, item: Any) -> Callable[[], Any]:
+        """Start to copy an item; return what makes the consumer's stream wait for it, and gives it out."""
+        while self._sources and self._sources[0][0].query():
+            self._sources.popleft()
+        made: list[torch.Tensor] = []
+
+        def move(value: Any) -> Any:
+            there = _to(value, self._device, non_blocking=True)
+            if there is not value and isinstance(there, torch.Tensor):
+                made.append(there)
+            return there
+
+        # What the loop has freed is given to this stream's next copies, also parts that are not in `made`.
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            moved = _moved(item, move)
+            event = self._stream.record_event()
+        self._sources.append((event, item))
+        return functools.partial(self._hand_over, moved, made, event)
+
+    def _hand_over(self, moved: Any, made: list[torch.Tensor], event: Any) -> Any:
+        current = self._module.current_stream(self._device)
+        current.wait_event(event)
+        for tensor in made:
+            # Others may have been given the same stream of torch's pool, and they do not wait as `begin` does.
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                tensor.record_stream(current)
+        return moved
+
+    def finish(self) -> None:
+        """Wait for copies that have not ended, since nobody keeps their sources from now on."""
+        while self._sources:
+            self._sources.popleft()[0].synchronize()
+
+
+def _moved(node: Any, move: _Move) -> Any:
+    """Return a tree with its tensors moved; a part in which nothing moved is the same object."""
+    if isinstance(node, (torch.Tensor, PackedSequence)):
+        return move(node)
+    if callable(getattr(node, "to", None)) and not isinstance(node, (type, UserDict)):
+        return move(node)  # it knows best how; but Hugging Face's BatchEncoding, a UserDict, would move in place
+    if isinstance(node, Mapping):
+        children = {key: _moved(child, move) for key, child in node.items()}
+        if all(children[key] is child for key, child in node.items()):
+            return node
+        if isinstance(node, MutableMapping):
+            made = copy.copy(node)  # keeps the type
+            made.update(children)
+            return made
+        return children
+    if isinstance(node, (list, tuple)):
+        parts = [_moved(child, move) for child in node]
+        if all(new is old for new, old in zip(parts, node, strict=True)):
+            return node
+        return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return _moved_dataclass(node, move)
+    return node
+
+
+def _moved_dataclass(node: Any, move: _Move) -> Any:
+    made = None
+    for field in dataclasses.fields(node):
+        old = getattr(node, field.name, None)
+        new = _moved(old, move)
+        if new is not old:
+            made = copy.copy(node) if made is None else made
+            object.__setattr__(made, field.name, new)  # a frozen one too; its checks have been passed before
+    return node if made is None else made
+
+
+def _to(value: Any, device: torch.device, *, non_blocking: bool) -> Any:
+    if non_blocking and (isinstance(value, (torch.Tensor, PackedSequence)) or _may_not_block(value.to)):
+        return value.to(device, non_blocking=True)
+    return value.to(device)
+
+
+def _may_not_block(to: Callable[..., Any]) -> bool:
+    try:
+        return "non_blocking" in inspect.signature(to).parameters
+    except (TypeError, ValueError):  # it is written in C
+        return False

@@ -1,0 +1,333 @@
+"""What a worker does for one batch: fetch its samples with their own random numbers, replace bad ones, collate.
+
+Whatever goes wrong with a sample comes back as a *report* beside the batch, never as an exception that ends an epoch
+(``StopIteration``), that cannot be pickled (the parent would wait for ever, pytorch#142884) or that loses the index.
+
+Does not decide: whether a bad sample is set aside, and what is done about a machine that is short of something, is
+for ``loader`` and ``healing``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
+
+from holdfast.data.random_state import LazySeeding, isolated, seed_cpu
+from holdfast.data.seeds import SampleSeeds, derive_seed
+from holdfast.data.worker_board import COLLATING, Board
+
+_OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
+_OUT_OF_MEMORY = {errno.ENOSPC, errno.ENOMEM}
+
+
+_DRAW_NOTHING = (default_collate, default_convert)
+
+
+class Entry(NamedTuple):
+    """One batch to fetch.
+
+    Args:
+        number: Counts the batches of an epoch, for the workers' board.
+        epoch: Seeds depend on it.
+        indices: Dataset indices, in the order of the batch.
+        spares: Indices that follow in the epoch's order: the next ones replace what cannot be read.
+        aside: Those of `indices` and `spares` that are set aside already.
+        alone: Whether this is a sample by itself (``batch_size=None``), not a batch of one.
+        twice: Whether to read it twice and compare, which tells whether the dataset is deterministic.
+    """
+
+    number: int
+    epoch: int
+    indices: tuple[Any, ...]
+    spares: tuple[Any, ...] = ()
+    aside: tuple[Any, ...] = ()
+    alone: bool = False
+    twice: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A sample that could not be used, twice.
+
+    Args:
+        index: Dataset index.
+        kind: ``"raised"`` or ``"non-finite"``.
+        text: What was seen: a traceback, or where the value is.
+        error: The pickled exception, or None if it cannot be pickled.
+    """
+
+    index: Any
+    kind: str
+    text: str
+    error: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What happened while a batch was made.
+
+    Args:
+        number: Of the entry.
+        indices: Dataset indices of the samples that are in the batch.
+        failures: Samples that are not in it.
+        fatal: Why there is no batch at all: an error of collating, or nothing left to replace a sample with.
+        shortage: What the machine was short of: ``"shared memory"``, ``"file descriptors"``, ``"memory"``, or None.
+        differs: What was different when the batch was read twice, or None.
+        seconds: Time to make it, and of that on a CPU.
+        state: Of an iterable dataset, after this batch.
+    """
+
+    number: int
+    indices: tuple[Any, ...] | None = None
+    failures: tuple[Failure, ...] = ()
+    fatal: Failure | None = None
+    shortage: str | None = None
+    differs: str | None = None
+    seconds: tuple[float, float] = (0.0, 0.0)
+    state: Any = field(default=None, repr=False)
+
+
+class Parcel:
+    """A batch on its way out of a worker; what cannot be sent arrives as a report of why."""
+
+    def __init__(self, batch: Any, report: Report) -> None:
+        self.batch = batch
+        self.report = report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The queue pickles in a thread of its own, where an error would only be printed and the batch be lost.
+        try:
+            body = bytes(ForkingPickler.dumps(self.batch))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent has to know
+            shortage = shortage_in(error)
+            fatal = None if shortage else failure_of(None, error)
+            return _unpack, (b"", replace(self.report, fatal=fatal, shortage=shortage))
+        return _unpack, (body, self.report)
+
+
+def _unpack(body: bytes, report: Report) -> tuple[Any, Report]:
+    return (ForkingPickler.loads(body) if body else None), report
+
+
+def sent(batch: Any, report: Report) -> Any:
+    """Return what a worker hands over, or in the main process the pair that arrives."""
+    return (batch, report) if get_worker_info() is None else Parcel(batch, report)
+
+
+def as_is(value: Any) -> Any:
+    """Return the value: batches are collated before they get here."""
+    return value
+
+
+def failure_of(index: Any, error: BaseException) -> Failure:
+    """Return an exception as a failure, with the exception itself if it survives pickling."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = bytes(ForkingPickler.dumps(error))
+        same = type(ForkingPickler.loads(pickled)) is type(error)
+    except Exception:  # noqa: BLE001 - an exception class may do anything here
+        return Failure(index=index, kind="raised", text=text)
+    return Failure(index=index, kind="raised", text=text, error=pickled if same else None)
+
+
+def shortage_in(error: BaseException) -> str | None:
+    """Return what the machine is short of, if that is what an error says; such an error is not the sample's fault."""
+    text = str(error)
+    number = getattr(error, "errno", None)
+    if number in _OUT_OF_DESCRIPTORS or "Too many open files" in text or "ancdata" in text:
+        return "file descriptors"
+    if "shared memory" in text or "shm" in text:
+        return "shared memory"
+    if isinstance(error, MemoryError) or number in _OUT_OF_MEMORY or "can't allocate memory" in text:
+        return "memory"
+    return None
+
+
+class Fetcher(Dataset[Any]):
+    """A map-style dataset whose keys are entries and whose items are batches with reports.
+
+    Args:
+        dataset: The user's.
+        seed: With epoch and index it decides the random numbers of a sample.
+        collate: The user's collate function.
+        board: Where a worker says what it is doing, or None.
+        replaces: Whether a bad sample is tried again and then replaced; else its exception ends the batch.
+        check_finite: Whether a sample with NaN or Inf is a bad one.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        collate: Callable[[Any], Any],
+        board: Board | None = None,
+        *,
+        replaces: bool = True,
+        check_finite: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.collate = collate
+        self.board = board
+        self.replaces = replaces
+        self.check_finite = check_finite
+        self._seeds = SampleSeeds(seed)
+        self._lazy = LazySeeding()
+
+    def __getitem__(self, entry: Entry) -> Any:
+        info = get_worker_info()
+        worker = None if info is None else info.id
+        if worker is not None and self.board is not None:
+            self.board.begin(worker, entry.number)
+        with isolated() if worker is None else contextlib.nullcontext():
+            began = time.perf_counter(), time.process_time()
+            batch, report = self._make(entry, worker)
+            if entry.twice and report.fatal is None and report.shortage is None:
+                again, _ = self._make(entry, worker)
+                report = replace(report, differs=first_difference(batch, again))
+            seconds = time.perf_counter() - began[0], time.process_time() - began[1]
+        if worker is not None and self.board is not None:
+            self.board.end(worker)
+        return sent(batch, replace(report, seconds=seconds))
+
+    def _make(self, entry: Entry, worker: int | None) -> tuple[Any, Report]:
+        failures: list[Failure] = []
+        found: list[Any] = []
+        samples: list[Any] = []
+        board = self.board if worker is not None else None
+        for offset, index in enumerate(entry.indices):
+            if board is not None:
+                board.step(worker, offset)  # type: ignore[arg-type] # there is a board only in a worker
+            if not entry.aside or index not in entry.aside:
+                try:
+                    sample = self._seeded(entry.epoch, index)
+                    if not self.check_finite or find_nonfinite(sample) is None:
+                        found.append(index)
+                        samples.append(sample)
+                        continue
+                except (Exception, SystemExit):  # noqa: BLE001, S110 - looked at below, where it is tried again
+                    pass
+            chosen, sample = self._instead(entry, offset, board, worker, failures)
+            if isinstance(sample, (Failure, str)):
+                return None, _without_batch(entry, failures, sample)
+            found.append(chosen)
+            samples.append(sample)
+        if board is not None:
+            board.step(worker, COLLATING)  # type: ignore[arg-type]
+        try:
+            if self.collate not in _DRAW_NOTHING:
+                seed_cpu(derive_seed(self.seed, entry.epoch, "collate", *entry.indices[:1]))
+            batch = self.collate(samples[0] if entry.alone else samples)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, and raised in the main process
+            shortage = shortage_in(error) if worker is not None else None
+            return None, _without_batch(entry, failures, shortage or failure_of(None, error))
+        return batch, Report(number=entry.number, indices=tuple(found), failures=tuple(failures))
+
+    def _seeded(self, epoch: int, index: Any) -> Any:
+        """Return a sample that has drawn from its own random numbers."""
+        seed = self._seeds.of(epoch, index)
+        before = self._lazy.seed(seed)
+        sample = self.dataset[index]
+        if self._lazy.was_surprised(before):
+            self._lazy.seed(seed)
+            sample = self.dataset[index]
+        return sample
+
+    def _instead(
+        self, entry: Entry, offset: int, board: Board | None, worker: int | None, failures: list[Failure]
+    ) -> tuple[Any, Any]:
+        """Try a sample again, then those that follow; return the index that was read and its sample.
+
+        In the sample's place is a failure if none can be had, or a word if the machine is short of something.
+        """
+        index = entry.indices[offset]
+        last: Failure | None = None
+        candidates = enumerate(itertools.chain(entry.indices[offset:], entry.spares), start=offset)
+        for place, candidate in candidates if self.replaces else [(offset, index)]:
+            if candidate in entry.aside or any(candidate == each.index for each in failures):
+                continue
+            if board is not None:
+                board.step(worker, place)  # type: ignore[arg-type] # there is a board only in a worker
+            for _ in range(2 if place != offset and self.replaces else 1):  # a drive that stumbles: a second chance
+                try:
+                    sample = self._seeded(entry.epoch, candidate)
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - reported
+                    shortage = shortage_in(error)
+                    if shortage is not None and worker is not None:
+                        return candidate, shortage  # with fewer workers there may be enough; here there is not
+                    last = failure_of(candidate, error)
+                    continue
+                where = find_nonfinite(sample) if self.check_finite else None
+                if where is None:
+                    return candidate, sample
+                last = Failure(index=candidate, kind="non-finite", text=where)
+            if last is not None and self.replaces:
+                failures.append(last)
+        text = f"every sample that could stand in for sample {index!r} is bad too"
+        return index, last or Failure(index=index, kind="raised", text=text)
+
+
+def _without_batch(entry: Entry, failures: list[Failure], why: Failure | str) -> Report:
+    if isinstance(why, str):
+        return Report(number=entry.number, failures=tuple(failures), shortage=why)
+    return Report(number=entry.number, indices=entry.indices, failures=tuple(failures), fatal=why)
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of nested containers with its place."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from leaves(item, f"{path}[{number}]")
+    else:
+        yield path, value
+
+
+def find_nonfinite(sample: Any) -> str | None:
+    """Return where in a sample there is a NaN or Inf, or None."""
+    for path, leaf in leaves(sample, "sample"):
+        if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            count = int((~torch.isfinite(leaf)).sum())
+        elif isinstance(leaf, (np.ndarray, np.floating, float)) and np.asarray(leaf).dtype.kind in "fc":
+            count = int(np.size(leaf) - np.isfinite(leaf).sum())
+        else:
+            continue
+        if count:
+            return f"{path} holds {count} NaN or Inf"
+    return None
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # NaN is equal to itself here
+
+
+def first_difference(one: Any, other: Any) -> str | None:
+    """Return where two reads of the same batch differ, or None."""
+    for (path, a), (_, b) in itertools.zip_longest(
+        leaves(one, "batch"), leaves(other, "batch"), fillvalue=("", None)
+    ):
+        if isinstance(a, (torch.Tensor, np.ndarray)) and isinstance(b, (torch.Tensor, np.ndarray)):
+            left, right = torch.as_tensor(a), torch.as_tensor(b)
+            if left.shape != right.shape or left.dtype != right.dtype:
+                return f"{path} has shape {tuple(left.shape)} and then {tuple(right.shape)}"
+            if not left.numel() or torch.equal(_bytes(left), _bytes(right)):
+                continue
+            return f"{path} has other values"
+        if type(a) is not type(b):
+            return f"{path} is a {type(a).__name__} and then a {type(b).__name__}"
+        if isinstance(a, (bool, int, float, str, bytes)) and a != b and not (a != a and b != b):
+            return f"{path} is {a!r} and then {b!r}"
+    return None

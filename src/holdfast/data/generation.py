@@ -1,0 +1,174 @@
+"""One generation of workers: a torch loader, its processes and the watch over them; made, asked, dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
+
+from holdfast.data.fetch import as_is, shortage_in
+from holdfast.data.worker_board import Board
+from holdfast.data.worker_processes import WorkerLostError, kill, let_go, recording_context
+from holdfast.data.worker_watch import Loss, Watch
+
+_PATIENCE_SECONDS = 0.25
+"""A connection that breaks because a worker dies may break before the death shows."""
+
+
+class WorkersLostError(Exception):
+    """This generation is lost.
+
+    Args:
+        loss: Why.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss.cause)
+        self.loss = loss
+
+
+class _Entries:
+    """What torch takes for a sampler: the entries of the epoch that is under way."""
+
+    def __init__(self) -> None:
+        self.source: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.source
+
+
+class Generation:
+    """Makes batches in worker processes, or in this one if there are none.
+
+    Args:
+        make_dataset: Given the board, returns the dataset whose items are batches with reports.
+        num_workers: Worker processes; 0 for none.
+        method: Start method of the workers, or None for the default.
+        options: Further arguments of torch's loader.
+        limit_seconds: As `Watch`.
+        timeout_seconds: As `Watch`.
+        share_by_file: As `recording_context`.
+    """
+
+    def __init__(
+        self,
+        make_dataset: Callable[[Board | None], Any],
+        num_workers: int,
+        *,
+        method: str | None,
+        options: dict[str, Any],
+        limit_seconds: float,
+        timeout_seconds: float,
+        share_by_file: bool,
+    ) -> None:
+        self.num_workers = num_workers
+        self._processes: list[Any] = []
+        self._entries = _Entries()
+        self._limits = {"limit_seconds": limit_seconds, "timeout_seconds": timeout_seconds}
+        self._watch: Watch | None = None
+        self._board: Board | None = None
+        if num_workers:
+            context = recording_context(method, self._processes, share_by_file=share_by_file)
+            self._board = Board(context, num_workers)
+            options = {**options, "num_workers": num_workers, "multiprocessing_context": context}
+        else:
+            single = ("generator", "pin_memory", "pin_memory_device")
+            options = {name: value for name, value in options.items() if name in single}
+        dataset = make_dataset(self._board)
+        self._may_end = isinstance(dataset, IterableDataset)  # a worker whose part of a stream is over
+        sampler = None if self._may_end else self._entries
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of the number of workers: the outer loader has said it
+            self._inner = [TorchDataLoader(dataset, batch_size=None, collate_fn=as_is, sampler=sampler, **options)]
+        self._iterator: list[Any] = []
+
+    @property
+    def longest_seconds(self) -> float:
+        """Return the longest that a worker was seen at one thing."""
+        return 0.0 if self._watch is None else self._watch.longest_seconds
+
+    @property
+    def lost_at(self) -> float | None:
+        """Return when the loss was noticed, on the monotonic clock, or None if it was not the watch that noticed."""
+        return self._watch.lost_at if self._watch is not None and self._watch.lost else None
+
+    def begin(self, entries: Iterator[Any]) -> None:
+        """Start with the entries of an epoch, or of the rest of one.
+
+        Raises:
+            WorkersLostError: if the workers cannot be started for want of something.
+        """
+        self._entries.source = entries
+        watch = self._watch
+        if watch is not None and watch.lost:  # between two epochs
+            raise WorkersLostError(watch.loss())
+        try:
+            with watch.wakes() if watch is not None else contextlib.nullcontext():
+                self._iterator[:] = [iter(self._inner[0])]
+        except (OSError, MemoryError, RuntimeError, WorkerLostError) as error:
+            if not self.num_workers:
+                raise
+            shortage = shortage_in(error)
+            died = isinstance(error, WorkerLostError) or "DataLoader worker" in str(error)
+            if shortage is None and not died and not isinstance(error, OSError):
+                raise
+            loss = Loss(cause=f"workers could not be started: {error!r}", kind="machinery", shortage=shortage)
+            raise WorkersLostError(loss) from error
+        if self._board is not None and self._watch is None:
+            self._watch = Watch(self._processes, self._board, may_end=self._may_end, **self._limits)
+
+    def next(self) -> Any:
+        """Return the next batch and its report.
+
+        Raises:
+            StopIteration: after the last one.
+            WorkersLostError: if there will be no more from these workers.
+        """
+        watch = self._watch
+        if watch is None:
+            return next(self._iterator[0])
+        try:
+            with watch.wakes():
+                return next(self._iterator[0])
+        except StopIteration:
+            raise
+        except WorkerLostError:
+            loss = watch.loss()
+        except Exception as error:
+            if "in DataLoader worker process" in str(error):
+                raise  # of the user's worker_init_fn: everything else comes as a report
+            loss = _broken(error, watch)
+        raise WorkersLostError(loss)
+
+    def abandon(self) -> None:
+        """Kill the workers and forget them: they may have died holding a lock, so nothing of theirs is used again."""
+        if self._watch is not None:
+            self._watch.end()
+        kill(self._processes)
+        let_go(self._take())
+
+    def _take(self) -> list[Any]:
+        taken = [*self._iterator, *self._inner]
+        self._iterator.clear()
+        self._inner.clear()
+        return taken
+
+    def close(self) -> None:
+        """End the workers in order, and those that do not end by force."""
+        if self._watch is not None:
+            self._watch.end()
+        let_go(self._take())
+        kill([process for process in self._processes if process.is_alive()])
+
+
+def _broken(error: Exception, watch: Watch) -> Loss:
+    """Return the loss behind an exception of torch's machinery: a death, a shortage, or something unknown."""
+    shortage = shortage_in(error)
+    found = watch.loss(patience_seconds=_PATIENCE_SECONDS) if shortage is None else None
+    if found is None or found.kind == "machinery":
+        return Loss(cause=f"{type(error).__name__}: {error}", kind="machinery", shortage=shortage)
+    return found

@@ -1,0 +1,255 @@
+"""What is done when a generation of workers is lost: a new one goes on where the last batch was handed out.
+
+Which remedy, when it happens again at the same place:
+
+a sample that kills or blocks its worker twice, while other workers do well      it is set aside
+one worker alone                                                                 a second one is started as a control
+all workers are blocked (a lock that was held at the fork)                       none are used
+file descriptors run out                                                         tensors are shared through files
+memory or shared memory runs out, or workers die and no sample is to blame       half as many workers, at last none
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from holdfast.core.errors import LoaderError
+from holdfast.data.fetch import Report
+from holdfast.data.generation import Generation, WorkersLostError
+from holdfast.data.worker_board import STARTING, Board, Showing
+from holdfast.data.worker_watch import Loss
+
+Tell = Callable[..., None]
+
+_LIMIT_SECONDS = 60.0
+"""Least time at one sample after which a worker is called stuck: the watchdog's floor of 30 s, doubled since a sample
+may lie on a cold network drive. It is doubled again each time that the same place is stuck."""
+_STRIKES = 2
+_OFTEN, _WITHIN_BATCHES = 4, 50
+"""So many losses within so many batches are called repeated, although batches come between."""
+
+
+class Source(Protocol):
+    """Where batches come from, as far as healing is concerned."""
+
+    needs_all_workers: bool
+    """Whether the number of workers decides which sample comes when."""
+
+    def dataset(self, board: Board | None) -> Any:
+        """Return the dataset whose items are batches with reports, from the position on."""
+
+    def entries(self, *, again: bool) -> Iterator[Any]:
+        """Yield what is not handed out yet; `again`: workers were lost since the last call."""
+
+    def delivered(self, report: Report) -> None:
+        """Note that a batch is handed out."""
+
+    def is_finished(self) -> bool:
+        """Return whether all is handed out, as far as that is known before asking."""
+
+    def is_short(self) -> bool:
+        """Return whether something is missing although the workers say that they are done."""
+
+    def sample_at(self, showing: Showing) -> Any:
+        """Return the index of the sample that a worker shows, or None."""
+
+    def set_aside(self, index: Any, kind: str, evidence: str) -> None:
+        """Put a sample into quarantine."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Crew:
+    """How workers are run now; healing changes it.
+
+    Args:
+        workers: Worker processes.
+        method: Start method, or None for the default.
+        options: Further arguments of torch's loader.
+        timeout_seconds: So long the loop may wait for a batch; 0 for no limit.
+        share_by_file: Whether tensors are shared through named files.
+        keep: Whether workers are kept from one epoch to the next.
+    """
+
+    workers: int
+    method: str | None
+    options: dict[str, Any]
+    timeout_seconds: float
+    share_by_file: bool = False
+    keep: bool = False
+
+
+class Healer:
+    """Hands out the batches of a source, whatever happens to the workers.
+
+    Args:
+        crew: How they are run.
+        tell: Called with the kind of an event and its facts.
+    """
+
+    def __init__(self, crew: Crew, tell: Tell) -> None:
+        self.crew = crew
+        self._tell = tell
+        self._kept: Generation | None = None
+        self._strikes: dict[Any, int] = {}
+        self._in_a_row = 0  # losses since a batch was handed out
+        self._batches = 0
+        self._losses: deque[int] = deque(maxlen=_OFTEN)
+        self._longest = 0.0
+
+    def batches(self, source: Source) -> Generator[tuple[Any, Report]]:
+        """Yield the batches of a source with their reports."""
+        generation = self._take_kept() or self._start(source)
+        begun = again = False
+        try:
+            while True:
+                loss: Loss
+                try:
+                    if not begun:
+                        generation.begin(source.entries(again=again))
+                        begun = True
+                    if source.is_finished():
+                        return
+                    batch, report = generation.next()
+                except StopIteration:
+                    if not source.is_short():
+                        return
+                    loss = Loss(cause="the workers ended before the epoch did", kind="machinery")
+                except WorkersLostError as error:
+                    loss = error.loss
+                else:
+                    if report.shortage is None:
+                        self._in_a_row, self._batches = 0, self._batches + 1
+                        source.delivered(report)
+                        yield batch, report
+                        continue
+                    loss = Loss(
+                        cause=f"a worker ran out of {report.shortage}", kind="machinery", shortage=report.shortage
+                    )
+                generation = self._replace(generation, loss, source)
+                begun, again = False, True
+        finally:
+            self._leave(generation)
+
+    def _start(self, source: Source) -> Generation:
+        crew = self.crew
+        doubled = 2 ** max(0, self._in_a_row)
+        return Generation(
+            source.dataset,
+            crew.workers,
+            method=crew.method,
+            options=crew.options,
+            limit_seconds=max(_LIMIT_SECONDS, 8 * self._longest) * doubled,
+            timeout_seconds=crew.timeout_seconds * doubled,
+            share_by_file=crew.share_by_file,
+        )
+
+    def _take_kept(self) -> Generation | None:
+        kept, self._kept = self._kept, None
+        return kept
+
+    def _leave(self, generation: Generation) -> None:
+        self._longest = max(self._longest, generation.longest_seconds)
+        if self.crew.keep and generation.num_workers:
+            self._kept = generation
+        else:
+            generation.close()
+
+    def close(self) -> None:
+        """End workers that were kept."""
+        kept = self._take_kept()
+        if kept is not None:
+            kept.close()
+
+    def _replace(self, lost: Generation, loss: Loss, source: Source) -> Generation:
+        """Kill what is left of a generation, decide what has to change, and start the next."""
+        noticed = lost.lost_at or time.monotonic()
+        self._longest = max(self._longest, lost.longest_seconds)
+        lost.abandon()
+        self._in_a_row += 1
+        self._losses.append(self._batches)
+        before = self.crew.workers
+        if before == 0:
+            raise _no_way_on(f"no batch can be made even without workers: {loss.cause}")
+        index = None if loss.showing is None else source.sample_at(loss.showing)
+        remedy = self._decide(loss, index, source)
+        if source.needs_all_workers and self.crew.workers != before:
+            raise _no_way_on(
+                f"{loss.cause}, {self._in_a_row} times in a row, and a dataset that divides its items among workers "
+                f"itself needs all {before}"
+            )
+        generation = self._start(source)
+        self._tell(
+            "loader_healed",
+            cause=loss.cause,
+            sample=index if isinstance(index, (int, str, type(None))) else repr(index),
+            remedy=remedy,
+            workers_before=before,
+            workers=self.crew.workers,
+            seconds=round(time.monotonic() - noticed, 4),
+        )
+        return generation
+
+    def _decide(self, loss: Loss, index: Any, source: Source) -> str:
+        crew, repeated = self.crew, self._in_a_row > 1
+        often = len(self._losses) == _OFTEN and self._batches - self._losses[0] < _WITHIN_BATCHES
+        if loss.shortage == "file descriptors" and not crew.share_by_file:
+            crew.share_by_file = True
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            return (
+                "tensors are shared through files from now on, and the limit of descriptors is raised to the hard one"
+            )
+        if loss.shortage is not None:
+            return self._fewer()
+        if "Pin memory" in loss.cause and repeated:
+            crew.options = {**crew.options, "pin_memory": False}
+            return "memory is no longer pinned"
+        if index is not None and loss.kind in {"died", "hung"}:
+            return self._suspect(loss, index, source, repeated=repeated)
+        if loss.kind == "hung" and repeated and loss.showing is not None:
+            return self._blocked(loss, loss.showing)
+        return self._fewer() if repeated or (often and loss.kind == "died") else "new workers"
+
+    def _blocked(self, loss: Loss, showing: Showing) -> str:
+        if showing.offset != STARTING:
+            raise _no_way_on(f"the workers were stuck at batch {showing.number} {self._in_a_row} times: {loss.cause}")
+        self.crew.workers = 0
+        return "no workers from now on: they are blocked from the start, as by a lock that was held at the fork"
+
+    def _suspect(self, loss: Loss, index: Any, source: Source, *, repeated: bool) -> str:
+        """Decide about a loss in which a worker was at a sample."""
+        if loss.others_fine:
+            self._strikes[index] = self._strikes.get(index, 0) + 1
+            if self._strikes[index] < _STRIKES:
+                return "new workers; the sample is tried again"
+            del self._strikes[index]
+            self._in_a_row = 0
+            source.set_aside(index, "hung" if loss.kind == "hung" else "killed its worker", loss.cause)
+            return "the sample is set aside"
+        if not repeated:
+            return "new workers"
+        if loss.others_fine is None:
+            self.crew.workers = 2
+            return "two workers from now on: one is the control for the other"
+        if loss.kind == "hung":
+            self.crew.workers = 0
+            return "no workers from now on: all of them are blocked, as by a lock that was held at the fork"
+        return self._fewer()
+
+    def _fewer(self) -> str:
+        self.crew.workers //= 2
+        return f"{self.crew.workers} workers from now on"
+
+
+def _no_way_on(what: str) -> LoaderError:
+    return LoaderError(
+        what,
+        limit="no remedy is left",
+        fix="look at the events loader_healed before it: they name each cause and what was tried.",
+        rule="H614",
+    )

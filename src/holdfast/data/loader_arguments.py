@@ -1,0 +1,128 @@
+"""The arguments of `DataLoader`: checked before any work, and turned into an order and a place among the ranks."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Sized
+from typing import Any
+
+from torch import distributed
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
+
+from holdfast.core.errors import LoaderError
+from holdfast.data.orders import Order, Sequential, Shuffled, TokenBatches
+from holdfast.data.plan import ByBatch, ByPosition, Plan, Sampled
+
+_TORCH = inspect.signature(TorchDataLoader.__init__)
+_OURS = ("seed", "quarantine", "check_finite", "repeats", "sharded", "rank", "world_size")
+
+
+class UnknownArgumentError(LoaderError, TypeError):
+    """An argument that no loader has; a `TypeError` as from torch."""
+
+
+def check_arguments(
+    dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, quarantine: float, check_finite: bool
+) -> dict[str, Any]:
+    """Check what torch would accept or refuse without a word of help.
+
+    Returns:
+        torch's arguments by name.
+
+    Raises:
+        LoaderError: H607 for arguments that cannot be used, H610 for a dataset without samples.
+    """
+    for name in kwargs:
+        if name not in _TORCH.parameters:
+            near = difflib.get_close_matches(name, [*_TORCH.parameters, *_OURS], n=1)
+            raise UnknownArgumentError(
+                f"DataLoader() got an unexpected keyword argument {name!r}",
+                limit=f"it takes torch's and {', '.join(_OURS)}",
+                fix=f"did you mean {near[0]!r}?" if near else "leave it out.",
+                rule="H607",
+            )
+    given: dict[str, Any] = _TORCH.bind(None, dataset, *args, **kwargs).arguments
+    if given.get("timeout") and not given.get("num_workers"):
+        raise _unusable(
+            f"timeout={given['timeout']} with num_workers=0",
+            "only workers can be waited for",
+            "pass num_workers >= 1, or leave timeout out.",
+        )
+    if not isinstance(quarantine, (int, float)) or isinstance(quarantine, bool) or quarantine < 0:
+        raise _unusable(
+            f"quarantine={quarantine!r}", "it is a share or a number of samples", "pass 0.001, 5, or 0 for none."
+        )
+    iterable = isinstance(dataset, IterableDataset)
+    if iterable and check_finite:
+        raise _unusable(
+            "check_finite=True with an IterableDataset",
+            "an item of a stream cannot be replaced",
+            "check in the dataset, or use a map-style one.",
+        )
+    if not iterable and isinstance(dataset, Sized) and len(dataset) == 0:
+        raise LoaderError(
+            f"{type(dataset).__name__} has no samples",
+            limit="an epoch needs at least one",
+            fix="check its path and its filters.",
+            rule="H610",
+        )
+    return given
+
+
+def _unusable(what: str, limit: str, fix: str) -> LoaderError:
+    return LoaderError(what, limit=limit, fix=fix, rule="H607")
+
+
+def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return this rank and the number of ranks, as given or as ``torch.distributed`` says.
+
+    Raises:
+        LoaderError: H607 for a rank that there is not.
+    """
+    if (rank is None) != (world_size is None):
+        raise _unusable(f"rank={rank}, world_size={world_size}", "they belong together", "pass both, or neither.")
+    if rank is None or world_size is None:
+        known = distributed.is_available() and distributed.is_initialized()
+        return (distributed.get_rank(), distributed.get_world_size()) if known else (0, 1)
+    if not 0 <= rank < world_size:
+        raise _unusable(f"rank={rank}, world_size={world_size}", "ranks count from 0", "pass rank < world_size.")
+    return rank, world_size
+
+
+def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repeats: bool | None) -> Plan:
+    """Return where the entries of a map-style dataset come from.
+
+    Args:
+        loader: The loader, initialised as torch's.
+        given: Its arguments by name.
+        ranks: This rank and the number of ranks.
+        repeats: As `Sampled`.
+
+    Raises:
+        LoaderError: H603 for a sampler without a length.
+    """
+    sampler, batch_sampler = given.get("sampler"), given.get("batch_sampler")
+    rank, world_size = ranks
+    tokens = batch_sampler if isinstance(batch_sampler, TokenBatches) else None
+    if batch_sampler is not None and tokens is None:
+        return ByBatch(sampler=Sampled(batch_sampler, loader.seed, repeats=repeats))
+    order: Any
+    if tokens is not None:
+        order = tokens.order
+    elif isinstance(sampler, Order):
+        order = sampler
+    elif sampler is not None:
+        order, rank, world_size = Sampled(sampler, loader.seed, repeats=repeats), 0, 1
+    else:
+        order = Shuffled(len(loader.dataset)) if given.get("shuffle") else Sequential(len(loader.dataset))
+    return ByPosition(
+        order=order,
+        seed=loader.seed,
+        batch_size=1 if tokens is not None else loader.batch_size,
+        drop_last=loader.drop_last,
+        rank=rank,
+        world_size=world_size,
+        tokens=tokens,
+    )

@@ -1,0 +1,112 @@
+"""One epoch of a map-style dataset, as healing sees it: what is out, what was handed out, which sample is suspect."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from holdfast.data.fetch import Entry, Fetcher, Report
+from holdfast.data.plan import Plan
+from holdfast.data.quarantine import Ledger
+from holdfast.data.worker_board import Board, Showing
+
+
+class MapSource:
+    """The rest of an epoch.
+
+    Args:
+        plan: Where entries come from.
+        epoch: Which one.
+        start: Position to begin at.
+        ledger: Samples that are set aside.
+        make_fetcher: Given the board, returns what fetches the entries.
+        tell: Called with the kind of an event and its facts.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        epoch: int,
+        start: int,
+        *,
+        ledger: Ledger,
+        make_fetcher: Callable[[Board | None], Fetcher],
+        tell: Callable[..., None],
+    ) -> None:
+        self.needs_all_workers = False
+        self.position = start
+        self._epoch = epoch
+        self._ledger = ledger
+        self._tell = tell
+        self.dataset = make_fetcher
+        self._aside = ledger.aside(epoch)
+        self._planned = plan.entries(epoch, start, self._aside)
+        self._out: dict[int, tuple[Entry, int]] = {}  # in the hands of workers: by number, with the position after it
+        self._ahead: dict[int, int] = {}  # handed out before an earlier one: by number, the position after it
+        self._next = 0  # number of the first that is not handed out
+        self._exhausted = False
+
+    def entries(self, *, again: bool) -> Iterator[Entry]:
+        """Yield what is not handed out yet; after a loss, what was out comes first, and the first is read twice."""
+        for number in sorted(self._out):
+            entry, after = self._out[number]
+            bad = tuple(index for index in (*entry.indices, *entry.spares) if index in self._aside)
+            entry = entry._replace(aside=bad, twice=again)
+            again = False
+            self._out[number] = entry, after
+            yield entry
+        for entry, after in self._planned:
+            self._out[entry.number] = entry, after
+            yield entry
+        self._exhausted = True
+
+    def delivered(self, report: Report) -> None:
+        """Note that a batch is handed out, and set aside what was bad in it.
+
+        Raises:
+            LoaderError: H612 if these are too many.
+        """
+        entry, after = self._out.pop(report.number)
+        for failure in report.failures:
+            self.set_aside(failure.index, failure.kind, failure.text)
+        if report.differs is not None:
+            self._tell(
+                "dataset_not_deterministic",
+                what=report.differs,
+                samples=list(entry.indices),
+                why="read twice with the same random numbers after workers were lost, so the order of samples is "
+                "as before but their values may not be",
+            )
+        self._ahead[report.number] = after
+        while self._next in self._ahead:  # with in_order=False a later one may come first
+            self.position = self._ahead.pop(self._next)
+            self._next += 1
+
+    def set_aside(self, index: Any, kind: str, evidence: str) -> None:
+        """Put a sample into quarantine, and tell it.
+
+        Raises:
+            LoaderError: H612 if that would be one too many.
+        """
+        if self._ledger.add(index, kind, self._epoch, evidence):
+            self._aside.update(self._ledger.aside(self._epoch))  # the plan reads this very set
+            last = evidence.strip().splitlines()[-1] if evidence.strip() else ""
+            plain = index if isinstance(index, (int, str)) else repr(index)
+            self._tell("sample_quarantined", sample=plain, why=kind, evidence=last, aside=len(self._ledger))
+
+    def is_finished(self) -> bool:
+        """Return whether all is handed out, as far as that is known before asking."""
+        return self._exhausted and not self._out
+
+    def is_short(self) -> bool:
+        """Return whether something is still out."""
+        return bool(self._out)
+
+    def sample_at(self, showing: Showing) -> Any:
+        """Return the index of the sample that a worker shows, or None."""
+        found = self._out.get(showing.number)
+        if found is None or showing.offset < 0:
+            return None
+        entry, _ = found
+        return next(itertools.islice((*entry.indices, *entry.spares), showing.offset, None), None)

@@ -1,0 +1,227 @@
+"""What an epoch fetches from a position on: entries for the workers, one per batch, made as they are asked for.
+
+by position    `holdfast.data.orders`, and a user's sampler whose indices are drawn once an epoch: any batch size
+by batch       a user's batch sampler, whose batches are its own
+
+A position counts samples of all ranks, or batches of a batch sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from holdfast.core.errors import LoaderError
+from holdfast.data.fetch import Entry
+from holdfast.data.orders import TokenBatches, rank_positions, steps_left
+from holdfast.data.random_state import isolated, seed_cpu
+from holdfast.data.seeds import derive_seed
+
+_SPARES = 8  # samples that may stand in for bad ones of a batch; several bad ones in a row are rare
+
+
+class Ordered(Protocol):
+    """What a plan needs of an order."""
+
+    def __len__(self) -> int:
+        """Return the positions of an epoch."""
+
+    def indices(self, seed: int, epoch: int, start: int, stop: int) -> list[Any]:
+        """Return the indices at some positions."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal for a position to mean the same sample."""
+
+
+class Plan(Protocol):
+    """Where the entries of an epoch come from."""
+
+    def entries(self, epoch: int, start: int, aside: Collection[Any]) -> Iterator[tuple[Entry, int]]:
+        """Yield entries from a position on, each with the position after it.
+
+        Args:
+            epoch: Which one.
+            start: Position.
+            aside: Indices that are set aside; read anew for each entry.
+        """
+
+    def steps(self, epoch: int, start: int) -> int:
+        """Return how many entries follow."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal for a position to mean the same sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByPosition:
+    """Cut an order into batches, and each step's batches among the ranks.
+
+    Args:
+        order: The order.
+        seed: Of the loader.
+        batch_size: Samples of a rank in a step; None for samples by themselves.
+        drop_last: Whether a step that is not full is left out.
+        rank: Which rank this is.
+        world_size: Number of ranks.
+        tokens: Cuts batches by their tokens instead, or None.
+    """
+
+    order: Ordered
+    seed: int
+    batch_size: int | None
+    drop_last: bool
+    rank: int
+    world_size: int
+    tokens: TokenBatches | None = None
+
+    def entries(self, epoch: int, start: int, aside: Collection[Any]) -> Iterator[tuple[Entry, int]]:
+        """Yield entries as `Plan.entries` says."""
+        number = 0
+        while (found := self._step(epoch, start)) is not None:
+            positions, start = found
+            indices = self.order.indices(self.seed, epoch, positions.start, positions.stop)
+            spares = self.order.indices(self.seed, epoch, positions.stop, positions.stop + _SPARES)
+            if len(spares) < _SPARES:
+                spares += self.order.indices(self.seed, epoch, 0, _SPARES - len(spares))
+            yield _entry(number, epoch, indices, spares, aside, alone=self.batch_size is None), start
+            number += 1
+
+    def _step(self, epoch: int, start: int) -> tuple[range, int] | None:
+        """Return this rank's positions in a step, and where the next step begins."""
+        if self.tokens is not None:
+            shares = self.tokens.parts(self.seed, epoch, start, self.world_size)
+            return (shares[self.rank].positions, max(each.positions.stop for each in shares)) if shares else None
+        count, size = len(self.order), self.batch_size or 1
+        share = rank_positions(start, count, size, self.rank, self.world_size, drop_last=self.drop_last)
+        return None if share is None else (share.positions, min(start + size * self.world_size, count))
+
+    def steps(self, epoch: int, start: int) -> int:
+        """Return how many entries follow."""
+        if self.tokens is not None:
+            return self.tokens.count(self.seed, epoch, start, self.world_size)
+        size = self.batch_size or 1
+        return steps_left(start, len(self.order), size, self.world_size, drop_last=self.drop_last)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal for a position to mean the same sample."""
+        return {"counts": "samples", **self.order.identity()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByBatch:
+    """Take the batches of a user's batch sampler, as they are."""
+
+    sampler: Sampled
+
+    def entries(self, epoch: int, start: int, aside: Collection[Any]) -> Iterator[tuple[Entry, int]]:
+        """Yield entries as `Plan.entries` says."""
+        batches = self.sampler.drawn(epoch)
+        for place in range(start, len(batches)):
+            following = batches[(place + 1) % len(batches)]
+            yield _entry(place - start, epoch, list(batches[place]), list(following), aside, alone=False), place + 1
+
+    def steps(self, epoch: int, start: int) -> int:
+        """Return how many entries follow."""
+        del epoch
+        return max(0, len(self.sampler) - start)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal for a position to mean the same batch."""
+        return {"counts": "batches", **self.sampler.identity()}
+
+
+def _entry(
+    number: int, epoch: int, indices: list[Any], spares: list[Any], aside: Collection[Any], *, alone: bool
+) -> Entry:
+    spares = [index for index in spares[:_SPARES] if index not in indices]
+    bad = tuple(index for index in (*indices, *spares) if index in aside) if aside else ()
+    return Entry(number, epoch, tuple(indices), tuple(spares), bad, alone)
+
+
+class Sampled:
+    """A user's sampler, drawn once an epoch from (seed, epoch), whatever its source of chance.
+
+    Args:
+        sampler: Yields indices, or lists of them.
+        seed: Of the loader.
+        repeats: Whether an index may come more than once an epoch; None: only if the sampler says that it draws with
+            replacement, or pads for ranks.
+
+    Raises:
+        LoaderError: H603 for a sampler without a length.
+    """
+
+    def __init__(self, sampler: Iterable[Any], seed: int, *, repeats: bool | None) -> None:
+        if not isinstance(sampler, Sized):
+            raise LoaderError(
+                f"sampler {type(sampler).__name__} has no length",
+                limit="an order that resumes exactly needs to know where an epoch ends",
+                fix="give it a __len__, or use torch.utils.data.DataLoader and accept an inexact resume.",
+                rule="H603",
+            )
+        self._sampler = sampler
+        self._seed = seed
+        self._repeats = repeats
+        self._drawn: tuple[int, list[Any]] | None = None
+
+    def __len__(self) -> int:
+        """Return the entries of an epoch, as the sampler tells."""
+        return len(self._sampler)
+
+    def drawn(self, epoch: int) -> list[Any]:
+        """Return all that the sampler yields in an epoch.
+
+        Raises:
+            LoaderError: H609 if indices repeat although the sampler does not say that they may.
+        """
+        if self._drawn is None or self._drawn[0] != epoch:
+            inner = getattr(self._sampler, "sampler", None)
+            with isolated():
+                seed = derive_seed(self._seed, epoch, "order")
+                seed_cpu(seed)
+                for each in (self._sampler, inner):
+                    generator = getattr(each, "generator", None)
+                    if isinstance(generator, torch.Generator):
+                        generator.manual_seed(seed)
+                    if hasattr(each, "set_epoch"):
+                        each.set_epoch(epoch)  # type: ignore[union-attr]
+                found = list(self._sampler)
+            if not self._may_repeat(inner):
+                _check_once(found, type(self._sampler).__name__)
+            self._drawn = epoch, found
+        return self._drawn[1]
+
+    def _may_repeat(self, inner: Any) -> bool:
+        if self._repeats is not None:
+            return self._repeats
+        # torch's samplers with replacement say so; its DistributedSampler repeats a few to make ranks equal.
+        return any(
+            getattr(each, "replacement", False) or hasattr(each, "num_replicas") for each in (self._sampler, inner)
+        )
+
+    def indices(self, seed: int, epoch: int, start: int, stop: int) -> list[Any]:
+        """Return the indices at some positions of an epoch."""
+        del seed
+        return self.drawn(epoch)[start:stop]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what can be told of a sampler: its kind and its length."""
+        return {"kind": type(self._sampler).__name__, "version": 1, "length": len(self)}
+
+
+def _check_once(found: list[Any], name: str) -> None:
+    flat = [index for entry in found for index in (entry if isinstance(entry, (list, tuple)) else [entry])]
+    try:
+        repeated = len(flat) - len(set(flat))
+    except TypeError:
+        return  # keys that cannot be compared
+    if repeated:
+        raise LoaderError(
+            f"{name} yields {repeated} of {len(flat)} indices more than once in an epoch",
+            limit="each sample is expected once",
+            fix="repair the sampler, or pass repeats=True if it draws with replacement on purpose.",
+            rule="H609",
+        )

@@ -1,0 +1,296 @@
+"""Iterable datasets: their batches dealt out to workers and ranks, each item once, in the order of one process.
+
+not sharded by itself    every worker reads the whole stream and makes every so many-th batch of it
+sharded by itself        it asks ``get_worker_info()``, or says so: what it yields in a worker is that worker's
+
+With ``state_dict`` and ``load_state_dict`` the dataset keeps its own position; without, the items before the position
+are read again and dropped.
+
+Does not set bad items aside: an iterator that has raised is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from holdfast.data.fetch import Report, failure_of, sent, shortage_in
+from holdfast.data.orders import rank_positions
+from holdfast.data.random_state import isolated, seed_cpu
+from holdfast.data.seeds import derive_seed
+from holdfast.data.worker_board import COLLATING, Board, Showing
+
+_SHARDING_WORDS = {"get_worker_info", "worker_info", "num_replicas", "split_by_worker", "split_by_node"}
+_SHARDING_ATTRIBUTES = ("num_shards", "n_shards")  # Hugging Face datasets deal out their shards themselves
+
+
+def shards_itself(dataset: Any) -> bool:
+    """Say whether an iterable dataset divides its items among workers, as far as its code shows.
+
+    Looks for ``get_worker_info`` in the functions of its classes, and for attributes that such datasets have.
+    """
+    if any(hasattr(dataset, name) for name in _SHARDING_ATTRIBUTES):
+        return True
+    for kind in type(dataset).__mro__:
+        if kind.__module__.startswith("torch.") or kind is object:
+            continue
+        for member in vars(kind).values():
+            function = inspect.unwrap(member) if callable(member) else None
+            code = getattr(function, "__code__", None)
+            if code is not None and _SHARDING_WORDS & {*code.co_names, *code.co_freevars}:
+                return True
+    return False
+
+
+def keeps_state(dataset: Any) -> bool:
+    """Say whether a dataset can save and load its position."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPlan:
+    """How a stream is cut.
+
+    Args:
+        seed: With epoch and item number it decides the random numbers of an item.
+        epoch: Which one.
+        batch_size: Items of a rank's batch; None for items by themselves.
+        drop_last: Whether a last batch that is not full is left out.
+        sharded: Whether the dataset divides its items itself.
+        rank: Which rank this is.
+        world_size: Number of ranks; 1 for a dataset that divides its items itself.
+    """
+
+    seed: int
+    epoch: int
+    batch_size: int | None
+    drop_last: bool
+    sharded: bool
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPosition:
+    """How far a stream, or one worker's part of it, was handed out.
+
+    Args:
+        items: Items of all ranks.
+        state: What the dataset said when it was there, or None to read from the beginning.
+    """
+
+    items: int = 0
+    state: Any = None
+
+
+class Stream(IterableDataset[Any]):
+    """Batches with reports from an iterable dataset, for one worker or this process.
+
+    Args:
+        dataset: The user's.
+        collate: The user's collate function.
+        plan: How it is cut.
+        positions: Where to begin: by worker if the dataset divides its items itself, else under 0.
+        turn: For such a dataset, the worker whose turn it is: torch begins with worker 0, so those before pass.
+        board: Where a worker says what it is doing, or None.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        plan: StreamPlan,
+        positions: dict[int, StreamPosition],
+        turn: int,
+        board: Board | None,
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._plan = plan
+        self._positions = positions
+        self._turn = turn
+        self._board = board
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this worker's batches, each with its report, from the position on."""
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        shard, parts = (worker, 1) if self._plan.sharded else (0, workers)
+        begin = self._positions.get(shard, StreamPosition())
+        if worker < self._turn:
+            yield sent(None, Report(number=-1))
+        items = _Items(self._dataset, self._plan, shard, begin)
+        size = (self._plan.batch_size or 1) * self._plan.world_size
+        try:
+            items.open(begin)
+            for turn in range(2**62):
+                first, mine = items.number, turn % parts == worker % parts
+                began = time.perf_counter(), time.process_time()
+                group = []
+                for _ in range(size):
+                    self._show(worker, items.number, 0)
+                    item = next(items, items)
+                    if item is items:
+                        break
+                    if mine:
+                        group.append(item)
+                if items.number == first:
+                    return
+                if mine:
+                    batch = self._cut(group, size)
+                    if batch is not None:
+                        seconds = time.perf_counter() - began[0], time.process_time() - began[1]
+                        yield self._made(batch, worker, items, seconds)
+        except _StreamError as error:
+            shortage = shortage_in(error.cause)
+            if shortage is not None and info is None:
+                raise error.cause from None
+            fatal = None if shortage else failure_of(items.number, error.cause)
+            yield sent(None, Report(number=worker, fatal=fatal, shortage=shortage))
+
+    def _show(self, worker: int, number: int, offset: int) -> None:
+        if self._board is not None:
+            self._board.begin(worker, number)
+            self._board.step(worker, offset)
+
+    def _cut(self, group: list[Any], size: int) -> list[Any] | None:
+        """Return this rank's part of the items of one step; the last step is divided among all ranks."""
+        plan = self._plan
+        if len(group) == size:
+            each = size // plan.world_size
+            return group[plan.rank * each : (plan.rank + 1) * each]
+        share = rank_positions(
+            0, len(group), size // plan.world_size, plan.rank, plan.world_size, drop_last=plan.drop_last
+        )
+        return None if share is None else group[share.positions.start : share.positions.stop]
+
+    def _made(self, batch: list[Any], worker: int, items: _Items, seconds: tuple[float, float]) -> Any:
+        self._show(worker, items.number, COLLATING)
+        try:
+            with _quietly():
+                seed_cpu(derive_seed(self._plan.seed, self._plan.epoch, "collate", items.number))
+                made = self._collate(batch[0] if self._plan.batch_size is None else batch)
+            state = self._dataset.state_dict() if keeps_state(self._dataset) else None
+        except (Exception, SystemExit) as error:
+            raise _StreamError(error) from error
+        if self._board is not None:
+            self._board.end(worker)
+        return sent(made, Report(number=worker, state=(items.number, state), seconds=seconds))
+
+
+def _quietly() -> contextlib.AbstractContextManager[None]:
+    """Return a context that leaves training's random state alone; in a worker there is none to leave alone."""
+    return isolated() if get_worker_info() is None else contextlib.nullcontext()
+
+
+class _StreamError(Exception):
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class _Items:
+    """The items of a stream, each with random numbers of its own, and their count."""
+
+    def __init__(self, dataset: Any, plan: StreamPlan, shard: int, begin: StreamPosition) -> None:
+        self._dataset = dataset
+        self._parts = (plan.seed, plan.epoch, "stream", shard if plan.sharded else 0)
+        self.number = begin.items if begin.state is not None else 0
+        self._iterator: Iterator[Any] = iter(())
+
+    def open(self, begin: StreamPosition) -> None:
+        """Go to a position."""
+        try:
+            with _quietly():
+                seed_cpu(derive_seed(*self._parts, -1))
+                if begin.state is not None:
+                    self._dataset.load_state_dict(begin.state)
+                self._iterator = iter(self._dataset)
+        except Exception as error:
+            raise _StreamError(error) from error
+        while self.number < begin.items and next(self, self) is not self:
+            pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with _quietly():
+            seed_cpu(derive_seed(*self._parts, self.number))
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                raise
+            except (Exception, SystemExit) as error:
+                raise _StreamError(error) from error
+        self.number += 1
+        return item
+
+
+class StreamSource:
+    """The rest of an epoch of an iterable dataset, as healing sees it.
+
+    Args:
+        dataset: The user's.
+        collate: The user's collate function.
+        plan: How it is cut.
+        positions: As `Stream`; brought up to date as batches are handed out.
+        turn: As `Stream`.
+        workers: Asked for the number of workers.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        plan: StreamPlan,
+        positions: dict[int, StreamPosition],
+        turn: int,
+        workers: Callable[[], int],
+    ) -> None:
+        self._user = dataset
+        self._collate = collate
+        self._plan = plan
+        self._workers = workers
+        self.positions = positions
+        self.turn = turn
+        self.needs_all_workers = plan.sharded
+
+    def dataset(self, board: Board | None) -> Stream:
+        """Return the stream from the position on."""
+        return Stream(self._user, self._collate, self._plan, dict(self.positions), self.turn, board)
+
+    def entries(self, *, again: bool) -> Iterator[Any]:
+        """Yield nothing: a stream is not asked for indices."""
+        del again
+        return iter(())
+
+    def delivered(self, report: Report) -> None:
+        """Note that a batch is handed out."""
+        if report.state is None or report.number < 0:
+            return  # a turn that was passed, or no batch
+        items, state = report.state
+        self.positions[report.number if self._plan.sharded else 0] = StreamPosition(items=items, state=state)
+        if self._plan.sharded:
+            self.turn = (report.number + 1) % max(1, self._workers())
+
+    def is_finished(self) -> bool:
+        """Return False: a stream tells when it ends."""
+        return False
+
+    def is_short(self) -> bool:
+        """Return False: nobody knows how long a stream is."""
+        return False
+
+    def sample_at(self, showing: Showing) -> Any:
+        """Return None: an item of a stream cannot be left out."""
+        del showing
+
+    def set_aside(self, index: Any, kind: str, evidence: str) -> None:
+        """Do nothing: it is never called, since no item is suspect by itself."""

@@ -1,0 +1,70 @@
+"""A board in shared memory on which each worker shows what it is doing: a stuck one can be told from a slow one.
+
+Three numbers for each worker: batch, place in it, and how many batches it has finished. Written without a lock by its
+worker alone; a reader may see numbers of two moments, which a second look puts right.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+STARTING = -3
+IDLE = -2
+COLLATING = -1
+_FIELDS = 3
+
+
+class Showing(NamedTuple):
+    """What a worker was doing at a look.
+
+    Args:
+        number: The batch that it is at.
+        offset: Place of the sample in it (beyond its size: a spare); `IDLE`, `COLLATING` or `STARTING`.
+        done: Batches that it has finished.
+    """
+
+    number: int
+    offset: int
+    done: int
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether it is at work."""
+        return self.offset != IDLE
+
+    @property
+    def has_worked(self) -> bool:
+        """Return whether it has finished a sample since it started."""
+        return self.done > 0 or self.offset > 0
+
+
+class Board:
+    """The board of one generation of workers; it travels to them as an argument of their process.
+
+    Args:
+        context: Multiprocessing context that the workers are started with.
+        workers: How many.
+    """
+
+    def __init__(self, context: Any, workers: int) -> None:
+        self._cells = context.RawArray("q", _FIELDS * workers)
+        for worker in range(workers):
+            self._cells[_FIELDS * worker + 1] = STARTING
+
+    def begin(self, worker: int, number: int) -> None:
+        """Show that a worker begins a batch."""
+        self._cells[_FIELDS * worker] = number
+
+    def step(self, worker: int, offset: int) -> None:
+        """Show at which place of its batch a worker is; called for each sample, so it is one write."""
+        self._cells[_FIELDS * worker + 1] = offset
+
+    def end(self, worker: int) -> None:
+        """Show that a worker has nothing to do."""
+        self._cells[_FIELDS * worker + 2] += 1
+        self._cells[_FIELDS * worker + 1] = IDLE
+
+    def look(self, worker: int) -> Showing:
+        """Return what a worker shows."""
+        first = _FIELDS * worker
+        return Showing(*self._cells[first : first + _FIELDS])

@@ -1,0 +1,205 @@
+"""Worker processes that die with their parent, whose death is known at once, and that can be let go without waiting.
+
+torch starts them through a multiprocessing context; ours notes each process and lets it begin with what an orphan
+must not be without. When one of them ends, torch raises an exception in the main thread *wherever that is*, in the
+middle of an optimizer step if it must be; here it is raised only while the loop waits for a batch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_SECONDS = 1.0
+
+
+class WorkerLostError(Exception):
+    """A worker ended, or was ended, while the loop waited for a batch."""
+
+
+class Waiting(Protocol):
+    """Who wants to be woken when a worker is lost."""
+
+    waiting: bool
+    lost: bool
+    pids: frozenset[int]
+
+
+_alive: weakref.WeakSet[Any] = weakref.WeakSet()
+_previous: Any = None
+
+
+def _on_child(number: int, frame: Any) -> None:
+    """Wake who waits for a batch of a lost worker; let torch raise about workers that are not ours."""
+    mine = list(_alive)
+    for each in mine:
+        if each.lost and each.waiting:
+            each.waiting = False
+            raise WorkerLostError
+    while callable(_previous):
+        try:
+            _previous(number, frame)
+        except RuntimeError as error:
+            if any(str(pid) in str(error) for each in mine for pid in each.pids):
+                continue  # torch forgets a loader that it has raised about, so this ends
+            raise
+        return
+
+
+def wake_on_loss(waiting: Waiting) -> None:
+    """Let a lost worker interrupt this one's waiting. Without effect outside the main thread, as with torch."""
+    global _previous
+    _alive.add(waiting)
+    if threading.current_thread() is not threading.main_thread():
+        return
+    here = signal.getsignal(signal.SIGCHLD)
+    if here is not _on_child:
+        _previous = here
+        signal.signal(signal.SIGCHLD, _on_child)
+
+
+def wake_main_thread() -> None:
+    """Interrupt a wait of the main thread, so that it runs the handler."""
+    with suppress(ProcessLookupError, RuntimeError):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
+
+
+def recording_context(method: str | None, started: list[Any], *, share_by_file: bool) -> Any:
+    """Return a multiprocessing context that notes the processes it starts.
+
+    Args:
+        method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or None for the default.
+        started: Gets the processes, in order.
+        share_by_file: Whether tensors are shared through named files, which takes no file descriptors.
+    """
+    context = multiprocessing.get_context(method)
+    kind: Any = type(context)
+    how = _Beginning(
+        parent=os.getpid() if context.get_start_method() != "forkserver" else None,
+        dies_with_thread=threading.current_thread() is threading.main_thread(),
+        share_by_file=share_by_file,
+    )
+
+    class Recording(kind):  # type: ignore[misc]
+        def Process(self, *, target: Callable[..., Any], args: Sequence[Any], **options: Any) -> Any:  # noqa: N802
+            process = kind.Process(target=_begin, args=(how, target, *args), **options)
+            started.append(process)
+            return process
+
+    return Recording()
+
+
+class _Beginning(NamedTuple):
+    """What a worker is told first.
+
+    Args:
+        parent: Process that it must not outlive, or None if another one forks it.
+        dies_with_thread: Whether the thread that forks it lives as long as that process.
+        share_by_file: As `recording_context`.
+    """
+
+    parent: int | None
+    dies_with_thread: bool
+    share_by_file: bool
+
+
+def _begin(how: _Beginning, target: Callable[..., Any], *args: Any) -> None:
+    """Start as a worker: no orphan, no handler of the parent's."""
+    parent = how.parent
+    if how.dies_with_thread:
+        # The signal comes when the *thread* that forked ends, so only the main thread may ask for it.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    elif parent is not None:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)  # it died before we asked
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with suppress(OSError, ValueError, RuntimeError):
+        faulthandler.register(signal.SIGUSR1)
+    if how.share_by_file:
+        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    # Loaders of the parent that nobody has collected yet must not be collected here: on their way out they would tell
+    # the parent's other workers to end.
+    gc.freeze()
+    target(*args)
+
+
+def _watch_parent(parent: int) -> None:
+    patience = threading.Event()
+    while os.getppid() == parent:
+        patience.wait(_GRACE_SECONDS)
+    os._exit(1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a process was stopped by a signal."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
+
+
+def kill(processes: Sequence[Any]) -> None:
+    """Kill processes, also stopped ones, and reap them."""
+    for process in processes:
+        if process.pid is not None:
+            with suppress(ProcessLookupError, ValueError):
+                process.kill()
+    for process in processes:
+        if process.pid is not None:
+            with suppress(AssertionError, ValueError):
+                process.join(_GRACE_SECONDS)
+
+
+def let_go(iterator: list[Any]) -> None:
+    """Drop the last reference to a torch iterator whose workers were killed, without waiting for it for long.
+
+    Its clean-up may wait for a lock that a killed worker held, so it happens in a thread that nobody needs.
+
+    Args:
+        iterator: A list that holds the only reference to it; emptied.
+    """
+    thread = threading.Thread(target=iterator.clear, daemon=True, name="holdfast-loader-cleanup")
+    thread.start()
+    thread.join(_GRACE_SECONDS / 4)  # mostly it is a matter of milliseconds, and frees descriptors for the next ones
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed for want of memory since the machine started, 0 if unknown."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return 0
+
+
+def how_it_ended(process: Any, oom_kills_before: int) -> str:
+    """Return in words how a worker process ended."""
+    code = process.exitcode
+    if code is None:
+        return "is gone"
+    if code >= 0:
+        return f"exited with code {code}"
+    if code == -signal.SIGKILL and oom_kills() > oom_kills_before:
+        return "was killed by the kernel, which was out of memory"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}"

@@ -1,0 +1,240 @@
+"""The watch over one generation of workers: it finds who died, was stopped or is stuck, and kills what is stuck.
+
+So whatever goes wrong with a worker arrives as one thing, its death, and the loop that waits for a batch needs no
+timeouts. Time is counted in ticks of this watch, so a suspended machine or container ages nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any
+
+from holdfast.data.worker_board import STARTING, Board, Showing
+from holdfast.data.worker_processes import (
+    WorkerLostError,
+    how_it_ended,
+    is_stopped,
+    oom_kills,
+    wake_main_thread,
+    wake_on_loss,
+)
+
+_TICK_SECONDS = 0.25
+_CALL_SECONDS = 0.01
+_LONGEST_FACTOR = 8.0
+"""A worker is stuck after so many times the longest that any sample has taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """Why a generation of workers has to be replaced.
+
+    Args:
+        cause: In words.
+        kind: ``"died"``, ``"stopped"``, ``"hung"``, ``"machinery"``.
+        worker: Which one, if it was one.
+        showing: What it was doing.
+        others_fine: Whether other workers were doing well, so that the sample is suspect; None if there were none.
+        shortage: What the machine was short of, if it was.
+    """
+
+    cause: str
+    kind: str
+    worker: int | None = None
+    showing: Showing | None = None
+    others_fine: bool | None = None
+    shortage: str | None = None
+
+
+class Watch:
+    """Watches workers from a thread of its own.
+
+    Args:
+        processes: The workers.
+        board: What they say that they are doing.
+        limit_seconds: A worker that has been at one thing for so long is stuck; raised to eight times the longest
+            that one took so far.
+        timeout_seconds: So long the loop may wait for a batch; 0 for no limit.
+        may_end: Whether a worker that exits with code 0 has done its work.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[Any],
+        board: Board,
+        *,
+        limit_seconds: float,
+        timeout_seconds: float,
+        may_end: bool = False,
+    ) -> None:
+        self._processes = processes
+        self._board = board
+        self._limit = limit_seconds
+        self._timeout = timeout_seconds
+        self._may_end = may_end
+        self._ended = threading.Event()
+        self._oom_kills = oom_kills()
+        self._stuck = [0.0] * len(processes)
+        self._last = [board.look(worker) for worker in range(len(processes))]
+        self._stopped: set[int] = set()
+        self._waited = 0.0
+        self._quiet = 0.0
+        self._loss: Loss | None = None
+        self.lost_at = 0.0
+        self._inside = False
+        self.waiting = False
+        self.lost = False
+        self.longest_seconds = 0.0
+        self.pids = frozenset(process.pid for process in processes)
+        wake_on_loss(self)
+        threading.Thread(target=self._run, daemon=True, name="holdfast-loader-watch").start()
+
+    def end(self) -> None:
+        """Stop watching: what happens to these workers from now on is meant."""
+        self._ended.set()
+
+    @contextlib.contextmanager
+    def wakes(self) -> Iterator[None]:
+        """Let a loss interrupt what the main thread waits for inside, with a `WorkerLostError`."""
+        self._inside = self.waiting = True
+        try:
+            if self.lost:
+                raise WorkerLostError
+            yield
+        finally:
+            self._inside = self.waiting = False
+
+    def loss(self, patience_seconds: float = 0.0) -> Loss:
+        """Return why the workers were lost; called once they are.
+
+        Args:
+            patience_seconds: How long to wait for a death, if none is known.
+        """
+        found = self._loss
+        if found is None:  # torch has noticed it before us
+            sentinels = {process.sentinel: worker for worker, process in enumerate(self._processes)}
+            dead = wait(list(sentinels), timeout=patience_seconds)
+            found = self._loss  # what was found meanwhile, and killed, tells more
+            if found is None and not dead:
+                return Loss(cause="the connection to the workers broke", kind="machinery")
+            if found is None:
+                return self._death(sentinels[dead[0]])
+        if found.kind == "died" and found.worker is not None:
+            return self._death(found.worker)
+        return found
+
+    def _death(self, worker: int) -> Loss:
+        process = self._processes[worker]
+        process.join(0.5)
+        how = how_it_ended(process, self._oom_kills)
+        others = [self._board.look(number) for number in range(len(self._processes)) if number != worker]
+        showing = self._board.look(worker)
+        fine = any(each.has_worked for each in (*others, showing)) if others or showing.has_worked else None
+        shortage = "memory" if "out of memory" in how else None
+        if "SIGBUS" in how:
+            shortage = "shared memory"
+        return Loss(
+            cause=f"worker {worker} {how}",
+            kind="died",
+            worker=worker,
+            showing=showing,
+            others_fine=fine,
+            shortage=shortage,
+        )
+
+    # --- in the thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        sentinels = {process.sentinel: worker for worker, process in enumerate(self._processes)}
+        before = time.monotonic()
+        while not self._ended.is_set():
+            ready = wait(list(sentinels), timeout=_TICK_SECONDS)
+            now = time.monotonic()
+            passed, before = min(now - before, 2 * _TICK_SECONDS), now
+            if self._ended.is_set():
+                return
+            for sentinel in ready:
+                worker = sentinels.pop(sentinel)
+                if not (self._may_end and self._exited_well(worker)):
+                    self._lose(Loss(cause="", kind="died", worker=worker))
+                    return
+            found = self._look(passed)
+            if found is not None:
+                self._lose(found)
+                return
+
+    def _exited_well(self, worker: int) -> bool:
+        process = self._processes[worker]
+        process.join(1.0)
+        return bool(process.exitcode == 0)
+
+    def _lose(self, loss: Loss) -> None:
+        self._loss = loss
+        self.lost_at = time.monotonic()
+        self.lost = True
+        if loss.worker is not None and loss.kind != "died":
+            self._processes[loss.worker].kill()
+        unheard = 0.0
+        while not self._ended.wait(_CALL_SECONDS):
+            # An exception in a destructor that happens to run is lost, so call again while nobody comes out.
+            unheard = unheard + _CALL_SECONDS if self._inside and not self.waiting else 0.0
+            if unheard > _TICK_SECONDS:
+                self.waiting = True
+            if self.waiting:
+                wake_main_thread()
+
+    def _look(self, passed: float) -> Loss | None:
+        moved = False
+        for worker in range(len(self._processes)):
+            showing = self._board.look(worker)
+            if showing == self._last[worker]:
+                self._stuck[worker] += passed
+            else:
+                self.longest_seconds = max(self.longest_seconds, self._stuck[worker])
+                self._stuck[worker], self._last[worker], moved = 0.0, showing, True
+        limit = max(self._limit, _LONGEST_FACTOR * self.longest_seconds)
+        self._waited = self._waited + passed if self.waiting else 0.0
+        self._quiet = 0.0 if moved or not self.waiting else self._quiet + passed
+        return self._find_stopped() or self._find_stuck(limit) or self._find_late(limit)
+
+    def _find_stopped(self) -> Loss | None:
+        stopped = {worker for worker, each in enumerate(self._processes) if is_stopped(each.pid)}
+        twice, self._stopped = stopped & self._stopped, stopped  # whoever stops us all lets us all go on together
+        for worker in twice:
+            return Loss(cause=f"worker {worker} was stopped", kind="stopped", worker=worker)
+        return None
+
+    def _find_stuck(self, limit: float) -> Loss | None:
+        for worker, showing in enumerate(self._last):
+            if showing.is_busy and self._stuck[worker] > limit:
+                return self._stuck_at(worker, f"has been at it for {self._stuck[worker]:.1f} s")
+        return None
+
+    def _find_late(self, limit: float) -> Loss | None:
+        if self._timeout and self._waited > self._timeout:
+            busy = [worker for worker, showing in enumerate(self._last) if showing.is_busy]
+            worker = max(busy, key=lambda each: self._stuck[each], default=None)
+            if worker is not None:
+                return self._stuck_at(worker, f"kept the loop waiting for {self._timeout:g} s")
+            return Loss(cause=f"no batch came for {self._timeout:g} s", kind="machinery")
+        if self._quiet > limit and not any(showing.is_busy for showing in self._last):
+            return Loss(cause=f"no worker was busy for {limit:.1f} s, and no batch came", kind="machinery")
+        return None
+
+    def _stuck_at(self, worker: int, how_long: str) -> Loss:
+        showing = self._last[worker]
+        others = [number for number in range(len(self._processes)) if number != worker]
+        fine = [not self._last[number].is_busy or self._stuck[number] < self._stuck[worker] / 2 for number in others]
+        where = "starting" if showing.offset == STARTING else "at work"
+        return Loss(
+            cause=f"worker {worker}, {where}, {how_long}",
+            kind="hung",
+            worker=worker,
+            showing=showing,
+            others_fine=any(fine) if others else None,
+        )
