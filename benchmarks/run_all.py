@@ -19,6 +19,13 @@ SCRIPTS = (
     "step_overhead",
     "malloc_threshold",
     "recorder",
+    "order",
+    "loader_overhead",
+    "loader_faults",
+    "loader_tuning",
+    "feature_cache",
+    "async_saving",
+    "goodput",
     "numerics_overhead",
     "clipping",
     "accumulation",
@@ -34,6 +41,7 @@ SCRIPTS = (
     "full_disk",
     "gpu.step_overhead",
     "gpu.oom_recovery",
+    "gpu.device_prefetch",
 )
 RESULTS = {"not_learning.evaluate": ("not_learning_held_out", "not_learning_held_out_2")}
 """Names of the result files of a script, where they are not its own name."""

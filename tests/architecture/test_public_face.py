@@ -24,6 +24,7 @@ def test_the_exported_names() -> None:
         "CheckpointError",
         "DataLoader",
         "Event",
+        "FeatureCache",
         "Guard",
         "HoldfastError",
         "Loss",
@@ -98,6 +99,20 @@ def test_the_commands_and_their_flags() -> None:
         "checkpoints": ["--json", "--prune", "--verify"],
         "explain": ["--json"],
         "presets": ["--json"],
+        "loader": ["--batch-size", "--batches", "--json", "--measure", "--step-seconds"],
+        "simulate": [
+            "--failures",
+            "--failures-gpus",
+            "--gpus",
+            "--gpus-per-node",
+            "--interval",
+            "--json",
+            "--mtbf",
+            "--restart-seconds",
+            "--save-seconds",
+            "--seed",
+            "--stall-seconds",
+        ],
         "trial": ["--a", "--adopt", "--b", "--from", "--json", "--seeds", "--smallest-gain", "--steps"],
     }
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import checkpoints, demo, explain, presets, trial
+from holdfast.cli import checkpoints, demo, explain, loader, presets, simulate, trial
 from holdfast.cli.output import ERROR
 from holdfast.core.version import __version__
 
@@ -24,6 +24,8 @@ app.command("checkpoints")(checkpoints.run)
 app.command("explain")(explain.run)
 app.command("presets")(presets.run)
 app.command("trial")(trial.run)
+app.command("loader")(loader.run)
+app.command("simulate")(simulate.run)
 
 
 def _print_version(wanted: bool) -> None:

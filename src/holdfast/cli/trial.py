@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import logging
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from holdfast.cli.factories import load_factory
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
 from holdfast.core.policy_sources import parse_value
@@ -55,7 +53,7 @@ def run(
             )
         if adopt and run_dir is not None:
             _check_free(run_dir)
-        build, changes_a, changes_b = _load(factory), _changes(a or []), _changes(b)
+        build, changes_a, changes_b = load_factory(factory), _changes(a or []), _changes(b)
         from holdfast.run import comparison  # here, since torch takes seconds to import
 
         with _quiet():
@@ -115,44 +113,6 @@ def _adopt(
 ) -> str | None:
     written = write(build, changes, run_dir, {"gains": facts["gains"], "noise": facts["noise"]})
     return None if written is None else written.name
-
-
-def _load(factory: str) -> Callable[[], Any]:
-    """Return the function that ``module:function`` or ``file.py:function`` names.
-
-    Raises:
-        PolicyError: H703.
-    """
-    place, _, name = factory.rpartition(":")
-    if not place or not name:
-        raise _no_factory(factory, "there is no function after a colon")
-    try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # so that what is in it can be pickled for workers
-            sys.path.insert(0, str(Path(place).resolve().parent))
-            spec.loader.exec_module(module)
-        else:
-            sys.path.insert(0, "")
-            module = importlib.import_module(place)
-        found = getattr(module, name)
-    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
-        raise _no_factory(factory, f"{type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise _no_factory(factory, f"it is a {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
-
-
-def _no_factory(factory: str, why: str) -> PolicyError:
-    return PolicyError(
-        f"factory {factory!r} cannot be used ({why})",
-        limit="it names a function of a module, or of a file that ends with .py",
-        fix="write package.module:build or path/to/file.py:build.",
-        rule="H703",
-    )
 
 
 def _changes(given: list[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import inspect
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 _Move = Callable[[Any], Any]
 
 
-def prefetched(items: Iterable[Item], device: torch.device | str | None) -> Iterator[Item]:
+def prefetched(items: Iterable[Item], device: torch.device | str | None) -> Generator[Item]:
     """Iterate with every tensor on a device, copied one item ahead.
 
     An item may be any tree of dicts, lists, tuples, named tuples and dataclasses. Tensors in it are moved, and so is

@@ -100,6 +100,13 @@ class Healer:
         self._batches = 0
         self._losses: deque[int] = deque(maxlen=_OFTEN)
         self._longest = 0.0
+        self._changed = False
+
+    def change(self, workers: int, prefetch_factor: int | None) -> None:
+        """Go on with other workers after this batch; which samples come, and in which order, stays."""
+        self.crew.workers = workers
+        self.crew.options = {**self.crew.options, "prefetch_factor": prefetch_factor}
+        self._changed = True
 
     def batches(self, source: Source) -> Generator[tuple[Any, Report]]:
         """Yield the batches of a source with their reports."""
@@ -108,6 +115,9 @@ class Healer:
         try:
             while True:
                 loss: Loss
+                if self._changed:
+                    generation.close()
+                    generation, begun, self._changed = self._start(source), False, False
                 try:
                     if not begun:
                         generation.begin(source.entries(again=again))
@@ -124,8 +134,10 @@ class Healer:
                 else:
                     if report.shortage is None:
                         self._in_a_row, self._batches = 0, self._batches + 1
-                        source.delivered(report)
-                        yield batch, report
+                        if report.fatal is None:
+                            source.delivered(report)
+                        if report.number >= 0:  # else a worker of a stream has passed its turn
+                            yield batch, report
                         continue
                     loss = Loss(
                         cause=f"a worker ran out of {report.shortage}", kind="machinery", shortage=report.shortage
@@ -153,6 +165,7 @@ class Healer:
         return kept
 
     def _leave(self, generation: Generation) -> None:
+        self._changed = False
         self._longest = max(self._longest, generation.longest_seconds)
         if self.crew.keep and generation.num_workers:
             self._kept = generation

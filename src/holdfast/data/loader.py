@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sized
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sized
+from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,11 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import LoaderError
+from holdfast.data.autotune import Given, Tuner
+from holdfast.data.device_prefetch import prefetched
 from holdfast.data.fetch import Failure, Fetcher, Report
-from holdfast.data.healing import Crew, Healer, Source
-from holdfast.data.loader_arguments import check_arguments, plan_of, ranks_of
+from holdfast.data.healing import Crew, Healer
+from holdfast.data.loader_arguments import AUTO, check_arguments, plan_of, ranks_of, start_method, without_auto
 from holdfast.data.map_source import MapSource
 from holdfast.data.quarantine import FILE_NAME, Ledger
 from holdfast.data.seeds import derive_seed
@@ -30,10 +34,28 @@ from holdfast.data.stream import StreamPlan, StreamPosition, StreamSource, keeps
 from holdfast.data.worker_board import Board
 
 _log = logging.getLogger("holdfast")
+_QUIET = {"workers_chosen"}
 _AS_TORCH = (
     "generator", "pin_memory", "worker_init_fn", "prefetch_factor", "persistent_workers", "pin_memory_device",
     "in_order",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where an epoch stands after a batch.
+
+    Args:
+        position: Samples of all ranks, or batches of a batch sampler or a stream.
+        indices: Dataset indices of the batch, or None if they are not known.
+        streamed: Of a stream: as `StreamSource`.
+        turn: Of a stream: as `StreamSource`.
+    """
+
+    position: int
+    indices: list[int] | None = None
+    streamed: dict[int, StreamPosition] = field(default_factory=dict)
+    turn: int = 0
 
 
 class DataLoader(TorchDataLoader[Any]):
@@ -60,8 +82,12 @@ class DataLoader(TorchDataLoader[Any]):
         sharded: Whether an ``IterableDataset`` divides its items among workers itself; None: as its code shows.
         rank: Which rank this is; None: as ``torch.distributed`` says.
         world_size: Number of ranks; None likewise.
-        **kwargs: As torch; ``timeout`` is how long the loop waits for a batch before workers are replaced. Also
-            without it a worker that is stuck is found, after a minute or eight times the longest sample so far.
+        device: Where batches are copied to, one ahead of the loop on a stream of its own; best with
+            ``pin_memory=True``. None leaves them on the host.
+        **kwargs: As torch. ``num_workers="auto"`` makes the first batches here, times them and the steps between
+            them, and chooses workers and their ``prefetch_factor``; both change again when waits rise. ``timeout``
+            is how long the loop waits for a batch before workers are replaced; also without it a worker that is
+            stuck is found, after a minute or eight times the longest sample so far.
 
     Raises:
         LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used, H610 for a dataset
@@ -85,10 +111,11 @@ class DataLoader(TorchDataLoader[Any]):
         sharded: bool | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
         given = check_arguments(dataset, args, kwargs, quarantine=quarantine, check_finite=check_finite)
-        super().__init__(dataset, *args, **kwargs)
+        super().__init__(**without_auto(given))
         self.seed = seed if self.generator is None else self.generator.initial_seed()
         self._iterable = isinstance(dataset, IterableDataset)
         self._sharded = self._iterable and (shards_itself(dataset) if sharded is None else sharded)
@@ -103,17 +130,24 @@ class DataLoader(TorchDataLoader[Any]):
         self._position = 0
         self._streamed: dict[int, StreamPosition] = {}
         self._turn = 0
+        self.device = device
         self._under_way = False
         self._happened: Callable[..., None] | None = None
         self.batch_indices: list[int] | None = None
         """Dataset indices of the samples in the batch that was handed out last; None if they are not known."""
         self._base_seeds = torch.Generator()  # a private one: starting an epoch leaves the global one alone
         options = {name: getattr(self, name) for name in _AS_TORCH} | {"generator": self._base_seeds}
-        options["persistent_workers"] = keep = self.persistent_workers and not self._iterable
-        context = self.multiprocessing_context
-        method = context if isinstance(context, str) or context is None else context.get_start_method()
-        crew = Crew(workers=self.num_workers, method=method, options=options, timeout_seconds=self.timeout, keep=keep)
+        options["persistent_workers"] = keep = given.get("persistent_workers", False) and not self._iterable
+        method = start_method(given.get("multiprocessing_context"))
+        timeout = given.get("timeout", 0)
+        crew = Crew(workers=self.num_workers, method=method, options=options, timeout_seconds=timeout, keep=keep)
         self._healer = Healer(crew, self._tell)
+        chosen = Given(
+            dataset=dataset, collate_fn=self.collate_fn, worker_init_fn=self.worker_init_fn, method=method, keep=keep,
+            num_workers=None if given.get("num_workers") == AUTO else self.num_workers,
+            prefetch_factor=None if given.get("prefetch_factor") == AUTO else given.get("prefetch_factor"),
+        )  # fmt: skip
+        self._tuner = Tuner(chosen, self._use_workers, self._tell)
 
     # --- what happens ---------------------------------------------------------------------------------------
 
@@ -131,7 +165,8 @@ class DataLoader(TorchDataLoader[Any]):
         if self._happened is not None:
             self._happened(kind, **facts)
         else:
-            _log.warning("%s: %s", kind, ", ".join(f"{name}={value!r}" for name, value in facts.items()))
+            level = logging.INFO if kind in _QUIET else logging.WARNING
+            _log.log(level, "%s: %s", kind, ", ".join(f"{name}={value!r}" for name, value in facts.items()))
 
     def set_aside(self, index: int, kind: str, evidence: str) -> None:
         """Replace a sample by another one from the next epoch on.
@@ -162,17 +197,35 @@ class DataLoader(TorchDataLoader[Any]):
         self._check_length()
         self._base_seeds.manual_seed(derive_seed(self.seed, self._epoch, "workers"))
         source = self._stream_source() if self._plan is None else self._map_source()
-        with contextlib.closing(self._healer.batches(source)) as batches:
-            for batch, report in batches:
-                if report.fatal is not None:
-                    raise _as_error(report.fatal, report)
-                if report.number < 0:
-                    continue  # a worker of a stream passed its turn
-                self._move(source)
-                known = report.indices is not None and all(isinstance(index, int) for index in report.indices)
-                self.batch_indices = list(report.indices or ()) if known else None
+        places: deque[_Place] = deque()
+        # Copies to a device run one batch ahead, so each batch's place is kept until it is handed out.
+        with contextlib.closing(prefetched(self._batches(source, places), self.device)) as batches:
+            for batch in batches:
+                place = places.popleft()
+                self._position, self._streamed, self._turn = place.position, place.streamed, place.turn
+                self.batch_indices = place.indices
                 yield batch
         self.go_to(self._epoch + 1)
+
+    def _batches(self, source: MapSource | StreamSource, places: deque[_Place]) -> Generator[Any]:
+        """Yield batches, and put down where the epoch stands after each."""
+        left = None if self._plan is None else self._plan.steps(self._epoch, self._position)
+        self._tuner.before_workers()
+        with contextlib.closing(self._tuner.passing(self._healer.batches(source), left)) as made:
+            for count, (batch, report) in enumerate(made, start=self._position + 1):
+                if report.fatal is not None:
+                    raise _as_error(report.fatal, report)
+                if isinstance(source, MapSource):
+                    known = report.indices is not None and all(isinstance(index, int) for index in report.indices)
+                    indices = list(report.indices or ()) if known else None
+                    places.append(_Place(position=source.position, indices=indices))
+                else:
+                    places.append(_Place(position=count, streamed=dict(source.positions), turn=source.turn))
+                yield batch
+
+    def _use_workers(self, workers: int, prefetch_factor: int | None) -> None:
+        self.num_workers, self.prefetch_factor = workers, prefetch_factor
+        self._healer.change(workers, prefetch_factor)
 
     def _check_length(self) -> None:
         if self._length is not None and len(self.dataset) != self._length:  # type: ignore[arg-type] # it is Sized
@@ -211,13 +264,6 @@ class DataLoader(TorchDataLoader[Any]):
             )
         workers = max(1, self.num_workers)
         return StreamSource(self.dataset, self.collate_fn, plan, dict(self._streamed), self._turn, lambda: workers)
-
-    def _move(self, source: Source) -> None:
-        if isinstance(source, MapSource):
-            self._position = source.position
-        elif isinstance(source, StreamSource):
-            self._position += 1
-            self._streamed, self._turn = dict(source.positions), source.turn
 
     def __len__(self) -> int:
         """Return the batches of an epoch, of this rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import multiprocessing
 from collections.abc import Sized
 from typing import Any
 
@@ -14,9 +15,13 @@ from torch.utils.data import IterableDataset
 from holdfast.core.errors import LoaderError
 from holdfast.data.orders import Order, Sequential, Shuffled, TokenBatches
 from holdfast.data.plan import ByBatch, ByPosition, Plan, Sampled
+from holdfast.data.stream import shards_itself
 
 _TORCH = inspect.signature(TorchDataLoader.__init__)
-_OURS = ("seed", "quarantine", "check_finite", "repeats", "sharded", "rank", "world_size")
+_OURS = ("seed", "quarantine", "check_finite", "repeats", "sharded", "rank", "world_size", "device")
+
+
+AUTO = "auto"
 
 
 class UnknownArgumentError(LoaderError, TypeError):
@@ -43,7 +48,9 @@ def check_arguments(
                 fix=f"did you mean {near[0]!r}?" if near else "leave it out.",
                 rule="H607",
             )
-    given: dict[str, Any] = _TORCH.bind(None, dataset, *args, **kwargs).arguments
+    given: dict[str, Any] = dict(_TORCH.bind(None, dataset, *args, **kwargs).arguments)
+    del given["self"]
+    _check_auto(dataset, given)
     if given.get("timeout") and not given.get("num_workers"):
         raise _unusable(
             f"timeout={given['timeout']} with num_workers=0",
@@ -69,6 +76,41 @@ def check_arguments(
             rule="H610",
         )
     return given
+
+
+def _check_auto(dataset: Any, given: dict[str, Any]) -> None:
+    workers, prefetch = given.get("num_workers", 0), given.get("prefetch_factor")
+    for name, value in (("num_workers", workers), ("prefetch_factor", prefetch)):
+        if isinstance(value, str) and value != AUTO:
+            raise _unusable(f"{name}={value!r}", 'it is a number or "auto"', f'pass a number, or {name}="auto".')
+    if prefetch == AUTO and workers != AUTO:
+        raise _unusable(
+            f"prefetch_factor='auto' with num_workers={workers}",
+            "both are chosen together",
+            'pass num_workers="auto" too.',
+        )
+    if workers == AUTO and isinstance(dataset, IterableDataset) and shards_itself(dataset):
+        raise _unusable(
+            "num_workers='auto' with a dataset that divides its items among workers itself",
+            "which item comes when would depend on what is chosen",
+            "pass a number of workers, or sharded=False if it does not divide them.",
+        )
+
+
+def without_auto(given: dict[str, Any]) -> dict[str, Any]:
+    """Return torch's arguments for a loader that begins without workers, if they are to be chosen."""
+    if given.get("num_workers") != AUTO:
+        return given
+    later = {"num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"}
+    return {name: value for name, value in given.items() if name not in later}
+
+
+def start_method(context: Any) -> str:
+    """Return how workers are started: as given, or as this python does."""
+    if isinstance(context, str):
+        return context
+    found: str = (multiprocessing if context is None else context).get_start_method()
+    return found
 
 
 def _unusable(what: str, limit: str, fix: str) -> LoaderError:

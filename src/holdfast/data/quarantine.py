@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +19,11 @@ from holdfast.core.durable import replace_file
 from holdfast.core.errors import LoaderError
 
 FILE_NAME = "quarantine.json"
+FOUND_BY_READING = frozenset({"raised", "non-finite", "hung", "killed its worker"})
+"""Kinds that another reading can refute; any other says what training has made of the sample."""
+_FORMAT = 1
 _EVIDENCE_CHARACTERS = 2000
+_LATEST_SECONDS = 2**37  # in the year 6325: later ones are damage, and may be no date any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,7 @@ class Quarantined:
     """One sample that is set aside.
 
     Args:
-        index: Dataset index.
+        index: Dataset index: a number, text, bytes, or a tuple of these.
         kind: ``"raised"``, ``"non-finite"``, ``"hung"``, ``"killed its worker"``, or ``"provenance"``.
         epoch: From this one on it is replaced.
         evidence: A traceback, or what was seen.
@@ -71,19 +75,27 @@ class Ledger:
     def keep_in(self, path: Path) -> None:
         """Read the ledger of a run, and write it from now on.
 
+        What was found here without a run is added, unless the file knows of it; a sample that was released there and
+        found bad here afterwards is set aside again.
+
         Raises:
-            LoaderError: H617 for a file that is no ledger.
+            LoaderError: H612 if more are set aside than this ledger allows, H617 for a file that is no ledger.
         """
-        here, self._entries = self._entries, read_ledger(path)
-        self._path = path
-        for entry in here.values():
-            self._entries.setdefault(entry.index, entry)
-        if here:
+        kept = read_ledger(path)
+        for entry in self:
+            known = kept.get(entry.index)
+            if known is None or (known.released and entry.unix_seconds > known.unix_seconds):
+                kept[entry.index] = entry
+        aside = _indices(kept.values())
+        if len(aside) > self.limit:
+            raise self._too_many(f"{path} sets aside {len(aside)} of the samples ({_some(aside)})")
+        found_here, self._entries, self._path = bool(self._entries), kept, path
+        if found_here:
             self._write()
 
     def aside(self, epoch: int) -> set[Any]:
         """Return the indices that are replaced in an epoch."""
-        return {each.index for each in self if not each.released and each.epoch <= epoch}
+        return set(_indices(each for each in self if each.epoch <= epoch))
 
     def add(self, index: Any, kind: str, epoch: int, evidence: str) -> bool:
         """Set a sample aside.
@@ -94,52 +106,74 @@ class Ledger:
         Raises:
             LoaderError: H612 if that would be one too many.
         """
-        index = _plain(index)
+        index = key_of(index)
         known = self._entries.get(index)
         if known is not None and not known.released and known.epoch <= epoch:
             return False
         if (known is None or known.released) and len(self) >= self.limit:
-            raise self._one_too_many(index, kind, evidence)
+            raise self._too_many(
+                f"sample {index!r} cannot be used ({kind}: {last_line(evidence)}), and {len(self)} are set aside "
+                f"already ({_some(_indices(self))})"
+            )
         evidence = evidence if len(evidence) <= _EVIDENCE_CHARACTERS else "..." + evidence[-_EVIDENCE_CHARACTERS:]
+        self._entries.pop(index, None)  # so that the order is that of finding
         self._entries[index] = Quarantined(
             index=index, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now()
         )
         self._write()
         return True
 
-    def release(self, index: Any) -> bool:
-        """Take a sample back; return whether it was set aside."""
-        index = _plain(index)
-        known = self._entries.get(index)
-        if known is None or known.released:
-            return False
-        self._entries[index] = replace(known, released=True)
-        self._write()
-        return True
+    def release(self, indices: Iterable[Any]) -> list[Any]:
+        """Take samples back; return those that were set aside."""
+        wanted = {key_of(index) for index in indices}
+        released = [index for index in _indices(self) if index in wanted]
+        for index in released:
+            self._entries[index] = replace(self._entries[index], released=True)
+        if released:
+            self._write()
+        return released
 
     def _write(self) -> None:
         if self._path is not None:
-            body = {"format": 1, "samples": [asdict(each) for each in self]}
-            replace_file(self._path, json.dumps(body, indent=1, default=repr).encode() + b"\n")
+            body = {"format": _FORMAT, "samples": [asdict(each) for each in self]}
+            replace_file(self._path, json.dumps(body, indent=1, default=_as_json).encode() + b"\n")
 
-    def _one_too_many(self, index: Any, kind: str, evidence: str) -> LoaderError:
-        others = [each.index for each in self if not each.released]
-        last = evidence.strip().splitlines()[-1] if evidence.strip() else kind
+    def _too_many(self, what: str) -> LoaderError:
         return LoaderError(
-            f"sample {index!r} cannot be used ({kind}: {last}), and {len(others)} are set aside already "
-            f"({', '.join(map(repr, others[:10]))})",
+            what,
             limit=f"quarantine={self._share:g} allows {self.limit}",
-            fix="repair the data (`holdfast quarantine RUN_DIR` shows the evidence), or raise quarantine= if you can "
-            "do without these samples.",
+            fix="repair the data (`holdfast quarantine RUN_DIR` shows the evidence and takes samples back), or raise "
+            "quarantine= if you can do without these samples.",
             rule="H612",
         )
 
 
-def _plain(index: Any) -> Any:
-    """Return an index as JSON keeps it: numpy's numbers are numbers, lists are tuples."""
+def last_line(evidence: str) -> str:
+    """Return the last line of some evidence: of a traceback, the exception."""
+    return (evidence.strip().splitlines() or [""])[-1]
+
+
+def key_of(index: Any) -> Any:
+    """Return what an index is known by here, and in a file: numpy's numbers are numbers, lists are tuples."""
     if isinstance(index, (list, tuple)):
-        return tuple(_plain(each) for each in index)
+        return tuple(key_of(each) for each in index)
     return int(index) if hasattr(index, "__index__") else index
+
+
+def _indices(entries: Iterable[Quarantined]) -> list[Any]:
+    return [each.index for each in entries if not each.released]
+
+
+def _some(indices: list[Any]) -> str:
+    return ", ".join(map(repr, indices[:10])) + (", ..." if len(indices) > 10 else "")
+
+
+def _as_json(index: Any) -> Any:
+    return {"bytes": index.hex()} if isinstance(index, bytes) else repr(index)
+
+
+def _from_json(found: dict[str, Any]) -> Any:
+    return bytes.fromhex(found["bytes"]) if found.keys() == {"bytes"} else found
 
 
 def read_ledger(path: Path) -> dict[Any, Quarantined]:
@@ -150,14 +184,27 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
     """
     with suppress(FileNotFoundError):
         try:
-            found = json.loads(path.read_bytes())["samples"]
-            samples = [Quarantined(**{**each, "index": _plain(each["index"])}) for each in found]
+            body = json.loads(path.read_bytes(), object_hook=_from_json)
+            if body["format"] != _FORMAT:
+                raise ValueError(f"its format is {body['format']!r}, and this holdfast reads {_FORMAT}")  # noqa: TRY301
+            return {each.index: each for each in map(_checked, body["samples"])}
         except (ValueError, KeyError, TypeError) as error:
             raise LoaderError(
-                f"{path} is no quarantine ledger ({error})",
+                f"{path} is no quarantine ledger ({type(error).__name__}: {error})",
                 limit="which samples are set aside would be forgotten without a word",
-                fix="bring it back from a copy, or delete it to set nothing aside.",
+                fix="bring it back from a copy, or delete it to set nothing aside; upgrade holdfast if a newer one "
+                "wrote it.",
                 rule="H617",
             ) from error
-        return {each.index: each for each in samples}
     return {}
+
+
+def _checked(found: dict[str, Any]) -> Quarantined:
+    """Return one sample of the file, of which every field is what it must be."""
+    entry = Quarantined(**{**found, "index": key_of(found["index"])})
+    texts = isinstance(entry.kind, str) and isinstance(entry.evidence, str)
+    if not (texts and isinstance(entry.epoch, int) and isinstance(entry.released, bool)):
+        raise TypeError(f"sample {entry.index!r} has a field of another kind")
+    if not 0 <= entry.unix_seconds < _LATEST_SECONDS:
+        raise ValueError(f"sample {entry.index!r} was found at {entry.unix_seconds!r} s")
+    return entry

@@ -9,7 +9,8 @@ an iterator                  cannot be started again: its order is nobody's to r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,6 +150,21 @@ class Cursor:
     def sample_indices(self) -> list[int] | None:
         """Return the dataset indices of the samples in the batch that is out, or None if they are not known."""
         return self._loader.batch_indices if isinstance(self._loader, DataLoader) else None
+
+    def attach(self, happened: Callable[..., None], run_dir: Path) -> None:
+        """Let a holdfast loader record what happens in it, and keep what it sets aside with the run."""
+        if isinstance(self._loader, DataLoader):
+            self._loader.attach(happened, run_dir)
+
+    def set_aside(self, indices: Sequence[int], evidence: str) -> None:
+        """Let a holdfast loader replace samples from the next epoch on.
+
+        Raises:
+            LoaderError: H612 if these are too many.
+        """
+        if isinstance(self._loader, DataLoader):
+            for index in indices:
+                self._loader.set_aside(index, "provenance", evidence)
 
     def random_state(self) -> RandomState:
         """Return the random state that belongs to the position: from before a fetch that does not count yet."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from holdfast.core.errors import DivergenceError, HoldfastError, NonFiniteError, OutOfMemoryError
+from holdfast.core.errors import DivergenceError, HoldfastError, LoaderError, NonFiniteError, OutOfMemoryError
 from holdfast.core.events import Decision, Promise, RollBack, SkipStep, Stop
 from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
 from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_spike
@@ -159,6 +159,13 @@ class Recovery:
         reason = self.tell(provenance)
         self._record.happened("samples_dropped", promise="changes training", reason=reason, **self._place())
         self._session.intervened("samples_dropped", reason)
+        cursor = self._session.cursor
+        ids = None if cursor is None else cursor.sample_indices()
+        if cursor is not None and ids is not None:
+            try:
+                cursor.set_aside([ids[place] for place in provenance.samples], reason)
+            except LoaderError as error:  # the step is made: they go on being dropped, one by one
+                self._record.happened("quarantine_full", error=error.what)
 
     def micro_batches_dropped(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Note that micro-batches whose loss was NaN or Inf have no part in a step."""

@@ -1,0 +1,51 @@
+"""Functions of the user's that a command is told by name: ``module:function`` or ``file.py:function``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.errors import PolicyError
+
+
+def load_factory(factory: str) -> Callable[[], Any]:
+    """Return the function that ``module:function`` or ``file.py:function`` names.
+
+    Raises:
+        PolicyError: H703.
+    """
+    place, _, name = factory.rpartition(":")
+    if not place or not name:
+        raise unusable_factory(factory, "there is no function after a colon")
+    try:
+        if place.endswith(".py"):
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # so that what is in it can be pickled for workers
+            sys.path.insert(0, str(Path(place).resolve().parent))
+            spec.loader.exec_module(module)
+        else:
+            sys.path.insert(0, "")
+            module = importlib.import_module(place)
+        found = getattr(module, name)
+    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+        raise unusable_factory(factory, f"{type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise unusable_factory(factory, f"it is a {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def unusable_factory(factory: str, why: str) -> PolicyError:
+    """Return the error that says why a factory cannot be used: H703."""
+    return PolicyError(
+        f"factory {factory!r} cannot be used ({why})",
+        limit="it names a function of a module, or of a file that ends with .py",
+        fix="write package.module:build or path/to/file.py:build.",
+        rule="H703",
+    )

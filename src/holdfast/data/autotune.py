@@ -1,0 +1,214 @@
+"""``num_workers="auto"``: the first batches are made in the training process and timed, then workers are chosen.
+
+Nothing is wasted: those batches are trained on. Afterwards the waits are watched, and when their share rises other
+numbers are tried, and kept if they are better. What is chosen is for ``tuning`` and ``retuning``; here it is applied.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from holdfast.data.fetch import Report
+from holdfast.data.machine import Machine
+from holdfast.data.preflight import Load, preflight, weigh
+from holdfast.data.probing import MOST_PROBES, Instant, Sample, Transfer, measure_transfer, sample_of
+from holdfast.data.retuning import Watch, decide_again
+from holdfast.data.tuning import LoaderPlan, decide_workers, pace_of
+
+Made = tuple[Any, Report]
+_MORE_THAN_PROCESSORS = "H630"  # which is right for samples that wait, as was measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What of a loader matters for its workers.
+
+    Args:
+        dataset: The user's.
+        collate_fn: The user's.
+        worker_init_fn: The user's.
+        num_workers: As given; None to choose.
+        prefetch_factor: As given; None to choose, or torch's 2.
+        method: Start method of workers.
+        keep: Whether they are kept from one epoch to the next.
+    """
+
+    dataset: Any
+    collate_fn: Any
+    worker_init_fn: Any
+    num_workers: int | None
+    prefetch_factor: int | None
+    method: str
+    keep: bool
+
+
+class Tuner:
+    """Looks at the batches of a loader as they pass, warns of what will go wrong, and chooses its workers.
+
+    Args:
+        given: What the user gave.
+        apply: Called with a number of workers and a prefetch factor (None: torch's) when they are to change.
+        tell: Called with the kind of an event and its facts.
+    """
+
+    def __init__(self, given: Given, apply: Callable[[int, int | None], None], tell: Callable[..., None]) -> None:
+        self._given = given
+        self._apply = apply
+        self._tell = tell
+        self._told: set[str] = set()
+        self._machine: Machine | None = None
+        self._samples: list[Sample] = []
+        self._largest: tuple[int, int, Any] = (-1, 0, None)
+        self._plan: LoaderPlan | None = None
+        self._watch: Watch | None = None
+        self._load = Load(num_workers=0)
+        self._waits: list[float] = []
+        self._steps: list[float] = []
+
+    def before_workers(self) -> None:
+        """Check what can be known before a worker is started.
+
+        Raises:
+            LoaderError: H63x or H64x for what certainly fails.
+        """
+        if self._given.num_workers:
+            self._check(self._load_of(self._given.num_workers), dataset=self._given.dataset)
+
+    def passing(self, batches: Generator[Made], batches_left: int | None) -> Generator[Made]:
+        """Yield batches on, timing them for as long as something is to be decided.
+
+        Args:
+            batches: The loader's.
+            batches_left: Of this epoch, if known.
+        """
+        with closing(batches):
+            if self._given.num_workers is None:
+                yield from self._choosing(batches, batches_left)
+            else:
+                yield from self._checking(batches)
+
+    def _checking(self, batches: Iterator[Made]) -> Iterator[Made]:
+        """Warn once the size of a batch is known: of shared memory, descriptors, memory."""
+        for batch, report in batches:
+            if self._given.num_workers and self._machine is not None and self._largest[0] < 0:
+                self._note(batch)
+                self._check(self._load_of(self._given.num_workers), batch=batch)
+            yield batch, report
+
+    def _choosing(self, batches: Iterator[Made], batches_left: int | None) -> Iterator[Made]:
+        while True:
+            asked = Instant.now() if self._plan is None else None
+            began = time.perf_counter()
+            try:
+                batch, report = next(batches)
+            except StopIteration:
+                return
+            loaded = Instant.now() if asked is not None else None
+            handed = time.perf_counter()
+            if asked is not None:
+                self._note(batch)
+            yield batch, report
+            if batches_left is not None:
+                batches_left -= 1
+            if asked is not None and loaded is not None:
+                self._samples.append(sample_of(asked, loaded, Instant.now()))
+                if len(self._samples) == MOST_PROBES:
+                    self._choose(batches_left)
+            else:
+                self._waits.append(handed - began)
+                self._steps.append(time.perf_counter() - handed)
+                self._reconsider(batches_left)
+
+    def _note(self, batch: Any) -> None:
+        size, tensors = weigh(batch)
+        if size > self._largest[0]:
+            # A copy is not made: the loop may change its batch, but not its size.
+            self._largest = size, tensors, batch
+
+    def _load_of(self, workers: int) -> Load:
+        size, tensors, _ = self._largest
+        return Load(
+            num_workers=workers,
+            prefetch_factor=self._given.prefetch_factor or 2,
+            batch_bytes=max(size, 0),
+            batch_tensors=tensors,
+            start_method=self._given.method,
+            sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
+        )
+
+    def _choose(self, batches_left: int | None) -> None:
+        size, tensors, batch = self._largest
+        self._load = load = self._load_of(0)
+        step = statistics.median(sample.step_seconds for sample in self._samples)
+        transfer = Transfer.assumed(size, tensors)
+        if load.start_method == "fork":  # another start would take longer than it could save
+            try:
+                transfer = measure_transfer(batch, step_seconds=step)
+            except Exception as error:  # noqa: BLE001 - a decision on assumptions is better than none
+                self._tell("transfer_not_measured", error=repr(error))
+        self._largest = size, tensors, None
+        self._machine = Machine.here().shared_by(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._plan = plan = decide_workers(
+            pace_of(self._samples, transfer),
+            self._machine,
+            load,
+            prefetch_factor=self._given.prefetch_factor,
+            batches_per_start=None if self._given.keep else batches_left,
+        )
+        self._watch = Watch(num_workers=plan.num_workers, prefetch_factor=plan.prefetch_factor)
+        self._use(plan.num_workers, plan.prefetch_factor, plan.reason)
+
+    def _use(self, workers: int, prefetch: int | None, reason: str) -> None:
+        if workers:
+            load = replace(self._load, num_workers=workers, prefetch_factor=prefetch or 2)
+            self._check(load, dataset=self._given.dataset)
+        self._tell("workers_chosen", num_workers=workers, prefetch_factor=prefetch, reason=reason)
+        self._apply(workers, prefetch)
+
+    def _reconsider(self, batches_left: int | None) -> None:
+        watch = self._watch
+        if (
+            watch is None
+            or self._plan is None
+            or self._machine is None
+            or len(self._steps) < watch.look_after_batches
+        ):
+            return
+        new = decide_again(
+            watch,
+            self._waits,
+            self._steps,
+            pace=self._plan.pace,
+            machine=self._machine,
+            load=self._load,
+            prefetch_factor=self._given.prefetch_factor,
+            batches_left=None if self._given.keep else batches_left,
+        )
+        self._watch = new
+        if (new.num_workers, new.prefetch_factor) != (watch.num_workers, watch.prefetch_factor):
+            share = sum(self._waits) / max(1e-9, sum(self._waits) + sum(self._steps))
+            self._use(new.num_workers, new.prefetch_factor, f"{100 * share:.0f} % of the time was spent waiting")
+        self._waits.clear()
+        self._steps.clear()
+
+    def _check(self, load: Load, *, dataset: Any = None, batch: Any = None) -> None:
+        self._machine = self._machine or Machine.here()
+        parts: dict[str, Any] = {}
+        if dataset is not None:
+            given = self._given
+            parts = {"dataset": dataset, "collate_fn": given.collate_fn, "worker_init_fn": given.worker_init_fn}
+        for concern in preflight(load, self._machine, batch=batch, **parts):
+            if concern.severity == "error":
+                raise concern.error()
+            meant = self._given.num_workers is None and concern.rule == _MORE_THAN_PROCESSORS
+            if concern.rule not in self._told and not meant:
+                self._told.add(concern.rule)
+                self._tell("preflight", rule=concern.rule, what=concern.what, limit=concern.limit, fix=concern.fix)

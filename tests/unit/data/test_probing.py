@@ -1,0 +1,110 @@
+"""Measuring with real loaders: what a probe sees, what a transfer costs, and that nothing of the process changes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from holdfast.data.probing import Instant, Transfer, measure_throughput, measure_transfer, probe, with_workers
+
+
+class Waits(Dataset[Any]):
+    """Samples that wait, or compute, for 5 ms."""
+
+    def __init__(self, *, computing: bool) -> None:
+        self.computing = computing
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.computing:
+            start = time.thread_time_ns()
+            while time.thread_time_ns() - start < 5_000_000:
+                pass
+        else:
+            time.sleep(0.005)
+        return torch.zeros(100 + index)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(10))
+
+
+def test_a_probe_tells_waiting_from_computing() -> None:
+    """The times of each batch: both kinds take 5 ms at least, but only one of them takes a processor."""
+    for computing in (False, True):
+        samples, largest = probe(iter(DataLoader(Waits(computing=computing), batch_size=None)), None, 4)
+        assert len(samples) == 4
+        assert min(sample.load_seconds for sample in samples) >= 0.005
+        assert (min(sample.load_cpu_seconds for sample in samples) >= 0.0049) is computing
+        assert largest.shape == (103,)
+
+
+def test_a_probe_times_the_steps_and_loads_no_more_than_it_may() -> None:
+    """What is done with a batch is the step; a set with fewer batches gives fewer samples."""
+    drawn = iter(range(20))
+    samples, _ = probe(drawn, lambda _: time.sleep(0.002), 5)
+    assert [sample.step_seconds >= 0.002 for sample in samples] == [True] * 5
+    assert next(drawn) == 5
+    assert probe(iter([])) == ([], None)
+
+
+def test_the_clocks_only_go_forward() -> None:
+    """Each of the three clocks counts up."""
+    a, b = Instant.now(), Instant.now()
+    assert b.wall > a.wall
+    assert b.cpu >= a.cpu
+    assert b.queued >= a.queued >= 0
+
+
+def test_a_transfer_is_measured_without_touching_the_process() -> None:
+    """A real worker sends copies: costs come out above zero, no random number is drawn, and no tensor is moved."""
+    batch = {"x": torch.zeros(1000), "names": ["a"], "table": np.zeros(3)}
+    before = torch.get_rng_state()
+    found = measure_transfer(batch)
+    assert found.hand_over_seconds > 0
+    assert found.hand_over_cpu_seconds > 0
+    assert found.worker_seconds > 0
+    assert found != Transfer.assumed(4000, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not batch["x"].is_shared()
+
+
+def test_what_cannot_be_tried_out_is_assumed() -> None:
+    """A batch that no worker could send, and one that is too large to be copied a few times, get the assumed cost."""
+    assert measure_transfer([torch.zeros(10), iter(x for x in range(3))]) == Transfer.assumed(40, 1)
+    large = torch.empty(2**25)
+    assert measure_transfer(large) == Transfer.assumed(2**27, 1)
+    assert Transfer.assumed(0, 4).hand_over_seconds > Transfer.assumed(0, 1).hand_over_seconds
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_same_loader_with_other_workers(workers: int) -> None:
+    """Order, batches and collate function are kept, for batched, unbatched and streamed data."""
+    data = TensorDataset(torch.arange(10))
+    depth = 2 if workers else None
+    for loader in (
+        DataLoader(data, batch_size=3, drop_last=True, collate_fn=lambda rows: [int(row[0]) for row in rows]),
+        DataLoader(data, batch_size=None, collate_fn=lambda row: int(row[0])),
+        DataLoader(data, batch_sampler=[[3, 1], [9]], collate_fn=len),
+    ):
+        assert list(with_workers(loader, workers, depth)) == list(loader)
+    streamed = with_workers(DataLoader(Stream(), batch_size=4), workers, depth)
+    assert [len(batch) for batch in streamed] == ([4, 4, 4, 4, 2, 2] if workers else [4, 4, 2])  # it is not sharded
+
+
+def test_throughput_needs_batches() -> None:
+    """A loader that ends before its queues are full has no throughput; a longer one has, and is left early."""
+    data = TensorDataset(torch.zeros(100, 2))
+    assert measure_throughput(DataLoader(data, batch_size=20)) is None
+    assert (measure_throughput(DataLoader(data, batch_size=5)) or 0) > 0
+    steps: list[Any] = []
+    assert (measure_throughput(DataLoader(Waits(computing=False), batch_size=None), steps.append, 0.05) or 0) > 0
+    assert 5 < len(steps) < 60
