@@ -100,6 +100,15 @@ def test_the_commands_and_their_flags() -> None:
         "explain": ["--json"],
         "presets": ["--json"],
         "loader": ["--batch-size", "--batches", "--json", "--measure", "--step-seconds"],
+        "quarantine": [
+            "--evidence",
+            "--json",
+            "--release",
+            "--release-all",
+            "--release-good",
+            "--retest",
+            "--timeout",
+        ],
         "simulate": [
             "--failures",
             "--failures-gpus",

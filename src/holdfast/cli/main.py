@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import checkpoints, demo, explain, loader, presets, simulate, trial
+from holdfast.cli import checkpoints, demo, explain, loader, presets, quarantine, simulate, trial
 from holdfast.cli.output import ERROR
 from holdfast.core.version import __version__
 
@@ -25,6 +25,7 @@ app.command("explain")(explain.run)
 app.command("presets")(presets.run)
 app.command("trial")(trial.run)
 app.command("loader")(loader.run)
+app.command("quarantine")(quarantine.run)
 app.command("simulate")(simulate.run)
 
 

@@ -238,11 +238,16 @@ class Fetcher(Dataset[Any]):
         """Return a sample that has drawn from its own random numbers."""
         seed = self._seeds.of(epoch, index)
         before = self._lazy.seed(seed)
-        sample = self.dataset[index]
-        if self._lazy.was_surprised(before):
-            self._lazy.seed(seed)
+        try:
             sample = self.dataset[index]
-        return sample
+        except (Exception, SystemExit):
+            if not self._lazy.was_surprised(before):
+                raise
+        else:
+            if not self._lazy.was_surprised(before):
+                return sample
+        self._lazy.seed(seed)
+        return self.dataset[index]
 
     def _instead(
         self, entry: Entry, offset: int, board: Board | None, worker: int | None, failures: list[Failure]

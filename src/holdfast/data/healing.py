@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Report
 from holdfast.data.generation import Generation, WorkersLostError
+from holdfast.data.quarantine import key_of
 from holdfast.data.worker_board import STARTING, Board, Showing
 from holdfast.data.worker_watch import Loss
 
@@ -237,10 +238,11 @@ class Healer:
     def _suspect(self, loss: Loss, index: Any, source: Source, *, repeated: bool) -> str:
         """Decide about a loss in which a worker was at a sample."""
         if loss.others_fine:
-            self._strikes[index] = self._strikes.get(index, 0) + 1
-            if self._strikes[index] < _STRIKES:
+            key = key_of(index)
+            self._strikes[key] = self._strikes.get(key, 0) + 1
+            if self._strikes[key] < _STRIKES:
                 return "new workers; the sample is tried again"
-            del self._strikes[index]
+            del self._strikes[key]
             self._in_a_row = 0
             source.set_aside(index, "hung" if loss.kind == "hung" else "killed its worker", loss.cause)
             return "the sample is set aside"

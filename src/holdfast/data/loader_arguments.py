@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import multiprocessing
 from collections.abc import Sized
 from typing import Any
@@ -57,7 +58,7 @@ def check_arguments(
             "only workers can be waited for",
             "pass num_workers >= 1, or leave timeout out.",
         )
-    if not isinstance(quarantine, (int, float)) or isinstance(quarantine, bool) or quarantine < 0:
+    if not isinstance(quarantine, (int, float)) or isinstance(quarantine, bool) or not 0 <= quarantine < math.inf:
         raise _unusable(
             f"quarantine={quarantine!r}", "it is a share or a number of samples", "pass 0.001, 5, or 0 for none."
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.data.fetch import Entry, Fetcher, Report
 from holdfast.data.plan import Plan
-from holdfast.data.quarantine import Ledger
+from holdfast.data.quarantine import Ledger, key_of
 from holdfast.data.worker_board import Board, Showing
 
 
@@ -51,7 +51,7 @@ class MapSource:
         """Yield what is not handed out yet; after a loss, what was out comes first, and the first is read twice."""
         for number in sorted(self._out):
             entry, after = self._out[number]
-            bad = tuple(index for index in (*entry.indices, *entry.spares) if index in self._aside)
+            bad = tuple(index for index in (*entry.indices, *entry.spares) if key_of(index) in self._aside)
             entry = entry._replace(aside=bad, twice=again)
             again = False
             self._out[number] = entry, after

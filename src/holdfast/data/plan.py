@@ -17,6 +17,7 @@ import torch
 from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Entry
 from holdfast.data.orders import TokenBatches, rank_positions, steps_left
+from holdfast.data.quarantine import key_of
 from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.seeds import derive_seed
 
@@ -137,7 +138,7 @@ def _entry(
     number: int, epoch: int, indices: list[Any], spares: list[Any], aside: Collection[Any], *, alone: bool
 ) -> Entry:
     spares = [index for index in spares[:_SPARES] if index not in indices]
-    bad = tuple(index for index in (*indices, *spares) if index in aside) if aside else ()
+    bad = tuple(index for index in (*indices, *spares) if key_of(index) in aside) if aside else ()
     return Entry(number, epoch, tuple(indices), tuple(spares), bad, alone)
 
 

@@ -1,0 +1,101 @@
+"""The ledger of samples that are set aside: whatever is done to it, its cap holds and its file tells the same."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.core.errors import LoaderError
+from holdfast.data.quarantine import FILE_NAME, Ledger, read_ledger
+
+_FAST = settings(deadline=None, max_examples=60)
+_KEYS = st.recursive(
+    st.one_of(st.integers(), st.text(max_size=3), st.binary(max_size=3)),
+    lambda inner: st.lists(inner, max_size=3).map(tuple),
+    max_leaves=4,
+)
+_EPOCHS = st.integers(0, 4)
+_EVIDENCE = st.text(st.characters(), max_size=20)  # lone surrogates too: file names may hold them
+
+
+@st.composite
+def _histories(draw: st.DrawFn) -> list[tuple[Any, ...]]:
+    """Return what is done to a ledger: samples set aside and taken back, and restarts of the run."""
+    keys = st.sampled_from(draw(st.lists(_KEYS, min_size=1, max_size=5)))
+    add = st.tuples(st.just("add"), keys, _EPOCHS, _EVIDENCE)
+    release = st.tuples(st.just("release"), st.lists(keys, max_size=3))
+    return draw(st.lists(st.one_of(add, add, release, st.just(("restart",))), min_size=5, max_size=25))
+
+
+def _expected(aside: dict[Any, int], epoch: int) -> set[Any]:
+    return {index for index, since in aside.items() if since <= epoch}
+
+
+@_FAST
+@given(_histories(), st.integers(0, 4))
+def test_any_history_keeps_to_the_cap_and_to_its_file(history: list[tuple[Any, ...]], limit: int) -> None:
+    """The cap holds, a sample counts from its epoch on until it is released, and a restart changes nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, FILE_NAME)
+        ledger = Ledger(limit, None, lambda: 1.5)
+        ledger.keep_in(path)
+        aside: dict[Any, int] = {}
+        found: list[Any] = []
+        for what, *facts in history:
+            if what == "add":
+                index, epoch, evidence = facts
+                if limit == len(aside) and index not in aside:
+                    with pytest.raises(LoaderError, match=r"\[H612\]"):
+                        ledger.add(index, "raised", epoch, evidence)
+                    continue
+                news = ledger.add(index, "raised", epoch, evidence)
+                assert news == (aside.get(index, epoch + 1) > epoch)
+                if news:
+                    aside[index] = epoch
+                    found = [each for each in found if each != index] + [index]
+            elif what == "release":
+                assert set(ledger.release(facts[0])) == aside.keys() & set(facts[0])
+                for index in facts[0]:
+                    aside.pop(index, None)
+            else:
+                ledger = Ledger(limit, None, lambda: 1.5)
+                ledger.keep_in(path)
+            assert len(ledger) == len(aside) <= limit
+            assert all(ledger.aside(epoch) == _expected(aside, epoch) for epoch in range(6))
+            assert [entry.index for entry in ledger] == found
+            assert list(read_ledger(path).values()) == list(ledger)
+
+
+@_FAST
+@given(st.lists(st.tuples(_KEYS, _EVIDENCE), min_size=1, max_size=4, unique_by=lambda each: each[0]), st.data())
+def test_a_damaged_file_is_refused_or_still_a_ledger(samples: list[tuple[Any, str]], data: st.DataObject) -> None:
+    """A file that was cut short is always H617; one changed byte is H617 or gives entries that can be used."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, FILE_NAME)
+        ledger = Ledger(4, None, lambda: 1.7e9)
+        ledger.keep_in(path)
+        for index, evidence in samples:
+            ledger.add(index, "raised", 0, evidence)
+        whole = path.read_bytes().rstrip()
+        path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
+        assert _rule_of(path) == "H617"
+        place, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+        assert _rule_of(path) in (None, "H617")
+
+
+def _rule_of(path: Path) -> str | None:
+    """Return the rule by which a ledger is refused, or None if it is read and can be used."""
+    ledger = Ledger(100, None, lambda: 1.7e9)
+    try:
+        ledger.keep_in(path)
+    except LoaderError as error:
+        return error.rule
+    aside = ledger.aside(10**9)
+    assert set(ledger.release(aside)) == aside
+    return None
