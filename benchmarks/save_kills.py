@@ -1,14 +1,18 @@
 """A process that is killed while it saves: does its run directory always resume, with a state that was saved?
 
-How: a forked child trains a 20 MB model and saves after every step, and appends the digest of its weights to a log
-before each save. It is killed by SIGKILL at a random moment of the time that a save takes. Then the run is resumed,
-its state is compared with the log, and the next child goes on from there until it is killed too: 10 runs of 10 kills.
-A kill that fell into a save shows as an unfinished directory that was left behind.
+How: a forked child trains a 20 MB model and saves whenever it can: beside the training, so that steps go on and
+change the weights while they are written, or in the loop after every step. It appends the digest of its weights to a
+log after each step, before a save of them can begin. It is killed by SIGKILL at a random moment of the time from one
+save to the next. Then the run is resumed, its state is compared with the log, and the next child goes on from there
+until it is killed too: 10 kills of each run. A kill that fell into a save shows as an unfinished directory that was
+left behind. A state that mixes two steps, because the writer did not have a true copy, has a digest that is in no
+log.
 
 Beside it: ``torch.save`` of the same weights straight to the final path, in a loop that does nothing else, killed in
 the same way; how often the file cannot be loaded afterwards.
 
-To reach: 0 of 100 run directories that cannot be resumed, 0 of 100 resumed states that were never saved.
+To reach: 0 of 500 run directories that cannot be resumed, 0 of 500 resumed states that were never there; 400 of the
+kills beside the training, 100 in the loop.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ def digest(model: nn.Module) -> str:
     return digest_tensors(list(model.state_dict().values()))
 
 
-def resumed(run_dir: Path) -> tuple[Guard, nn.Module]:
+def resumed(run_dir: Path, beside: bool) -> tuple[Guard, nn.Module]:
     model = make_model()
     guard = Guard(
         run_dir,
@@ -55,25 +59,27 @@ def resumed(run_dir: Path) -> tuple[Guard, nn.Module]:
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         loader=[torch.ones(4, _SIDE)] * 1000,
         save_interval_steps=1,
+        async_save=beside,
+        spike_action="off",
         check_split=False,
     )
     return guard, model
 
 
-def save_for_ever(run_dir: Path, steps: Counter) -> None:
-    """Resume, then train, note the digest, and save, until killed."""
-    guard, model = resumed(run_dir)
+def save_for_ever(run_dir: Path, beside: bool, saves: Counter) -> None:
+    """Resume, then train, note the digest, and save, until killed; count the saves that were finished."""
+    guard, model = resumed(run_dir, beside)
     log = os.open(run_dir / "digests.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     for batch in guard.batches(max_steps=_ENDLESS):
         guard.step(batch, lambda x: model(x).square().mean())
         line = {"step": guard.global_step, "digest": digest(model)}
         os.write(log, json.dumps(line).encode() + b"\n")
-        steps.set(steps.get() + 1)  # the save begins now
+        saves.set(guard.statistics().checkpoints_saved)
 
 
 def report_only(run_dir: Path) -> tuple[int, str]:
-    guard, model = resumed(run_dir)
+    guard, model = resumed(run_dir, True)
     return guard.global_step, digest(model)
 
 
@@ -126,21 +132,22 @@ def check_run(run_dir: Path) -> tuple[bool, bool]:
     return True, (step, found) in saved | {fresh}
 
 
-def measure_holdfast(result: Result, folder: Path, kills: int, chance: random.Random) -> None:
-    save_seconds = time_of_a_save(partial(save_for_ever, folder / "timing"))
+def measure_holdfast(result: Result, folder: Path, kills: int, chance: random.Random, *, beside: bool) -> None:
+    name = "holdfast, beside the training" if beside else "holdfast, in the loop"
+    save_seconds = time_of_a_save(partial(save_for_ever, folder / f"timing-{beside}", beside))
     rows = []
     for number in range(kills):
-        run_dir = folder / f"run{number // _KILLS_OF_A_RUN}"
-        ended = kill_in_a_save(partial(save_for_ever, run_dir), chance, save_seconds)
+        run_dir = folder / f"run{number // _KILLS_OF_A_RUN}-{beside}"
+        ended = kill_in_a_save(partial(save_for_ever, run_dir, beside), chance, save_seconds)
         left_behind = any((run_dir / "checkpoints").glob(".tmp-*"))
         rows.append((ended == "SIGKILL", left_behind, *check_run(run_dir)))
     killed, unfinished, resumes, right = (sum(column) for column in zip(*rows, strict=True))
-    result.parameters["holdfast_seconds_between_saves"] = round(save_seconds, 4)
-    result.add_count("holdfast: killed by SIGKILL", killed, kills, expected=kills)
-    result.add_count("holdfast: kills that left an unfinished save behind", unfinished, kills)
-    result.add_count("holdfast: run directory cannot be resumed", kills - resumes, kills, expected=0)
-    result.add_count("holdfast: resumed state was never saved", resumes - right, kills, expected=0)
-    result.samples["holdfast: save was unfinished"] = [int(row[1]) for row in rows]
+    result.parameters[f"{name}: seconds between saves"] = round(save_seconds, 4)
+    result.add_count(f"{name}: killed by SIGKILL", killed, kills, expected=kills)
+    result.add_count(f"{name}: kills that left an unfinished save behind", unfinished, kills)
+    result.add_count(f"{name}: run directory cannot be resumed", kills - resumes, kills, expected=0)
+    result.add_count(f"{name}: resumed state was never there", resumes - right, kills, expected=0)
+    result.samples[f"{name}: save was unfinished"] = [int(row[1]) for row in rows]
 
 
 def measure_plain(result: Result, folder: Path, kills: int, chance: random.Random) -> None:
@@ -161,12 +168,18 @@ def measure_plain(result: Result, folder: Path, kills: int, chance: random.Rando
 def main() -> None:
     single_threaded()
     options = read_options("save_kills", __doc__ or "")
-    kills = 10 if options.quick else 100
-    parameters = {"kills": kills, "kills_of_a_run": _KILLS_OF_A_RUN, "model_bytes": 4 * _SIDE**2, "seed": 3}
+    kills, in_the_loop, plain = (10, 5, 5) if options.quick else (400, 100, 100)
+    parameters = {
+        "kills": [kills, in_the_loop],
+        "kills_of_a_run": _KILLS_OF_A_RUN,
+        "model_bytes": 4 * _SIDE**2,
+        "seed": 3,
+    }
     result = Result(options=options, parameters=parameters)
     with tempfile.TemporaryDirectory() as folder:
-        measure_holdfast(result, Path(folder), kills, random.Random(3))
-        measure_plain(result, Path(folder), kills, random.Random(3))
+        measure_holdfast(result, Path(folder), kills, random.Random(3), beside=True)
+        measure_holdfast(result, Path(folder), in_the_loop, random.Random(4), beside=False)
+        measure_plain(result, Path(folder), plain, random.Random(3))
     result.write()
 
 

@@ -22,7 +22,9 @@ def train(run_dir: Path, steps: int) -> tuple[holdfast.Guard, torch.nn.Module]:
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
     optimizer = torch.optim.Adam(model.parameters(), 0.1)
     data = holdfast.DataLoader(torch.randn(40, 3).unbind(), batch_size=4, shuffle=True)
-    guard = holdfast.Guard(run_dir, model=model, optimizer=optimizer, loader=data, save_interval_steps=2)
+    guard = holdfast.Guard(
+        run_dir, model=model, optimizer=optimizer, loader=data, save_interval_steps=2, async_save=False
+    )
     for batch in guard.batches(max_steps=steps):
         guard.step(batch, lambda x: model(x).square().mean())
     return guard, model
@@ -93,6 +95,7 @@ def test_a_full_disk_stops_no_training(start, undisturbed, tmp_path):
         fill_at=8,
         free_at=23,
         filler=str(disk / "filler"),
+        async_save=False,
     )
     end = life.end()
     failed = [event for event in end["events"] if event[0] == "save_failed"]
@@ -112,7 +115,7 @@ def test_a_kill_on_a_full_disk_resumes_from_the_last_good_checkpoint(undisturbed
         pytest.skip("no small disk may be mounted here, neither as root nor in a user namespace")
     # Both lives see the same small disk, so they are children of one shell that has it mounted.
     program = str(Path(__file__).parent / "programs" / "train.py")
-    common = {"run_dir": str(disk / "run"), "filler": str(disk / "filler")}
+    common = {"run_dir": str(disk / "run"), "filler": str(disk / "filler"), "async_save": False}
     requests = [
         json.dumps({**common, "trace": str(tmp_path / "1"), "fill_at": 8, "die_at": 13}),
         json.dumps({**common, "trace": str(tmp_path / "2")}),

@@ -19,19 +19,23 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (2, 2), (2, 0), (0, 3)])
 def test_sigkill_at_random_moments_is_bit_exact(start, undisturbed, tmp_path, first, second):
-    """Killed twice at random moments, also with another number of workers, the run ends bit-identical."""
+    """Killed twice at random moments, also with another number of workers, the run ends bit-identical.
+
+    Half of the cases save beside the training, where a kill may lose a write besides an interval.
+    """
+    beside = first == second
     chance = random.Random(f"{first} {second}")
     reached = 0
     for workers in (first, second):
         target = min(reached + chance.randrange(3, 12), 29)
-        life = start(workers=workers, seconds_per_step=0.01)
+        life = start(workers=workers, seconds_per_step=0.01, async_save=beside)
         life.wait_for(lambda line, target=target: line.get("step", 0) >= target)
         time.sleep(chance.random() * 0.02)
         life.kill()
         reached = life.steps()[-1]
     last = start(workers=second)
     end = last.end()
-    assert last.lines()[0]["start"] >= reached - 5, "at most one save interval is lost"
+    assert beside or last.lines()[0]["start"] >= reached - 5, "at most one save interval is lost"
     assert end["digest"] == undisturbed["digest"]
     assert end["end"] == 32
     assert [event[0] for event in end["events"]].count("resumed") == 2
@@ -144,7 +148,7 @@ def test_a_kill_during_a_save_never_leaves_an_unusable_directory(start, tmp_path
     chance = random.Random(2)
     reached = 0
     for _ in range(8):
-        life = start(save_interval_steps=1, width=2048, epochs=1000)
+        life = start(save_interval_steps=1, width=2048, epochs=1000, async_save=False)
         life.wait_for(lambda line: "step" in line)
         time.sleep(chance.random() * 0.15)
         life.kill()

@@ -1,32 +1,58 @@
 """Write trees of state as one checkpoint, and read them back.
 
-Two stages, so that the second can move to a background thread: `snapshot` gathers JSON and tensors on the host,
-`write` puts them on the disk: data → read back and verify → manifest → rename → prune.
+Two stages: `snapshot` gathers JSON and tensors, `write` puts them on the disk: data → read back and verify → manifest
+→ rename. A snapshot into host buffers shares nothing with the live state, so that another thread may write it while
+training goes on; one without holds the live tensors themselves and must be written before they change.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from holdfast.checkpoint.buffers import Groups, HostBuffers
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.manifest import Extent, Manifest, verify_extents
 from holdfast.checkpoint.store import Entry, Store
-from holdfast.core.durable import free_bytes, fsync_path, write_file
+from holdfast.core.durable import free_bytes, write_file
+from holdfast.core.errors import CheckpointError
 
 STATE_FILE = "state.json"
 _SUFFIX = ".safetensors"
 # Headers, the manifest and file system blocks; the manifest takes about 250 bytes for each tensor.
 _SPARE_BYTES = 2**20
+# Written and digested at once: long enough that the interpreter's lock is seldom asked for, short enough for caches.
+_PIECE_BYTES = 4 * 2**20
+# As the format spells them.
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """The trees of a state, taken apart.
+
+    Args:
+        tensors: The live tensors by component and name, any device.
+        state: The JSON part by component; it shares nothing with the trees.
+    """
+
+    tensors: Groups
+    state: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,50 +61,73 @@ class Snapshot:
 
     Args:
         global_step: Optimizer steps committed.
-        tensors: Host tensors by component and name. They alias the live ones where those lie on the host.
+        tensors: By component and name: copies in host buffers, or the live tensors.
         state: The JSON part by component.
+        places: Names by where the live tensors lay; empty if `tensors` are the live ones.
     """
 
     global_step: int
-    tensors: Mapping[str, dict[str, torch.Tensor]]
+    tensors: Groups
     state: Mapping[str, Any]
+    places: Mapping[tuple[Any, ...], tuple[str, str]] = field(default_factory=dict)
 
     def size_bytes(self) -> int:
         """Return the bytes of all tensors."""
         return sum(tensor.nbytes for group in self.tensors.values() for tensor in group.values())
 
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the copy of a live tensor, or None if there is none."""
+        found = self.places.get(_place(tensor)) if tensor.layout == torch.strided else None
+        return None if found is None else self.tensors[found[0]][found[1]]
 
-def snapshot(components: Mapping[str, Any], global_step: int) -> Snapshot:
-    """Gather state from live objects.
+
+def encode(components: Mapping[str, Any]) -> Encoded:
+    """Take trees apart, without a copy of any tensor.
 
     Args:
         components: Trees by component name; the tensors of each lie in one file of that name.
-        global_step: Optimizer steps committed.
 
     Raises:
         CheckpointError: H310, if something cannot be stored without pickle.
-
-    Cost: copies device tensors to the host; host tensors are not copied.
     """
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     state: dict[str, Any] = {}
-    for name, tree in components.items():
-        encoder = Encoder(name)
-        state[name] = encoder.encode(tree)
-        tensors[name] = _on_host(encoder.tensors)
-    return Snapshot(global_step=global_step, tensors=tensors, state=state)
+    for component, tree in components.items():
+        encoder = Encoder(component)
+        state[component] = encoder.encode(tree)
+        tensors[component] = encoder.tensors
+        for name, tensor in encoder.tensors.items():
+            if tensor.dtype not in _DTYPES:
+                raise _unknown_type(f"{component}: {name}", tensor.dtype)
+    return Encoded(tensors=tensors, state=state)
 
 
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return contiguous tensors on the host, no two of which share memory: safetensors refuses those that do."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for key, tensor in tensors.items():
-        there = tensor.cpu().contiguous()
-        place = there.untyped_storage().data_ptr()
-        found[key] = there.clone() if place in seen else there
-        seen.add(place)
-    return found
+def snapshot(
+    components: Mapping[str, Any] | Encoded, global_step: int, buffers: HostBuffers | None = None
+) -> Snapshot:
+    """Gather state from live objects.
+
+    Args:
+        components: Trees by component name, or what `encode` made of them.
+        global_step: Optimizer steps committed.
+        buffers: Where tensors are copied to, large enough; None: the snapshot holds the live ones.
+
+    Raises:
+        CheckpointError: H310, if something cannot be stored without pickle.
+    """
+    parts = components if isinstance(components, Encoded) else encode(components)
+    if buffers is None:
+        return Snapshot(global_step=global_step, tensors=parts.tensors, state=parts.state)
+    places = {
+        _place(tensor): (component, name)
+        for component, group in parts.tensors.items()
+        for name, tensor in group.items()
+    }
+    return Snapshot(global_step=global_step, tensors=buffers.fill(parts.tensors), state=parts.state, places=places)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def write(store: Store, shot: Snapshot, *, unix_seconds: float, written_by: str) -> Entry:
@@ -117,33 +166,54 @@ def write(store: Store, shot: Snapshot, *, unix_seconds: float, written_by: str)
         raise
 
 
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Extent]:
-    """Write one safetensors file and return its extents; the digests are those of the tensors in memory."""
-    from safetensors import SafetensorError
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Extent]:
+    """Write one safetensors file, flush it, and return its extents; the digests are those of the tensors in memory.
 
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        raise OSError(f"{path.name}: {error}") from error
-    fsync_path(path)
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        prefix += file.read(struct.unpack("<Q", prefix)[0])
-    header = json.loads(prefix[8:])
-    header.pop("__metadata__", None)
+    By hand, since the library makes no digests, and wants all tensors in one piece on the host at the same time.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # large types first: all aligned
+    header, begin = {}, 0
+    for name in names:
+        tensor, end = tensors[name], begin + tensors[name].nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    prefix = struct.pack("<Q", len(text)) + text
     extents = {"header of the file": Extent(begin=0, end=len(prefix), sha256=hashlib.sha256(prefix).hexdigest())}
-    for name, found in header.items():
-        begin, end = found["data_offsets"]
-        tensor = tensors[name]
-        content = tensor.reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
-        extents[name] = Extent(
-            begin=len(prefix) + begin,
-            end=len(prefix) + end,
-            sha256=hashlib.sha256(content).hexdigest(),
-            dtype=found["dtype"],
-            shape=tuple(found["shape"]),
-        )
+    with path.open("wb") as file:
+        file.write(prefix)
+        for name in names:
+            digest, begin = hashlib.sha256(), file.tell()
+            for piece in _pieces(tensors[name]):
+                file.write(piece)
+                digest.update(piece)
+            extents[name] = Extent(
+                begin=begin,
+                end=file.tell(),
+                sha256=digest.hexdigest(),
+                dtype=_DTYPES[tensors[name].dtype],
+                shape=tuple(tensors[name].shape),
+            )
+        file.flush()
+        os.fsync(file.fileno())
     return extents
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    if tensor.numel():
+        content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        for begin in range(0, len(content), _PIECE_BYTES):
+            yield content[begin : begin + _PIECE_BYTES]
+
+
+def _unknown_type(what: str, dtype: torch.dtype) -> CheckpointError:
+    return CheckpointError(
+        f"{what} is a tensor of {dtype}",
+        limit=f"a checkpoint holds tensors of {', '.join(_DTYPES.values())}",
+        fix="let state_dict() return it as one of these, for instance as bytes: tensor.view(torch.uint8).",
+        rule="H310",
+    )
 
 
 def read_components(entry: Entry, names: Iterable[str]) -> dict[str, Any]:

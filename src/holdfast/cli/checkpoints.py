@@ -26,7 +26,7 @@ def run(
 ) -> None:
     """List the checkpoints of a run, newest first; with --verify check them, with --prune delete old ones."""
     with failing_clearly(as_json=as_json):
-        store = _store(run_dir)
+        store = store_of(run_dir)
         removed = [] if prune is None else _prune(run_dir, store, prune)
         rows = [_describe(entry, verify=verify) for entry in store.entries()]
         rows += [_describe(entry, verify=False, status="damaged, set aside") for entry in store.damaged()]
@@ -38,7 +38,12 @@ def run(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _store(run_dir: Path) -> Store:
+def store_of(run_dir: Path) -> Store:
+    """Return the checkpoints of a run directory.
+
+    Raises:
+        PolicyError: H701 if it is none.
+    """
     store = Store(run_dir / "checkpoints")
     if not store.directory.is_dir() and not (run_dir / "recorder").is_dir():
         raise PolicyError(

@@ -46,7 +46,7 @@ def run(
     Exit code 0: done. 1: the loader as it is would certainly fail. 2: it could not be measured.
     """
     with failing_clearly(as_json=as_json):
-        loader = _made(factory, batch_size)
+        loader = make_loader(factory, batch_size)
         found = _decide(factory, loader, step_seconds, batches)
         if measure:
             found["measured"] = _measure(loader, found["plan"], step_seconds)
@@ -58,7 +58,7 @@ def run(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _made(factory: str, batch_size: int) -> DataLoader[Any]:
+def make_loader(factory: str, batch_size: int) -> DataLoader[Any]:
     """Return the loader that the function makes, or one over its dataset.
 
     Raises:

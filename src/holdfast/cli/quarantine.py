@@ -21,9 +21,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.checkpoints import _store
+from holdfast.cli.checkpoints import store_of
 from holdfast.cli.factories import unusable_factory
-from holdfast.cli.loader import _made
+from holdfast.cli.loader import make_loader
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
 from holdfast.data.quarantine import FILE_NAME, FOUND_BY_READING, Ledger, Quarantined, last_line
@@ -68,7 +68,7 @@ def run(
                 rule="H105",
             )
         if not (run_dir / FILE_NAME).exists():
-            _store(run_dir)
+            store_of(run_dir)
         with _held(run_dir) if release or release_good or release_all else contextlib.nullcontext():
             ledger = Ledger(sys.maxsize, None, time.time)  # what the run allows does not matter here
             ledger.keep_in(run_dir / FILE_NAME)
@@ -131,7 +131,7 @@ def _retest(factory: str, aside: list[Quarantined], timeout_seconds: float) -> d
     Raises:
         PolicyError: H703 for a factory that returns nothing to read from.
     """
-    made = _made(factory, 1)
+    made = make_loader(factory, 1)
     from torch.utils.data import IterableDataset  # here, since torch takes seconds to import
 
     from holdfast.data.loader import DataLoader

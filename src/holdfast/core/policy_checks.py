@@ -79,6 +79,11 @@ def _check_micro_batch_size(value: object) -> str | None:
     return None if fine else 'a whole number >= 1, "auto", or None to turn splitting off'
 
 
+def _check_interval(value: object) -> str | None:
+    fine = value is None or value == "auto" or _is_count(value)
+    return None if fine else 'a whole number >= 1, "auto", or None to turn it off'
+
+
 def _check_norm(value: object) -> str | None:
     # Zero would freeze training and a negative limit would climb the gradient (pytorch#31367).
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf):
@@ -106,6 +111,15 @@ def _check_fraction(value: object) -> str | None:
     if value is None or (isinstance(value, float) and 0 < value < 1):
         return None
     return "a number above 0 and below 1, or None to turn it off"
+
+
+def _check_share(value: object) -> str | None:
+    return None if isinstance(value, float) and 0 < value < 1 else "a number above 0 and below 1"
+
+
+def _check_hours(value: object) -> str | None:
+    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    return None if fine else "a finite number > 0"
 
 
 def _check_texts(value: object) -> str | None:
@@ -149,7 +163,10 @@ _CHECKS: dict[str, Callable[[object], str | None]] = {
     "frozen": _check_texts,
     "ignore_rules": _check_texts,
     "precision": _check_choice(*get_args(Precision)),
-    "save_interval_steps": _check_count_or_none,
+    "save_interval_steps": _check_interval,
+    "async_save": _check_flag,
+    "save_overhead": _check_share,
+    "mean_time_between_failures_hours": _check_hours,
     "keep_latest_k": _check_count,
     "scheduler_interval": _check_choice(*get_args(SchedulerInterval), None),
 }

@@ -7,12 +7,14 @@ middle of an optimizer step if it must be; here it is raised only while the loop
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import gc
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,9 +39,18 @@ class Waiting(Protocol):
     lost: bool
     pids: frozenset[int]
 
+    def end(self, *, kills: bool = False) -> None:
+        """Stop watching."""
+
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 _previous: Any = None
+
+
+@atexit.register  # before that of multiprocessing, which would wait for ever for a worker that is stopped
+def _kill_all() -> None:
+    for each in list(_alive):
+        each.end(kills=True)
 
 
 def _on_child(number: int, frame: Any) -> None:
@@ -173,6 +184,9 @@ def let_go(iterator: list[Any]) -> None:
     Args:
         iterator: A list that holds the only reference to it; emptied.
     """
+    if sys.is_finalizing():  # no thread can be started any more, and torch does nothing more on its way out
+        iterator.clear()
+        return
     thread = threading.Thread(target=iterator.clear, daemon=True, name="holdfast-loader-cleanup")
     thread.start()
     thread.join(_GRACE_SECONDS / 4)  # mostly it is a matter of milliseconds, and frees descriptors for the next ones

@@ -7,6 +7,7 @@ timeouts. Time is counted in ticks of this watch, so a suspended machine or cont
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from holdfast.data.worker_processes import (
     WorkerLostError,
     how_it_ended,
     is_stopped,
+    kill,
     oom_kills,
     wake_main_thread,
     wake_on_loss,
@@ -73,6 +75,7 @@ class Watch:
         may_end: bool = False,
     ) -> None:
         self._processes = processes
+        self._parent = os.getpid()
         self._board = board
         self._limit = limit_seconds
         self._timeout = timeout_seconds
@@ -94,9 +97,15 @@ class Watch:
         wake_on_loss(self)
         threading.Thread(target=self._run, daemon=True, name="holdfast-loader-watch").start()
 
-    def end(self) -> None:
-        """Stop watching: what happens to these workers from now on is meant."""
+    def end(self, *, kills: bool = False) -> None:
+        """Stop watching: what happens to these workers from now on is meant.
+
+        Args:
+            kills: Whether to kill them too, as far as this process has started them.
+        """
         self._ended.set()
+        if kills and self._parent == os.getpid():
+            kill(self._processes)
 
     @contextlib.contextmanager
     def wakes(self) -> Iterator[None]:

@@ -146,6 +146,7 @@ class RunDirectory:
     def __del__(self) -> None:
         if getattr(self, "_lock", None) is not None:
             os.close(self._lock)  # type: ignore[arg-type]
+            self._lock = None  # closed twice it might be another file
 
     def remember_ladder(self, state: dict[str, Any]) -> None:
         """Keep what the memory ladder has learned; a disk that refuses is passed over."""

@@ -164,7 +164,7 @@ class Guard:
 
         Cost: in fp16, one host sync.
         """
-        counters = self._session.counters
+        counters, saving = self._session.counters, self._session.saving.collected()
         return Statistics(
             global_step=self.global_step,
             epoch=self.epoch,
@@ -173,8 +173,8 @@ class Guard:
             out_of_memory=counters.out_of_memory,
             rollbacks=counters.rollbacks,
             resumes=counters.resumes,
-            checkpoints_saved=self._session.saved,
-            checkpoints_failed=self._session.failed,
+            checkpoints_saved=saving.saved,
+            checkpoints_failed=saving.failed,
             micro_batch_size=self._ladder.plan.micro_batch_size,
             recompute=self._ladder.plan.recompute,
             loss_scale=self._transaction.loss_scale.value(),
@@ -276,7 +276,7 @@ class Guard:
             if self._boundaries.stepped or self._transaction.committing:
                 self._session.whole = False  # in the middle of a batch or of a step: no boundary
             if isinstance(error, OutOfMemoryError):
-                self._session.save()  # the weights are those of the last step: keep them
+                self._session.saving.save()  # the weights are those of the last step: keep them
             raise
         finally:
             if self._ladder.plan != plan:
@@ -331,10 +331,10 @@ class Guard:
     def close(self) -> None:
         """Write what is not saved yet, and release the run directory. May be called again."""
         self._boundaries.count_batch()
-        if self._session.has_unsaved:
+        if self._session.saving.has_unsaved:
             if not self._session.is_open:
                 self._open()
-            self._session.save()
+            self._session.saving.save()
         self._release()
 
     def __enter__(self) -> Self:
@@ -352,7 +352,7 @@ class Guard:
         """Save and end the process cleanly, where there is no loop of ours that could end."""
         self._record.happened("stop_requested", reason=self._stop.reason)
         self._boundaries.count_batch()
-        self._session.save()
+        self._session.saving.save()
         self._release()
         raise SystemExit(0)
 

@@ -63,17 +63,17 @@ class Loop:
         self.driven = True
         self._record.happened("loop", resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches)
         try:
-            self._session.save_first()
+            self._session.saving.save_first()
             while not finished():
                 yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
             if self._stop.reason is not None:
                 self._stop.honoured = True
                 self._record.happened("stop_requested", reason=self._stop.reason)
-            self._session.save()
+            self._session.saving.save()
         except GeneratorExit:
             raise
         except Exception:
-            self._session.save()  # the loader failed at a boundary: nothing is lost
+            self._session.saving.save()  # the loader failed at a boundary: nothing is lost
             raise
         finally:
             if self.rewound:
@@ -122,19 +122,24 @@ class Loop:
         self.rewound = self.stepped = False
 
     def _save_if_due(self) -> None:
-        self._session.keep_snapshot()
-        if self._session.is_due and not self._session.is_calm:
-            if not self._postponed:
+        saving = self._session.saving
+        saving.at_boundary()
+        refused = saving.take_refusal()  # of a save that was begun some steps ago
+        if refused is None:
+            self._session.keep_snapshot()
+            if saving.is_due and self._session.is_calm:
+                self._postponed = False
+                saving.save_when_due()
+                refused = saving.take_refusal()
+            elif saving.is_due and not self._postponed:
                 self._record.happened("save_postponed", why="loss or gradient norm stand out; until that is settled")
-            self._postponed = True
-        elif self._session.is_due:
-            self._postponed = False
-            self._session.save()
-            if self._session.refused is not None:
-                self._recovery.after_refused_save(self._session.refused)
+                self._postponed = True
+        if refused is not None:
+            self._recovery.after_refused_save(refused)
 
     def _progress(self) -> tuple[int, int]:
-        return self._record.global_step, self._session.counters.skipped_steps
+        counters = self._session.counters  # a rollback may bring the global step back to where it was
+        return counters.steps, counters.skipped_steps
 
     def count_batch(self) -> None:
         """Count the batch that is out as trained, if a step was made with it."""

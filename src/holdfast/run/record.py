@@ -1,8 +1,14 @@
-"""What happens in a run, written into its black box and, where people should see it, into the log."""
+"""What happens in a run, written into its black box and, where people should see it, into the log.
+
+Facts may come from any thread. A process that was forked from the one that records must not write: both would count
+the records by themselves, and a lock that another thread held at the fork is never given back there.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +25,8 @@ _LOUD = {
     "checkpoint_damaged", "loss_scale_collapsed", "stop_requested", "buffer_not_restored", "recompute_impossible",
     "cannot_split", "split_refused", "onednn_switched_off", "spike", "spike_clipped", "samples_dropped",
     "micro_batch_dropped", "learning_rate_lowered", "finding", "side_effects",
-    "schedulers_wait", "rolled_back", "save_postponed",
+    "schedulers_wait", "rolled_back", "save_postponed", "saves_synchronous", "loader_healed",
+    "sample_quarantined", "dataset_not_deterministic", "stream_read_over", "preflight", "quarantine_full",
 }  # fmt: skip
 
 
@@ -35,6 +42,8 @@ class RunRecord:
         self._directory = directory
         self._clock = clock
         self._box: BlackBox | None = None
+        self._lock = threading.RLock()  # reentrant, for a signal handler of the caller that records
+        self._process = 0
         self.global_step = 0
 
     @property
@@ -50,6 +59,7 @@ class RunRecord:
         """
         try:
             self._box = BlackBox(self._directory)
+            self._process = os.getpid()
         except OSError as error:
             raise RunDirectoryError(
                 f"the recording in {self._directory} cannot be made ({error.strerror or error})",
@@ -65,10 +75,16 @@ class RunRecord:
             self._box = None
 
     def happened(self, kind: str, **facts: Any) -> None:
-        """Record a fact."""
-        event = Event(kind=kind, global_step=self.global_step, unix_seconds=self._clock.unix_seconds(), data=facts)
-        if self._box is not None:
-            self._box.event(event)
+        """Record a fact of the step that the run stands at."""
+        self.happened_at(self.global_step, kind, **facts)
+
+    def happened_at(self, global_step: int, kind: str, /, **facts: Any) -> None:
+        """Record a fact of an earlier step, such as a checkpoint of it that is finished now."""
+        event = Event(kind=kind, global_step=global_step, unix_seconds=self._clock.unix_seconds(), data=facts)
+        if os.getpid() == self._process:
+            with self._lock:
+                if self._box is not None:
+                    self._box.event(event)
         if kind in _LOUD:
             _log.warning("%s", event)
 

@@ -1,4 +1,7 @@
-"""An open run directory: what is saved there, and how everything comes back from there."""
+"""An open run directory: what belongs to a run's state, and how everything comes back from its checkpoints.
+
+Does not: write them (see ``saving``).
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from typing import Any
 
 import torch
 
+from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.checkpoint.health import nonfinite_tensors
-from holdfast.checkpoint.saver import read_components, snapshot, write
+from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
-from holdfast.core.errors import CheckpointError, NonFiniteError, RunDirectoryError
+from holdfast.core.errors import CheckpointError, RunDirectoryError
 from holdfast.core.policy import Policy
-from holdfast.core.version import __version__
 from holdfast.data.random_state import RandomState, capture, restore, seed_cpu
 from holdfast.memory.host_memory import available_bytes
 from holdfast.memory.ladder import MemoryLadder
@@ -26,12 +29,13 @@ from holdfast.run.directory import RunDirectory
 from holdfast.run.parts import Parts
 from holdfast.run.record import RunRecord
 from holdfast.run.result import Counters
+from holdfast.run.saving import Saving
 from holdfast.run.snapshots import Snapshots, copied_to_host
 from holdfast.run.transaction import Transaction
 
 
 class Session:
-    """Saves and restores one run.
+    """Restores one run, and knows what its checkpoints hold.
 
     Args:
         directory: The run directory.
@@ -66,18 +70,23 @@ class Session:
         self._transaction = transaction
         self._store = Store(directory.checkpoints)
         self._newest_id: int | None = None  # of the checkpoints when this object closed the directory
-        self._saved_at: tuple[int, int] | None = None
-        self._tried_at_step: int | None = None
+        self.saving = Saving(
+            directory=directory,
+            store=self._store,
+            record=record,
+            policy=policy,
+            clock=clock,
+            state=lambda: gather(parts, self._training()),
+            must_be_finite=self._must_be_finite,
+            position=self._position,
+            cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
+        )
         self.snapshots = Snapshots(policy.snapshot_interval_steps, clock, available_bytes)
-        transaction.spare_memory = self.snapshots.give_up
+        transaction.spare_memory = self._spare_memory
         self.spikes = SpikeDetector(objective=policy.objective)
         self.counters = Counters()
         self.interventions: list[dict[str, Any]] = []
-        self.saved = 0
-        self.failed = 0
         self.validated = False  # a metric was told, for schedulers that need one
-        self.refused: str | None = None  # why the last save was refused, if it was
-        self.whole = True  # False while the state belongs to no boundary, so that it must not be saved
         self._known_good = -1  # newest step that a rollback has proved to be older than any trouble
         self.random_state: RandomState | None = None  # of a resumed run, until its loader is started
 
@@ -93,11 +102,14 @@ class Session:
             RunDirectoryError: H301 if another run holds it, H302 if the recording cannot be allocated, H306 if
                 another process has continued the run since this object closed it.
         """
+        wait_for_jobs(self._directory.path)  # of a guard that was given up: it still holds the lock
         self._directory.acquire()
         try:
             self._store.clean_up()
             self._check_not_continued()
             self.record.open()
+            if self.cursor is not None:
+                self.cursor.attach(self.record.happened, self._directory.path)
         except BaseException:
             self._directory.release()
             raise
@@ -112,82 +124,29 @@ class Session:
             )
 
     def close(self) -> None:
-        """End the recording and give the lock back."""
+        """Finish the save that is under way, end the recording and give the lock back."""
+        self.saving.finish()
+        self.saving.take_refusal()  # whoever opens it again may have repaired the state
         if self.is_open:
             self._newest_id = self._store.next_save_id() - 1
         self.record.close()
         self._directory.release()
 
-    # --- save -----------------------------------------------------------------------------------------------
-
-    def _position(self) -> tuple[int, int]:
-        """Return what moves with each step and each batch; the turn of an epoch in itself changes nothing."""
-        return self.record.global_step, 0 if self.cursor is None else self.cursor.trained
+    # --- what is saved --------------------------------------------------------------------------------------
 
     @property
-    def is_due(self) -> bool:
-        """Return whether a multiple of the save interval was passed since the last attempt to save."""
-        interval = self.policy.save_interval_steps
-        if interval is None or self._tried_at_step is None:
-            return interval is not None
-        return self.record.global_step // interval > self._tried_at_step // interval
+    def whole(self) -> bool:
+        """Return whether the state belongs to a boundary; otherwise it must not be saved."""
+        return self.saving.whole
+
+    @whole.setter
+    def whole(self, whole: bool) -> None:
+        self.saving.whole = whole
 
     @property
     def is_calm(self) -> bool:
         """Return whether the state may be called good; a suspicion that is not settled yet puts a save off."""
         return self.policy.spike_action in ("off", "warn") or self.spikes.is_calm()
-
-    @property
-    def has_unsaved(self) -> bool:
-        """Return whether steps were made that no checkpoint holds, and that may be saved."""
-        saves = self.policy.save_interval_steps is not None and self._tried_at_step is not None
-        return saves and self.whole and self._saved_at != self._position()
-
-    def save_first(self) -> None:
-        """Have a state to return to before the first step.
-
-        Raises:
-            CheckpointError: H310, if some state cannot be stored without pickle.
-            NonFiniteError: H502, if the weights hold NaN or Inf already.
-        """
-        if self._tried_at_step is None:
-            self.save()
-
-    def save(self) -> None:
-        """Write a checkpoint, unless the newest is of this very state or this state is not whole.
-
-        A save that fails is an event and does not stop training. One of weights that are not finite is refused.
-
-        Raises:
-            RunDirectoryError: H301, if the lock was lost and another run has the directory.
-        """
-        self.refused = None
-        if self.policy.save_interval_steps is None or not self.whole or self._saved_at == self._position():
-            return
-        first = self._tried_at_step is None
-        bad, count = nonfinite_tensors(self._must_be_finite())
-        if count and first:
-            raise _unhealthy_start(bad, count)
-        self._tried_at_step = self.record.global_step
-        if count:
-            self.failed += 1
-            self.refused = f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}"
-            self.record.happened("save_refused", nonfinite=bad, count=count)
-            return
-        self._directory.hold()
-        started = self._clock.monotonic_seconds()
-        try:
-            self._write(started)
-        except Exception as error:
-            if first and not isinstance(error, OSError):
-                self._tried_at_step = None
-                raise  # a state that can never be saved is the caller's to know before any work is done
-            self.failed += 1
-            seconds = round(self._clock.monotonic_seconds() - started, 4)
-            self.record.happened("save_failed", error=f"{type(error).__name__}: {error}"[:500], seconds=seconds)
-        else:
-            self.saved += 1
-            self._saved_at = self._position()
 
     def keep_snapshot(self) -> None:
         """Copy the state in host memory, if that is due and the state is whole and good."""
@@ -196,21 +155,13 @@ class Session:
             if not bad and not self.snapshots.keep(self.record.global_step, gather(self.parts, self._training())):
                 self.record.happened("snapshots_do_not_fit", promise="rollbacks return to a checkpoint")
 
-    def _write(self, started: float) -> None:
-        shot = snapshot(gather(self.parts, self._training()), self.record.global_step)
-        entry = write(self._store, shot, unix_seconds=self._clock.unix_seconds(), written_by=__version__)
-        try:
-            removed = self._store.prune(self.policy.keep_latest_k, known_good=entry)
-        except OSError as error:
-            removed = []  # the checkpoint is good all the same
-            self.record.happened("prune_failed", error=str(error))
-        self.record.happened(
-            "checkpoint_saved",
-            checkpoint=entry.path.name,
-            size_bytes=shot.size_bytes(),
-            seconds=round(self._clock.monotonic_seconds() - started, 4),
-            removed=[path.name for path in removed],
-        )
+    def _spare_memory(self) -> None:
+        self.snapshots.give_up()
+        self.saving.give_up_buffers()
+
+    def _position(self) -> tuple[int, int]:
+        """Return what moves with each step and each batch; the turn of an epoch in itself changes nothing."""
+        return self.record.global_step, 0 if self.cursor is None else self.cursor.trained
 
     def _must_be_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
         names: dict[int, str] = {}
@@ -239,6 +190,7 @@ class Session:
             "spikes": self.spikes.state_dict(),
             "interventions": self.interventions,
             "diagnosis": self._transaction.diagnosis.state_dict(),
+            "save_costs": [list(pair) for pair in self.saving.chooser.costs],
         }
 
     def intervened(self, kind: str, reason: str) -> None:
@@ -252,14 +204,12 @@ class Session:
         Raises:
             CheckpointError: H310, if it could not be written.
         """
-        before, self._saved_at = self.saved, None
         self.record.happened("adopted", changed=changed, **evidence)
         self.intervened("adopted", changed)
-        self.save()
-        if self.saved == before:
+        if not self.saving.save_again():
             raise CheckpointError(
                 f"the checkpoint with {changed} could not be written",
-                limit=self.refused or "the events say why",
+                limit=self.saving.take_refusal() or "the events say why",
                 fix="make room or repair what the event save_failed names, and try again.",
                 rule="H310",
             )
@@ -307,8 +257,8 @@ class Session:
         self.spikes.load_state_dict(training["spikes"])
         self.interventions = training["interventions"]
         self._transaction.diagnosis.load_state_dict(training["diagnosis"])
-        self._tried_at_step = self.record.global_step
-        self._saved_at = self._position()
+        self.saving.chooser.costs.extend((stall, whole) for stall, whole in training.get("save_costs", []))
+        self.saving.resumed()
         self.record.happened("resumed", checkpoint=entry.path.name, trained_batches=self._position()[1])
         return entry.path
 
@@ -325,6 +275,7 @@ class Session:
         Returns:
             What the guard itself had saved in that state; None if there is none to return to.
         """
+        self.saving.finish()
         kept = None
         if before_step is not None:
             before_step = max(before_step, self._known_good)
@@ -334,15 +285,14 @@ class Session:
             training = self._put_back(copied_to_host(kept.trees))
             if not trusted:
                 self.snapshots.distrust(kept)  # if it leads to the same trouble, the next one is older
-            self._tried_at_step = min(self._tried_at_step or 0, self.record.global_step)
         else:
             entry = None if self.policy.save_interval_steps is None else self._newest_good(before_step)
             if entry is None:
                 return None
             training = self._restore(entry)
-            self._tried_at_step = self.record.global_step
             if rewind_data:
                 self._go_to_position_of(training)
+        self.saving.returned(to_checkpoint=kept is None)
         self.snapshots.returned_to(self.record.global_step)
         if trusted:
             self._known_good = self.record.global_step  # so is all before it, whatever comes now
@@ -389,12 +339,3 @@ class Session:
         self.record.global_step = training["global_step"]
         self.whole = True
         return training
-
-
-def _unhealthy_start(bad: list[str], count: int) -> NonFiniteError:
-    return NonFiniteError(
-        f"{count} tensor(s) hold NaN or Inf before the first step: {', '.join(bad)}",
-        limit="training cannot recover from weights that are not finite",
-        fix="check the initialisation or the weights that were loaded.",
-        rule="H502",
-    )

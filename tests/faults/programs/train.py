@@ -71,6 +71,7 @@ def main() -> None:
         loader=loader,
         state={"average": average},
         save_interval_steps=request.get("save_interval_steps", 5),
+        async_save=request.get("async_save", True),
         max_grad_norm=1.0,
     )
     write(start=guard.global_step, resumed_from=None if guard.resumed_from is None else guard.resumed_from.name)

@@ -26,7 +26,9 @@ def run_dir(tmp_path: Path) -> Path:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     data = [torch.ones(4, 2)] * 6
-    with holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=data, save_interval_steps=2) as guard:
+    with holdfast.Guard(
+        tmp_path, model=model, optimizer=optimizer, loader=data, save_interval_steps=2, async_save=False
+    ) as guard:
         for batch in guard.batches(max_epochs=1):
             guard.step(batch, lambda x: model(x).square().mean())
     return tmp_path

@@ -40,7 +40,10 @@ _BAD = {
     "frozen": ["encoder.*", ("",), (1,), None, {"a"}],
     "ignore_rules": ["H808", ("",), (808,), None],
     "precision": ["float32", "bf-16", None, 16],
-    "save_interval_steps": _NOT_A_COUNT,
+    "save_interval_steps": [0, -1, 1.5, True, "often", math.nan],
+    "async_save": [0, 1, "true", None],
+    "save_overhead": [0.0, 1.0, 1, 0, -0.01, math.nan, math.inf, "0.01", True, None],
+    "mean_time_between_failures_hours": [0, 0.0, -1, math.nan, math.inf, "24", True, None],
     "keep_latest_k": [*_NOT_A_COUNT, None],
     "scheduler_interval": ["steps", "batch", 1, True],
 }
@@ -67,7 +70,10 @@ _GOOD = {
     "frozen": [(), ("encoder.*", "head.bias")],
     "ignore_rules": [(), ("H808",)],
     "precision": ["fp32", "bf16", "fp16"],
-    "save_interval_steps": [None, 1],
+    "save_interval_steps": [None, "auto", 1],
+    "async_save": [True, False],
+    "save_overhead": [0.01, np.float64(0.5)],
+    "mean_time_between_failures_hours": [1, 0.25, np.float64(3.1)],
     "keep_latest_k": [1, 50],
     "scheduler_interval": ["step", "epoch", None],
 }
@@ -438,7 +444,7 @@ modules:
         ("auto_mix_prec: True", {"precision": "fp16"}),
         ("auto_mix_prec: False\nbfloat16_mix_prec: True", {"precision": "bf16"}),
         ("ckpt_interval_steps: 250\nckpt_interval_minutes: 15", {"save_interval_steps": 250}),
-        ("ckpt_interval_steps: 0", {"save_interval_steps": 500}),
+        ("ckpt_interval_steps: 0", {"save_interval_steps": "auto"}),
     ],
 )
 def test_a_speechbrain_recipe_is_read(text: str, expected: dict[str, object], policy_file: Path) -> None:

@@ -111,7 +111,7 @@ def test_every_kind_of_value_comes_back_with_type_shape_and_every_bit(tmp_path):
         (np.ma.masked_array([1], [True]), "MaskedArray"),
         (types.SimpleNamespace(), "SimpleNamespace"),
     ],
-    ids=str,
+    ids=["sparse", "set", "objects", "masked", "namespace"],
 )
 def test_a_value_that_needs_pickle_is_refused_by_its_place(tmp_path, value, place):
     """What cannot be stored is an error that names the item and the place in it."""
@@ -457,7 +457,7 @@ def test_a_file_that_is_no_whole_cache_is_neither_read_nor_replaced(tmp_path, co
         ({"multiprocessing_context": "threads"}, "multiprocessing_context='threads'"),
         ({"num_workers": 1, "multiprocessing_context": "spawn", "fn": lambda sample: sample}, "cannot be started"),
     ],
-    ids=str,
+    ids=["dataset", "iterator", "fn", "num_workers", "parameters", "context", "spawn"],
 )
 def test_arguments_that_cannot_be_used_are_clear_errors(tmp_path, change, named):
     """Each is named, with what is expected."""

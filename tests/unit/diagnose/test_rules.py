@@ -28,7 +28,7 @@ def test_every_rule_says_what_why_and_what_to_do(rule: Rule) -> None:
     assert meaning.endswith(".")
     assert why.endswith(".")
     assert fix.endswith((".", "`"))
-    assert len(errs) == (rule.id.startswith("H8"))
+    assert len(errs) == 1 if rule.id.startswith("H8") else len(errs) <= 1
     assert all(re.fullmatch(r"\*\*False positives\.\*\* [A-Z`].+\.", text) for text in errs)
 
 

@@ -256,7 +256,9 @@ def test_an_abandoned_guard_gives_its_directory_back(tmp_path):
 def test_checkpoints_come_at_the_interval_and_the_last_ones_stay(tmp_path):
     """A save at the start, at every multiple of the interval and at the end; `keep_latest_k` of them stay."""
     parts = make_parts()
-    guard = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), save_interval_steps=4, keep_latest_k=2, **parts)
+    guard = holdfast.Guard(
+        tmp_path, loader=make_loader("holdfast"), save_interval_steps=4, keep_latest_k=2, async_save=False, **parts
+    )
     for batch in guard.batches(max_epochs=3):
         guard.step(batch, loss_of(parts["model"]))
     saved = [event.global_step for event in guard.events() if event.kind == "checkpoint_saved"]
@@ -300,6 +302,7 @@ def test_nan_is_skipped_then_rolled_back_then_ends_the_run(tmp_path, patience):
         nonfinite_patience=patience,
         max_rollbacks=2,
         save_interval_steps=3,
+        async_save=False,
         **parts,
     )
     poisoned = math.nan
@@ -319,7 +322,9 @@ def test_a_rollback_returns_to_the_checkpoint_and_passes_over_the_batches_since(
     """After a rollback the weights are those of the checkpoint, and the data goes on where it was."""
     parts = make_parts()
     loader = holdfast.DataLoader([torch.tensor([float(i)] * 4) for i in range(12)], batch_size=1)
-    guard = holdfast.Guard(tmp_path, loader=loader, nonfinite_patience=2, save_interval_steps=3, **parts)
+    guard = holdfast.Guard(
+        tmp_path, loader=loader, nonfinite_patience=2, save_interval_steps=3, async_save=False, **parts
+    )
     seen, weights = [], {}
     for batch in guard.batches(max_epochs=1):
         seen.append(int(batch[0, 0]))
@@ -426,7 +431,12 @@ def test_weights_that_are_not_finite_are_never_a_good_checkpoint(tmp_path, once)
     def run() -> holdfast.Guard:
         nonlocal spoilt
         guard = holdfast.Guard(
-            tmp_path, loader=make_loader("holdfast"), save_interval_steps=2, keep_latest_k=1, **parts
+            tmp_path,
+            loader=make_loader("holdfast"),
+            save_interval_steps=2,
+            keep_latest_k=1,
+            async_save=False,
+            **parts,
         )
         for batch in guard.batches(max_steps=6):
             guard.step(batch, loss_of(parts["model"]))
@@ -452,7 +462,7 @@ def test_weights_that_are_not_finite_are_never_a_good_checkpoint(tmp_path, once)
 def test_a_moment_that_overflows_does_not_freeze_training_in_silence(tmp_path):
     """A finite gradient of 1e22 makes Adam's second moment Inf: the run returns to the state before it."""
     parts = make_parts()
-    guard = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), save_interval_steps=2, **parts)
+    guard = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), save_interval_steps=2, async_save=False, **parts)
     factors = iter([1.0, 1.0, 1.0, 1e22])
     for batch in guard.batches(max_steps=8):
         factor = next(factors, 1.0)

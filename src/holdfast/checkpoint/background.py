@@ -1,0 +1,87 @@
+"""Work on a checkpoint beside the training: one job in a thread of its own, and what it may do there.
+
+The thread is no daemon: an interpreter that ends waits for it, so a save that was begun is finished. A process that
+is forked meanwhile does not have the thread and must not wait for it.
+
+Does not: decide what is done, or record anything (see ``run.saving``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+
+from holdfast.checkpoint.health import nonfinite_tensors
+
+_Result = TypeVar("_Result")
+# torch splits a reduction of more elements over threads (at::internal::GRAIN_SIZE is 32768): they would be taken from
+# the training, and OpenMP's do not survive a fork of loader workers.
+_ELEMENTS = 32_767
+_NAME = "holdfast-writer"
+
+
+class Job(Generic[_Result]):
+    """A function that runs beside the training, begun at once.
+
+    Args:
+        run: What is done; it must not need the thread that begins it.
+        directory: Whose files it may write, for `wait_for_jobs`.
+    """
+
+    def __init__(self, run: Callable[[], _Result], directory: Path) -> None:
+        self._found: list[_Result] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, args=(run,), name=f"{_NAME} {directory}", daemon=False)
+        self._thread.start()
+
+    def _work(self, run: Callable[[], _Result]) -> None:
+        try:
+            self._found.append(run())
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+            self._error = error
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether it is under way."""
+        return not self._found and self._error is None and self._thread.is_alive()
+
+    def result(self) -> _Result | None:
+        """Wait for the end and return what came of it; None in a forked process, where it does not run.
+
+        Raises:
+            BaseException: what the function has raised.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._found[0] if self._found else None
+
+
+def wait_for_jobs(directory: Path) -> None:
+    """Wait until no job of this process writes to a directory, also one whose owner is gone."""
+    for thread in threading.enumerate():
+        if thread.name == f"{_NAME} {directory}" and thread is not threading.current_thread():
+            thread.join()
+
+
+def nonfinite_copies(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:
+    """Return the names of the tensors that hold NaN or Inf, and how many there are in all, with one thread only.
+
+    Args:
+        named: ``(name, tensor)`` pairs; the tensors lie on the host, in one piece.
+        most: Names to return.
+    """
+    everything = list(named)
+    small = [(name, tensor) for name, tensor in everything if tensor.numel() <= _ELEMENTS]
+    bad, _ = nonfinite_tensors(small, most=len(small))
+    for name, tensor in everything:
+        if (
+            tensor.numel() > _ELEMENTS
+            and nonfinite_tensors((name, piece) for piece in torch.split(tensor.reshape(-1), _ELEMENTS))[1]
+        ):
+            bad.append(name)
+    return bad[:most], len(bad)

@@ -1,0 +1,134 @@
+"""How many steps lie between two saves, chosen from what saves and steps have cost in this run.
+
+The availability-optimal interval (``checkpoint.goodput``), but never so short that saves take more than their share
+of the time, nor shorter than one write. Costs are medians of what was measured; what is not known yet is not guessed.
+
+Does not: measure, or save.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+from holdfast.checkpoint.goodput import optimal_interval_seconds
+from holdfast.core.events import Decision
+
+START_STEPS = 500
+"""Until a step and a save were measured: the Hugging Face Trainer's default."""
+
+_STEPS = 64  # of which the median is taken, and after which it is looked at again
+_LEAST_STEPS = 8  # the first ones compile, allocate and warm caches
+_SAVES = 5
+# A change is worth an event, and another rhythm, from here on: a fifth beside the best interval, what saving and lost
+# work cost together (C/tau + tau/2M) is less than 2 % above its least.
+_WORTH = 1.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveInterval(Decision):
+    """Save this often from now on.
+
+    Args:
+        steps: Optimizer steps from one save to the next.
+        seconds: About how long they take.
+        save_costs_seconds: What a save takes from the training: the loop stands still, then steps are slower.
+        write_seconds: From the beginning of a save until its checkpoint counts.
+        step_seconds: Of one step, save apart.
+    """
+
+    steps: int
+    seconds: float
+    save_costs_seconds: float
+    write_seconds: float
+    step_seconds: float
+
+
+class IntervalChooser:
+    """Chooses the interval of one run, again and again.
+
+    Args:
+        mean_seconds_between_failures: Expected of the whole job.
+        most_overhead: Largest share of the time that saves may take.
+    """
+
+    def __init__(self, *, mean_seconds_between_failures: float, most_overhead: float) -> None:
+        self._between_failures = mean_seconds_between_failures
+        self._most_overhead = most_overhead
+        self.steps = START_STEPS
+        self._last: float | None = None
+        self._usual: deque[float] = deque(maxlen=_STEPS)
+        self._during: list[float] = []
+        self._steps_to_wait = _LEAST_STEPS
+        self._first: tuple[float, float] | None = None
+        self.costs: deque[tuple[float, float]] = deque(maxlen=_SAVES)
+
+    def boundary(self, seconds: float, *, writing: bool) -> None:
+        """Note that a step is over.
+
+        Args:
+            seconds: The time now, monotonic.
+            writing: Whether a save is written meanwhile.
+        """
+        if self._last is not None:
+            (self._during if writing else self._usual).append(seconds - self._last)
+            self._steps_to_wait -= 1
+        self._last = seconds
+
+    def resumes(self, seconds: float) -> None:
+        """Note that training goes on after something that is no part of a step, such as a stall."""
+        self._last = seconds
+
+    def first_save_took(self, seconds: float) -> None:
+        """Note the cost of the save before the first step: no other is known, and it is held to be an upper bound."""
+        self._first = seconds, seconds
+
+    def save_took(self, *, stall_seconds: float, seconds: float) -> None:
+        """Note what a save has cost; steps while it was written count with what they took beyond the usual.
+
+        Args:
+            stall_seconds: How long the loop stood still.
+            seconds: From the beginning of the save until its checkpoint counted.
+        """
+        slower = 0.0
+        if self._usual and self._during:  # medians: an evaluation in between is no slow step
+            slower = len(self._during) * (statistics.median(self._during) - statistics.median(self._usual))
+            slower = min(max(slower, 0.0), seconds)
+        self._during.clear()
+        self.costs.append((stall_seconds + slower, seconds))
+        self._steps_to_wait = 0
+
+    def decide(self) -> SaveInterval | None:
+        """Return the interval from now on, if it is another one than before. To be asked at every boundary."""
+        costs = self.costs or ([self._first] if self._first else [])
+        if self._steps_to_wait > 0 or not costs or len(self._usual) < _LEAST_STEPS:
+            return None
+        self._steps_to_wait = _STEPS
+        step = statistics.median(self._usual)
+        cost, write = (statistics.median(values) for values in zip(*costs, strict=True))
+        if step <= 0 or cost <= 0:  # a clock that stands still
+            return None
+        bounds = {
+            # The time that a restart takes is not known here; it is small against M, and left out shortens tau.
+            "is where saving and lost work together cost least": optimal_interval_seconds(
+                cost, self._between_failures, 0.0
+            ),
+            f"keeps the cost of saving at {self._most_overhead:.2g} of the time": cost / self._most_overhead,
+            "is as long as one write": write,
+        }
+        why = max(bounds, key=lambda name: bounds[name])
+        steps = max(1, math.ceil(bounds[why] / step))
+        if 1 / _WORTH < steps / self.steps < _WORTH:
+            return None
+        self.steps = steps
+        return SaveInterval(
+            reason=f"{steps} steps {why}",
+            promise="bit-exact",
+            steps=steps,
+            seconds=round(steps * step, 3),
+            save_costs_seconds=round(cost, 4),
+            write_seconds=round(write, 4),
+            step_seconds=round(step, 5),
+        )

@@ -1,0 +1,62 @@
+"""A process that reads from a loader with workers and is killed, or ends in a way that a script may end.
+
+    loader_parent.py MODE
+
+Prints the process ids of its workers once these are where MODE wants them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from holdfast.data.loader import DataLoader
+
+_QUIET = 8
+
+
+class Samples:
+    """Those behind the first few do what the mode says."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index >= _QUIET and self.mode in {"looping", "sleeping", "stopped"}:
+            time.sleep(0.2)  # until earlier batches are on their way
+            if self.mode == "looping":
+                while True:
+                    pass
+            if self.mode == "sleeping":
+                time.sleep(1e6)
+            if self.mode == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return torch.zeros(3)
+
+
+def main() -> None:
+    mode = sys.argv[1]
+    iterator = iter(DataLoader(Samples(mode), batch_size=2, num_workers=2))
+    for _ in range(_QUIET // 2):
+        next(iterator)
+    time.sleep(0.4)
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+    if mode == "raising":
+        raise ValueError("a mistake in the training loop")
+    if mode == "leaving":
+        globals()["left_behind"] = iterator  # it is collected when the interpreter is on its way out
+        return
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

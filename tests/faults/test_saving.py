@@ -1,0 +1,126 @@
+"""Programs that end, are stopped or are killed while a checkpoint is written beside their training."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint.store import Store
+
+_PROGRAM = str(Path(__file__).parent / "programs" / "saving.py")
+
+
+class Program:
+    """One process of the program.
+
+    Args:
+        folder: Of its run directory and its trace.
+        request: What it is asked for.
+    """
+
+    def __init__(self, folder: Path, request: dict[str, Any]) -> None:
+        self._trace = folder / "trace.jsonl"
+        full = {"run_dir": str(folder / "run"), "trace": str(self._trace), **request}
+        self._before = len(self.all_lines())
+        self.process = subprocess.Popen(
+            [sys.executable, _PROGRAM, json.dumps(full)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def all_lines(self) -> list[dict[str, Any]]:
+        """Return what was written, by earlier lives too."""
+        if not self._trace.exists():
+            return []
+        return [json.loads(line) for line in self._trace.read_bytes().split(b"\n")[:-1]]
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return what this life has written."""
+        return self.all_lines()[self._before :]
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait for a line."""
+        deadline = time.monotonic() + 120
+        while not any(condition(line) for line in self.lines()):
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    def ended(self) -> int:
+        """Wait for the end, and return the exit status."""
+        self.process.communicate(timeout=120)
+        return self.process.returncode
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    """Return a function that starts a life of the program; what still runs at the end of the test is killed."""
+    lives: list[Program] = []
+
+    def start_one(**request: Any) -> Program:
+        lives.append(Program(tmp_path, request))
+        return lives[-1]
+
+    yield start_one
+    for life in lives:
+        if life.process.poll() is None:
+            os.kill(life.process.pid, signal.SIGKILL)
+            life.process.wait()
+        assert life.process.stdout is not None
+        life.process.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "status"), [("return", 0), ("error", 1), ("exit", 3), ("break", 0)])
+def test_a_program_that_ends_finishes_the_save_that_it_began(start, tmp_path, end, status):
+    """However an interpreter ends, without `close`: the checkpoint that was under way is there and verifies."""
+    life = start(end=end)
+    assert life.ended() == status
+    assert {"saving": True} in life.lines()
+    entries = Store(tmp_path / "run" / "checkpoints").entries()
+    assert entries[0].global_step >= 4
+    for entry in entries:
+        entry.verify()
+    assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_the_save_under_way_and_saves_the_last_step(start, tmp_path):
+    """A stop that comes in the middle of a write loses neither that checkpoint nor the steps since."""
+    life = start(end="never", seconds_per_step=0.005, save_interval_steps=4)
+    life.wait_for(lambda line: line.get("step", 0) >= 5)
+    life.process.send_signal(signal.SIGTERM)
+    assert life.ended() == 0
+    last = life.lines()[-1]
+    assert last["stop_reason"] == "SIGTERM"
+    (newest, *others) = Store(tmp_path / "run" / "checkpoints").entries()
+    assert newest.global_step == last["left"]
+    assert others[0].global_step >= 4
+    newest.verify()
+
+
+@pytest.mark.slow
+def test_sigkill_at_any_moment_leaves_a_state_that_was_there(start):
+    """Killed at random moments of saves beside the training, the run always resumes with the weights of a step."""
+    chance = random.Random(5)
+    for _ in range(6):
+        life = start(end="never", save_interval_steps=1)
+        target = chance.randint(1, 12)
+        life.wait_for(lambda line: "step" in line and line["step"] >= life.lines()[0]["start"] + target)  # noqa: B023
+        time.sleep(chance.random() * 0.05)
+        life.process.send_signal(signal.SIGKILL)
+        life.process.communicate()
+    last = start(end="return", steps=1)
+    assert last.ended() == 0
+    known = {line["digest"] for line in last.all_lines() if "step" in line}
+    resumed = [line for line in last.all_lines() if line.get("start", 0) > 0]
+    assert len(resumed) >= 4
+    assert all(line["digest"] in known for line in resumed)

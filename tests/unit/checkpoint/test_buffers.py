@@ -1,0 +1,114 @@
+"""Host buffers: true copies of any tensor, reused, and kept out of forked processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.checkpoint.buffers import HostBuffers, needed_bytes
+from holdfast.checkpoint.saver import encode, read_components, snapshot, write
+from holdfast.checkpoint.store import Store
+
+_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float8_e5m2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(_DTYPES), st.lists(st.integers(0, 5), max_size=3), st.booleans()),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_copies_are_equal_and_share_nothing(kinds: list[tuple[torch.dtype, list[int], bool]]) -> None:
+    """Whatever type, shape and layout: a copy has the values of then, in one piece, after the source has changed."""
+    live = {}
+    for number, (dtype, shape, turned) in enumerate(kinds):
+        tensor = torch.randint(0, 2, shape).to(dtype)
+        live[str(number)] = tensor.mT if turned and tensor.ndim >= 2 else tensor
+    expected = {name: tensor.clone() for name, tensor in live.items()}
+    buffers = HostBuffers(needed_bytes({"group": live}))
+    buffers.touch()
+    copies = buffers.fill({"group": live})["group"]
+    for tensor in live.values():
+        tensor.zero_()
+    for name, copy in copies.items():
+        assert copy.is_contiguous()
+        assert (copy.dtype, copy.shape) == (expected[name].dtype, expected[name].shape)
+        assert torch.equal(copy.float(), expected[name].float())
+
+
+def test_the_memory_is_used_again() -> None:
+    """The copies of the next state lie where those of the last one lay: nothing is allocated from save to save."""
+    live = {"model": {"a": torch.ones(1000), "b": torch.ones(7, dtype=torch.uint8)}}
+    buffers = HostBuffers(needed_bytes(live))
+    buffers.touch()
+    first = buffers.fill(live)
+    live["model"]["a"].fill_(2.0)
+    second = buffers.fill(live)
+    assert first["model"]["a"].data_ptr() == second["model"]["a"].data_ptr()
+    assert second["model"]["a"].unique().tolist() == [2.0]
+
+
+def test_forked_processes_do_not_get_the_memory() -> None:
+    """The pages are left out of a fork, so that workers neither hold them nor make every save copy them first."""
+    buffers = HostBuffers(2**20)
+    buffers.touch()
+    address = buffers.fill({"g": {"a": torch.ones(4)}})["g"]["a"].data_ptr()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, b"there" if _is_mapped(address) else b"away")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert _is_mapped(address)
+    assert os.read(reading, 10) == b"away"
+    os.close(reading)
+    os.close(writing)
+
+
+def _is_mapped(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+
+def test_memory_that_is_refused_is_an_error_of_the_system() -> None:
+    """More than the address space holds raises OSError, for the caller to judge."""
+    with pytest.raises(OSError):
+        HostBuffers(2**60)
+
+
+def test_a_snapshot_in_buffers_is_written_as_it_was(tmp_path: Path) -> None:
+    """State that changes in place after `snapshot` is in the file as it was: tensors, lists, numbers."""
+    weight, moments, history = torch.ones(3, 4).T, torch.full((5,), 2.0), [1, 2]
+    trees = {"model": {"w": weight, "tied": weight}, "state": {"m": moments, "history": history}}
+    encoded = encode(trees)
+    buffers = HostBuffers(needed_bytes(encoded.tensors))
+    shot = snapshot(encoded, 3, buffers)
+    weight.zero_()
+    moments.zero_()
+    history.append(3)
+    entry = write(Store(tmp_path), shot, unix_seconds=0.0, written_by="")
+    entry.verify()
+    found = read_components(entry, ["model", "state"])
+    assert torch.equal(found["model"]["w"], torch.ones(4, 3))
+    assert found["model"]["tied"] is found["model"]["w"]
+    assert found["state"]["m"].tolist() == [2.0] * 5
+    assert found["state"]["history"] == [1, 2]
+
+
+def test_a_snapshot_knows_the_copy_of_a_live_tensor() -> None:
+    """The copy of a weight is found by the weight, one of a tensor that was not saved is not."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    encoded = encode({"model": {"w": weight.detach()}})
+    shot = snapshot(encoded, 0, HostBuffers(needed_bytes(encoded.tensors)))
+    copy = shot.copy_of(weight)
+    assert copy is not None
+    assert copy.tolist() == [1, 1, 1]
+    assert copy.data_ptr() != weight.data_ptr()
+    assert shot.copy_of(torch.ones(3)) is None

@@ -1,0 +1,236 @@
+"""The watch and the board: who died, was stopped or is stuck is told from who is slow, idle or has ended well."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.data import worker_watch
+from holdfast.data.worker_board import COLLATING, IDLE, STARTING, Board, Showing
+from holdfast.data.worker_processes import WorkerLostError, how_it_ended, is_stopped, kill
+from holdfast.data.worker_watch import Watch
+
+_FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Return a function that starts real workers under a watch with short ticks; it ends them after the test."""
+    monkeypatch.setattr(worker_watch, "_TICK_SECONDS", 0.02)
+    made: list[tuple[Watch, list[Any]]] = []
+
+    def start_one(*works: Callable[[Board, int], None], **options: Any) -> tuple[Watch, list[Any], Board]:
+        board = Board(_FORK, len(works))
+        processes = [_FORK.Process(target=work, args=(board, number)) for number, work in enumerate(works)]
+        for process in processes:
+            process.start()
+        watch = Watch(processes, board, **{"limit_seconds": 60.0, "timeout_seconds": 0.0, **options})
+        made.append((watch, processes))
+        return watch, processes, board
+
+    yield start_one
+    for watch, processes in made:
+        watch.end()
+        kill(processes)
+
+
+def _wait_for_loss(watch: Watch, *, waiting: bool = True) -> worker_watch.Loss:
+    """Wait, as a loop does that waits for a batch, until the watch interrupts it."""
+    if waiting:
+        with pytest.raises(WorkerLostError), watch.wakes():
+            threading.Event().wait(20)
+    else:
+        for _ in range(2000):
+            if watch.lost:
+                break
+            time.sleep(0.01)
+    assert watch.lost
+    return watch.loss()
+
+
+def _forever(board: Board, number: int) -> None:
+    board.begin(number, 7)
+    board.step(number, 2)
+    time.sleep(1e6)
+
+
+def _idle(board: Board, number: int) -> None:
+    faulthandler.disable()  # pytest's, which would print where a signal hit
+    board.begin(number, 1)
+    board.step(number, 0)
+    board.end(number)
+    time.sleep(1e6)
+
+
+def _busy(board: Board, number: int) -> None:
+    """Go on from sample to sample."""
+    for place in range(10**9):
+        board.begin(number, place)
+        board.step(number, 0)
+        time.sleep(0.005)
+        board.end(number)
+
+
+def _exits(code: int) -> Callable[[Board, int], None]:
+    def work(board: Board, number: int) -> None:
+        board.begin(number, 3)
+        board.step(number, 1)
+        os._exit(code)
+
+    return work
+
+
+def test_the_board_shows_what_a_worker_does() -> None:
+    """A look gives batch, place and count of finished batches; a worker that has not begun is starting."""
+    board = Board(_FORK, 2)
+    assert board.look(1) == Showing(0, STARTING, 0)
+    board.begin(1, 5)
+    board.step(1, 3)
+    assert board.look(1) == Showing(5, 3, 0)
+    assert board.look(1).is_busy
+    assert board.look(1).has_worked, "it is behind its first sample"
+    board.step(1, COLLATING)
+    board.end(1)
+    assert board.look(1) == Showing(5, IDLE, 1)
+    assert not board.look(1).is_busy
+    assert board.look(0) == Showing(0, STARTING, 0), "its neighbour's cells are its own"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "exited with code 0"), (3, "exited with code 3")], ids=["zero", "three"]
+)
+def test_an_exit_is_a_loss_with_its_code(start: Callable[..., Any], code: int, words: str) -> None:
+    """A worker that exits is told with its code and what it was at, also if it claims success."""
+    watch, _, _ = start(_exits(code), _busy)
+    loss = _wait_for_loss(watch)
+    assert (loss.kind, loss.worker) == ("died", 0)
+    assert words in loss.cause
+    assert loss.showing == Showing(3, 1, 0)
+    assert loss.others_fine
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGBUS])
+def test_a_signal_is_named(start: Callable[..., Any], number: signal.Signals) -> None:
+    """A worker that is killed is told with the signal's name; a bus error is a want of shared memory."""
+    watch, processes, _ = start(_idle, _idle)
+    os.kill(processes[1].pid, number)
+    loss = _wait_for_loss(watch)
+    assert (loss.kind, loss.worker) == ("died", 1)
+    assert number.name in loss.cause
+    assert loss.shortage == ("shared memory" if number == signal.SIGBUS else None)
+
+
+def test_a_stopped_worker_is_found_and_killed(start: Callable[..., Any]) -> None:
+    """A worker that stays stopped is a loss, and does not stay in that state."""
+    watch, processes, _ = start(_idle, _busy)
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    loss = _wait_for_loss(watch)
+    assert (loss.kind, loss.worker) == ("stopped", 0)
+    processes[0].join(5)
+    assert processes[0].exitcode == -signal.SIGKILL
+
+
+def test_a_worker_at_one_sample_for_too_long_is_stuck(start: Callable[..., Any]) -> None:
+    """It is found without anybody waiting, named with its sample, and killed; the others are fine."""
+    watch, processes, _ = start(_busy, _forever, limit_seconds=0.3)
+    loss = _wait_for_loss(watch, waiting=False)
+    assert (loss.kind, loss.worker, loss.others_fine) == ("hung", 1, True)
+    assert loss.showing == Showing(7, 2, 0)
+    processes[1].join(5)
+    assert processes[1].exitcode == -signal.SIGKILL
+
+
+def test_if_all_are_stuck_none_is_fine(start: Callable[..., Any]) -> None:
+    """Where every worker is blocked, as by a lock at the fork, the sample is not the one to blame."""
+    watch, _, _ = start(_forever, _forever, limit_seconds=0.3)
+    assert _wait_for_loss(watch).others_fine is False
+    alone, _, _ = start(_forever, limit_seconds=0.3)
+    assert _wait_for_loss(alone).others_fine is None
+
+
+def test_a_timeout_is_counted_only_while_somebody_waits(start: Callable[..., Any]) -> None:
+    """A long training step is no reason to replace workers; a long wait for a batch is."""
+    watch, _, _ = start(_forever, _busy, timeout_seconds=0.3)
+    threading.Event().wait(0.6)
+    assert not watch.lost
+    loss = _wait_for_loss(watch)
+    assert loss.kind == "hung"
+    assert "kept the loop waiting for 0.3 s" in loss.cause
+
+
+def test_nobody_busy_and_no_batch_is_a_loss(start: Callable[..., Any]) -> None:
+    """If all workers are idle while the loop waits, a batch was lost on its way."""
+    watch, _, _ = start(_idle, _idle, limit_seconds=0.3)
+    loss = _wait_for_loss(watch)
+    assert loss.kind == "machinery"
+    assert "no worker was busy" in loss.cause
+
+
+def test_slow_samples_raise_the_limit(start: Callable[..., Any]) -> None:
+    """After a sample that took long, another one may take eight times as long before it counts as stuck."""
+
+    def slow(board: Board, number: int) -> None:
+        board.begin(number, 0)
+        board.step(number, 0)
+        time.sleep(0.3)
+        board.step(number, 1)
+        time.sleep(1.0)
+        board.end(number)
+        time.sleep(1e6)
+
+    watch, _, board = start(slow, limit_seconds=0.5)
+    for _ in range(400):
+        if not board.look(0).is_busy or watch.lost:
+            break
+        time.sleep(0.01)
+    assert not watch.lost
+    assert board.look(0).done == 1
+
+
+def test_a_part_of_a_stream_may_end(start: Callable[..., Any]) -> None:
+    """With ``may_end`` a worker that exits with code 0 has done its part; any other death is a loss."""
+    watch, processes, _ = start(_exits(0), _idle, may_end=True)
+    processes[0].join(5)
+    time.sleep(0.2)
+    assert not watch.lost
+    processes[1].kill()
+    assert _wait_for_loss(watch).worker == 1
+
+
+def test_a_loss_waits_until_the_loop_waits(start: Callable[..., Any]) -> None:
+    """A worker that dies during a training step interrupts nothing; the next wait for a batch ends at once."""
+    watch, processes, _ = start(_idle)
+    processes[0].kill()
+    for _ in range(50):
+        time.sleep(0.01)  # any exception would come here
+    assert watch.lost
+    with pytest.raises(WorkerLostError), watch.wakes():
+        pytest.fail("the loop should not have begun to wait")
+
+
+def test_a_watch_that_has_ended_says_nothing(start: Callable[..., Any]) -> None:
+    """What happens to workers that are being ended is no loss."""
+    watch, processes, _ = start(_idle)
+    watch.end()
+    processes[0].kill()
+    processes[0].join(5)
+    time.sleep(0.1)
+    assert not watch.lost
+
+
+def test_how_a_process_ended_is_told_in_words() -> None:
+    """Codes and signals have words, and a process that was never reaped is gone."""
+    process = _FORK.Process(target=os._exit, args=(4,))
+    assert how_it_ended(process, 0) == "is gone"
+    process.start()
+    process.join(5)
+    assert how_it_ended(process, 0) == "exited with code 4"
+    assert not is_stopped(2**22 + 1), "there is no such process"
