@@ -105,12 +105,19 @@ class Job:
         return float(right.float().mean())
 
 
-def train(run_dir: Path, after_step: Callable[[Job, Guard, StepResult], None]) -> Job:
+def train(
+    run_dir: Path,
+    after_step: Callable[[Job, Guard, StepResult], None],
+    wrap: Callable[[Any], Any] = lambda samples: samples,
+    **loading: Any,
+) -> Job:
     """Train under a guard, from wherever the run directory stands.
 
     Args:
         run_dir: Of the run.
         after_step: Called in the loop, to look and to inject faults.
+        wrap: Puts something around the dataset.
+        **loading: Further arguments of the loader.
     """
     job = Job()
     guard = Guard(
@@ -118,7 +125,7 @@ def train(run_dir: Path, after_step: Callable[[Job, Guard, StepResult], None]) -
         model=job.model,
         optimizer=job.optimizer,
         scheduler=job.scheduler,
-        loader=DataLoader(job.data, batch_size=BATCH_SIZE, shuffle=True, seed=0),
+        loader=DataLoader(wrap(job.data), batch_size=BATCH_SIZE, shuffle=True, seed=0, **loading),
         max_grad_norm=1.0,
         save_interval_steps=10,
     )

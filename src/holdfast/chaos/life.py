@@ -1,6 +1,7 @@
 """One life of the demo's training, in a process of its own, with the faults that must be injected from inside.
 
-    python -m holdfast.chaos.life '{"run_dir": ..., "trace": ..., "memory": {...}, "sample": {...}, "disk": {...}}'
+    python -m holdfast.chaos.life '{"run_dir": ..., "trace": ..., "memory": {...}, "sample": {...}, "disk": {...},
+                                   "workers": "folder for marks"}'
 
 After each step it appends step, loss and a digest of all weights and momenta to the trace, so that two runs can be
 compared step by step, also when one of them was killed.
@@ -10,9 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +28,13 @@ from holdfast.chaos.digits import Job, train, train_bare
 from holdfast.checkpoint.store import Store
 from holdfast.run.guard import Guard
 from holdfast.run.result import StepResult
-from holdfast.testing import fill_disk, limit_memory
+from holdfast.testing import data_segment_bytes, fill_disk, limit_memory
 
 _DAMAGED = 700
 _FIRST_HEADROOM_BYTES = 56 * 2**20
 _LESS_EACH_STEP_BYTES = 2 * 2**20
 _SMALL_FILE_BYTES = 64 * 1024
+_TIMEOUT_SECONDS = 2
 
 
 def digest(job: Job) -> str:
@@ -59,19 +64,64 @@ class DamagedSample:
             self._images[_DAMAGED] = float("nan")
 
 
+class OnceFaulty:
+    """A dataset of which some samples do something to the worker that reads them, each the first time only.
+
+    Args:
+        samples: The sound dataset.
+        marks: Folder in which it is noted what has happened.
+    """
+
+    def __init__(self, samples: Any, marks: Path) -> None:
+        self._samples = samples
+        self._marks = marks
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample, unless it is the first time for one of three."""
+        fault = {100: self._kill, 200: self._hang, 300: self._raise}.get(index)
+        if fault is not None and multiprocessing.parent_process() is not None:
+            mark = self._marks / str(index)
+            if not mark.exists():
+                mark.touch()
+                fault()
+        return self._samples[index]
+
+    def _kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _hang(self) -> None:
+        threading.Event().wait()
+
+    def _raise(self) -> None:
+        raise _UnpicklableError
+
+
+class _UnpicklableError(Exception):
+    def __init__(self) -> None:
+        super().__init__("what raised cannot be pickled")
+        self.reader = lambda: None
+
+
 class ShrinkingMemory:
     """Less memory after each step, until the guard has answered with a certain decision; then no less."""
 
     def __init__(self, from_step: int, until: str) -> None:
         self._from_step, self._until = from_step, until
         self._headroom = _FIRST_HEADROOM_BYTES
+        self._base: int | None = None  # counted from one moment on: what a writer holds just now is no measure
 
     def after_step(self, guard: Guard) -> None:
         """Set the limit for the next step."""
         if guard.global_step >= self._from_step:
             if all(event.kind != self._until for event in guard.events()):
                 self._headroom -= _LESS_EACH_STEP_BYTES
-            limit_memory(self._headroom)
+            now = data_segment_bytes()
+            self._base = self._base or now
+            limit_memory(self._base + self._headroom - now)
 
 
 def full_disk(first_step: int, last_step: int, store: Store, filler: Path | None) -> Callable[[Guard], None]:
@@ -156,7 +206,12 @@ def _live_guarded(request: dict[str, Any], write: Callable[..., None]) -> tuple[
         if disk is not None:
             disk(guard)
 
-    job = train(run_dir, after_step)
+    options: dict[str, Any] = {}
+    if "workers" in request:
+        marks = Path(request["workers"])
+        marks.mkdir(exist_ok=True)
+        options = {"wrap": lambda samples: OnceFaulty(samples, marks), "num_workers": 2, "timeout": _TIMEOUT_SECONDS}
+    job = train(run_dir, after_step, **options)
     return job, last_step, []
 
 

@@ -98,6 +98,7 @@ class Healer:
         self._kept: Generation | None = None
         self._strikes: dict[Any, int] = {}
         self._in_a_row = 0  # losses since a batch was handed out
+        self._stuck_in_a_row = 0
         self._batches = 0
         self._losses: deque[int] = deque(maxlen=_OFTEN)
         self._longest = 0.0
@@ -134,7 +135,7 @@ class Healer:
                     loss = error.loss
                 else:
                     if report.shortage is None:
-                        self._in_a_row, self._batches = 0, self._batches + 1
+                        self._in_a_row, self._stuck_in_a_row, self._batches = 0, 0, self._batches + 1
                         if report.fatal is None:
                             source.delivered(report)
                         if report.number >= 0:  # else a worker of a stream has passed its turn
@@ -150,7 +151,7 @@ class Healer:
 
     def _start(self, source: Source) -> Generation:
         crew = self.crew
-        doubled = 2 ** max(0, self._in_a_row)
+        doubled = 2**self._stuck_in_a_row
         return Generation(
             source.dataset,
             crew.workers,
@@ -185,6 +186,7 @@ class Healer:
         self._longest = max(self._longest, lost.longest_seconds)
         lost.abandon()
         self._in_a_row += 1
+        self._stuck_in_a_row += loss.kind == "hung"
         self._losses.append(self._batches)
         before = self.crew.workers
         if before == 0:

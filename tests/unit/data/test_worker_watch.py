@@ -120,7 +120,9 @@ def test_an_exit_is_a_loss_with_its_code(start: Callable[..., Any], code: int, w
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGBUS])
 def test_a_signal_is_named(start: Callable[..., Any], number: signal.Signals) -> None:
     """A worker that is killed is told with the signal's name; a bus error is a want of shared memory."""
-    watch, processes, _ = start(_idle, _idle)
+    watch, processes, board = start(_idle, _idle)
+    while not board.look(1).done:
+        time.sleep(0.01)
     os.kill(processes[1].pid, number)
     loss = _wait_for_loss(watch)
     assert (loss.kind, loss.worker) == ("died", 1)
