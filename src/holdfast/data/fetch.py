@@ -15,7 +15,7 @@ import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
-from holdfast.data.random_state import LazySeeding, isolated, seed_cpu
+from holdfast.data.random_state import LazySeeding, isolated
 from holdfast.data.seeds import SampleSeeds, derive_seed
 from holdfast.data.worker_board import COLLATING, Board
 
@@ -45,6 +45,7 @@ class Entry(NamedTuple):
         aside: Those of `indices` and `spares` that are set aside already.
         alone: Whether this is a sample by itself (``batch_size=None``), not a batch of one.
         twice: Whether to read it twice and compare, which tells whether the dataset is deterministic.
+        control: Place, among `indices` and `spares`, of a sample that a new worker reads first, to show that it can.
     """
 
     number: int
@@ -54,6 +55,7 @@ class Entry(NamedTuple):
     aside: tuple[Any, ...] = ()
     alone: bool = False
     twice: bool = False
+    control: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +75,7 @@ class Failure:
     error: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(NamedTuple):
     """What happened while a batch was made.
 
     Args:
@@ -84,7 +85,7 @@ class Report:
         fatal: Why there is no batch at all: an error of collating, or nothing left to replace a sample with.
         shortage: What the machine was short of: ``"shared memory"``, ``"file descriptors"``, ``"memory"``, or None.
         differs: What was different when the batch was read twice, or None.
-        seconds: Time to make it, and of that on a CPU.
+        seconds: Time to make it.
         state: Of an iterable dataset, after this batch.
     """
 
@@ -94,8 +95,8 @@ class Report:
     fatal: Failure | None = None
     shortage: str | None = None
     differs: str | None = None
-    seconds: tuple[float, float] = (0.0, 0.0)
-    state: Any = field(default=None, repr=False)
+    seconds: float = 0.0
+    state: Any = None
 
 
 class Parcel:
@@ -112,7 +113,7 @@ class Parcel:
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent has to know
             shortage = shortage_in(error)
             fatal = None if shortage else failure_of(None, error)
-            return _unpack, (b"", replace(self.report, fatal=fatal, shortage=shortage))
+            return _unpack, (b"", self.report._replace(fatal=fatal, shortage=shortage))
         return _unpack, (body, self.report)
 
 
@@ -184,24 +185,60 @@ class Fetcher(Dataset[Any]):
         self.check_finite = check_finite
         self._seeds = SampleSeeds(seed)
         self._lazy = LazySeeding()
+        self._lazy_collate = LazySeeding()
 
     def __getitem__(self, entry: Entry) -> Any:
         info = get_worker_info()
         worker = None if info is None else info.id
         if worker is not None and self.board is not None:
             self.board.begin(worker, entry.number)
+        if worker is not None and self.board is not None and entry.control is not None:
+            self._show_that_it_works(entry, entry.control, worker, self.board)
         with isolated() if worker is None else contextlib.nullcontext():
-            began = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
             batch, report = self._make(entry, worker)
             if entry.twice and report.fatal is None and report.shortage is None:
-                again, _ = self._make(entry, worker)
-                report = replace(report, differs=first_difference(batch, again))
-            seconds = time.perf_counter() - began[0], time.process_time() - began[1]
+                again, second = self._make(entry, worker)
+                if second.fatal is None and second.shortage is None:  # else there is nothing to compare with
+                    report = report._replace(differs=first_difference(batch, again))
+            seconds = time.perf_counter() - began
         if worker is not None and self.board is not None:
             self.board.end(worker)
-        return sent(batch, replace(report, seconds=seconds))
+        return sent(batch, report._replace(seconds=seconds))
+
+    def _show_that_it_works(self, entry: Entry, place: int, worker: int, board: Board) -> None:
+        """Read a sample that nobody suspects: who is lost after that is lost to the sample that it was at."""
+        if board.look(worker).has_worked:
+            return
+        board.step(worker, place)
+        with contextlib.suppress(Exception, SystemExit):
+            self._seeded(entry.epoch, (*entry.indices, *entry.spares)[place])
+        board.end(worker)
 
     def _make(self, entry: Entry, worker: int | None) -> tuple[Any, Report]:
+        """Make a batch; twice, if it drew from a generator that nothing had drawn from before."""
+        before = self._lazy.stand()
+        samples, report = self._read(entry, worker)
+        if self._lazy.was_surprised(before):
+            return self._make(entry, worker)
+        if samples is None:
+            return None, report
+        if worker is not None and self.board is not None:
+            self.board.step(worker, COLLATING)
+        before = self._lazy_collate.stand()
+        try:
+            if self.collate not in _DRAW_NOTHING:
+                self._lazy_collate.seed(derive_seed(self.seed, entry.epoch, "collate", *entry.indices[:1]))
+            batch = self.collate(samples[0] if entry.alone else samples)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, and raised in the main process
+            shortage = shortage_in(error) if worker is not None else None
+            batch, report = None, _without_batch(entry, report.failures, shortage or failure_of(None, error))
+        if self._lazy_collate.was_surprised(before):
+            return self._make(entry, worker)  # with samples that are new too: it may have changed these
+        return batch, report
+
+    def _read(self, entry: Entry, worker: int | None) -> tuple[list[Any] | None, Report]:
+        """Return the samples of a batch, or None and why there are none."""
         failures: list[Failure] = []
         found: list[Any] = []
         samples: list[Any] = []
@@ -220,33 +257,14 @@ class Fetcher(Dataset[Any]):
                     pass
             chosen, sample = self._instead(entry, offset, board, worker, failures)
             if isinstance(sample, (Failure, str)):
-                return None, _without_batch(entry, failures, sample)
+                return None, _without_batch(entry, tuple(failures), sample)
             found.append(chosen)
             samples.append(sample)
-        if board is not None:
-            board.step(worker, COLLATING)  # type: ignore[arg-type]
-        try:
-            if self.collate not in _DRAW_NOTHING:
-                seed_cpu(derive_seed(self.seed, entry.epoch, "collate", *entry.indices[:1]))
-            batch = self.collate(samples[0] if entry.alone else samples)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, and raised in the main process
-            shortage = shortage_in(error) if worker is not None else None
-            return None, _without_batch(entry, failures, shortage or failure_of(None, error))
-        return batch, Report(number=entry.number, indices=tuple(found), failures=tuple(failures))
+        return samples, Report(number=entry.number, indices=tuple(found), failures=tuple(failures))
 
     def _seeded(self, epoch: int, index: Any) -> Any:
-        """Return a sample that has drawn from its own random numbers."""
-        seed = self._seeds.of(epoch, index)
-        before = self._lazy.seed(seed)
-        try:
-            sample = self.dataset[index]
-        except (Exception, SystemExit):
-            if not self._lazy.was_surprised(before):
-                raise
-        else:
-            if not self._lazy.was_surprised(before):
-                return sample
-        self._lazy.seed(seed)
+        """Return a sample that draws its own random numbers."""
+        self._lazy.seed(self._seeds.of(epoch, index))
         return self.dataset[index]
 
     def _instead(
@@ -283,10 +301,10 @@ class Fetcher(Dataset[Any]):
         return index, last or Failure(index=index, kind="raised", text=text)
 
 
-def _without_batch(entry: Entry, failures: list[Failure], why: Failure | str) -> Report:
+def _without_batch(entry: Entry, failures: tuple[Failure, ...], why: Failure | str) -> Report:
     if isinstance(why, str):
-        return Report(number=entry.number, failures=tuple(failures), shortage=why)
-    return Report(number=entry.number, indices=entry.indices, failures=tuple(failures), fatal=why)
+        return Report(number=entry.number, failures=failures, shortage=why)
+    return Report(number=entry.number, indices=entry.indices, failures=failures, fatal=why)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -41,6 +41,19 @@ class _Entries:
         return self.source
 
 
+class _Started:
+    """The user's ``worker_init_fn``; after it, a worker that waits for its first batch does not count as busy."""
+
+    def __init__(self, board: Board, given: Callable[[int], Any] | None) -> None:
+        self._board = board
+        self._given = given
+
+    def __call__(self, worker: int) -> None:
+        if self._given is not None:
+            self._given(worker)
+        self._board.ready(worker)
+
+
 class Generation:
     """Makes batches in worker processes, or in this one if there are none.
 
@@ -75,6 +88,7 @@ class Generation:
             context = recording_context(method, self._processes, share_by_file=share_by_file)
             self._board = Board(context, num_workers)
             options = {**options, "num_workers": num_workers, "multiprocessing_context": context}
+            options["worker_init_fn"] = _Started(self._board, options.get("worker_init_fn"))
         else:
             single = ("generator", "pin_memory", "pin_memory_device")
             options = {name: value for name, value in options.items() if name in single}
@@ -90,6 +104,11 @@ class Generation:
     def longest_seconds(self) -> float:
         """Return the longest that a worker was seen at one thing."""
         return 0.0 if self._watch is None else self._watch.longest_seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether it was abandoned or closed."""
+        return not self._inner
 
     @property
     def lost_at(self) -> float | None:

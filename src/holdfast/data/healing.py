@@ -3,7 +3,7 @@
 Which remedy, when it happens again at the same place:
 
 a sample that kills or blocks its worker twice, while other workers do well      it is set aside
-one worker alone                                                                 a second one is started as a control
+workers that are new after a loss                                                each reads another sample first
 all workers are blocked (a lock that was held at the fork)                       none are used
 file descriptors run out                                                         tensors are shared through files
 memory or shared memory runs out, or workers die and no sample is to blame       half as many workers, at last none
@@ -11,6 +11,7 @@ memory or shared memory runs out, or workers die and no sample is to blame      
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
 from collections import deque
@@ -31,6 +32,8 @@ _LIMIT_SECONDS = 60.0
 """Least time at one sample after which a worker is called stuck: the watchdog's floor of 30 s, doubled since a sample
 may lie on a cold network drive. It is doubled again each time that the same place is stuck."""
 _STRIKES = 2
+_CONTROLS = 3
+"""So many generations have to be blocked at different samples; one may have met a bad sample by chance."""
 _OFTEN, _WITHIN_BATCHES = 4, 50
 """So many losses within so many batches are called repeated, although batches come between."""
 
@@ -44,8 +47,8 @@ class Source(Protocol):
     def dataset(self, board: Board | None) -> Any:
         """Return the dataset whose items are batches with reports, from the position on."""
 
-    def entries(self, *, again: bool) -> Iterator[Any]:
-        """Yield what is not handed out yet; `again`: workers were lost since the last call."""
+    def entries(self, *, again: bool, suspect: Any = None) -> Iterator[Any]:
+        """Yield what is not handed out yet; `again`: workers were lost meanwhile, one of them at `suspect`."""
 
     def delivered(self, report: Report) -> None:
         """Note that a batch is handed out."""
@@ -98,10 +101,12 @@ class Healer:
         self._kept: Generation | None = None
         self._strikes: dict[Any, int] = {}
         self._in_a_row = 0  # losses since a batch was handed out
+        self._suspected: Any = None  # the sample that a worker was at in the last loss
         self._stuck_in_a_row = 0
         self._batches = 0
         self._losses: deque[int] = deque(maxlen=_OFTEN)
         self._longest = 0.0
+        self._asked_at = 0.0
         self._changed = False
 
     def change(self, workers: int, prefetch_factor: int | None) -> None:
@@ -114,6 +119,7 @@ class Healer:
         """Yield the batches of a source with their reports."""
         generation = self._take_kept() or self._start(source)
         begun = again = False
+        self._in_a_row = 0
         try:
             while True:
                 loss: Loss
@@ -122,10 +128,11 @@ class Healer:
                     generation, begun, self._changed = self._start(source), False, False
                 try:
                     if not begun:
-                        generation.begin(source.entries(again=again))
+                        generation.begin(source.entries(again=again, suspect=self._suspected))
                         begun = True
                     if source.is_finished():
                         return
+                    self._asked_at = time.monotonic()
                     batch, report = generation.next()
                 except StopIteration:
                     if not source.is_short():
@@ -136,8 +143,12 @@ class Healer:
                 else:
                     if report.shortage is None:
                         self._in_a_row, self._stuck_in_a_row, self._batches = 0, 0, self._batches + 1
+                        if self.crew.timeout_seconds:  # one that was too short for this batch is so for others
+                            self.crew.timeout_seconds = max(self.crew.timeout_seconds, 2 * report.seconds)
                         if report.fatal is None:
                             source.delivered(report)
+                            for index in report.indices or () if self._strikes else ():
+                                self._strikes.pop(key_of(index), None)  # it could be read after all
                         if report.number >= 0:  # else a worker of a stream has passed its turn
                             yield batch, report
                         continue
@@ -169,7 +180,7 @@ class Healer:
     def _leave(self, generation: Generation) -> None:
         self._changed = False
         self._longest = max(self._longest, generation.longest_seconds)
-        if self.crew.keep and generation.num_workers:
+        if self.crew.keep and generation.num_workers and not generation.is_over:
             self._kept = generation
         else:
             generation.close()
@@ -182,7 +193,7 @@ class Healer:
 
     def _replace(self, lost: Generation, loss: Loss, source: Source) -> Generation:
         """Kill what is left of a generation, decide what has to change, and start the next."""
-        noticed = lost.lost_at or time.monotonic()
+        noticed = max(lost.lost_at or 0.0, self._asked_at)  # what training took until it asked is no part of it
         self._longest = max(self._longest, lost.longest_seconds)
         lost.abandon()
         self._in_a_row += 1
@@ -192,6 +203,7 @@ class Healer:
         if before == 0:
             raise _no_way_on(f"no batch can be made even without workers: {loss.cause}")
         index = None if loss.showing is None else source.sample_at(loss.showing)
+        self._suspected = index
         remedy = self._decide(loss, index, source)
         if source.needs_all_workers and self.crew.workers != before:
             raise _no_way_on(
@@ -217,19 +229,27 @@ class Healer:
             crew.share_by_file = True
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            gc.collect()  # generations that were lost may lie in cycles, with their pipes
             return (
                 "tensors are shared through files from now on, and the limit of descriptors is raised to the hard one"
             )
-        if loss.shortage is not None:
+        at_sample = index is not None and loss.kind in {"died", "hung"}
+        if loss.shortage is not None and not at_sample:
             return self._fewer()
         if "Pin memory" in loss.cause and repeated:
             crew.options = {**crew.options, "pin_memory": False}
             return "memory is no longer pinned"
-        if index is not None and loss.kind in {"died", "hung"}:
+        if at_sample:
             return self._suspect(loss, index, source, repeated=repeated)
         if loss.kind == "hung" and repeated and loss.showing is not None:
             return self._blocked(loss, loss.showing)
-        return self._fewer() if repeated or (often and loss.kind == "died") else "new workers"
+        if not repeated and not (often and loss.kind == "died"):
+            return "new workers"
+        if crew.workers == 1 and loss.kind == "died" and loss.showing is not None and loss.showing.is_at_work:
+            raise _no_way_on(
+                f"{loss.cause}, {self._in_a_row} times at the same place, which would kill this process too"
+            )
+        return self._fewer()
 
     def _blocked(self, loss: Loss, showing: Showing) -> str:
         if showing.offset != STARTING:
@@ -239,27 +259,33 @@ class Healer:
 
     def _suspect(self, loss: Loss, index: Any, source: Source, *, repeated: bool) -> str:
         """Decide about a loss in which a worker was at a sample."""
-        if loss.others_fine:
-            key = key_of(index)
-            self._strikes[key] = self._strikes.get(key, 0) + 1
-            if self._strikes[key] < _STRIKES:
-                return "new workers; the sample is tried again"
-            del self._strikes[key]
-            self._in_a_row = 0
-            source.set_aside(index, "hung" if loss.kind == "hung" else "killed its worker", loss.cause)
-            return "the sample is set aside"
+        key = key_of(index)
+        again = key in self._strikes
+        strikes = self._strikes.setdefault(key, 0)
+        has_worked = loss.showing is not None and loss.showing.has_worked
+        if loss.others_fine or (again and has_worked):  # workers that start after a loss read another sample first
+            self._strikes[key] = strikes + 1
+            if strikes + 1 >= _STRIKES:
+                del self._strikes[key]
+                self._in_a_row = 0
+                source.set_aside(index, "hung" if loss.kind == "hung" else "killed its worker", loss.cause)
+                return "the sample is set aside"
+            if loss.shortage is not None:
+                return self._fewer(least=1)  # never none: the sample would do to this process what it did to them
+            return "new workers; the sample is tried again"
+        if loss.shortage is not None:
+            return self._fewer(least=0 if again else 1)
         if not repeated:
             return "new workers"
-        if loss.others_fine is None:
-            self.crew.workers = 2
-            return "two workers from now on: one is the control for the other"
         if loss.kind == "hung":
+            if self._in_a_row < _CONTROLS:
+                return "new workers"
             self.crew.workers = 0
             return "no workers from now on: all of them are blocked, as by a lock that was held at the fork"
         return self._fewer()
 
-    def _fewer(self) -> str:
-        self.crew.workers //= 2
+    def _fewer(self, least: int = 0) -> str:
+        self.crew.workers = max(least, self.crew.workers // 2)
         return f"{self.crew.workers} workers from now on"
 
 

@@ -275,7 +275,7 @@ class DataLoader(TorchDataLoader[Any]):
         """Return the position: what was handed out so far, as numbers and text, and what a stream keeps itself."""
         state = {"epoch": self._epoch, "consumed": self._position, "order": self._identity()}
         if self._iterable:
-            parts = [[shard, each.items, each.state] for shard, each in sorted(self._streamed.items())]
+            parts = [[shard, each.items, each.state, each.ended] for shard, each in sorted(self._streamed.items())]
             state["stream"] = {"parts": parts, "turn": self._turn}
         return state
 
@@ -316,7 +316,10 @@ class DataLoader(TorchDataLoader[Any]):
         self.go_to(state["epoch"])
         self._position = state["consumed"]
         stream = state.get("stream", {"parts": [], "turn": 0})
-        self._streamed = {shard: StreamPosition(items=items, state=kept) for shard, items, kept in stream["parts"]}
+        self._streamed = {
+            shard: StreamPosition(items=items, state=kept, ended=ended)
+            for shard, items, kept, ended in stream["parts"]
+        }
         self._turn = stream["turn"]
 
     def close(self) -> None:

@@ -46,13 +46,22 @@ class MapSource:
         self._ahead: dict[int, int] = {}  # handed out before an earlier one: by number, the position after it
         self._next = 0  # number of the first that is not handed out
         self._exhausted = False
+        self._losses = 0
 
-    def entries(self, *, again: bool) -> Iterator[Entry]:
+    def entries(self, *, again: bool, suspect: Any = None) -> Iterator[Entry]:
         """Yield what is not handed out yet; after a loss, what was out comes first, and the first is read twice."""
+        self._losses += again
+        lost = again
         for number in sorted(self._out):
             entry, after = self._out[number]
             bad = tuple(index for index in (*entry.indices, *entry.spares) if key_of(index) in self._aside)
-            entry = entry._replace(aside=bad, twice=again)
+            others = [
+                place
+                for place, index in enumerate((*entry.indices, *entry.spares))
+                if index != suspect and index not in bad
+            ]
+            control = others[self._losses % len(others)] if lost and others else None  # another one each time
+            entry = entry._replace(aside=bad, twice=again, control=control)
             again = False
             self._out[number] = entry, after
             yield entry

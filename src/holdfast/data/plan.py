@@ -83,8 +83,8 @@ class ByPosition:
         number = 0
         while (found := self._step(epoch, start)) is not None:
             positions, start = found
-            indices = self.order.indices(self.seed, epoch, positions.start, positions.stop)
-            spares = self.order.indices(self.seed, epoch, positions.stop, positions.stop + _SPARES)
+            found_there = self.order.indices(self.seed, epoch, positions.start, positions.stop + _SPARES)
+            indices, spares = found_there[: len(positions)], found_there[len(positions) :]
             if len(spares) < _SPARES:
                 spares += self.order.indices(self.seed, epoch, 0, _SPARES - len(spares))
             yield _entry(number, epoch, indices, spares, aside, alone=self.batch_size is None), start
@@ -137,7 +137,7 @@ class ByBatch:
 def _entry(
     number: int, epoch: int, indices: list[Any], spares: list[Any], aside: Collection[Any], *, alone: bool
 ) -> Entry:
-    spares = [index for index in spares[:_SPARES] if index not in indices]
+    spares = spares[:_SPARES]
     bad = tuple(index for index in (*indices, *spares) if key_of(index) in aside) if aside else ()
     return Entry(number, epoch, tuple(indices), tuple(spares), bad, alone)
 

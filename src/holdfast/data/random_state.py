@@ -130,6 +130,9 @@ def _numpy_state() -> Any:
     return _seen[1]
 
 
+_seed_torch = torch.default_generator.manual_seed
+
+
 def seed_cpu(seed: int) -> None:
     """Seed python, numpy and torch on the CPU.
 
@@ -141,15 +144,15 @@ def seed_cpu(seed: int) -> None:
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
+    _seed_torch(seed)
 
 
 class LazySeeding:
-    """Seeds for samples that spare the generators of python and numpy, as long as no sample draws from them.
+    """Seeds that spare the generators of python and numpy, as long as nothing draws from them.
 
-    Seeding these two takes 6 microseconds, as much as many a sample. So they are left alone at first, and a sample
-    that has drawn from one all the same, which its position shows, has to be made again: once, since from then on
-    that one is seeded each time. torch's is always seeded.
+    Seeding these two takes 6 microseconds, as much as many a sample. So they are left alone at first, and what has
+    drawn from one all the same, which its position shows, has to be made again: once, since from then on that one is
+    seeded each time. torch's is always seeded.
     """
 
     def __init__(self) -> None:
@@ -163,22 +166,25 @@ class LazySeeding:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
 
-    def seed(self, seed: int) -> tuple[int, int]:
-        """Seed what is drawn from, and return where the others stand, for `was_surprised`."""
-        if not self._begun:
-            self._begin()
-        torch.default_generator.manual_seed(seed)
+    def seed(self, seed: int) -> None:
+        """Seed what is known to be drawn from."""
+        _seed_torch(seed)
         if self._python:
             random.seed(seed)
         if self._numpy:
             np.random.seed(seed & 0xFFFFFFFF)
-        return self._stand()
+
+    def stand(self) -> tuple[int, int]:
+        """Return where the generators of python and numpy stand, for `was_surprised`."""
+        if not self._begun:
+            self._begin()
+        return (0, 0) if self._places is None else (self._places[0].value, self._places[1].value)
 
     def was_surprised(self, before: tuple[int, int]) -> bool:
         """Say whether a generator was drawn from that was not seeded; it will be from now on."""
         if self._python and self._numpy:
             return False
-        python, numpy = self._stand()
+        python, numpy = self.stand()
         surprised = (not self._python and python != before[0]) or (not self._numpy and numpy != before[1])
         self._python |= python != before[0]
         self._numpy |= numpy != before[1]
@@ -195,9 +201,6 @@ class LazySeeding:
         numpy = ctypes.c_uint64.from_address(generator.ctypes.state_address + 623 * 4)
         self._places = python, numpy
         self._python = self._numpy = False
-
-    def _stand(self) -> tuple[int, int]:
-        return (0, 0) if self._places is None else (self._places[0].value, self._places[1].value)
 
 
 @contextlib.contextmanager

@@ -83,10 +83,12 @@ class StreamPosition:
     Args:
         items: Items of all ranks.
         state: What the dataset said when it was there, or None to read from the beginning.
+        ended: Whether its iterator was at its end: many a dataset's state is then that of the next epoch's beginning.
     """
 
     items: int = 0
     state: Any = None
+    ended: bool = False
 
 
 class Stream(IterableDataset[Any]):
@@ -125,14 +127,16 @@ class Stream(IterableDataset[Any]):
         begin = self._positions.get(shard, StreamPosition())
         if worker < self._turn:
             yield sent(None, Report(number=-1))
+        if begin.ended:
+            return
         items = _Items(self._dataset, self._plan, shard, begin)
         size = (self._plan.batch_size or 1) * self._plan.world_size
         try:
             items.open(begin)
             for turn in range(2**62):
                 first, mine = items.number, turn % parts == worker % parts
-                began = time.perf_counter(), time.process_time()
-                group = []
+                began = time.perf_counter()
+                group, item = [], None
                 for _ in range(size):
                     self._show(worker, items.number, 0)
                     item = next(items, items)
@@ -145,8 +149,8 @@ class Stream(IterableDataset[Any]):
                 if mine:
                     batch = self._cut(group, size)
                     if batch is not None:
-                        seconds = time.perf_counter() - began[0], time.process_time() - began[1]
-                        yield self._made(batch, worker, items, seconds)
+                        seconds = time.perf_counter() - began
+                        yield self._made(batch, worker, items, seconds, ended=item is items)
         except _StreamError as error:
             shortage = shortage_in(error.cause)
             if shortage is not None and info is None:
@@ -170,7 +174,7 @@ class Stream(IterableDataset[Any]):
         )
         return None if share is None else group[share.positions.start : share.positions.stop]
 
-    def _made(self, batch: list[Any], worker: int, items: _Items, seconds: tuple[float, float]) -> Any:
+    def _made(self, batch: list[Any], worker: int, items: _Items, seconds: float, *, ended: bool) -> Any:
         self._show(worker, items.number, COLLATING)
         try:
             with _quietly():
@@ -181,7 +185,7 @@ class Stream(IterableDataset[Any]):
             raise _StreamError(error) from error
         if self._board is not None:
             self._board.end(worker)
-        return sent(made, Report(number=worker, state=(items.number, state), seconds=seconds))
+        return sent(made, Report(number=worker, state=(items.number, state, ended), seconds=seconds))
 
 
 def _quietly() -> contextlib.AbstractContextManager[None]:
@@ -266,17 +270,19 @@ class StreamSource:
         """Return the stream from the position on."""
         return Stream(self._user, self._collate, self._plan, dict(self.positions), self.turn, board)
 
-    def entries(self, *, again: bool) -> Iterator[Any]:
+    def entries(self, *, again: bool, suspect: Any = None) -> Iterator[Any]:
         """Yield nothing: a stream is not asked for indices."""
-        del again
+        del again, suspect
         return iter(())
 
     def delivered(self, report: Report) -> None:
         """Note that a batch is handed out."""
         if report.state is None or report.number < 0:
             return  # a turn that was passed, or no batch
-        items, state = report.state
-        self.positions[report.number if self._plan.sharded else 0] = StreamPosition(items=items, state=state)
+        items, state, ended = report.state
+        self.positions[report.number if self._plan.sharded else 0] = StreamPosition(
+            items=items, state=state, ended=ended
+        )
         if self._plan.sharded:
             self.turn = (report.number + 1) % max(1, self._workers())
 

@@ -33,6 +33,11 @@ class Showing(NamedTuple):
         return self.offset != IDLE
 
     @property
+    def is_at_work(self) -> bool:
+        """Return whether it is busy with a batch, not with starting."""
+        return self.offset not in (IDLE, STARTING)
+
+    @property
     def has_worked(self) -> bool:
         """Return whether it has finished a sample since it started."""
         return self.done > 0 or self.offset > 0
@@ -50,6 +55,10 @@ class Board:
         self._cells = context.RawArray("q", _FIELDS * workers)
         for worker in range(workers):
             self._cells[_FIELDS * worker + 1] = STARTING
+
+    def ready(self, worker: int) -> None:
+        """Show that a worker has started and has nothing to do yet."""
+        self._cells[_FIELDS * worker + 1] = IDLE
 
     def begin(self, worker: int, number: int) -> None:
         """Show that a worker begins a batch."""

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,16 +27,22 @@ import torch
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 1.0
+_LOOKS, _LOOK_SECONDS = 50, 0.01  # half a second: a process whose sentinel fires is dead already
 
 
-class WorkerLostError(Exception):
-    """A worker ended, or was ended, while the loop waited for a batch."""
+class WorkerLostError(BaseException):
+    """A worker ended, or was ended, while the loop waited for a batch.
+
+    Not an `Exception`, which torch's loader would catch around its wait: it then opens ten temporary files to see
+    whether descriptors are left, and raises something else.
+    """
 
 
 class Waiting(Protocol):
     """Who wants to be woken when a worker is lost."""
 
     waiting: bool
+    in_main_thread: bool
     lost: bool
     pids: frozenset[int]
 
@@ -57,7 +64,7 @@ def _on_child(number: int, frame: Any) -> None:
     """Wake who waits for a batch of a lost worker; let torch raise about workers that are not ours."""
     mine = list(_alive)
     for each in mine:
-        if each.lost and each.waiting:
+        if each.lost and each.waiting and each.in_main_thread:
             each.waiting = False
             raise WorkerLostError
     while callable(_previous):
@@ -203,9 +210,20 @@ def oom_kills() -> int:
     return 0
 
 
+def exit_code(process: Any) -> int | None:
+    """Return the exit code of a process that has just ended, or None if it cannot be had."""
+    for _ in range(_LOOKS):
+        process.join(_LOOK_SECONDS)
+        if process.exitcode is not None:
+            break
+        time.sleep(_LOOK_SECONDS)  # another thread, mostly torch's own, is reaping it and has not written it down yet
+    code: int | None = process.exitcode
+    return code
+
+
 def how_it_ended(process: Any, oom_kills_before: int) -> str:
     """Return in words how a worker process ended."""
-    code = process.exitcode
+    code = exit_code(process) if process.pid is not None else None
     if code is None:
         return "is gone"
     if code >= 0:

@@ -18,6 +18,7 @@ from typing import Any
 from holdfast.data.worker_board import STARTING, Board, Showing
 from holdfast.data.worker_processes import (
     WorkerLostError,
+    exit_code,
     how_it_ended,
     is_stopped,
     kill,
@@ -91,6 +92,7 @@ class Watch:
         self.lost_at = 0.0
         self._inside = False
         self.waiting = False
+        self.in_main_thread = False
         self.lost = False
         self.longest_seconds = 0.0
         self.pids = frozenset(process.pid for process in processes)
@@ -110,6 +112,8 @@ class Watch:
     @contextlib.contextmanager
     def wakes(self) -> Iterator[None]:
         """Let a loss interrupt what the main thread waits for inside, with a `WorkerLostError`."""
+        # The handler runs in the main thread: if that is not the one that waits, it must not be interrupted.
+        self.in_main_thread = threading.current_thread() is threading.main_thread()
         self._inside = self.waiting = True
         try:
             if self.lost:
@@ -139,7 +143,6 @@ class Watch:
 
     def _death(self, worker: int) -> Loss:
         process = self._processes[worker]
-        process.join(0.5)
         how = how_it_ended(process, self._oom_kills)
         others = [self._board.look(number) for number in range(len(self._processes)) if number != worker]
         showing = self._board.look(worker)
@@ -178,9 +181,7 @@ class Watch:
                 return
 
     def _exited_well(self, worker: int) -> bool:
-        process = self._processes[worker]
-        process.join(1.0)
-        return bool(process.exitcode == 0)
+        return exit_code(self._processes[worker]) == 0
 
     def _lose(self, loss: Loss) -> None:
         self._loss = loss
@@ -194,7 +195,7 @@ class Watch:
             unheard = unheard + _CALL_SECONDS if self._inside and not self.waiting else 0.0
             if unheard > _TICK_SECONDS:
                 self.waiting = True
-            if self.waiting:
+            if self.waiting and self.in_main_thread:
                 wake_main_thread()
 
     def _look(self, passed: float) -> Loss | None:
@@ -238,7 +239,11 @@ class Watch:
     def _stuck_at(self, worker: int, how_long: str) -> Loss:
         showing = self._last[worker]
         others = [number for number in range(len(self._processes)) if number != worker]
-        fine = [not self._last[number].is_busy or self._stuck[number] < self._stuck[worker] / 2 for number in others]
+        half = self._stuck[worker] / 2
+        fine = [
+            self._last[each].has_worked and (not self._last[each].is_busy or self._stuck[each] < half)
+            for each in others
+        ]
         where = "starting" if showing.offset == STARTING else "at work"
         return Loss(
             cause=f"worker {worker}, {where}, {how_long}",

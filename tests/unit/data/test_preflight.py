@@ -311,8 +311,9 @@ def test_a_function_of_a_prompt_cannot_be_imported_elsewhere(monkeypatch: pytest
     main = sys.modules["__main__"]
     shown = type("Shown", (Samples,), {"__module__": "__main__"})
     monkeypatch.setattr(main, "Shown", shown, raising=False)
+    monkeypatch.setattr(main, "__file__", __file__, raising=False)  # a process of pytest-xdist has none
     assert preflight(SPAWNED, ROOMY, dataset=shown()) == ()
-    monkeypatch.delattr(main, "__file__", raising=False)
+    monkeypatch.delattr(main, "__file__")
     monkeypatch.setattr(main, "__spec__", None)
     found = only(preflight(SPAWNED, ROOMY, dataset=shown()))
     assert (found.rule, found.severity) == ("H639", "error")
