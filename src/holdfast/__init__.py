@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from holdfast.core.events import Event
     from holdfast.core.policy import Policy
     from holdfast.core.version import __version__
-    from holdfast.data.feature_cache import FeatureCache
+    from holdfast.data.features.cache import FeatureCache
     from holdfast.data.loader import DataLoader
     from holdfast.numerics.learning_rate import advise_learning_rate
     from holdfast.run.guard import Guard
@@ -33,7 +33,7 @@ _HOMES = {
     "CheckpointError": "core.errors",
     "DataLoader": "data.loader",
     "Event": "core.events",
-    "FeatureCache": "data.feature_cache",
+    "FeatureCache": "data.features.cache",
     "Guard": "run.guard",
     "HoldfastError": "core.errors",
     "Loss": "run.loss",

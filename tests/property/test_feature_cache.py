@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.errors import LoaderError
-from holdfast.data.feature_cache import FeatureCache
-from holdfast.data.feature_items import decode, digest_of, encode
-from holdfast.data.feature_keys import _looked_at
+from holdfast.data.features.cache import FeatureCache
+from holdfast.data.features.items import decode, digest_of, encode
+from holdfast.data.features.keys import _looked_at
 from holdfast.testing import flip_bit
 
 _FAST = settings(deadline=None, max_examples=60)

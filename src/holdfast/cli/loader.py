@@ -20,9 +20,9 @@ from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, pr
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from holdfast.data.machine import Machine
-    from holdfast.data.preflight import Concern, Load
-    from holdfast.data.tuning import LoaderPlan
+    from holdfast.data.tuning.choice import LoaderPlan
+    from holdfast.data.tuning.machine import Machine
+    from holdfast.data.tuning.preflight import Concern, Load
 
 _MEASURED_SECONDS = 1.0  # of each option in each of two rounds
 
@@ -82,9 +82,9 @@ def make_loader(factory: str, batch_size: int) -> DataLoader[Any]:
 def _decide(factory: str, loader: DataLoader[Any], step_seconds: float, batches: int) -> dict[str, Any]:
     import torch
 
-    from holdfast.data import probing, tuning
-    from holdfast.data.machine import Machine
-    from holdfast.data.preflight import Load, preflight, weigh
+    from holdfast.data.tuning import choice, probing
+    from holdfast.data.tuning.machine import Machine
+    from holdfast.data.tuning.preflight import Load, preflight, weigh
 
     machine = Machine.here().shared_by(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     try:
@@ -104,7 +104,7 @@ def _decide(factory: str, loader: DataLoader[Any], step_seconds: float, batches:
         sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
     )
     transfer = probing.measure_transfer(batch, step_seconds=step_seconds, start_method=load.start_method)
-    plan = tuning.decide_workers(tuning.pace_of(samples, transfer, step_seconds=step_seconds), machine, load)
+    plan = choice.decide_workers(choice.pace_of(samples, transfer, step_seconds=step_seconds), machine, load)
     parts = {name: getattr(loader, name) for name in ("dataset", "collate_fn", "worker_init_fn")}
     return {
         "machine": machine,
@@ -124,7 +124,7 @@ def _start_method(loader: DataLoader[Any]) -> str:
 
 def _measure(loader: DataLoader[Any], plan: LoaderPlan, step_seconds: float) -> list[float | None]:
     """Return the batches per second of every option, each the better of two rounds."""
-    from holdfast.data.probing import measure_throughput, with_workers
+    from holdfast.data.tuning.probing import measure_throughput, with_workers
 
     rates: list[list[float]] = [[] for _ in plan.options]
     with _unworried():

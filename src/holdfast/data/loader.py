@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import LoaderError
-from holdfast.data.autotune import Given, Tuner
 from holdfast.data.device_prefetch import prefetched
 from holdfast.data.fetch import Failure, Fetcher, Report
 from holdfast.data.healing import Crew, Healer
@@ -31,6 +30,7 @@ from holdfast.data.map_source import MapSource
 from holdfast.data.quarantine import FILE_NAME, Ledger
 from holdfast.data.seeds import derive_seed
 from holdfast.data.stream import StreamPlan, StreamPosition, StreamSource, keeps_state, shards_itself
+from holdfast.data.tuning.autotune import Given, Tuner
 from holdfast.data.worker_board import Board
 
 _log = logging.getLogger("holdfast")

@@ -20,11 +20,11 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from holdfast.core.errors import LoaderError
-from holdfast.data import feature_workers
-from holdfast.data.feature_cache import FeatureCache
-from holdfast.data.feature_files import Draft
-from holdfast.data.feature_keys import differences, facts_of
-from holdfast.data.feature_workers import Work, compute_in_workers
+from holdfast.data.features import workers as feature_workers
+from holdfast.data.features.cache import FeatureCache
+from holdfast.data.features.files import Draft
+from holdfast.data.features.keys import differences, facts_of
+from holdfast.data.features.workers import Work, compute_in_workers
 from holdfast.data.loader import DataLoader
 from holdfast.testing import flip_bit
 
@@ -389,7 +389,7 @@ def test_a_cache_that_is_being_written_has_one_writer_and_no_reader(tmp_path):
 
 
 def _in_a_child(path: Path, parent: int) -> list[tuple[str, str]]:
-    from holdfast.data.feature_files import _held
+    from holdfast.data.features.files import _held
 
     _held.clear()  # what a process that was not forked in the middle of a build would have
     assert os.getpid() != parent

@@ -52,14 +52,14 @@ def test_ranks_share_each_step(world_size: int) -> None:
 
 
 def test_spares_follow_in_the_order_and_begin_anew_at_its_end() -> None:
-    """What may stand in for a bad sample comes next in the order, and is never in the batch itself."""
+    """What may stand in for a bad sample comes next in the order, also where the batch is the whole epoch."""
     entries = [entry for entry, _ in _plan().entries(0, 0, ())]
     assert entries[0].spares == tuple(range(4, 12))
     assert entries[-1].indices == (20, 21)
     assert entries[-1].spares == tuple(range(8))
     (whole, _), *_ = _plan(3).entries(0, 0, ())
     assert whole.indices == (0, 1, 2)
-    assert whole.spares == ()
+    assert whole.spares == (0, 1, 2)
 
 
 def test_an_entry_knows_what_is_set_aside_when_it_is_made() -> None:

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from holdfast.core.errors import LoaderError
-from holdfast.data.machine import Machine
-from holdfast.data.preflight import Concern, Load, preflight, weigh
+from holdfast.data.tuning.machine import Machine
+from holdfast.data.tuning.preflight import Concern, Load, preflight, weigh
 
 MIB = 2**20
 ROOMY = Machine(

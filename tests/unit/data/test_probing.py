@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from holdfast.data.probing import Instant, Transfer, measure_throughput, measure_transfer, probe, with_workers
+from holdfast.data.tuning.probing import Instant, Transfer, measure_throughput, measure_transfer, probe, with_workers
 
 
 class Waits(Dataset[Any]):

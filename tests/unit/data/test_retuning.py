@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.data.machine import Machine
-from holdfast.data.preflight import Load
-from holdfast.data.probing import Transfer
-from holdfast.data.retuning import Watch, decide_again
-from holdfast.data.tuning import Pace
+from holdfast.data.tuning.choice import Pace
+from holdfast.data.tuning.machine import Machine
+from holdfast.data.tuning.preflight import Load
+from holdfast.data.tuning.probing import Transfer
+from holdfast.data.tuning.retuning import Watch, decide_again
 
 TRANSFER = Transfer(hand_over_seconds=0.0005, hand_over_cpu_seconds=0.0003, worker_seconds=0.0002)
 MACHINE = Machine(cpu_quota=4, shared_memory_free_bytes=2**34, memory_available_bytes=2**35)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.data.feature_errors import not_computed, unusable
-from holdfast.data.feature_items import digest_of, encode
+from holdfast.data.features.errors import not_computed, unusable
+from holdfast.data.features.items import digest_of, encode
 from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.seeds import derive_seed
 from holdfast.data.worker_processes import kill, recording_context

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from holdfast.core.clock import Clock, SystemClock
 from holdfast.core.errors import LoaderError
-from holdfast.data.feature_errors import (
+from holdfast.data.features.errors import (
     being_written,
     damaged_items,
     refused,
@@ -29,11 +29,11 @@ from holdfast.data.feature_errors import (
     unfinished,
     unusable,
 )
-from holdfast.data.feature_files import Draft, announce_items, open_finished, read_item, require_h5py
-from holdfast.data.feature_items import decode
-from holdfast.data.feature_keys import differences, facts_of
-from holdfast.data.feature_workers import Work, compute_here, compute_in_workers
-from holdfast.data.machine import cpu_quota
+from holdfast.data.features.files import Draft, announce_items, open_finished, read_item, require_h5py
+from holdfast.data.features.items import decode
+from holdfast.data.features.keys import differences, facts_of
+from holdfast.data.features.workers import Work, compute_here, compute_in_workers
+from holdfast.data.tuning.machine import cpu_quota
 
 _REFRESH_SECONDS = 0.2
 

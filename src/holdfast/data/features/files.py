@@ -38,8 +38,8 @@ import numpy as np
 
 from holdfast.core.durable import free_bytes, fsync_path, replace_file
 from holdfast.core.errors import LoaderError
-from holdfast.data.feature_errors import being_written, damaged, foreign, refused, unusable
-from holdfast.data.feature_items import DIGEST_BYTES, digest_of
+from holdfast.data.features.errors import being_written, damaged, foreign, refused, unusable
+from holdfast.data.features.items import DIGEST_BYTES, digest_of
 
 FORMAT = 1
 ROW = struct.Struct(f"<QQ{DIGEST_BYTES}s")

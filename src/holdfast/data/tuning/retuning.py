@@ -9,9 +9,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.data.machine import Machine
-from holdfast.data.preflight import Load
-from holdfast.data.tuning import START_SECONDS, WARM_UP, Pace, decide_workers, margin
+from holdfast.data.tuning.choice import START_SECONDS, WARM_UP, Pace, decide_workers, margin
+from holdfast.data.tuning.machine import Machine
+from holdfast.data.tuning.preflight import Load
 
 # Twice the wait that is aimed at, before a restart is thought of; and gains beyond the noise of loops.
 _MUCH_WAIT, _WORTH_TRYING, _WORTH_KEEPING = 0.1, 0.05, 0.03

@@ -1,7 +1,7 @@
 """What workers get from the parent: what a fork shares with them, and whether the rest can be pickled.
 
 Looks through objects within bounds, and opens, changes or sends nothing. What a finding means is told in
-`holdfast.data.preflight`.
+`holdfast.data.tuning.preflight`.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.data.machine import Machine
-from holdfast.data.preflight import Load
-from holdfast.data.probing import Sample, Transfer
-from holdfast.data.tuning import LoaderPlan, Pace, decide_workers, pace_of
+from holdfast.data.tuning.choice import LoaderPlan, Pace, decide_workers, pace_of
+from holdfast.data.tuning.machine import Machine
+from holdfast.data.tuning.preflight import Load
+from holdfast.data.tuning.probing import Sample, Transfer
 
 MIB = 2**20
 CHEAP = Transfer(hand_over_seconds=0.0005, hand_over_cpu_seconds=0.0003, worker_seconds=0.0002)

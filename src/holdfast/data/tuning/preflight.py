@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from holdfast.core.errors import LoaderError
-from holdfast.data.handover import (
+from holdfast.data.tuning.handover import (
     PickleTrial,
     culprit,
     is_held,
@@ -24,7 +24,7 @@ from holdfast.data.handover import (
     main_can_be_imported,
     reachable,
 )
-from holdfast.data.machine import Machine
+from holdfast.data.tuning.machine import Machine
 
 Severity = Literal["error", "warning"]
 

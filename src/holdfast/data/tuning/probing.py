@@ -1,6 +1,6 @@
 """What loading costs, measured: a few batches in the training process, and what sending one from a worker adds.
 
-Decides nothing: `holdfast.data.tuning` does.
+Decides nothing: `holdfast.data.tuning.choice` does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from holdfast.data.handover import PickleTrial
-from holdfast.data.preflight import weigh
 from holdfast.data.splitting import copied
+from holdfast.data.tuning.handover import PickleTrial
+from holdfast.data.tuning.preflight import weigh
 
 MOST_PROBES = 8
 """Batches to load in the training process before deciding."""

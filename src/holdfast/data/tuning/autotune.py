@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from holdfast.data.fetch import Report
-from holdfast.data.machine import Machine
-from holdfast.data.preflight import Load, preflight, weigh
-from holdfast.data.probing import MOST_PROBES, Instant, Sample, Transfer, measure_transfer, sample_of
-from holdfast.data.retuning import Watch, decide_again
-from holdfast.data.tuning import LoaderPlan, decide_workers, pace_of
+from holdfast.data.tuning.choice import LoaderPlan, decide_workers, pace_of
+from holdfast.data.tuning.machine import Machine
+from holdfast.data.tuning.preflight import Load, preflight, weigh
+from holdfast.data.tuning.probing import MOST_PROBES, Instant, Sample, Transfer, measure_transfer, sample_of
+from holdfast.data.tuning.retuning import Watch, decide_again
 
 Made = tuple[Any, Report]
 _MORE_THAN_PROCESSORS = "H630"  # which is right for samples that wait, as was measured

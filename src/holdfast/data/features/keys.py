@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.data.feature_errors import not_computed
+from holdfast.data.features.errors import not_computed
 from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.seeds import derive_seed
 

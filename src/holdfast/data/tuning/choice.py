@@ -2,7 +2,7 @@
 
 Every option is played through with the measured times: workers take batches in turn, deliver in order, and share the
 processors with training. The smallest option that is as good as the best one is taken. Pure: measures nothing and
-applies nothing; what running shows later is judged in `holdfast.data.retuning`.
+applies nothing; what running shows later is judged in `holdfast.data.tuning.retuning`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.data.machine import Machine
-from holdfast.data.preflight import Load
-from holdfast.data.probing import Sample, Transfer
+from holdfast.data.tuning.machine import Machine
+from holdfast.data.tuning.preflight import Load
+from holdfast.data.tuning.probing import Sample, Transfer
 
 # On the time that a load waits: 1.15 reached 97.7-99.8 % of the best on an idle machine. Where others use the machine
 # too, it took a worker more, which costs little where it is not needed (docs/adr/0027).

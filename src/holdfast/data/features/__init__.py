@@ -1,0 +1,1 @@
+"""Features that are computed once and kept in a file."""
