@@ -36,6 +36,7 @@ SCRIPTS = (
     "oom_recovery",
     "sigkill",
     "loader_faults",
+    "loader_resume",
     "save_kills",
     "bit_flips",
     "full_disk",
