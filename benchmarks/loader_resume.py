@@ -2,8 +2,8 @@
 
 How: an epoch of samples that draw from python's, numpy's and torch's generators is stopped after each of its
 batches, with 0, 1, 2 or 4 workers, and its position is loaded into a new loader with 0, 1, 2 or 4 workers, of the
-same batch size and of another. What both have handed out must be the samples of an undisturbed epoch, bit for bit and in
-order; and the epoch after it too. The same for iterable datasets, one that keeps its own state and one that does not.
+same batch size and of another. What both have handed out must be the samples of an undisturbed epoch, bit for bit and
+in order; and the epoch after it too. The same for iterable datasets, with a state of their own and without.
 
 To reach: all of them.
 """
