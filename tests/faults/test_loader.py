@@ -34,7 +34,7 @@ pytestmark = [
 ]
 _ROOT = Path(__file__).parents[2]
 _PARENT = Path(__file__).parent / "programs" / "loader_parent.py"
-_OWN_PROCESS = {"/dev/shm is full", "file descriptors"}  # these change the process that they run in
+_OWN_PROCESS = ("/dev/shm is full", "file descriptors")  # these change the process that they run in
 _HERE = [name for name in KINDS if name not in _OWN_PROCESS]
 _ALONE = [name for name, kind in KINDS.items() if kind.alone]
 
