@@ -120,7 +120,7 @@ def test_a_second_sigterm_means_it(start):
 
 
 def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(start, tmp_path):
-    """The lock names its holder, falls with the process, and is not kept by workers that outlive it."""
+    """The lock names its holder and falls with the process, and so do its workers, also those that are stopped."""
     life = start(seconds_per_step=0.05, workers=2, slow_sample=13)
     life.wait_for(lambda line: "waiting" in line)
     second = start()
@@ -136,11 +136,10 @@ def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(start, tmp_path):
         os.kill(worker, signal.SIGSTOP)  # one that hangs does not notice that its parent is gone
     life.kill()
     third = start(epochs=1)
-    try:
-        assert third.end()["end"] == 8
-    finally:
-        for worker in workers:
-            os.kill(worker, signal.SIGKILL)
+    assert third.end()["end"] == 8
+    for worker in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)
 
 
 def test_a_kill_during_a_save_never_leaves_an_unusable_directory(start, tmp_path):
