@@ -93,7 +93,7 @@ def main() -> None:
     logging.disable(logging.WARNING)  # that streams are read over
     options = read_options("loader_resume", __doc__ or "")
     result = Result(options=options, parameters={"samples": _SAMPLES, "batch_sizes": [_BATCH, _OTHER_BATCH]})
-    cuts = range(_SAMPLES // _BATCH + 1)
+    cuts = range(-(-_SAMPLES // _BATCH) + 1)
     ways = list(itertools.product(cuts, _WORKERS, _WORKERS, (_BATCH, _OTHER_BATCH)))
     for kind in ("shuffled", "stream", "stateful stream"):
         whole = make_loader(kind, 0, _BATCH)
