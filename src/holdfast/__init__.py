@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.core.errors import (
+        BatchError,
         CheckpointError,
         HoldfastError,
+        LoaderError,
         NonFiniteError,
         OutOfMemoryError,
         PolicyError,
@@ -30,12 +32,14 @@ if TYPE_CHECKING:
     from holdfast.run.watch import watch
 
 _HOMES = {
+    "BatchError": "core.errors",
     "CheckpointError": "core.errors",
     "DataLoader": "data.loader",
     "Event": "core.events",
     "FeatureCache": "data.features.cache",
     "Guard": "run.guard",
     "HoldfastError": "core.errors",
+    "LoaderError": "core.errors",
     "Loss": "run.loss",
     "NonFiniteError": "core.errors",
     "OutOfMemoryError": "core.errors",
@@ -50,12 +54,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "BatchError",
     "CheckpointError",
     "DataLoader",
     "Event",
     "FeatureCache",
     "Guard",
     "HoldfastError",
+    "LoaderError",
     "Loss",
     "NonFiniteError",
     "OutOfMemoryError",

@@ -21,12 +21,14 @@ ROOT = Path(__file__).parents[2]
 def test_the_exported_names() -> None:
     """The package exports these names and no others, all of which can be had."""
     assert holdfast.__all__ == [
+        "BatchError",
         "CheckpointError",
         "DataLoader",
         "Event",
         "FeatureCache",
         "Guard",
         "HoldfastError",
+        "LoaderError",
         "Loss",
         "NonFiniteError",
         "OutOfMemoryError",

@@ -286,6 +286,8 @@ def test_a_batch_that_cannot_be_sent_is_a_clear_error() -> None:
     with pytest.raises((AttributeError, TypeError), match="pickle") as caught:
         list(_loader(list(range(8)), collate_fn=_functions, num_workers=2))
     assert "while making the batch of samples" in "".join(caught.value.__notes__)
+    del caught  # it holds the iterator, and with it the workers, for whoever wants to go on
+    gc.collect()
 
 
 def test_an_error_of_worker_init_fn_is_raised_as_it_is() -> None:

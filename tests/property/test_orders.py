@@ -15,10 +15,9 @@ from holdfast.data.orders import (
     Shuffled,
     TokenBatches,
     Weighted,
-    rank_positions,
-    steps_left,
 )
 from holdfast.data.permutation import permuted
+from holdfast.data.ranks import rank_positions, steps_left
 
 _FAST = settings(deadline=None, max_examples=60)
 _SEEDS = st.integers(0, 2**63 - 1)

@@ -9,6 +9,7 @@ Does not: decide what is done, or record anything (see ``run.saving``).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -22,6 +23,7 @@ _Result = TypeVar("_Result")
 # the training, and OpenMP's do not survive a fork of loader workers.
 _ELEMENTS = 32_767
 _NAME = "holdfast-writer"
+_LOOK_SECONDS = 0.02
 
 
 class Job(Generic[_Result]):
@@ -35,6 +37,7 @@ class Job(Generic[_Result]):
     def __init__(self, run: Callable[[], _Result], directory: Path) -> None:
         self._found: list[_Result] = []
         self._error: BaseException | None = None
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(run,), name=f"{_NAME} {directory}", daemon=False)
         self._thread.start()
 
@@ -43,6 +46,8 @@ class Job(Generic[_Result]):
             self._found.append(run())
         except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
             self._error = error
+        finally:
+            self._ended.set()
 
     @property
     def is_running(self) -> bool:
@@ -55,7 +60,10 @@ class Job(Generic[_Result]):
         Raises:
             BaseException: what the function has raised.
         """
-        self._thread.join()
+        # Not join: an exception of a signal handler in it makes Python 3.11 believe that the thread has ended, and
+        # then the interpreter does not wait for it either.
+        while self._thread.is_alive() and not self._ended.wait(_LOOK_SECONDS):
+            pass
         if self._error is not None:
             raise self._error
         return self._found[0] if self._found else None
@@ -65,7 +73,8 @@ def wait_for_jobs(directory: Path) -> None:
     """Wait until no job of this process writes to a directory, also one whose owner is gone."""
     for thread in threading.enumerate():
         if thread.name == f"{_NAME} {directory}" and thread is not threading.current_thread():
-            thread.join()
+            while thread.is_alive():
+                time.sleep(_LOOK_SECONDS)
 
 
 def nonfinite_copies(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:

@@ -11,6 +11,8 @@ from typing import Any
 
 from holdfast.core.errors import PolicyError
 
+_CORRECT = "correct what the message names, in the module or in the function."
+
 
 def load_factory(factory: str) -> Callable[[], Any]:
     """Return the function that ``module:function`` or ``file.py:function`` names.
@@ -35,17 +37,19 @@ def load_factory(factory: str) -> Callable[[], Any]:
             module = importlib.import_module(place)
         found = getattr(module, name)
     except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
-        raise unusable_factory(factory, f"{type(error).__name__}: {error}") from error
+        raise unusable_factory(factory, f"{type(error).__name__}: {error}", _CORRECT) from error
     if not callable(found):
         raise unusable_factory(factory, f"it is a {type(found).__name__}")
     return found  # type: ignore[no-any-return]
 
 
-def unusable_factory(factory: str, why: str) -> PolicyError:
+def unusable_factory(
+    factory: str, why: str, fix: str = "write package.module:build or path/to/file.py:build."
+) -> PolicyError:
     """Return the error that says why a factory cannot be used: H703."""
     return PolicyError(
         f"factory {factory!r} cannot be used ({why})",
         limit="it names a function of a module, or of a file that ends with .py",
-        fix="write package.module:build or path/to/file.py:build.",
+        fix=fix,
         rule="H703",
     )

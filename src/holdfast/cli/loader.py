@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _MEASURED_SECONDS = 1.0  # of each option in each of two rounds
 
 
+_CORRECT = "correct the dataset or the loader that it returns."
+_RETURN = "return one, or a dict with the key 'loader'."
+
+
 def run(
     factory: Annotated[
         str, typer.Argument(help="module:function or file.py:function; it returns a DataLoader or a dataset.")
@@ -71,11 +75,17 @@ def make_loader(factory: str, batch_size: int) -> DataLoader[Any]:
         with _unworried():
             made = build()
     except Exception as error:  # whatever the user's function does
-        raise unusable_factory(factory, f"{type(error).__name__}: {error}") from error
+        raise unusable_factory(factory, f"{type(error).__name__}: {error}", _CORRECT) from error
+    if isinstance(made, dict) and "loader" in made:  # what `holdfast trial` takes
+        made = made["loader"]
     if isinstance(made, DataLoader):
         return made
     if not hasattr(made, "__getitem__") and not hasattr(made, "__iter__"):
-        raise unusable_factory(factory, f"it returned a {type(made).__name__}, no DataLoader or dataset")
+        raise unusable_factory(
+            factory,
+            f"it returned a {type(made).__name__}, no DataLoader or dataset",
+            "return one, or a dict with the key 'loader'.",
+        )
     return DataLoader(made, batch_size)
 
 
@@ -90,9 +100,13 @@ def _decide(factory: str, loader: DataLoader[Any], step_seconds: float, batches:
     try:
         samples, batch = probing.probe(iter(probing.without_workers(loader)), None, batches)
     except Exception as error:  # whatever the user's dataset does
-        raise unusable_factory(factory, f"its loader raised {type(error).__name__}: {error}") from error
+        raise unusable_factory(
+            factory,
+            f"its loader raised {type(error).__name__}: {error}",
+            _CORRECT,
+        ) from error
     if not samples:
-        raise unusable_factory(factory, "its loader has no batch")
+        raise unusable_factory(factory, "its loader has no batch", _CORRECT)
     size, tensors = weigh(batch)
     workers = loader.num_workers if isinstance(loader.num_workers, int) else 0
     load = Load(

@@ -43,6 +43,8 @@ class Entry(NamedTuple):
         indices: Dataset indices, in the order of the batch.
         spares: Indices that follow in the epoch's order: the next ones replace what cannot be read.
         aside: Those of `indices` and `spares` that are set aside already.
+        first: Position of the first sample, where an index may come more than once an epoch: its random numbers then
+            depend on its position too. None elsewhere.
         alone: Whether this is a sample by itself (``batch_size=None``), not a batch of one.
         twice: Whether to read it twice and compare, which tells whether the dataset is deterministic.
         control: Place, among `indices` and `spares`, of a sample that a new worker reads first, to show that it can.
@@ -53,6 +55,7 @@ class Entry(NamedTuple):
     indices: tuple[Any, ...]
     spares: tuple[Any, ...] = ()
     aside: tuple[Any, ...] = ()
+    first: int | None = None
     alone: bool = False
     twice: bool = False
     control: int | None = None
@@ -121,9 +124,9 @@ def _unpack(body: bytes, report: Report) -> tuple[Any, Report]:
     return (ForkingPickler.loads(body) if body else None), report
 
 
-def sent(batch: Any, report: Report) -> Any:
-    """Return what a worker hands over, or in the main process the pair that arrives."""
-    return (batch, report) if get_worker_info() is None else Parcel(batch, report)
+def sent(batch: Any, report: Report, board: Board | None) -> Any:
+    """Return what a worker hands over, or where the loader works by itself (no board) the pair that arrives."""
+    return (batch, report) if board is None else Parcel(batch, report)
 
 
 def as_is(value: Any) -> Any:
@@ -187,8 +190,13 @@ class Fetcher(Dataset[Any]):
         self._lazy = LazySeeding()
         self._lazy_collate = LazySeeding()
 
+    @property
+    def users(self) -> Any:
+        """Return the user's dataset, for ``get_worker_info()``."""
+        return self.dataset
+
     def __getitem__(self, entry: Entry) -> Any:
-        info = get_worker_info()
+        info = None if self.board is None else get_worker_info()  # else in the worker of another loader
         worker = None if info is None else info.id
         if worker is not None and self.board is not None:
             self.board.begin(worker, entry.number)
@@ -204,7 +212,7 @@ class Fetcher(Dataset[Any]):
             seconds = time.perf_counter() - began
         if worker is not None and self.board is not None:
             self.board.end(worker)
-        return sent(batch, report._replace(seconds=seconds))
+        return sent(batch, report._replace(seconds=seconds), self.board)
 
     def _show_that_it_works(self, entry: Entry, place: int, worker: int, board: Board) -> None:
         """Read a sample that nobody suspects: who is lost after that is lost to the sample that it was at."""
@@ -212,7 +220,7 @@ class Fetcher(Dataset[Any]):
             return
         board.step(worker, place)
         with contextlib.suppress(Exception, SystemExit):
-            self._seeded(entry.epoch, (*entry.indices, *entry.spares)[place])
+            self._seeded(entry, place, (*entry.indices, *entry.spares)[place])
         board.end(worker)
 
     def _make(self, entry: Entry, worker: int | None) -> tuple[Any, Report]:
@@ -248,7 +256,7 @@ class Fetcher(Dataset[Any]):
                 board.step(worker, offset)  # type: ignore[arg-type] # there is a board only in a worker
             if not entry.aside or index not in entry.aside:
                 try:
-                    sample = self._seeded(entry.epoch, index)
+                    sample = self._seeded(entry, offset, index)
                     if not self.check_finite or find_nonfinite(sample) is None:
                         found.append(index)
                         samples.append(sample)
@@ -262,9 +270,10 @@ class Fetcher(Dataset[Any]):
             samples.append(sample)
         return samples, Report(number=entry.number, indices=tuple(found), failures=tuple(failures))
 
-    def _seeded(self, epoch: int, index: Any) -> Any:
+    def _seeded(self, entry: Entry, place: int, index: Any) -> Any:
         """Return a sample that draws its own random numbers."""
-        self._lazy.seed(self._seeds.of(epoch, index))
+        key = index if entry.first is None else (index, entry.first + place)
+        self._lazy.seed(self._seeds.of(entry.epoch, key))
         return self.dataset[index]
 
     def _instead(
@@ -284,7 +293,7 @@ class Fetcher(Dataset[Any]):
                 board.step(worker, place)  # type: ignore[arg-type] # there is a board only in a worker
             for _ in range(2 if place != offset and self.replaces else 1):  # a drive that stumbles: a second chance
                 try:
-                    sample = self._seeded(entry.epoch, candidate)
+                    sample = self._seeded(entry, place, candidate)
                 except (Exception, SystemExit) as error:  # noqa: BLE001 - reported
                     shortage = shortage_in(error)
                     if shortage is not None and worker is not None:

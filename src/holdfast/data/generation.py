@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.data.fetch import as_is, shortage_in
 from holdfast.data.worker_board import Board
-from holdfast.data.worker_processes import WorkerLostError, kill, let_go, recording_context
+from holdfast.data.worker_processes import Started, WorkerLostError, kill, let_go, recording_context
 from holdfast.data.worker_watch import Loss, Watch
 
 _PATIENCE_SECONDS = 0.25
@@ -49,6 +50,10 @@ class _Started:
         self._given = given
 
     def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        # As torch: the user's own, not ours. The facts of a worker are frozen.
+        object.__setattr__(info, "dataset", info.dataset.users)  # type: ignore[attr-defined]
         if self._given is not None:
             self._given(worker)
         self._board.ready(worker)
@@ -79,7 +84,7 @@ class Generation:
         share_by_file: bool,
     ) -> None:
         self.num_workers = num_workers
-        self._processes: list[Any] = []
+        self._processes = Started()
         self._entries = _Entries()
         self._limits = {"limit_seconds": limit_seconds, "timeout_seconds": timeout_seconds}
         self._watch: Watch | None = None
@@ -125,8 +130,10 @@ class Generation:
         watch = self._watch
         if watch is not None and watch.lost:  # between two epochs
             raise WorkersLostError(watch.loss())
+        loss: Loss | None
         try:
-            with watch.wakes() if watch is not None else contextlib.nullcontext():
+            with watch.wakes() if watch is not None else contextlib.nullcontext(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # as above
                 self._iterator[:] = [iter(self._inner[0])]
         except (OSError, MemoryError, RuntimeError, WorkerLostError) as error:
             if not self.num_workers:
@@ -136,9 +143,13 @@ class Generation:
             if shortage is None and not died and not isinstance(error, OSError):
                 raise
             loss = Loss(cause=f"workers could not be started: {error!r}", kind="machinery", shortage=shortage)
-            raise WorkersLostError(loss) from error
+        else:
+            loss = None
+        if loss is not None:  # raised here, so that nothing holds the iterator that was cut short
+            raise WorkersLostError(loss)
         if self._board is not None and self._watch is None:
             self._watch = Watch(self._processes, self._board, may_end=self._may_end, **self._limits)
+            weakref.finalize(self, self._watch.end).atexit = False  # a loader that is dropped leaves no thread
 
     def next(self) -> Any:
         """Return the next batch and its report.

@@ -151,6 +151,8 @@ class Healer:
                                 self._strikes.pop(key_of(index), None)  # it could be read after all
                         if report.number >= 0:  # else a worker of a stream has passed its turn
                             yield batch, report
+                        if report.fatal is not None:  # whoever asks for more wants to go on without this batch
+                            source.delivered(report)
                         continue
                     loss = Loss(
                         cause=f"a worker ran out of {report.shortage}", kind="machinery", shortage=report.shortage
@@ -180,7 +182,7 @@ class Healer:
     def _leave(self, generation: Generation) -> None:
         self._changed = False
         self._longest = max(self._longest, generation.longest_seconds)
-        if self.crew.keep and generation.num_workers and not generation.is_over:
+        if self.crew.keep and self._kept is None and generation.num_workers and not generation.is_over:
             self._kept = generation
         else:
             generation.close()
@@ -197,7 +199,7 @@ class Healer:
         self._longest = max(self._longest, lost.longest_seconds)
         lost.abandon()
         self._in_a_row += 1
-        self._stuck_in_a_row += loss.kind == "hung"
+        self._stuck_in_a_row += loss.kind == "hung" or loss.waited
         self._losses.append(self._batches)
         before = self.crew.workers
         if before == 0:

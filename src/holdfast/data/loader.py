@@ -12,24 +12,31 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sized
-from dataclasses import dataclass, field
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import LoaderError
 from holdfast.data.device_prefetch import prefetched
-from holdfast.data.fetch import Failure, Fetcher, Report
+from holdfast.data.fetch import Fetcher
+from holdfast.data.handing_out import Epoch, Failed, Place, as_error
 from holdfast.data.healing import Crew, Healer
 from holdfast.data.loader_arguments import AUTO, check_arguments, plan_of, ranks_of, start_method, without_auto
 from holdfast.data.map_source import MapSource
 from holdfast.data.quarantine import FILE_NAME, Ledger
 from holdfast.data.seeds import derive_seed
-from holdfast.data.stream import StreamPlan, StreamPosition, StreamSource, keeps_state, shards_itself
+from holdfast.data.stream import (
+    StreamPlan,
+    StreamPosition,
+    StreamSource,
+    divides_among_ranks,
+    keeps_state,
+    shards_itself,
+)
 from holdfast.data.tuning.autotune import Given, Tuner
 from holdfast.data.worker_board import Board
 
@@ -39,23 +46,6 @@ _AS_TORCH = (
     "generator", "pin_memory", "worker_init_fn", "prefetch_factor", "persistent_workers", "pin_memory_device",
     "in_order",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where an epoch stands after a batch.
-
-    Args:
-        position: Samples of all ranks, or batches of a batch sampler or a stream.
-        indices: Dataset indices of the batch, or None if they are not known.
-        streamed: Of a stream: as `StreamSource`.
-        turn: Of a stream: as `StreamSource`.
-    """
-
-    position: int
-    indices: list[int] | None = None
-    streamed: dict[int, StreamPosition] = field(default_factory=dict)
-    turn: int = 0
 
 
 class DataLoader(TorchDataLoader[Any]):
@@ -72,8 +62,9 @@ class DataLoader(TorchDataLoader[Any]):
         dataset: As torch. An ``IterableDataset`` that does not divide its items among workers is divided here, and
             continues by its own ``state_dict`` if it has one, else by reading over.
         *args: As torch.
-        seed: Decides the order of every epoch and the random numbers of every sample. If torch's
-            ``generator`` is given, its initial seed is used instead.
+        seed: Decides the order of every epoch and the random numbers of every sample; ``torch.manual_seed`` does not.
+            If torch's ``generator`` is given, its initial seed is used instead. Two loaders that are zipped need
+            different seeds, or equal lengths are shuffled alike.
         quarantine: Most samples that may be set aside: a share of the dataset below 1, which allows at least one, or
             a number. 0: none, the sample's own exception ends the epoch.
         check_finite: Whether a sample with NaN or Inf counts as one that cannot be read.
@@ -87,7 +78,8 @@ class DataLoader(TorchDataLoader[Any]):
         **kwargs: As torch. ``num_workers="auto"`` makes the first batches here, times them and the steps between
             them, and chooses workers and their ``prefetch_factor``; both change again when waits rise. ``timeout``
             is how long the loop waits for a batch before workers are replaced; also without it a worker that is
-            stuck is found, after a minute or eight times the longest sample so far.
+            stuck is found, after a minute or eight times the longest sample so far. Batches always come in order,
+            since a position is one number: ``in_order=False`` is taken as True.
 
     Raises:
         LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used, H610 for a dataset
@@ -118,8 +110,13 @@ class DataLoader(TorchDataLoader[Any]):
         super().__init__(**without_auto(given))
         self.seed = seed if self.generator is None else self.generator.initial_seed()
         self._iterable = isinstance(dataset, IterableDataset)
-        self._sharded = self._iterable and (shards_itself(dataset) if sharded is None else sharded)
+        self._sharded = self._iterable and (
+            shards_itself(dataset, self.worker_init_fn) if sharded is None else sharded
+        )
+        self._sharding_said = sharded is not None
         self._ranks = ranks_of(rank, world_size)
+        if self._iterable and rank is None and divides_among_ranks(dataset):
+            self._ranks = 0, 1  # dividing again would leave the items of all ranks but one out
         self._plan = None if self._iterable else plan_of(self, given, self._ranks, repeats=repeats)
         self._check_finite = check_finite
         self._replaces = quarantine > 0
@@ -132,11 +129,13 @@ class DataLoader(TorchDataLoader[Any]):
         self._turn = 0
         self.device = device
         self._under_way = False
+        self._drawn_then: str | None = None  # digest of what a sampler drew, of the position that was loaded
         self._happened: Callable[..., None] | None = None
         self.batch_indices: list[int] | None = None
         """Dataset indices of the samples in the batch that was handed out last; None if they are not known."""
         self._base_seeds = torch.Generator()  # a private one: starting an epoch leaves the global one alone
         options = {name: getattr(self, name) for name in _AS_TORCH} | {"generator": self._base_seeds}
+        options["in_order"] = True  # a position is one number: with batches out of order it would repeat or lose some
         options["persistent_workers"] = keep = given.get("persistent_workers", False) and not self._iterable
         method = start_method(given.get("multiprocessing_context"))
         timeout = given.get("timeout", 0)
@@ -185,6 +184,10 @@ class DataLoader(TorchDataLoader[Any]):
     # --- batches --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Return the batches of the next epoch, see `_epoch_batches`; after an error they go on, as torch's do."""
+        return Epoch(self._epoch_batches())
+
+    def _epoch_batches(self) -> Generator[Any]:
         """Yield the batches of the next epoch, or the rest of the one that `load_state_dict` points into.
 
         Raises:
@@ -194,33 +197,42 @@ class DataLoader(TorchDataLoader[Any]):
         if self._under_way:  # an epoch that was left before its end, as torch: the next one starts
             self.go_to(self._epoch + 1)
         self._under_way = True
+        epoch = self._epoch
         self._check_length()
+        self._check_drawn()
         self._base_seeds.manual_seed(derive_seed(self.seed, self._epoch, "workers"))
         source = self._stream_source() if self._plan is None else self._map_source()
-        places: deque[_Place] = deque()
+        places: deque[Place] = deque()
         # Copies to a device run one batch ahead, so each batch's place is kept until it is handed out.
         with contextlib.closing(prefetched(self._batches(source, places), self.device)) as batches:
             for batch in batches:
+                if isinstance(batch, Failed):
+                    yield batch
+                    continue
                 place = places.popleft()
+                # Another iterator of this loader, such as a look at a batch, may have moved the position meanwhile.
+                self._epoch, self._under_way = epoch, True
                 self._position, self._streamed, self._turn = place.position, place.streamed, place.turn
                 self.batch_indices = place.indices
                 yield batch
-        self.go_to(self._epoch + 1)
+        self.go_to(epoch + 1)
 
-    def _batches(self, source: MapSource | StreamSource, places: deque[_Place]) -> Generator[Any]:
+    def _batches(self, source: MapSource | StreamSource, places: deque[Place]) -> Generator[Any]:
         """Yield batches, and put down where the epoch stands after each."""
         left = None if self._plan is None else self._plan.steps(self._epoch, self._position)
         self._tuner.before_workers()
         with contextlib.closing(self._tuner.passing(self._healer.batches(source), left)) as made:
             for count, (batch, report) in enumerate(made, start=self._position + 1):
                 if report.fatal is not None:
-                    raise _as_error(report.fatal, report)
+                    yield Failed(as_error(report.fatal, report))
+                    continue
                 if isinstance(source, MapSource):
-                    known = report.indices is not None and all(isinstance(index, int) for index in report.indices)
-                    indices = list(report.indices or ()) if known else None
-                    places.append(_Place(position=source.position, indices=indices))
+                    found = report.indices or ()
+                    known = bool(found) and all(isinstance(index, (int, np.integer)) for index in found)
+                    indices = [int(index) for index in found] if known else None
+                    places.append(Place(position=source.position, indices=indices))
                 else:
-                    places.append(_Place(position=count, streamed=dict(source.positions), turn=source.turn))
+                    places.append(Place(position=count, streamed=dict(source.positions), turn=source.turn))
                 yield batch
 
     def _use_workers(self, workers: int, prefetch_factor: int | None) -> None:
@@ -234,6 +246,20 @@ class DataLoader(TorchDataLoader[Any]):
                 limit="an order is made for one length",
                 fix="make a new loader, or keep the length fixed.",
                 rule="H608",
+            )
+
+    def _check_drawn(self) -> None:
+        sampler = None if self._plan is None else self._plan.drawn
+        if sampler is None or not self._position or self._drawn_then is None:
+            return
+        sampler.drawn(self._epoch)
+        if sampler.digest(self._epoch) != self._drawn_then:
+            raise LoaderError(
+                "the sampler draws another order than when the position was saved, at the same seed and epoch",
+                limit="the same order is needed to continue in the middle of an epoch",
+                fix="let it draw from torch's, numpy's or python's global generator or from an attribute "
+                "`generator`, which are seeded for it, or from its epoch in set_epoch().",
+                rule="H604",
             )
 
     def _map_source(self) -> MapSource:
@@ -254,7 +280,7 @@ class DataLoader(TorchDataLoader[Any]):
         rank, world_size = (0, 1) if self._sharded else self._ranks
         plan = StreamPlan(
             seed=self.seed, epoch=self._epoch, batch_size=self.batch_size, drop_last=self.drop_last,
-            sharded=self._sharded, rank=rank, world_size=world_size,
+            sharded=self._sharded, certain=self._sharding_said, rank=rank, world_size=world_size,
         )  # fmt: skip
         if self._streamed and not keeps_state(self.dataset):
             self._tell(
@@ -274,6 +300,9 @@ class DataLoader(TorchDataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position: what was handed out so far, as numbers and text, and what a stream keeps itself."""
         state = {"epoch": self._epoch, "consumed": self._position, "order": self._identity()}
+        drawn = None if self._plan is None or self._plan.drawn is None else self._plan.drawn.digest(self._epoch)
+        if drawn is not None:
+            state["drawn"] = drawn
         if self._iterable:
             parts = [[shard, each.items, each.state, each.ended] for shard, each in sorted(self._streamed.items())]
             state["stream"] = {"parts": parts, "turn": self._turn}
@@ -288,6 +317,7 @@ class DataLoader(TorchDataLoader[Any]):
         """Let the next ``iter()`` be the whole of this epoch."""
         self._epoch, self._position, self._under_way = epoch, 0, False
         self._streamed, self._turn = {}, 0
+        self._drawn_then = None
 
     def _identity(self) -> dict[str, Any]:
         """Return what must be the same for a position to point at the same samples."""
@@ -321,23 +351,8 @@ class DataLoader(TorchDataLoader[Any]):
             for shard, items, kept, ended in stream["parts"]
         }
         self._turn = stream["turn"]
+        self._drawn_then = state.get("drawn")
 
     def close(self) -> None:
         """End workers that ``persistent_workers`` kept."""
         self._healer.close()
-
-
-def _as_error(failure: Failure, report: Report) -> Exception:
-    """Return the exception that a worker met, if it can be had, with what it was doing."""
-    error = None if failure.error is None else ForkingPickler.loads(failure.error)
-    which = "a stream" if report.indices is None else f"samples {list(report.indices)}"
-    if not isinstance(error, Exception) or isinstance(error, StopIteration):
-        lines = failure.text.strip().splitlines()
-        error = LoaderError(
-            f"the batch of {which} cannot be made: {lines[-1] if lines else failure.kind}",
-            limit="no other sample can stand in for what is missing",
-            fix="repair the dataset or collate_fn; the note below shows where it failed.",
-            rule="H613",
-        )
-    error.add_note(f"In holdfast.DataLoader, while making the batch of {which}:\n{failure.text}")
-    return error

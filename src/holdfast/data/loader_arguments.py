@@ -62,6 +62,7 @@ def check_arguments(
         raise _unusable(
             f"quarantine={quarantine!r}", "it is a share or a number of samples", "pass 0.001, 5, or 0 for none."
         )
+    _check_orders(dataset, given)
     iterable = isinstance(dataset, IterableDataset)
     if iterable and check_finite:
         raise _unusable(
@@ -79,10 +80,31 @@ def check_arguments(
     return given
 
 
+def _check_orders(dataset: Any, given: dict[str, Any]) -> None:
+    sampler, batch_sampler = given.get("sampler"), given.get("batch_sampler")
+    for name, value, wrong, right in (
+        ("sampler", sampler, TokenBatches, "batch_sampler"),
+        ("batch_sampler", batch_sampler, Order, "sampler"),
+    ):
+        if isinstance(value, wrong):
+            raise _unusable(
+                f"{name}={type(value).__name__}",
+                f"it is a {right}",
+                f"pass it as {right}={type(value).__name__}(...).",
+            )
+    order = batch_sampler.order if isinstance(batch_sampler, TokenBatches) else sampler
+    if isinstance(order, Order) and isinstance(dataset, Sized) and order.samples != len(dataset):
+        raise _unusable(
+            f"{type(order).__name__} of {order.samples} samples with a dataset of {len(dataset)}",
+            "some would never come, or are not there",
+            "make it for this dataset: one length or weight for each sample.",
+        )
+
+
 def _check_auto(dataset: Any, given: dict[str, Any]) -> None:
     workers, prefetch = given.get("num_workers", 0), given.get("prefetch_factor")
     for name, value in (("num_workers", workers), ("prefetch_factor", prefetch)):
-        if isinstance(value, str) and value != AUTO:
+        if value is not None and value != AUTO and not isinstance(value, int):
             raise _unusable(f"{name}={value!r}", 'it is a number or "auto"', f'pass a number, or {name}="auto".')
     if prefetch == AUTO and workers != AUTO:
         raise _unusable(
@@ -150,7 +172,7 @@ def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repea
     rank, world_size = ranks
     tokens = batch_sampler if isinstance(batch_sampler, TokenBatches) else None
     if batch_sampler is not None and tokens is None:
-        return ByBatch(sampler=Sampled(batch_sampler, loader.seed, repeats=repeats))
+        return ByBatch(sampler=Sampled(batch_sampler, loader.seed, repeats=repeats, batches=True))
     order: Any
     if tokens is not None:
         order = tokens.order

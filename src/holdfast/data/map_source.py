@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.data.fetch import Entry, Fetcher, Report
 from holdfast.data.plan import Plan
-from holdfast.data.quarantine import Ledger, key_of
+from holdfast.data.quarantine import Ledger, key_of, last_line
 from holdfast.data.worker_board import Board, Showing
 
 
@@ -100,9 +100,10 @@ class MapSource:
         """
         if self._ledger.add(index, kind, self._epoch, evidence):
             self._aside.update(self._ledger.aside(self._epoch))  # the plan reads this very set
-            last = evidence.strip().splitlines()[-1] if evidence.strip() else ""
             plain = index if isinstance(index, (int, str)) else repr(index)
-            self._tell("sample_quarantined", sample=plain, why=kind, evidence=last, aside=len(self._ledger))
+            self._tell(
+                "sample_quarantined", sample=plain, why=kind, evidence=last_line(evidence), aside=len(self._ledger)
+            )
 
     def is_finished(self) -> bool:
         """Return whether all is handed out, as far as that is known before asking."""

@@ -1,11 +1,10 @@
-"""Orders: which sample is at which position of an epoch, and which positions make a step.
+"""Orders: which sample is at which position of an epoch.
 
 An order is a function of (seed, epoch) that can be asked for any stretch of positions and makes no more of the epoch
 than the blocks it touches. So a run resumes in the middle of any data set at once, and with whatever number of
 workers, batch size or number of ranks. Everything here is pure: nothing reads samples, and no position is kept.
 
-Each order has a version in its identity. What it returns for a seed is part of what a saved position means, so a
-change of an algorithm is a new version.
+What an order returns for a seed is part of what a saved position means: a change is a new version in its identity.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import functools
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from holdfast.core.errors import LoaderError
 from holdfast.data.permutation import permuted, random_bits
+from holdfast.data.ranks import Share
 from holdfast.data.seeds import derive_seed
 
 _BLOCK = 4096  # positions; from here on the cost of a call no longer shows in the cost of a position
@@ -42,12 +42,15 @@ class Order(ABC):
     """
 
     _kind: ClassVar[str]
+    repeats: bool = False
+    samples: int
+    """Samples of the data set that it is made for."""
     _block_size: int = _BLOCK
     # The two blocks made last: a step that looks ahead over the end of one comes back to it.
     _newest: tuple[tuple[tuple[int, int, int], NDArray[np.int64]], ...] = ()
 
     def __init__(self, length: int) -> None:
-        self._length = length
+        self._length = self.samples = length
 
     def __len__(self) -> int:
         """Return the positions of an epoch."""
@@ -56,9 +59,14 @@ class Order(ABC):
     def identity(self) -> dict[str, Any]:
         """Return, as JSON values, what must be equal for a position to mean the same sample.
 
-        The seed is not part of it. Sizes of batches and numbers of workers or ranks are not either: they may change.
+        Seed, sizes of batches and numbers of workers or ranks are no part of it.
         """
         return {"kind": self._kind, "version": 1, "length": len(self)}
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the indices of epoch 0 with seed 0: what a loader that knows no orders takes."""
+        for first in range(0, len(self), self._block_size):
+            yield from self.indices(0, 0, first, first + self._block_size)
 
     @abstractmethod
     def _block(self, seed: int, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -141,6 +149,7 @@ class Weighted(Order):
     """
 
     _kind = "weighted"
+    repeats = True
 
     def __init__(self, weights: ArrayLike, num_samples: int | None = None) -> None:
         given = _numbers("weights", weights)
@@ -160,6 +169,7 @@ class Weighted(Order):
                 fix="give at least one sample a weight above 0, or scale them down.",
                 rule="H605",
             )
+        self.samples = len(given)
         self._last = int(np.flatnonzero(given)[-1])
         self._digest = _digest(given)
 
@@ -266,6 +276,17 @@ class TokenBatches:
                 rule="H606",
             )
 
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the batches of epoch 0 with seed 0: what a loader that knows no orders takes."""
+        start = 0
+        while start < len(self.order):
+            first, start = start, self.stop(0, 0, start)
+            yield self.order.indices(0, 0, first, start)
+
+    def __len__(self) -> int:
+        """Return how many batches epoch 0 with seed 0 has."""
+        return self.count(0, 0)
+
     def stop(self, seed: int, epoch: int, start: int) -> int:
         """Return the position after the batch that begins at a position; the cost grows with that batch alone."""
         longest, stop = 0.0, start
@@ -321,53 +342,6 @@ class TokenBatches:
                 start = self.stop(seed, epoch, start)
             steps += 1
         return steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What one rank takes in one step.
-
-    Args:
-        positions: Of the epoch.
-        repeated: Whether another rank takes them too, because fewer samples than ranks are left.
-    """
-
-    positions: range
-    repeated: bool = False
-
-
-def rank_positions(
-    first: int, count: int, batch_size: int, rank: int, world_size: int, *, drop_last: bool = False
-) -> Share | None:
-    """Return which positions of the step that begins at a position belong to a rank.
-
-    The step takes ``batch_size * world_size`` positions. Those of a shorter last step are divided among all ranks,
-    with sizes that differ by at most 1, since a rank that made no step would leave the others waiting for it.
-
-    Args:
-        first: Position at which the step begins; any, so that other sizes than before can go on from it.
-        count: Positions of the epoch.
-        batch_size: Samples of a rank in a step.
-        rank: Which rank, from 0.
-        world_size: Number of ranks.
-        drop_last: Whether a step that is not full is left out.
-
-    Returns:
-        The rank's share, or None if the epoch is over; the same for all ranks.
-    """
-    left = min(count - first, batch_size * world_size)
-    if left <= 0 or (drop_last and left < batch_size * world_size):
-        return None
-    if left < world_size:
-        place = first + rank % left
-        return Share(positions=range(place, place + 1), repeated=rank >= left)
-    return Share(positions=range(first + left * rank // world_size, first + left * (rank + 1) // world_size))
-
-
-def steps_left(first: int, count: int, batch_size: int, world_size: int, *, drop_last: bool = False) -> int:
-    """Return how many steps `rank_positions` gives every rank from a position to the end of the epoch."""
-    left, size = max(0, count - first), batch_size * world_size
-    return left // size if drop_last else -(-left // size)
 
 
 def _numbers(name: str, values: ArrayLike) -> NDArray[Any]:

@@ -8,6 +8,7 @@ A position counts samples of all ranks, or batches of a batch sampler.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,16 +17,22 @@ import torch
 
 from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Entry
-from holdfast.data.orders import TokenBatches, rank_positions, steps_left
+from holdfast.data.orders import TokenBatches
 from holdfast.data.quarantine import key_of
 from holdfast.data.random_state import isolated, seed_cpu
+from holdfast.data.ranks import rank_positions, steps_left
 from holdfast.data.seeds import derive_seed
 
+_PLACES = 20  # bits for the place in a batch
 _SPARES = 8  # samples that may stand in for bad ones of a batch; several bad ones in a row are rare
 
 
 class Ordered(Protocol):
     """What a plan needs of an order."""
+
+    @property
+    def repeats(self) -> bool:
+        """Return whether an index may come more than once an epoch."""
 
     def __len__(self) -> int:
         """Return the positions of an epoch."""
@@ -51,6 +58,10 @@ class Plan(Protocol):
 
     def steps(self, epoch: int, start: int) -> int:
         """Return how many entries follow."""
+
+    @property
+    def drawn(self) -> Sampled | None:
+        """Return the user's sampler, if there is one."""
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal for a position to mean the same sample."""
@@ -87,7 +98,8 @@ class ByPosition:
             indices, spares = found_there[: len(positions)], found_there[len(positions) :]
             if len(spares) < _SPARES:
                 spares += self.order.indices(self.seed, epoch, 0, _SPARES - len(spares))
-            yield _entry(number, epoch, indices, spares, aside, alone=self.batch_size is None), start
+            first = positions.start if self.order.repeats else None
+            yield _entry(number, epoch, indices, spares, aside, first=first, alone=self.batch_size is None), start
             number += 1
 
     def _step(self, epoch: int, start: int) -> tuple[range, int] | None:
@@ -95,7 +107,9 @@ class ByPosition:
         if self.tokens is not None:
             shares = self.tokens.parts(self.seed, epoch, start, self.world_size)
             return (shares[self.rank].positions, max(each.positions.stop for each in shares)) if shares else None
-        count, size = len(self.order), self.batch_size or 1
+        size = self.batch_size or 1
+        # What a sampler yields counts, not what it tells: torch asks for no more than the length of an epoch.
+        count = len(self.order.drawn(epoch)) if isinstance(self.order, Sampled) else len(self.order)
         share = rank_positions(start, count, size, self.rank, self.world_size, drop_last=self.drop_last)
         return None if share is None else (share.positions, min(start + size * self.world_size, count))
 
@@ -105,6 +119,11 @@ class ByPosition:
             return self.tokens.count(self.seed, epoch, start, self.world_size)
         size = self.batch_size or 1
         return steps_left(start, len(self.order), size, self.world_size, drop_last=self.drop_last)
+
+    @property
+    def drawn(self) -> Sampled | None:
+        """Return the user's sampler, if there is one."""
+        return self.order if isinstance(self.order, Sampled) else None
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal for a position to mean the same sample."""
@@ -122,12 +141,21 @@ class ByBatch:
         batches = self.sampler.drawn(epoch)
         for place in range(start, len(batches)):
             following = batches[(place + 1) % len(batches)]
-            yield _entry(place - start, epoch, list(batches[place]), list(following), aside, alone=False), place + 1
+            first = place << _PLACES if self.sampler.repeats else None
+            yield (
+                _entry(place - start, epoch, list(batches[place]), list(following), aside, first=first, alone=False),
+                place + 1,
+            )
 
     def steps(self, epoch: int, start: int) -> int:
         """Return how many entries follow."""
         del epoch
         return max(0, len(self.sampler) - start)
+
+    @property
+    def drawn(self) -> Sampled | None:
+        """Return the user's sampler."""
+        return self.sampler
 
     def identity(self) -> dict[str, Any]:
         """Return what must be equal for a position to mean the same batch."""
@@ -135,11 +163,18 @@ class ByBatch:
 
 
 def _entry(
-    number: int, epoch: int, indices: list[Any], spares: list[Any], aside: Collection[Any], *, alone: bool
+    number: int,
+    epoch: int,
+    indices: list[Any],
+    spares: list[Any],
+    aside: Collection[Any],
+    *,
+    first: int | None,
+    alone: bool,
 ) -> Entry:
     spares = spares[:_SPARES]
     bad = tuple(index for index in (*indices, *spares) if key_of(index) in aside) if aside else ()
-    return Entry(number, epoch, tuple(indices), tuple(spares), bad, alone)
+    return Entry(number, epoch, tuple(indices), tuple(spares), bad, first, alone)
 
 
 class Sampled:
@@ -150,12 +185,13 @@ class Sampled:
         seed: Of the loader.
         repeats: Whether an index may come more than once an epoch; None: only if the sampler says that it draws with
             replacement, or pads for ranks.
+        batches: Whether it yields batches, not indices, which may be tuples.
 
     Raises:
         LoaderError: H603 for a sampler without a length.
     """
 
-    def __init__(self, sampler: Iterable[Any], seed: int, *, repeats: bool | None) -> None:
+    def __init__(self, sampler: Iterable[Any], seed: int, *, repeats: bool | None, batches: bool = False) -> None:
         if not isinstance(sampler, Sized):
             raise LoaderError(
                 f"sampler {type(sampler).__name__} has no length",
@@ -166,7 +202,9 @@ class Sampled:
         self._sampler = sampler
         self._seed = seed
         self._repeats = repeats
+        self._batches = batches
         self._drawn: tuple[int, list[Any]] | None = None
+        self._digest = ""
 
     def __len__(self) -> int:
         """Return the entries of an epoch, as the sampler tells."""
@@ -191,9 +229,20 @@ class Sampled:
                         each.set_epoch(epoch)  # type: ignore[union-attr]
                 found = list(self._sampler)
             if not self._may_repeat(inner):
-                _check_once(found, type(self._sampler).__name__)
+                entries = found if self._batches else [each if isinstance(each, list) else [each] for each in found]
+                _check_once(entries, type(self._sampler).__name__)
             self._drawn = epoch, found
+            self._digest = hashlib.blake2b(repr(key_of(found)).encode(), digest_size=8).hexdigest()
         return self._drawn[1]
+
+    def digest(self, epoch: int) -> str | None:
+        """Return a digest of what was drawn for an epoch, None if nothing was."""
+        return self._digest if self._drawn is not None and self._drawn[0] == epoch else None
+
+    @property
+    def repeats(self) -> bool:
+        """Return whether an index may come more than once an epoch."""
+        return self._may_repeat(getattr(self._sampler, "sampler", None))
 
     def _may_repeat(self, inner: Any) -> bool:
         if self._repeats is not None:

@@ -149,14 +149,17 @@ class Ledger:
 
 
 def last_line(evidence: str) -> str:
-    """Return the last line of some evidence: of a traceback, the exception."""
-    return (evidence.strip().splitlines() or [""])[-1]
+    """Return the last line of some evidence that says what happened: of a traceback, the exception."""
+    lines = [line for line in evidence.strip().splitlines() if not line.startswith(("Fix: ", "[H"))]
+    return (lines or [""])[-1]
 
 
 def key_of(index: Any) -> Any:
     """Return what an index is known by here, and in a file: numpy's numbers are numbers, lists are tuples."""
     if isinstance(index, (list, tuple)):
         return tuple(key_of(each) for each in index)
+    if getattr(index, "ndim", 0):
+        return key_of(index.tolist())
     return int(index) if hasattr(index, "__index__") else index
 
 

@@ -178,13 +178,21 @@ class LazySeeding:
         """Return where the generators of python and numpy stand, for `was_surprised`."""
         if not self._begun:
             self._begin()
+        # The second half of a pair of normal numbers would be drawn without a trace.
+        if not self._python:
+            random.seed(0)
+        if not self._numpy:
+            np.random.seed(0)
+        return self._where()
+
+    def _where(self) -> tuple[int, int]:
         return (0, 0) if self._places is None else (self._places[0].value, self._places[1].value)
 
     def was_surprised(self, before: tuple[int, int]) -> bool:
         """Say whether a generator was drawn from that was not seeded; it will be from now on."""
         if self._python and self._numpy:
             return False
-        python, numpy = self.stand()
+        python, numpy = self._where()
         surprised = (not self._python and python != before[0]) or (not self._numpy and numpy != before[1])
         self._python |= python != before[0]
         self._numpy |= numpy != before[1]

@@ -12,6 +12,7 @@ Does not set bad items aside: an iterator that has raised is over.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as _torch_worker
 
+from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Report, failure_of, sent, shortage_in
-from holdfast.data.orders import rank_positions
 from holdfast.data.random_state import isolated, seed_cpu
+from holdfast.data.ranks import rank_positions
 from holdfast.data.seeds import derive_seed
 from holdfast.data.worker_board import COLLATING, Board, Showing
 
@@ -30,11 +33,14 @@ _SHARDING_WORDS = {"get_worker_info", "worker_info", "num_replicas", "split_by_w
 _SHARDING_ATTRIBUTES = ("num_shards", "n_shards")  # Hugging Face datasets deal out their shards themselves
 
 
-def shards_itself(dataset: Any) -> bool:
+def shards_itself(dataset: Any, worker_init_fn: Any = None) -> bool:
     """Say whether an iterable dataset divides its items among workers, as far as its code shows.
 
-    Looks for ``get_worker_info`` in the functions of its classes, and for attributes that such datasets have.
+    Looks for ``get_worker_info`` in the functions of its classes and in ``worker_init_fn``, and for attributes that
+    such datasets have.
     """
+    if "get_worker_info" in getattr(getattr(worker_init_fn, "__code__", None), "co_names", ()):
+        return True
     if any(hasattr(dataset, name) for name in _SHARDING_ATTRIBUTES):
         return True
     for kind in type(dataset).__mro__:
@@ -46,6 +52,23 @@ def shards_itself(dataset: Any) -> bool:
             if code is not None and _SHARDING_WORDS & {*code.co_names, *code.co_freevars}:
                 return True
     return False
+
+
+_RANK_WORDS = {"get_rank", "get_world_size", "rank", "world_size", "num_replicas", "process_index", "num_processes"}
+
+
+def divides_among_ranks(dataset: Any) -> bool:
+    """Say whether an iterable dataset divides its items among ranks, as far as its code and its attributes show."""
+    if _RANK_WORDS & set(getattr(dataset, "__dict__", ())):
+        return True
+    codes = (
+        getattr(inspect.unwrap(member), "__code__", None)
+        for kind in type(dataset).__mro__
+        if not kind.__module__.startswith("torch.")
+        for member in vars(kind).values()
+        if callable(member)
+    )
+    return any(code is not None and _RANK_WORDS & {*code.co_names, *code.co_freevars} for code in codes)
 
 
 def keeps_state(dataset: Any) -> bool:
@@ -63,6 +86,7 @@ class StreamPlan:
         batch_size: Items of a rank's batch; None for items by themselves.
         drop_last: Whether a last batch that is not full is left out.
         sharded: Whether the dataset divides its items itself.
+        certain: Whether the user has said so.
         rank: Which rank this is.
         world_size: Number of ranks; 1 for a dataset that divides its items itself.
     """
@@ -72,6 +96,7 @@ class StreamPlan:
     batch_size: int | None
     drop_last: bool
     sharded: bool
+    certain: bool
     rank: int
     world_size: int
 
@@ -119,17 +144,25 @@ class Stream(IterableDataset[Any]):
         self._turn = turn
         self._board = board
 
+    @property
+    def users(self) -> Any:
+        """Return the user's dataset, for ``get_worker_info()``."""
+        return self._dataset
+
     def __iter__(self) -> Iterator[Any]:
         """Yield this worker's batches, each with its report, from the position on."""
-        info = get_worker_info()
+        info = None if self._board is None else get_worker_info()  # else in the worker of another loader
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         shard, parts = (worker, 1) if self._plan.sharded else (0, workers)
         begin = self._positions.get(shard, StreamPosition())
         if worker < self._turn:
-            yield sent(None, Report(number=-1))
+            yield sent(None, Report(number=-1), self._board)
         if begin.ended:
             return
-        items = _Items(self._dataset, self._plan, shard, begin)
+        items = _Items(self._dataset, self._plan, shard, begin, self._board)
+        items.show = lambda: self._show(worker, items.number, 0)
+        if parts > 1 and not self._plan.certain:
+            items.notice()
         size = (self._plan.batch_size or 1) * self._plan.world_size
         try:
             items.open(begin)
@@ -156,7 +189,7 @@ class Stream(IterableDataset[Any]):
             if shortage is not None and info is None:
                 raise error.cause from None
             fatal = None if shortage else failure_of(items.number, error.cause)
-            yield sent(None, Report(number=worker, fatal=fatal, shortage=shortage))
+            yield sent(None, Report(number=worker, fatal=fatal, shortage=shortage), self._board)
 
     def _show(self, worker: int, number: int, offset: int) -> None:
         if self._board is not None:
@@ -177,20 +210,20 @@ class Stream(IterableDataset[Any]):
     def _made(self, batch: list[Any], worker: int, items: _Items, seconds: float, *, ended: bool) -> Any:
         self._show(worker, items.number, COLLATING)
         try:
-            with _quietly():
+            with _quietly(self._board):
                 seed_cpu(derive_seed(self._plan.seed, self._plan.epoch, "collate", items.number))
                 made = self._collate(batch[0] if self._plan.batch_size is None else batch)
-            state = self._dataset.state_dict() if keeps_state(self._dataset) else None
+            state = copy.deepcopy(self._dataset.state_dict()) if keeps_state(self._dataset) else None
         except (Exception, SystemExit) as error:
             raise _StreamError(error) from error
         if self._board is not None:
             self._board.end(worker)
-        return sent(made, Report(number=worker, state=(items.number, state, ended), seconds=seconds))
+        return sent(made, Report(number=worker, state=(items.number, state, ended), seconds=seconds), self._board)
 
 
-def _quietly() -> contextlib.AbstractContextManager[None]:
+def _quietly(board: Board | None) -> contextlib.AbstractContextManager[None]:
     """Return a context that leaves training's random state alone; in a worker there is none to leave alone."""
-    return isolated() if get_worker_info() is None else contextlib.nullcontext()
+    return isolated() if board is None else contextlib.nullcontext()
 
 
 class _StreamError(Exception):
@@ -199,40 +232,77 @@ class _StreamError(Exception):
         self.cause = cause
 
 
+class _Noticing:
+    """torch's facts about this worker, which remember that they were asked for."""
+
+    def __init__(self, info: Any) -> None:
+        self._info = info
+        self.asked = False
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked |= name in ("id", "num_workers")
+        return getattr(self._info, name)
+
+
 class _Items:
     """The items of a stream, each with random numbers of its own, and their count."""
 
-    def __init__(self, dataset: Any, plan: StreamPlan, shard: int, begin: StreamPosition) -> None:
+    def __init__(
+        self, dataset: Any, plan: StreamPlan, shard: int, begin: StreamPosition, board: Board | None
+    ) -> None:
         self._dataset = dataset
+        self._board = board
+        self._noticing: _Noticing | None = None
+        self.show: Callable[[], None] = lambda: None
         self._parts = (plan.seed, plan.epoch, "stream", shard if plan.sharded else 0)
         self.number = begin.items if begin.state is not None else 0
         self._iterator: Iterator[Any] = iter(())
 
     def open(self, begin: StreamPosition) -> None:
         """Go to a position."""
+        self.show()  # what follows may take its time: a worker that reads over is no idle one
         try:
-            with _quietly():
+            with _quietly(self._board):
                 seed_cpu(derive_seed(*self._parts, -1))
                 if begin.state is not None:
-                    self._dataset.load_state_dict(begin.state)
+                    self._dataset.load_state_dict(copy.deepcopy(begin.state))
                 self._iterator = iter(self._dataset)
         except Exception as error:
             raise _StreamError(error) from error
+        self._check()
         while self.number < begin.items and next(self, self) is not self:
-            pass
+            self.show()
+
+    def notice(self) -> None:
+        """From now on see whether the dataset asks which worker it is in."""
+        self._noticing = _Noticing(get_worker_info())
+        _torch_worker._worker_info = self._noticing  # type: ignore[assignment] # of this worker process alone
+
+    def _check(self) -> None:
+        if self._noticing is not None and self._noticing.asked:
+            raise _StreamError(
+                LoaderError(
+                    f"{type(self._dataset).__name__} asks get_worker_info() which worker it is in",
+                    limit="if it divides its items among workers, dividing them again would leave most of them out",
+                    fix="pass sharded=True if it does, sharded=False if it asks for another reason.",
+                    rule="H607",
+                )
+            )
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        with _quietly():
+        with _quietly(self._board):
             seed_cpu(derive_seed(*self._parts, self.number))
             try:
                 item = next(self._iterator)
             except StopIteration:
+                self._check()
                 raise
             except (Exception, SystemExit) as error:
                 raise _StreamError(error) from error
+        self._check()
         self.number += 1
         return item
 

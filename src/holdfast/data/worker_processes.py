@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils.data._utils import signal_handling
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 1.0
@@ -44,13 +45,20 @@ class Waiting(Protocol):
     waiting: bool
     in_main_thread: bool
     lost: bool
-    pids: frozenset[int]
 
     def end(self, *, kills: bool = False) -> None:
         """Stop watching."""
 
 
+class Started(list[Any]):
+    """Worker processes of ours, known from before they run, so that torch never raises about one of them."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment] # so that a weak set can hold it
+    __eq__ = object.__eq__
+
+
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
+_started: weakref.WeakSet[Started] = weakref.WeakSet()
 _previous: Any = None
 
 
@@ -62,8 +70,7 @@ def _kill_all() -> None:
 
 def _on_child(number: int, frame: Any) -> None:
     """Wake who waits for a batch of a lost worker; let torch raise about workers that are not ours."""
-    mine = list(_alive)
-    for each in mine:
+    for each in list(_alive):
         if each.lost and each.waiting and each.in_main_thread:
             each.waiting = False
             raise WorkerLostError
@@ -71,7 +78,7 @@ def _on_child(number: int, frame: Any) -> None:
         try:
             _previous(number, frame)
         except RuntimeError as error:
-            if any(str(pid) in str(error) for each in mine for pid in each.pids):
+            if any(str(process.pid) in str(error) for started in list(_started) for process in started):
                 continue  # torch forgets a loader that it has raised about, so this ends
             raise
         return
@@ -79,14 +86,19 @@ def _on_child(number: int, frame: Any) -> None:
 
 def wake_on_loss(waiting: Waiting) -> None:
     """Let a lost worker interrupt this one's waiting. Without effect outside the main thread, as with torch."""
-    global _previous
     _alive.add(waiting)
-    if threading.current_thread() is not threading.main_thread():
-        return
-    here = signal.getsignal(signal.SIGCHLD)
-    if here is not _on_child:
-        _previous = here
-        signal.signal(signal.SIGCHLD, _on_child)
+
+
+def _handle_children() -> None:
+    """Have our handler of SIGCHLD around torch's, before any worker runs.
+
+    torch's raises wherever the main thread is: inside a queue that leaves a lock locked for ever.
+    """
+    global _previous
+    if threading.current_thread() is not threading.main_thread() or _previous is not None:
+        return  # once: a handler that is set after ours may call ours, and must not be called by it
+    signal_handling._set_SIGCHLD_handler()  # else it would be set around ours when the first workers start
+    _previous = signal.signal(signal.SIGCHLD, _on_child) or signal.SIG_DFL
 
 
 def wake_main_thread() -> None:
@@ -95,7 +107,7 @@ def wake_main_thread() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
 
 
-def recording_context(method: str | None, started: list[Any], *, share_by_file: bool) -> Any:
+def recording_context(method: str | None, started: Started, *, share_by_file: bool) -> Any:
     """Return a multiprocessing context that notes the processes it starts.
 
     Args:
@@ -103,6 +115,8 @@ def recording_context(method: str | None, started: list[Any], *, share_by_file: 
         started: Gets the processes, in order.
         share_by_file: Whether tensors are shared through named files, which takes no file descriptors.
     """
+    _handle_children()
+    _started.add(started)
     context = multiprocessing.get_context(method)
     kind: Any = type(context)
     how = _Beginning(

@@ -44,6 +44,7 @@ class Loss:
         showing: What it was doing.
         others_fine: Whether other workers were doing well, so that the sample is suspect; None if there were none.
         shortage: What the machine was short of, if it was.
+        waited: Whether a limit of time was passed, which may have been too short.
     """
 
     cause: str
@@ -52,6 +53,7 @@ class Loss:
     showing: Showing | None = None
     others_fine: bool | None = None
     shortage: str | None = None
+    waited: bool = False
 
 
 class Watch:
@@ -95,7 +97,6 @@ class Watch:
         self.in_main_thread = False
         self.lost = False
         self.longest_seconds = 0.0
-        self.pids = frozenset(process.pid for process in processes)
         wake_on_loss(self)
         threading.Thread(target=self._run, daemon=True, name="holdfast-loader-watch").start()
 
@@ -233,7 +234,8 @@ class Watch:
                 return self._stuck_at(worker, f"kept the loop waiting for {self._timeout:g} s")
             return Loss(cause=f"no batch came for {self._timeout:g} s", kind="machinery")
         if self._quiet > limit and not any(showing.is_busy for showing in self._last):
-            return Loss(cause=f"no worker was busy for {limit:.1f} s, and no batch came", kind="machinery")
+            cause = f"no worker was busy for {limit:.1f} s, and no batch came"
+            return Loss(cause=cause, kind="machinery", waited=True)
         return None
 
     def _stuck_at(self, worker: int, how_long: str) -> Loss:

@@ -54,6 +54,7 @@ class Cursor:
         self._epoch_start: RandomState | None = None
         self._generators: list[torch.Tensor] = []
         self._loader_state: Any = None
+        self._state_after: Any = None  # of a holdfast loader: where it stood when its last batch was handed out
         self._reload = False
         self._under_way = False  # an iterator of this epoch is in use
         self._fetching = False  # a batch is out, or being fetched, that does not count as trained yet
@@ -76,7 +77,7 @@ class Cursor:
             state: Random state of a resumed run, put back at the right moment; None leaves it alone.
         """
         self._begun_in_the_middle = self.batches > 0
-        self._under_way = True
+        self._under_way, self._state_after = True, None
         for name in ("sampler", "batch_sampler"):
             sampler = getattr(self._loader, name, None)
             if sampler is not None and hasattr(sampler, "set_epoch"):
@@ -122,15 +123,22 @@ class Cursor:
             StopIteration: at the end of the epoch.
         """
         if self._stateful:
-            self._loader_state = self._loader.state_dict()  # type: ignore[attr-defined]
+            self._loader_state = self._state_of_loader()
         # Before the first batch, the place to return to is the beginning of the epoch, with its order still to draw.
         self._before_fetch = self._epoch_start if self.batches == 0 and self._epoch_start else capture(self._devices)
         self._fetching = True  # from here on a signal may interrupt
         try:
-            return next(iterator)
+            batch = next(iterator)
         except StopIteration:
             self._fetching = False
             raise
+        if isinstance(self._loader, DataLoader):
+            self._state_after = self._loader.state_dict()
+        return batch
+
+    def _state_of_loader(self) -> Any:
+        """Return the loader's position: that of our iterator, also if the loop body has looked at another one."""
+        return self._loader.state_dict() if self._state_after is None else self._state_after  # type: ignore[attr-defined]
 
     def advance(self) -> None:
         """Count the batch that was fetched last as trained. Without effect if it was counted before."""
@@ -201,7 +209,7 @@ class Cursor:
         if isinstance(self._loader, DataLoader) and not self._under_way and not self._reload:
             self._loader_state = self._loader.state_at(self.epoch)
         elif self._stateful and not self._fetching and not self._reload:
-            self._loader_state = self._loader.state_dict()  # type: ignore[attr-defined]
+            self._loader_state = self._state_of_loader()
         drawn = self._fetching and self.batches == 0  # maybe the order of this epoch: return to before that
         return {
             "epoch": self.epoch,

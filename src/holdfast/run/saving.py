@@ -268,11 +268,12 @@ class Saving:
 
     def finish(self) -> None:
         """Wait until nothing is being written, and take in what came of it."""
-        job, self._job = self._job, None
+        job = self._job
         try:
-            end = None if job is None else job.result()
+            end = None if job is None else job.result()  # interrupted here, it is still under way
+            self._job = None
         except Exception as error:  # noqa: BLE001 - whatever it was, training goes on without a writer
-            self._buffers = None
+            self._job = self._buffers = None
             self._stop_background(f"the writer has failed: {_described(error)}")
         else:
             if end is not None:

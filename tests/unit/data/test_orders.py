@@ -19,9 +19,9 @@ from holdfast.data.orders import (
     Shuffled,
     TokenBatches,
     Weighted,
-    rank_positions,
 )
 from holdfast.data.permutation import permuted, random_bits
+from holdfast.data.ranks import rank_positions
 
 _LENGTHS = np.clip(np.random.default_rng(0).lognormal(1.6, 0.6, 20_000), 0.5, 17)  # speech, seconds
 

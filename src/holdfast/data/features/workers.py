@@ -24,7 +24,7 @@ from holdfast.data.features.errors import not_computed, unusable
 from holdfast.data.features.items import digest_of, encode
 from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.seeds import derive_seed
-from holdfast.data.worker_processes import kill, recording_context
+from holdfast.data.worker_processes import Started, kill, recording_context
 
 _AHEAD = 4
 """Items given to a worker: one under way, and the next ones there before it is done."""
@@ -129,7 +129,7 @@ class _Worker:
 class _Pool:
     def __init__(self, work: Work, num_workers: int, multiprocessing_context: str | None) -> None:
         self._work = work
-        self._context = recording_context(multiprocessing_context, [], share_by_file=False)
+        self._context = recording_context(multiprocessing_context, Started(), share_by_file=False)
         self._workers: list[_Worker] = []
         self._num_workers = num_workers
         self._stop = 0

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Report
 from holdfast.data.tuning.choice import LoaderPlan, decide_workers, pace_of
 from holdfast.data.tuning.machine import Machine
@@ -169,7 +170,11 @@ class Tuner:
     def _use(self, workers: int, prefetch: int | None, reason: str) -> None:
         if workers:
             load = replace(self._load, num_workers=workers, prefetch_factor=prefetch or 2)
-            self._check(load, dataset=self._given.dataset)
+            try:
+                self._check(load, dataset=self._given.dataset)
+            except LoaderError as error:  # nobody has asked for workers by number: without them it goes on as before
+                workers, prefetch, reason = 0, None, f"workers cannot be used: {error.what} [{error.rule}]"
+                self._watch, self._given = None, replace(self._given, num_workers=0)
         self._tell("workers_chosen", num_workers=workers, prefetch_factor=prefetch, reason=reason)
         self._apply(workers, prefetch)
 

@@ -1,0 +1,87 @@
+"""A batch on its way from the workers to the loop: its place in the epoch, or the error in its stead."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from holdfast.core.errors import LoaderError
+from holdfast.data.fetch import Failure, Report
+from holdfast.data.quarantine import last_line
+from holdfast.data.stream import StreamPosition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where an epoch stands after a batch.
+
+    Args:
+        position: Samples of all ranks, or batches of a batch sampler or a stream.
+        indices: Dataset indices of the batch, or None if they are not known.
+        streamed: Of a stream: as `StreamSource`.
+        turn: Of a stream: as `StreamSource`.
+    """
+
+    position: int
+    indices: list[int] | None = None
+    streamed: dict[int, StreamPosition] = field(default_factory=dict)
+    turn: int = 0
+
+
+class Failed:
+    """An error in the place of a batch: raised outside of the generators, which an exception would end.
+
+    Args:
+        error: What to raise.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class Epoch:
+    """The batches of an epoch, which go on after an error, as torch's do.
+
+    Args:
+        batches: Batches, and errors in the place of some.
+    """
+
+    def __init__(self, batches: Generator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        if isinstance(batch, Failed):
+            raise batch.error
+        return batch
+
+    def close(self) -> None:
+        """Give up the rest."""
+        self._batches.close()
+
+
+def as_error(failure: Failure, report: Report) -> Exception:
+    """Return the exception that a worker met, if it can be had, with what it was doing."""
+    error = None if failure.error is None else ForkingPickler.loads(failure.error)
+    which = "a stream" if report.indices is None else f"samples {list(report.indices)}"
+    if not isinstance(error, Exception) or isinstance(error, StopIteration):
+        lines = failure.text.strip().splitlines()
+        error = LoaderError(
+            f"the batch of {which} cannot be made: {lines[-1] if lines else failure.kind}",
+            limit="no other sample can stand in for what is missing",
+            fix="repair the dataset or collate_fn; the note below shows where it failed.",
+            rule="H613",
+        )
+    if report.failures:
+        first = report.failures[0]
+        error.add_note(
+            f"None of {len(report.failures)} samples in a row could be read: is a folder or a drive missing? "
+            f"The first was sample {first.index!r}: {last_line(first.text)}"
+        )
+    error.add_note(f"In holdfast.DataLoader, while making the batch of {which}:\n{failure.text}")
+    return error

@@ -1,0 +1,52 @@
+"""Which positions of a step belong to which rank. Pure: nothing here talks to another rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank takes in one step.
+
+    Args:
+        positions: Of the epoch.
+        repeated: Whether another rank takes them too, because fewer samples than ranks are left.
+    """
+
+    positions: range
+    repeated: bool = False
+
+
+def rank_positions(
+    first: int, count: int, batch_size: int, rank: int, world_size: int, *, drop_last: bool = False
+) -> Share | None:
+    """Return which positions of the step that begins at a position belong to a rank.
+
+    The step takes ``batch_size * world_size`` positions. Those of a shorter last step are divided among all ranks,
+    with sizes that differ by at most 1, since a rank that made no step would leave the others waiting for it.
+
+    Args:
+        first: Position at which the step begins; any, so that other sizes than before can go on from it.
+        count: Positions of the epoch.
+        batch_size: Samples of a rank in a step.
+        rank: Which rank, from 0.
+        world_size: Number of ranks.
+        drop_last: Whether a step that is not full is left out.
+
+    Returns:
+        The rank's share, or None if the epoch is over; the same for all ranks.
+    """
+    left = min(count - first, batch_size * world_size)
+    if left <= 0 or (drop_last and left < batch_size * world_size):
+        return None
+    if left < world_size:
+        place = first + rank % left
+        return Share(positions=range(place, place + 1), repeated=rank >= left)
+    return Share(positions=range(first + left * rank // world_size, first + left * (rank + 1) // world_size))
+
+
+def steps_left(first: int, count: int, batch_size: int, world_size: int, *, drop_last: bool = False) -> int:
+    """Return how many steps `rank_positions` gives every rank from a position to the end of the epoch."""
+    left, size = max(0, count - first), batch_size * world_size
+    return left // size if drop_last else -(-left // size)
