@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from holdfast.core.control_groups import group_folders, memory_available_bytes
+
 _ROOT = Path("/")
-_UNLIMITED_V1 = 1 << 60  # version 1 writes the largest multiple of a page that fits 63 bits for "no limit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,26 +76,6 @@ def cpu_quota(root: Path = _ROOT) -> float:
     return min([float(_cores_allowed(root)), *_group_quotas(root)])
 
 
-def memory_available_bytes(root: Path = _ROOT) -> int | None:
-    """Return what may still be allocated: the least of the machine's memory and every group's; None if unknown.
-
-    File pages that nobody has used for a while count as available, as they do in ``MemAvailable``.
-    """
-    machine = _fields(root / "proc/meminfo").get("MemAvailable")
-    left = [] if machine is None else [machine * 1024]
-    for folder in _group_folders(root, "memory"):
-        inactive = _fields(folder / "memory.stat")
-        for limit, usage, cache in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            with contextlib.suppress(OSError, ValueError):  # the other version, or "max"
-                most = int((folder / limit).read_text())
-                if most < _UNLIMITED_V1:
-                    left.append(most - int((folder / usage).read_text()) + inactive.get(cache, 0))
-    return max(0, min(left)) if left else None
-
-
 def _cores_allowed(root: Path) -> int:
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/status").read_text().splitlines():
@@ -110,7 +91,7 @@ def _range_length(part: str) -> int:
 
 
 def _group_quotas(root: Path) -> Iterator[float]:
-    for folder in _group_folders(root, "cpu"):
+    for folder in group_folders(root, "cpu"):
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             quota, period = (folder / "cpu.max").read_text().split()
             yield int(quota) / int(period)
@@ -118,23 +99,6 @@ def _group_quotas(root: Path) -> Iterator[float]:
             quota_us = int((folder / "cpu.cfs_quota_us").read_text())
             if quota_us > 0:  # -1 is no quota
                 yield quota_us / int((folder / "cpu.cfs_period_us").read_text())
-
-
-def _group_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups, and of those above them, of both versions.
-
-    In a container the path of /proc/self/cgroup is often one of the host, and only the root of it is mounted.
-    """
-    top = root / "sys/fs/cgroup"
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, names, path = line.split(":", 2)
-            mounts = [top, top / "unified"] if not names else [top / names, top / controller]
-            if names and controller not in names.split(","):
-                continue
-            inner = Path(path.lstrip("/"))
-            for mount in dict.fromkeys(mounts):
-                yield from (mount / part for part in (inner, *inner.parents))
 
 
 def _shared_memory(root: Path) -> tuple[int | None, int | None]:
@@ -158,17 +122,6 @@ def _open_files_limit(root: Path) -> int | None:
             if line.startswith("Max open files"):
                 return int(line.split()[3])  # the soft limit; "unlimited" is no number
     return None
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """Return the ``name value`` lines of a file; nothing if it cannot be read."""
-    found = {}
-    with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
-            words = line.replace(":", " ").split()
-            if len(words) >= 2 and words[1].isdigit():
-                found[words[0]] = int(words[1])
-    return found
 
 
 def _part(value: int | None, parts: int) -> int | None:
