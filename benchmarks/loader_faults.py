@@ -43,8 +43,8 @@ import torch
 from benchmarks.forks import Child, Counter, single_threaded, wait_until
 from benchmarks.loader_cases import BATCH_SIZE, KINDS, Kind, Samples, sessions_processes, why_not_here
 from benchmarks.loader_runs import TIMEOUT_SECONDS, as_arrays, digest, make_ours, run_case
+from benchmarks.peers import find_peer
 from benchmarks.results_file import Result, percentile, read_options, without_paths
-from benchmarks.stateful_loader import find_stateful_loader
 
 _SEEDS = 20
 _SEEDS_OF_OTHERS = 1  # a loader that hangs takes long
@@ -272,7 +272,9 @@ def main() -> None:
     )  # fmt: skip
     result.notes += [f"{name} left out: {reason}" for name, reason in skipped.items()]
     with tempfile.TemporaryDirectory() as folder:
-        stateful, version = find_stateful_loader(Path(folder))
+        stateful, version = find_peer(
+            "torchdata.stateful_dataloader", "StatefulDataLoader", "torchdata==0.11.0", Path(folder)
+        )
         result.notes.append(f"StatefulDataLoader: torchdata {version}")
         loaders: dict[str, Callable[..., Any]] = {
             "holdfast": make_ours, "torch": partial(make_theirs, torch.utils.data.DataLoader)

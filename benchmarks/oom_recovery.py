@@ -42,9 +42,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.accelerate_decorator import find_accelerate
 from benchmarks.forks import Child, Fate, in_a_fork, single_threaded
 from benchmarks.oom_cases import KINDS, Case, Job, draw_case
+from benchmarks.peers import find_peer
 from benchmarks.process_memory import peak_bytes, reset_peak, resident_bytes
 from benchmarks.results_file import Result, read_options, without_paths
 from holdfast import Guard, Policy
@@ -376,7 +376,12 @@ def main() -> None:
     parameters = {"cases": wanted, "kinds": KINDS, "at_a_time": _SHARDS, "most_share": _MOST_SHARE}
     result = Result(options=options, parameters=parameters)
     with tempfile.TemporaryDirectory() as name:
-        find, version = find_accelerate(Path(name) / "accelerate")
+        find, version = find_peer(
+            "accelerate.utils.memory",
+            "find_executable_batch_size",
+            "accelerate==1.15.0",
+            Path(name) / "accelerate",
+        )
         single_threaded()
         folders = [Path(name) / str(shard) for shard in range(_SHARDS)]
         for folder in folders:
