@@ -544,3 +544,24 @@ def test_a_guarded_run_with_a_killed_worker_ends_bit_equal(tmp_path: Path) -> No
     struck, kinds = _train(tmp_path / "struck", Samples(KINDS["SIGKILL"], 17, tmp_path / "marker"))
     assert struck == quiet
     assert kinds.count("loader_healed") == 1
+
+
+class DiesEarly:
+    """Samples of which one ends its worker as soon as it is read."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            os._exit(3)
+        return index
+
+
+@pytest.mark.slow
+def test_workers_that_die_while_others_start_never_block_the_loop() -> None:
+    """A hundred epochs with early deaths come to their end; one in some hundred hung when torch raised in a queue."""
+    for _ in range(100):
+        found = [item for batch in _loader(DiesEarly(), num_workers=2) for item in batch.tolist()]
+        assert len(found) == 40
+        assert 5 not in found

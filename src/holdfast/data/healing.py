@@ -119,7 +119,7 @@ class Healer:
         """Yield the batches of a source with their reports."""
         generation = self._take_kept() or self._start(source)
         begun = again = False
-        self._in_a_row = 0
+        self._in_a_row = self._stuck_in_a_row = 0
         try:
             while True:
                 loss: Loss
@@ -247,9 +247,10 @@ class Healer:
             return self._blocked(loss, loss.showing)
         if not repeated and not (often and loss.kind == "died"):
             return "new workers"
-        if crew.workers == 1 and loss.kind == "died" and loss.showing is not None and loss.showing.is_at_work:
+        at_work = loss.kind == "died" and loss.showing is not None and loss.showing.is_at_work
+        if repeated and crew.workers == 1 and at_work and not loss.from_outside:
             raise _no_way_on(
-                f"{loss.cause}, {self._in_a_row} times at the same place, which would kill this process too"
+                f"{loss.cause}, {self._in_a_row} times at the same place, which would end this process too"
             )
         return self._fewer()
 

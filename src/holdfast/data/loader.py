@@ -25,7 +25,15 @@ from holdfast.data.device_prefetch import prefetched
 from holdfast.data.fetch import Fetcher
 from holdfast.data.handing_out import Epoch, Failed, Place, as_error
 from holdfast.data.healing import Crew, Healer
-from holdfast.data.loader_arguments import AUTO, check_arguments, plan_of, ranks_of, start_method, without_auto
+from holdfast.data.loader_arguments import (
+    AUTO,
+    check_arguments,
+    check_shards,
+    plan_of,
+    ranks_of,
+    start_method,
+    without_auto,
+)
 from holdfast.data.map_source import MapSource
 from holdfast.data.quarantine import FILE_NAME, Ledger
 from holdfast.data.seeds import derive_seed
@@ -114,8 +122,10 @@ class DataLoader(TorchDataLoader[Any]):
             shards_itself(dataset, self.worker_init_fn) if sharded is None else sharded
         )
         self._sharding_said = sharded is not None
+        check_shards(given, sharded=self._sharded)
         self._ranks = ranks_of(rank, world_size)
-        if self._iterable and rank is None and divides_among_ranks(dataset):
+        self._ranks_left_alone = self._iterable and rank is None and divides_among_ranks(dataset)
+        if self._ranks_left_alone:
             self._ranks = 0, 1  # dividing again would leave the items of all ranks but one out
         self._plan = None if self._iterable else plan_of(self, given, self._ranks, repeats=repeats)
         self._check_finite = check_finite
@@ -288,8 +298,10 @@ class DataLoader(TorchDataLoader[Any]):
                 items=max(each.items for each in self._streamed.values()),
                 why="the dataset has no state_dict and load_state_dict: what comes before the position is read again",
             )
+        if self._ranks_left_alone and ranks_of(None, None)[1] > 1:
+            self._tell("ranks_not_divided", why="the dataset asks for ranks: it is taken to divide its items itself")
         workers = max(1, self.num_workers)
-        return StreamSource(self.dataset, self.collate_fn, plan, dict(self._streamed), self._turn, lambda: workers)
+        return StreamSource(self.dataset, self.collate_fn, plan, dict(self._streamed), self._turn, workers)
 
     def __len__(self) -> int:
         """Return the batches of an epoch, of this rank."""

@@ -16,12 +16,9 @@ from torch.utils.data import IterableDataset
 from holdfast.core.errors import LoaderError
 from holdfast.data.orders import Order, Sequential, Shuffled, TokenBatches
 from holdfast.data.plan import ByBatch, ByPosition, Plan, Sampled
-from holdfast.data.stream import shards_itself
 
 _TORCH = inspect.signature(TorchDataLoader.__init__)
 _OURS = ("seed", "quarantine", "check_finite", "repeats", "sharded", "rank", "world_size", "device")
-
-
 AUTO = "auto"
 
 
@@ -51,7 +48,7 @@ def check_arguments(
             )
     given: dict[str, Any] = dict(_TORCH.bind(None, dataset, *args, **kwargs).arguments)
     del given["self"]
-    _check_auto(dataset, given)
+    _check_auto(given)
     if given.get("timeout") and not given.get("num_workers"):
         raise _unusable(
             f"timeout={given['timeout']} with num_workers=0",
@@ -101,7 +98,7 @@ def _check_orders(dataset: Any, given: dict[str, Any]) -> None:
         )
 
 
-def _check_auto(dataset: Any, given: dict[str, Any]) -> None:
+def _check_auto(given: dict[str, Any]) -> None:
     workers, prefetch = given.get("num_workers", 0), given.get("prefetch_factor")
     for name, value in (("num_workers", workers), ("prefetch_factor", prefetch)):
         if value is not None and value != AUTO and not isinstance(value, int):
@@ -112,7 +109,15 @@ def _check_auto(dataset: Any, given: dict[str, Any]) -> None:
             "both are chosen together",
             'pass num_workers="auto" too.',
         )
-    if workers == AUTO and isinstance(dataset, IterableDataset) and shards_itself(dataset):
+
+
+def check_shards(given: dict[str, Any], *, sharded: bool) -> None:
+    """Check that workers are not chosen where their number decides which item comes.
+
+    Raises:
+        LoaderError: H607.
+    """
+    if sharded and given.get("num_workers") == AUTO:
         raise _unusable(
             "num_workers='auto' with a dataset that divides its items among workers itself",
             "which item comes when would depend on what is chosen",

@@ -30,6 +30,7 @@ from holdfast.data.seeds import derive_seed
 from holdfast.data.worker_board import COLLATING, Board, Showing
 
 _SHARDING_WORDS = {"get_worker_info", "worker_info", "num_replicas", "split_by_worker", "split_by_node"}
+_RANK_WORDS = {"get_rank", "get_world_size", "rank", "world_size", "num_replicas", "process_index", "num_processes"}
 _SHARDING_ATTRIBUTES = ("num_shards", "n_shards")  # Hugging Face datasets deal out their shards themselves
 
 
@@ -39,36 +40,25 @@ def shards_itself(dataset: Any, worker_init_fn: Any = None) -> bool:
     Looks for ``get_worker_info`` in the functions of its classes and in ``worker_init_fn``, and for attributes that
     such datasets have.
     """
-    if "get_worker_info" in getattr(getattr(worker_init_fn, "__code__", None), "co_names", ()):
-        return True
-    if any(hasattr(dataset, name) for name in _SHARDING_ATTRIBUTES):
-        return True
-    for kind in type(dataset).__mro__:
-        if kind.__module__.startswith("torch.") or kind is object:
-            continue
-        for member in vars(kind).values():
-            function = inspect.unwrap(member) if callable(member) else None
-            code = getattr(function, "__code__", None)
-            if code is not None and _SHARDING_WORDS & {*code.co_names, *code.co_freevars}:
-                return True
-    return False
-
-
-_RANK_WORDS = {"get_rank", "get_world_size", "rank", "world_size", "num_replicas", "process_index", "num_processes"}
+    asks = "get_worker_info" in _words_of(worker_init_fn)
+    return asks or any(hasattr(dataset, name) for name in _SHARDING_ATTRIBUTES) or _names(dataset, _SHARDING_WORDS)
 
 
 def divides_among_ranks(dataset: Any) -> bool:
     """Say whether an iterable dataset divides its items among ranks, as far as its code and its attributes show."""
-    if _RANK_WORDS & set(getattr(dataset, "__dict__", ())):
-        return True
-    codes = (
-        getattr(inspect.unwrap(member), "__code__", None)
-        for kind in type(dataset).__mro__
-        if not kind.__module__.startswith("torch.")
-        for member in vars(kind).values()
-        if callable(member)
-    )
-    return any(code is not None and _RANK_WORDS & {*code.co_names, *code.co_freevars} for code in codes)
+    return bool(_RANK_WORDS & set(getattr(dataset, "__dict__", ()))) or _names(dataset, _RANK_WORDS)
+
+
+def _names(dataset: Any, words: set[str]) -> bool:
+    """Say whether a function of the dataset's classes, torch's left out, names one of these words."""
+    kinds = [kind for kind in type(dataset).__mro__ if not kind.__module__.startswith("torch.")]
+    members = [inspect.unwrap(member) for kind in kinds for member in vars(kind).values() if callable(member)]
+    return any(words & _words_of(member) for member in members)
+
+
+def _words_of(function: Any) -> set[str]:
+    code = getattr(function, "__code__", None)
+    return set() if code is None else {*code.co_names, *code.co_freevars}
 
 
 def keeps_state(dataset: Any) -> bool:
@@ -316,7 +306,7 @@ class StreamSource:
         plan: How it is cut.
         positions: As `Stream`; brought up to date as batches are handed out.
         turn: As `Stream`.
-        workers: Asked for the number of workers.
+        workers: How many the dataset divides its items among.
     """
 
     def __init__(
@@ -326,7 +316,7 @@ class StreamSource:
         plan: StreamPlan,
         positions: dict[int, StreamPosition],
         turn: int,
-        workers: Callable[[], int],
+        workers: int,
     ) -> None:
         self._user = dataset
         self._collate = collate
@@ -354,7 +344,7 @@ class StreamSource:
             items=items, state=state, ended=ended
         )
         if self._plan.sharded:
-            self.turn = (report.number + 1) % max(1, self._workers())
+            self.turn = (report.number + 1) % self._workers
 
     def is_finished(self) -> bool:
         """Return False: a stream tells when it ends."""

@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -78,7 +79,8 @@ def _on_child(number: int, frame: Any) -> None:
         try:
             _previous(number, frame)
         except RuntimeError as error:
-            if any(str(process.pid) in str(error) for started in list(_started) for process in started):
+            named = set(re.findall(r"\d+", str(error)))
+            if any(str(process.pid) in named for started in list(_started) for process in started):
                 continue  # torch forgets a loader that it has raised about, so this ends
             raise
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,7 @@ class Loss:
         others_fine: Whether other workers were doing well, so that the sample is suspect; None if there were none.
         shortage: What the machine was short of, if it was.
         waited: Whether a limit of time was passed, which may have been too short.
+        from_outside: Whether it was killed by a signal that others send.
     """
 
     cause: str
@@ -54,6 +56,7 @@ class Loss:
     others_fine: bool | None = None
     shortage: str | None = None
     waited: bool = False
+    from_outside: bool = False
 
 
 class Watch:
@@ -158,6 +161,7 @@ class Watch:
             showing=showing,
             others_fine=fine,
             shortage=shortage,
+            from_outside=exit_code(process) in (-signal.SIGKILL, -signal.SIGTERM),
         )
 
     # --- in the thread --------------------------------------------------------------------------------------
@@ -232,7 +236,7 @@ class Watch:
             worker = max(busy, key=lambda each: self._stuck[each], default=None)
             if worker is not None:
                 return self._stuck_at(worker, f"kept the loop waiting for {self._timeout:g} s")
-            return Loss(cause=f"no batch came for {self._timeout:g} s", kind="machinery")
+            return Loss(cause=f"no batch came for {self._timeout:g} s", kind="machinery", waited=True)
         if self._quiet > limit and not any(showing.is_busy for showing in self._last):
             cause = f"no worker was busy for {limit:.1f} s, and no batch came"
             return Loss(cause=cause, kind="machinery", waited=True)

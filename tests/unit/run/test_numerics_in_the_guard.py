@@ -212,6 +212,28 @@ def test_a_step_is_made_without_its_bad_samples_exactly(tmp_path):
     guard.close()
 
 
+def test_a_sample_that_was_dropped_is_set_aside_from_the_next_epoch_on(tmp_path):
+    """What provenance found comes no second time: it is in the ledger, with the reason, and replaced afterwards."""
+    torch.manual_seed(0)
+    model = Logarithm()
+    data = list(torch.cat(positive_batches(3)))
+    data[13] = torch.full_like(data[13], math.nan)
+    loader = holdfast.DataLoader(data, batch_size=8, shuffle=True)
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters()), loader=loader,
+        drop_nonfinite_samples=True, save_interval_steps=None,
+    )  # fmt: skip
+    dropped = [
+        guard.step(batch, lambda x: model(x).square().mean()).dropped_samples for batch in guard.batches(max_epochs=2)
+    ]
+    assert [len(each) for each in dropped[3:]] == [0, 0, 0]
+    assert sum(len(each) for each in dropped[:3]) == 1
+    (entry,) = loader.ledger
+    assert (entry.index, entry.kind, entry.epoch) == (13, "provenance", 1)
+    assert (tmp_path / "quarantine.json").exists()
+    assert kinds(guard).count("sample_quarantined") == 1
+
+
 def test_a_weight_that_is_nan_is_named_and_no_sample_is_blamed(tmp_path):
     """NaN in a weight is found as such: every sample is bad then, so none is named."""
     model, optimizer = regression()

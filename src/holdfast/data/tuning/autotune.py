@@ -65,6 +65,7 @@ class Tuner:
         self._apply = apply
         self._tell = tell
         self._told: set[str] = set()
+        self._checked = False
         self._machine: Machine | None = None
         self._samples: list[Sample] = []
         self._largest: tuple[int, int, Any] = (-1, 0, None)
@@ -80,8 +81,9 @@ class Tuner:
         Raises:
             LoaderError: H63x or H64x for what certainly fails.
         """
-        if self._given.num_workers:
+        if self._given.num_workers and not self._checked:
             self._check(self._load_of(self._given.num_workers), dataset=self._given.dataset)
+            self._checked = True  # it walks through the dataset, and pickles it where workers are spawned
 
     def passing(self, batches: Generator[Made], batches_left: int | None) -> Generator[Made]:
         """Yield batches on, timing them for as long as something is to be decided.
