@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
-from holdfast.data.random_state import LazySeeding, isolated
+from holdfast.data.random_state import LazySeeding, capture, restore
 from holdfast.data.seeds import SampleSeeds, derive_seed
 from holdfast.data.worker_board import COLLATING, Board
 
@@ -202,14 +202,18 @@ class Fetcher(Dataset[Any]):
             self.board.begin(worker, entry.number)
         if worker is not None and self.board is not None and entry.control is not None:
             self._show_that_it_works(entry, entry.control, worker, self.board)
-        with isolated() if worker is None else contextlib.nullcontext():
-            began = time.perf_counter()
+        before = capture() if worker is None else None  # else the random state is nobody's
+        began = time.perf_counter()
+        try:
             batch, report = self._make(entry, worker)
             if entry.twice and report.fatal is None and report.shortage is None:
                 again, second = self._make(entry, worker)
                 if second.fatal is None and second.shortage is None:  # else there is nothing to compare with
                     report = report._replace(differs=first_difference(batch, again))
             seconds = time.perf_counter() - began
+        finally:
+            if before is not None:
+                restore(before)
         if worker is not None and self.board is not None:
             self.board.end(worker)
         return sent(batch, report._replace(seconds=seconds), self.board)
@@ -233,15 +237,15 @@ class Fetcher(Dataset[Any]):
             return None, report
         if worker is not None and self.board is not None:
             self.board.step(worker, COLLATING)
-        before = self._lazy_collate.stand()
+        where = None if self.collate in _DRAW_NOTHING else self._lazy_collate.stand()
         try:
-            if self.collate not in _DRAW_NOTHING:
+            if where is not None:
                 self._lazy_collate.seed(derive_seed(self.seed, entry.epoch, "collate", *entry.indices[:1]))
             batch = self.collate(samples[0] if entry.alone else samples)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, and raised in the main process
             shortage = shortage_in(error) if worker is not None else None
             batch, report = None, _without_batch(entry, report.failures, shortage or failure_of(None, error))
-        if self._lazy_collate.was_surprised(before):
+        if where is not None and self._lazy_collate.was_surprised(where):
             return self._make(entry, worker)  # with samples that are new too: it may have changed these
         return batch, report
 
@@ -251,12 +255,17 @@ class Fetcher(Dataset[Any]):
         found: list[Any] = []
         samples: list[Any] = []
         board = self.board if worker is not None else None
+        plain, seed, seed_of = not entry.aside and entry.first is None, self._lazy.seeder, self._seeds.of
         for offset, index in enumerate(entry.indices):
             if board is not None:
                 board.step(worker, offset)  # type: ignore[arg-type] # there is a board only in a worker
-            if not entry.aside or index not in entry.aside:
+            if plain or index not in entry.aside:
                 try:
-                    sample = self._seeded(entry, offset, index)
+                    if plain:  # most are: not one call too many
+                        seed(seed_of(entry.epoch, index))
+                        sample = self.dataset[index]
+                    else:
+                        sample = self._seeded(entry, offset, index)
                     if not self.check_finite or find_nonfinite(sample) is None:
                         found.append(index)
                         samples.append(sample)

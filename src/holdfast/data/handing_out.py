@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Failure, Report
@@ -13,8 +13,7 @@ from holdfast.data.quarantine import last_line
 from holdfast.data.stream import StreamPosition
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(NamedTuple):
     """Where an epoch stands after a batch.
 
     Args:
@@ -25,8 +24,8 @@ class Place:
     """
 
     position: int
-    indices: list[int] | None = None
-    streamed: dict[int, StreamPosition] = field(default_factory=dict)
+    indices: tuple[Any, ...] | None = None
+    streamed: Mapping[int, StreamPosition] = MappingProxyType({})
     turn: int = 0
 
 

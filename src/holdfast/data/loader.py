@@ -134,15 +134,11 @@ class DataLoader(TorchDataLoader[Any]):
         self.ledger = Ledger(quarantine, self._length, time.time)
         """Samples that are set aside, with the evidence."""
         self._epoch = 0
-        self._position = 0
-        self._streamed: dict[int, StreamPosition] = {}
-        self._turn = 0
+        self._at = Place(position=0)
         self.device = device
         self._under_way = False
         self._drawn_then: str | None = None  # digest of what a sampler drew, of the position that was loaded
         self._happened: Callable[..., None] | None = None
-        self.batch_indices: list[int] | None = None
-        """Dataset indices of the samples in the batch that was handed out last; None if they are not known."""
         self._base_seeds = torch.Generator()  # a private one: starting an epoch leaves the global one alone
         options = {name: getattr(self, name) for name in _AS_TORCH} | {"generator": self._base_seeds}
         options["in_order"] = True  # a position is one number: with batches out of order it would repeat or lose some
@@ -220,29 +216,26 @@ class DataLoader(TorchDataLoader[Any]):
                     yield batch
                     continue
                 place = places.popleft()
-                # Another iterator of this loader, such as a look at a batch, may have moved the position meanwhile.
-                self._epoch, self._under_way = epoch, True
-                self._position, self._streamed, self._turn = place.position, place.streamed, place.turn
-                self.batch_indices = place.indices
+                # Another iterator of this loader, such as a look at a batch, may have moved on meanwhile.
+                if self._epoch != epoch or not self._under_way:
+                    self._epoch, self._under_way = epoch, True
+                self._at = place
                 yield batch
         self.go_to(epoch + 1)
 
     def _batches(self, source: MapSource | StreamSource, places: deque[Place]) -> Generator[Any]:
         """Yield batches, and put down where the epoch stands after each."""
-        left = None if self._plan is None else self._plan.steps(self._epoch, self._position)
+        left = None if self._plan is None else self._plan.steps(self._epoch, self._at.position)
         self._tuner.before_workers()
         with contextlib.closing(self._tuner.passing(self._healer.batches(source), left)) as made:
-            for count, (batch, report) in enumerate(made, start=self._position + 1):
+            for count, (batch, report) in enumerate(made, start=self._at.position + 1):
                 if report.fatal is not None:
                     yield Failed(as_error(report.fatal, report))
                     continue
                 if isinstance(source, MapSource):
-                    found = report.indices or ()
-                    known = bool(found) and all(isinstance(index, (int, np.integer)) for index in found)
-                    indices = [int(index) for index in found] if known else None
-                    places.append(Place(position=source.position, indices=indices))
+                    places.append(Place(source.position, report.indices))
                 else:
-                    places.append(Place(position=count, streamed=dict(source.positions), turn=source.turn))
+                    places.append(Place(count, None, dict(source.positions), source.turn))
                 yield batch
 
     def _use_workers(self, workers: int, prefetch_factor: int | None) -> None:
@@ -260,7 +253,7 @@ class DataLoader(TorchDataLoader[Any]):
 
     def _check_drawn(self) -> None:
         sampler = None if self._plan is None else self._plan.drawn
-        if sampler is None or not self._position or self._drawn_then is None:
+        if sampler is None or not self._at.position or self._drawn_then is None:
             return
         sampler.drawn(self._epoch)
         if sampler.digest(self._epoch) != self._drawn_then:
@@ -282,7 +275,7 @@ class DataLoader(TorchDataLoader[Any]):
             )  # fmt: skip
 
         return MapSource(
-            self._plan, self._epoch, self._position,
+            self._plan, self._epoch, self._at.position,
             ledger=self.ledger, make_fetcher=make_fetcher, tell=self._tell,
         )  # fmt: skip
 
@@ -292,32 +285,39 @@ class DataLoader(TorchDataLoader[Any]):
             seed=self.seed, epoch=self._epoch, batch_size=self.batch_size, drop_last=self.drop_last,
             sharded=self._sharded, certain=self._sharding_said, rank=rank, world_size=world_size,
         )  # fmt: skip
-        if self._streamed and not keeps_state(self.dataset):
+        if self._at.streamed and not keeps_state(self.dataset):
             self._tell(
                 "stream_read_over",
-                items=max(each.items for each in self._streamed.values()),
+                items=max(each.items for each in self._at.streamed.values()),
                 why="the dataset has no state_dict and load_state_dict: what comes before the position is read again",
             )
         if self._ranks_left_alone and ranks_of(None, None)[1] > 1:
             self._tell("ranks_not_divided", why="the dataset asks for ranks: it is taken to divide its items itself")
         workers = max(1, self.num_workers)
-        return StreamSource(self.dataset, self.collate_fn, plan, dict(self._streamed), self._turn, workers)
+        return StreamSource(self.dataset, self.collate_fn, plan, dict(self._at.streamed), self._at.turn, workers)
 
     def __len__(self) -> int:
         """Return the batches of an epoch, of this rank."""
         return super().__len__() if self._plan is None else self._plan.steps(self._epoch, 0)
 
+    @property
+    def batch_indices(self) -> list[int] | None:
+        """Return the dataset indices of the samples in the batch that was handed out last; None if not known."""
+        found = self._at.indices or ()
+        known = bool(found) and all(isinstance(index, (int, np.integer)) for index in found)
+        return [int(index) for index in found] if known else None
+
     # --- position -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: what was handed out so far, as numbers and text, and what a stream keeps itself."""
-        state = {"epoch": self._epoch, "consumed": self._position, "order": self._identity()}
+        state = {"epoch": self._epoch, "consumed": self._at.position, "order": self._identity()}
         drawn = None if self._plan is None or self._plan.drawn is None else self._plan.drawn.digest(self._epoch)
         if drawn is not None:
             state["drawn"] = drawn
         if self._iterable:
-            parts = [[shard, each.items, each.state, each.ended] for shard, each in sorted(self._streamed.items())]
-            state["stream"] = {"parts": parts, "turn": self._turn}
+            parts = [[shard, each.items, each.state, each.ended] for shard, each in sorted(self._at.streamed.items())]
+            state["stream"] = {"parts": parts, "turn": self._at.turn}
         return state
 
     def state_at(self, epoch: int) -> dict[str, Any]:
@@ -327,8 +327,7 @@ class DataLoader(TorchDataLoader[Any]):
 
     def go_to(self, epoch: int) -> None:
         """Let the next ``iter()`` be the whole of this epoch."""
-        self._epoch, self._position, self._under_way = epoch, 0, False
-        self._streamed, self._turn = {}, 0
+        self._epoch, self._at, self._under_way = epoch, Place(position=0), False
         self._drawn_then = None
 
     def _identity(self) -> dict[str, Any]:
@@ -356,13 +355,12 @@ class DataLoader(TorchDataLoader[Any]):
                     rule="H604",
                 )
         self.go_to(state["epoch"])
-        self._position = state["consumed"]
         stream = state.get("stream", {"parts": [], "turn": 0})
-        self._streamed = {
+        streamed = {
             shard: StreamPosition(items=items, state=kept, ended=ended)
             for shard, items, kept, ended in stream["parts"]
         }
-        self._turn = stream["turn"]
+        self._at = Place(state["consumed"], None, streamed, stream["turn"])
         self._drawn_then = state.get("drawn")
 
     def close(self) -> None:

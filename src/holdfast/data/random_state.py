@@ -11,7 +11,7 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,14 +174,19 @@ class LazySeeding:
         if self._numpy:
             np.random.seed(seed & 0xFFFFFFFF)
 
+    @property
+    def seeder(self) -> Callable[[int], object]:
+        """Return what seeds, until `was_surprised` is asked: torch's own function where it is the only one."""
+        return self.seed if self._python or self._numpy else _seed_torch
+
     def stand(self) -> tuple[int, int]:
         """Return where the generators of python and numpy stand, for `was_surprised`."""
         if not self._begun:
             self._begin()
         # The second half of a pair of normal numbers would be drawn without a trace.
-        if not self._python:
+        if not self._python and _INSTANCE.gauss_next is not None:
             random.seed(0)
-        if not self._numpy:
+        if not self._numpy and _numpy_state()[3]:
             np.random.seed(0)
         return self._where()
 

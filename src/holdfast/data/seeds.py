@@ -26,7 +26,7 @@ def _plain(part: object) -> str:
 
 
 class SampleSeeds:
-    """The seeds of samples: ``derive_seed(seed, epoch, index)``, in a third of the time.
+    """The seeds of samples: ``derive_seed(seed, epoch, index)``, in half of the time.
 
     Args:
         seed: Of the loader.
@@ -35,11 +35,13 @@ class SampleSeeds:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._epoch: int | None = None
-        self._begun = b""
+        self._begun: Any = None
 
     def of(self, epoch: int, index: Any) -> int:
         """Return the seed of a sample in an epoch."""
         if epoch != self._epoch:
-            self._epoch, self._begun = epoch, f"{_plain(self._seed)}/{_plain(epoch)}/".encode()
-        text = b"%d" % index if type(index) is int else _plain(index).encode()
-        return int.from_bytes(hashlib.blake2b(self._begun + text, digest_size=8).digest(), "big") >> 1
+            begun = f"{_plain(self._seed)}/{_plain(epoch)}/".encode()
+            self._epoch, self._begun = epoch, hashlib.blake2b(begun, digest_size=8)
+        digest = self._begun.copy()
+        digest.update(b"%d" % index if type(index) is int else _plain(index).encode())
+        return int.from_bytes(digest.digest(), "big") >> 1

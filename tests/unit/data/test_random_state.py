@@ -12,7 +12,7 @@ import torch
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.data import random_state
-from holdfast.data.random_state import RandomState, capture, isolated, restore, seed_cpu
+from holdfast.data.random_state import LazySeeding, RandomState, capture, isolated, restore, seed_cpu
 
 
 def _draw() -> tuple[Any, ...]:
@@ -157,3 +157,18 @@ def test_the_state_of_pythons_generator_is_never_a_stale_one() -> None:
         restore(RandomState(before, *(getattr(capture(), name) for name in ("numpy", "cpu", "devices"))))
         assert random.getstate() == before
         change()
+
+
+def test_generators_that_nothing_draws_from_are_left_alone() -> None:
+    """Taking a stand moves neither generator, unless one holds half of a pair, which would be drawn unseen."""
+    lazy = LazySeeding()
+    random.seed(1)
+    np.random.seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    lazy.stand()
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    random.gauss(0, 1)
+    np.random.randn()
+    lazy.stand()
+    assert random._inst.gauss_next is None
+    assert np.random.get_state()[3] == 0
