@@ -10,10 +10,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events import Event
 from holdfast.recorder.black_box import EVENTS_FILE, PART, STEP, STEPS_FILE, StepMark
-from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, VERSION, Record, read_slots, slot_struct
+from holdfast.recorder.ring import read_ring
 
 _MARKS = frozenset(StepMark)
 
@@ -39,29 +38,6 @@ class StepRecord:
     grad_norm: float
     seconds: float
     unix_seconds: float
-
-
-def read_ring(path: Path) -> list[Record]:
-    """Return the whole records of a ring, oldest first; a missing file gives none.
-
-    Raises:
-        RunDirectoryError: H305 if the file is no ring or was written by a newer holdfast.
-    """
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    if len(data) < HEADER_BYTES:
-        return []
-    magic, version, payload_bytes, _ = HEADER.unpack_from(data)
-    if magic != MAGIC or version > VERSION:
-        found = f"version {version}" if magic == MAGIC else "no recording"
-        raise RunDirectoryError(
-            f"{path} is {found}",
-            limit=f"this holdfast reads recordings up to version {VERSION}",
-            fix="read it with the holdfast that wrote it, or move the file away.",
-            rule="H305",
-        )
-    return sorted(read_slots(data, slot_struct(payload_bytes)), key=lambda record: record.sequence)
 
 
 def read_steps(directory: Path) -> list[StepRecord]:

@@ -1,4 +1,4 @@
-"""A ring of fixed-size records in a memory-mapped file: the writer.
+"""A ring of fixed-size records in a memory-mapped file: the writer, and a tolerant reader.
 
 The pages belong to the kernel, so they survive the death of the process by any signal (not a power cut). Each
 slot carries its sequence number at both ends, first and last in memory order: a kill between the two leaves a
@@ -20,6 +20,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from holdfast.core.errors import RunDirectoryError
 
 MAGIC = b"HOLDRING"
 VERSION = 1
@@ -114,3 +116,26 @@ def read_slots(buffer: bytes, slot: struct.Struct) -> Iterator[Record]:
     for first, nanoseconds, payload, last in slot.iter_unpack(memoryview(buffer)[HEADER_BYTES:usable]):
         if first and first == last:
             yield Record(first, nanoseconds, payload)
+
+
+def read_ring(path: Path) -> list[Record]:
+    """Return the whole records of a ring, oldest first; a missing file gives none.
+
+    Raises:
+        RunDirectoryError: H305 if the file is no ring or was written by a newer holdfast.
+    """
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    if len(data) < HEADER_BYTES:
+        return []
+    magic, version, payload_bytes, _ = HEADER.unpack_from(data)
+    if magic != MAGIC or version > VERSION:
+        found = f"version {version}" if magic == MAGIC else "no recording"
+        raise RunDirectoryError(
+            f"{path} is {found}",
+            limit=f"this holdfast reads recordings up to version {VERSION}",
+            fix="read it with the holdfast that wrote it, or move the file away.",
+            rule="H305",
+        )
+    return sorted(read_slots(data, slot_struct(payload_bytes)), key=lambda record: record.sequence)

@@ -1,0 +1,103 @@
+"""What a verdict is made from: texts, the ends of processes and events, each with where and when it was seen.
+
+Nothing here judges. Collected from a run directory or from a bare log by ``collecting``; judged by ``judging``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from holdfast.core.events import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One frame of a traceback."""
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """One text that somebody printed or raised.
+
+    Args:
+        text: An exception's message, which may have several lines, or one line of a log, without escape sequences.
+        kind: ``"exception"`` (with a traceback, or recorded by the observer), ``"line"`` otherwise.
+        exception: Bare name of the exception class, or None.
+        frames: Of the traceback, innermost last.
+        source: Where it stands, such as ``"train.log:1041"`` or ``"process 4711"``.
+        position: Order within its source.
+        unix_seconds: When, or None if unknown.
+        rank: Of the process, or None.
+        pid: Of the process, or None.
+        fatal: Whether it ended its process; False: it was caught or logged; None: unknown.
+        cause: Whether another exception was raised from it: then it is nearer to the root than that one.
+    """
+
+    text: str
+    kind: Literal["exception", "line"] = "line"
+    exception: str | None = None
+    frames: tuple[Frame, ...] = ()
+    source: str = ""
+    position: int = 0
+    unix_seconds: float | None = None
+    rank: int | None = None
+    pid: int | None = None
+    fatal: bool | None = None
+    cause: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a process or the whole command ended.
+
+    Args:
+        status: Exit code, negative for a signal; None: it did not end, or nobody knows.
+        pid: None: the whole command.
+        rank: Or None.
+        role: As ``ProcessInfo.role``.
+        unix_seconds: When, or None.
+        oom_kills: How far the ``oom_kill`` counter of its control group rose meanwhile; None if unknown.
+        sent_by: ``"user"``, ``"supervisor"``, ``"scheduler"``, or None: who sent the signal, as far as known.
+        phase: Name of the last phase, lower case, or None.
+        step: Steps that it had made, or None.
+    """
+
+    status: int | None
+    pid: int | None = None
+    rank: int | None = None
+    role: str = "other"
+    unix_seconds: float | None = None
+    oom_kills: int | None = None
+    sent_by: str | None = None
+    phase: str | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All that is known of a run, or of its newest attempt.
+
+    Args:
+        statements: In the order in which they were seen, of all sources.
+        endings: Of the command and of processes.
+        events: Of the supervisor, the processes and guards, by time.
+        tried: What earlier attempts were restarted for, and what was changed, one sentence each.
+        source: What it was collected from, such as ``"runs/last"`` or ``"train.log"``.
+        missing: What could not be had, one sentence each, such as "no exit status: only a log".
+        extra: Anything else as JSON values, such as versions.
+    """
+
+    statements: tuple[Statement, ...] = ()
+    endings: tuple[Ending, ...] = ()
+    events: tuple[Event, ...] = ()
+    tried: tuple[str, ...] = ()
+    source: str = ""
+    missing: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,257 @@
+"""Where a training process stands, and what each step took: written inside it, read from outside, also after its end.
+
+A *board* is one small page: the phase that the process is in, since when, and how much it has done. A *ring of
+samples* holds one record for each step. Both are mapped files, so a record costs no system call and survives SIGKILL.
+
+Does not: decide what is too long (``supervise``), record events (``black_box``).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from holdfast.core.errors import RunDirectoryError
+from holdfast.recorder.ring import RingWriter, read_ring
+
+BOARD_BYTES = 4096
+_MAGIC = b"HOLDPROG"
+_VERSION = 1
+_HEADER = struct.Struct("<8sII")  # magic, version, pid
+_HEADER_AT = 0
+# progress | phase | since, step, micro steps | progress: torn if the ends differ
+_STANDING = struct.Struct("<QI4xQQQQ")
+_STANDING_AT = 64
+_REQUEST = struct.Struct("<Q")
+_REQUEST_AT = 256
+_SAMPLE = struct.Struct("<QI4xdddddQQQQ")
+_CAPACITY = 32_768
+
+
+class Phase(IntEnum):
+    """What a training process is doing, as far as it shows."""
+
+    STARTING = 1
+    """Importing and building; nothing was trained yet."""
+    FIRST_STEP = 2
+    """From the first forward to the end of the first step, or while torch compiles."""
+    DATA_WAIT = 3
+    """In the loader: the loop waits for a batch."""
+    FORWARD_BACKWARD = 4
+    OPTIMIZER = 5
+    EVALUATION = 6
+    """A batch was handed out while gradients are off."""
+    SAVING = 7
+    END_OF_EPOCH = 8
+    """A loader is exhausted and nothing else has begun."""
+    ENDING = 9
+    """The interpreter leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a board shows.
+
+    Args:
+        pid: Of the process.
+        phase: What it is doing.
+        since_seconds: When that began, on the system's monotonic clock, which all processes share.
+        progress: Counts everything that happened: phases, micro-steps, steps. It stands still when nothing moves.
+        step: Optimizer steps.
+        micro_step: Calls of backward.
+    """
+
+    pid: int
+    phase: Phase
+    since_seconds: float
+    progress: int
+    step: int
+    micro_step: int
+
+
+class ProgressBoard:
+    """Show where this process stands.
+
+    Args:
+        path: The file; made anew.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("wb+") as file:
+            os.posix_fallocate(file.fileno(), 0, BOARD_BYTES)
+            self._map = mmap.mmap(file.fileno(), BOARD_BYTES)
+        self._pack_into = _STANDING.pack_into
+        self.progress = 0
+        self.phase = Phase.STARTING
+        self.step = 0
+        self.micro_step = 0
+        self._since = time.monotonic_ns()
+        self._write()
+        _HEADER.pack_into(self._map, _HEADER_AT, _MAGIC, _VERSION, os.getpid())
+
+    def enter(self, phase: Phase) -> None:
+        """Show that a phase begins, which is progress, also if it has the same name. Cost: about 0.6 microseconds."""
+        self.phase = phase
+        self._since = time.monotonic_ns()
+        self._write()
+
+    def count(self, *, step: int, micro_step: int) -> None:
+        """Show how much was done; the phase goes on, and how long it may take counts from now."""
+        self.step, self.micro_step = step, micro_step
+        self._since = time.monotonic_ns()
+        self._write()
+
+    def _write(self) -> None:
+        self.progress = progress = self.progress + 1
+        self._pack_into(
+            self._map, _STANDING_AT, progress, self.phase, self._since, self.step, self.micro_step, progress
+        )
+
+    def trace_requested(self) -> int:
+        """Return the number of the newest request from outside to trace what memory is held by, 0 for none."""
+        found: int = _REQUEST.unpack_from(self._map, _REQUEST_AT)[0]
+        return found
+
+    def close(self) -> None:
+        """Unmap the file."""
+        self._map.close()
+
+
+def read_board(path: Path) -> Standing | None:
+    """Return what a board shows; None if it is missing, torn, cut or no board.
+
+    Raises:
+        RunDirectoryError: H305 if a newer holdfast wrote it.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) < BOARD_BYTES:
+        return None
+    magic, version, pid = _HEADER.unpack_from(data, _HEADER_AT)
+    if magic != _MAGIC:
+        return None
+    if version > _VERSION:
+        raise RunDirectoryError(
+            f"{path} is version {version}",
+            limit=f"this holdfast reads recordings up to version {_VERSION}",
+            fix="read it with the holdfast that wrote it, or move the file away.",
+            rule="H305",
+        )
+    first, phase, since, step, micro_step, last = _STANDING.unpack_from(data, _STANDING_AT)
+    if first != last or phase not in set(Phase):
+        return None
+    return Standing(
+        pid=pid,
+        phase=Phase(phase),
+        since_seconds=since / 1e9,
+        progress=first,
+        step=step,
+        micro_step=micro_step,
+    )
+
+
+def request_trace(path: Path, number: int) -> None:
+    """Ask the process of a board to trace, at its next steps, what its memory is held by."""
+    with path.open("rb+") as file:
+        file.seek(_REQUEST_AT)
+        file.write(_REQUEST.pack(number))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """One step as it was seen from its hooks.
+
+    Args:
+        step: Optimizer steps so far, this one included; calls of backward where no optimizer steps.
+        micro_steps: Calls of backward in it.
+        unix_seconds: When it ended; set by the ring.
+        loss: Of the last backward; NaN if it was not read.
+        grad_norm: NaN if nobody computed it.
+        learning_rate: Of the first parameter group; NaN if unknown.
+        seconds: Since the end of the step before.
+        wait_seconds: Of these, waiting for the loader.
+        host_bytes: Resident memory of the process; 0 if not read at this step.
+        device_allocated_bytes: Of all devices together; 0 if there is none or it was not read.
+        device_reserved_bytes: Likewise.
+        device_peak_bytes: Likewise.
+    """
+
+    step: int
+    micro_steps: int
+    unix_seconds: float = 0.0
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+    wait_seconds: float
+    host_bytes: int = 0
+    device_allocated_bytes: int = 0
+    device_reserved_bytes: int = 0
+    device_peak_bytes: int = 0
+
+
+class SampleRing:
+    """Append samples of steps; the newest 32,768 are kept, in 4 MiB.
+
+    Args:
+        path: The file, made or continued.
+
+    Raises:
+        OSError: as `RingWriter`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._ring = RingWriter(path, payload_bytes=_SAMPLE.size, capacity=_CAPACITY)
+
+    def append(self, sample: StepSample) -> None:
+        """Write one sample. Cost: below 2 microseconds; no system call."""
+        self._ring.append(
+            _SAMPLE.pack(
+                sample.step,
+                sample.micro_steps,
+                sample.loss,
+                sample.grad_norm,
+                sample.learning_rate,
+                sample.seconds,
+                sample.wait_seconds,
+                sample.host_bytes,
+                sample.device_allocated_bytes,
+                sample.device_reserved_bytes,
+                sample.device_peak_bytes,
+            )
+        )
+
+    def close(self) -> None:
+        """Unmap the file."""
+        self._ring.close()
+
+
+def read_samples(path: Path) -> list[StepSample]:
+    """Return the samples of a ring, oldest first.
+
+    Raises:
+        RunDirectoryError: H305, as `read_ring`.
+    """
+    found = []
+    for record in read_ring(path):
+        step, micro_steps, loss, norm, rate, seconds, wait, host, allocated, reserved, peak = _SAMPLE.unpack(
+            record.payload
+        )
+        found.append(
+            StepSample(
+                step=step, micro_steps=micro_steps, unix_seconds=record.nanoseconds / 1e9, loss=loss,
+                grad_norm=norm, learning_rate=rate, seconds=seconds, wait_seconds=wait, host_bytes=host,
+                device_allocated_bytes=allocated, device_reserved_bytes=reserved, device_peak_bytes=peak,
+            )
+        )  # fmt: skip
+    return found
