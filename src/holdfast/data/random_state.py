@@ -156,8 +156,9 @@ class LazySeeding:
     """
 
     def __init__(self) -> None:
-        self._places: tuple[Any, Any] | None = None
+        self._places: tuple[Any, Any, Any] | None = None
         self._begun = False
+        self._clean: tuple[int, int, int] | None = None
         self._python = self._numpy = True  # whether it is seeded
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,28 +180,39 @@ class LazySeeding:
         """Return what seeds, until `was_surprised` is asked: torch's own function where it is the only one."""
         return self.seed if self._python or self._numpy else _seed_torch
 
-    def stand(self) -> tuple[int, int]:
+    def stand(self) -> tuple[int, int, int]:
         """Return where the generators of python and numpy stand, for `was_surprised`."""
         if not self._begun:
             self._begin()
-        # The second half of a pair of normal numbers would be drawn without a trace.
-        if not self._python and _INSTANCE.gauss_next is not None:
-            random.seed(0)
-        if not self._numpy and _numpy_state()[3]:
-            np.random.seed(0)
-        return self._where()
+        where = self.where()
+        if where != self._clean:  # somebody else has drawn
+            # The second half of a pair of normal numbers would be drawn without a trace.
+            if not self._python and _INSTANCE.gauss_next is not None:
+                random.seed(0)
+            if not self._numpy and _numpy_state()[3]:
+                np.random.seed(0)
+            where = self._clean = self.where()
+        return where
 
-    def _where(self) -> tuple[int, int]:
-        return (0, 0) if self._places is None else (self._places[0].value, self._places[1].value)
+    def where(self) -> tuple[int, int, int]:
+        """Return what tells where the generators stand: three zeros if that cannot be seen."""
+        places = self._places
+        return (0, 0, 0) if places is None else (places[0].value, places[1].value, places[2].value)
 
-    def was_surprised(self, before: tuple[int, int]) -> bool:
+    @property
+    def spares_both(self) -> bool:
+        """Return whether neither python's generator nor numpy's was seeded so far."""
+        return not (self._begun and (self._python or self._numpy))
+
+    def was_surprised(self, before: tuple[int, int, int]) -> bool:
         """Say whether a generator was drawn from that was not seeded; it will be from now on."""
-        if self._python and self._numpy:
+        where = self.where()
+        if where == before:
             return False
-        python, numpy = self._where()
-        surprised = (not self._python and python != before[0]) or (not self._numpy and numpy != before[1])
-        self._python |= python != before[0]
-        self._numpy |= numpy != before[1]
+        python, numpy = where[:2] != before[:2], where[2] != before[2]
+        surprised = (python and not self._python) or (numpy and not self._numpy)
+        self._python |= python
+        self._numpy |= numpy
         return surprised
 
     def _begin(self) -> None:
@@ -208,12 +220,45 @@ class LazySeeding:
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if not (_READS_RAW and isinstance(generator, np.random.MT19937)):
             return
-        # Python's position lies before its words, numpy's behind them: each with the word beside it, since one that
-        # has drawn all its words stands where it stood, with other words.
-        python = ctypes.c_uint64.from_address(id(_INSTANCE) + object.__basicsize__)
-        numpy = ctypes.c_uint64.from_address(generator.ctypes.state_address + 623 * 4)
-        self._places = python, numpy
+        # A position lies before python's words and behind numpy's. Each is read with the last word, since a generator
+        # that has drawn all its words stands where it stood, with other words; and the first is alike after any seed.
+        python = id(_INSTANCE) + object.__basicsize__
+        self._places = (
+            ctypes.c_uint32.from_address(python),
+            ctypes.c_uint32.from_address(python + 624 * 4),
+            ctypes.c_uint64.from_address(generator.ctypes.state_address + 623 * 4),
+        )
         self._python = self._numpy = False
+
+
+class Borrowed:
+    """The random state of this process, lent to what makes a batch and given back: as little as was touched.
+
+    Args:
+        lazies: What seeds meanwhile.
+    """
+
+    def __init__(self, *lazies: LazySeeding) -> None:
+        self._lazies = lazies
+        self._state: RandomState | None = None
+        self._where = (0, 0, 0)
+
+    def take(self) -> None:
+        """Remember the state."""
+        where = self._lazies[0].where()
+        if self._state is not None and where == self._where:
+            self._state = RandomState(self._state.python, self._state.numpy, torch.get_rng_state())
+        else:
+            self._state, self._where = capture(), where
+
+    def give_back(self) -> None:
+        """Put it back."""
+        assert self._state is not None
+        if self._lazies[0].where() == self._where and all(lazy.spares_both for lazy in self._lazies):
+            torch.set_rng_state(self._state.cpu)
+        else:
+            restore(self._state)
+            self._state = None  # generators that are seeded all the time stand elsewhere each time
 
 
 @contextlib.contextmanager
