@@ -90,6 +90,7 @@ class Report(NamedTuple):
         differs: What was different when the batch was read twice, or None.
         seconds: Time to make it.
         state: Of an iterable dataset, after this batch.
+        draws: As `LazySeeding`: what this batch, or one before it, has drawn from.
     """
 
     number: int
@@ -100,10 +101,11 @@ class Report(NamedTuple):
     differs: str | None = None
     seconds: float = 0.0
     state: Any = None
+    draws: int = 0
 
-    def timed(self, seconds: float) -> Report:
-        """Return this report with the time; `_replace` takes ten times as long."""
-        return Report(*self[:6], seconds, self.state)
+    def timed(self, seconds: float, draws: int) -> Report:
+        """Return this report with both; `_replace` takes ten times as long."""
+        return Report(*self[:6], seconds, self.state, draws)
 
 
 class Parcel:
@@ -172,6 +174,7 @@ class Fetcher(Dataset[Any]):
         board: Where a worker says what it is doing, or None.
         replaces: Whether a bad sample is tried again and then replaced; else its exception ends the batch.
         check_finite: Whether a sample with NaN or Inf is a bad one.
+        draws: As `LazySeeding`.
     """
 
     def __init__(
@@ -183,6 +186,7 @@ class Fetcher(Dataset[Any]):
         *,
         replaces: bool = True,
         check_finite: bool = False,
+        draws: int = 0,
     ) -> None:
         self.dataset = dataset
         self.seed = seed
@@ -191,9 +195,8 @@ class Fetcher(Dataset[Any]):
         self.replaces = replaces
         self.check_finite = check_finite
         self._seeds = SampleSeeds(seed)
-        self._lazy = LazySeeding()
-        self._lazy_collate = LazySeeding()
-        self._borrowed = Borrowed(self._lazy, self._lazy_collate)
+        self._lazy = LazySeeding(draws)
+        self._borrowed = Borrowed(self._lazy)
 
     @property
     def users(self) -> Any:
@@ -222,7 +225,7 @@ class Fetcher(Dataset[Any]):
                 self._borrowed.give_back()
         if worker is not None and self.board is not None:
             self.board.end(worker)
-        return sent(batch, report.timed(seconds), self.board)
+        return sent(batch, report.timed(seconds, self._lazy.draws), self.board)
 
     def _show_that_it_works(self, entry: Entry, place: int, worker: int, board: Board) -> None:
         """Read a sample that nobody suspects: who is lost after that is lost to the sample that it was at."""
@@ -243,15 +246,15 @@ class Fetcher(Dataset[Any]):
             return None, report
         if worker is not None and self.board is not None:
             self.board.step(worker, COLLATING)
-        where = None if self.collate in _DRAW_NOTHING else self._lazy_collate.stand()
+        where = None if self.collate in _DRAW_NOTHING else self._lazy.stand()
         try:
             if where is not None:
-                self._lazy_collate.seed(derive_seed(self.seed, entry.epoch, "collate", *entry.indices[:1]))
+                self._lazy.seed(derive_seed(self.seed, entry.epoch, "collate", *entry.indices[:1]))
             batch = self.collate(samples[0] if entry.alone else samples)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, and raised in the main process
             shortage = shortage_in(error) if worker is not None else None
             batch, report = None, _without_batch(entry, report.failures, shortage or failure_of(None, error))
-        if where is not None and self._lazy_collate.was_surprised(where):
+        if where is not None and self._lazy.was_surprised(where):
             return self._make(entry, worker)  # with samples that are new too: it may have changed these
         return batch, report
 

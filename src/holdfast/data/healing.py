@@ -11,7 +11,6 @@ memory or shared memory runs out, or workers die and no sample is to blame      
 
 from __future__ import annotations
 
-import gc
 import resource
 import time
 from collections import deque
@@ -231,7 +230,6 @@ class Healer:
             crew.share_by_file = True
             _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-            gc.collect()  # generations that were lost may lie in cycles, with their pipes
             return (
                 "tensors are shared through files from now on, and the limit of descriptors is raised to the hard one"
             )

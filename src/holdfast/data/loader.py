@@ -114,7 +114,7 @@ class DataLoader(TorchDataLoader[Any]):
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
-        given = check_arguments(dataset, args, kwargs, quarantine=quarantine, check_finite=check_finite)
+        given = check_arguments(dataset, args, kwargs, seed=seed, quarantine=quarantine, check_finite=check_finite)
         super().__init__(**without_auto(given))
         self.seed = seed if self.generator is None else self.generator.initial_seed()
         self._iterable = isinstance(dataset, IterableDataset)
@@ -137,6 +137,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._at = Place(position=0)
         self.device = device
         self._under_way = False
+        self._draws = 0  # generators that samples draw from, so that new workers need not find it out again
         self._drawn_then: str | None = None  # digest of what a sampler drew, of the position that was loaded
         self._happened: Callable[..., None] | None = None
         self._base_seeds = torch.Generator()  # a private one: starting an epoch leaves the global one alone
@@ -233,6 +234,8 @@ class DataLoader(TorchDataLoader[Any]):
                     yield Failed(as_error(report.fatal, report))
                     continue
                 if isinstance(source, MapSource):
+                    if report.draws & ~self._draws:
+                        self._draws |= report.draws
                     places.append(Place(source.position, report.indices))
                 else:
                     places.append(Place(count, None, dict(source.positions), source.turn))
@@ -271,7 +274,7 @@ class DataLoader(TorchDataLoader[Any]):
         def make_fetcher(board: Board | None) -> Fetcher:
             return Fetcher(
                 self.dataset, self.seed, self.collate_fn, board,
-                replaces=self._replaces, check_finite=self._check_finite,
+                replaces=self._replaces, check_finite=self._check_finite, draws=self._draws,
             )  # fmt: skip
 
         return MapSource(
@@ -341,9 +344,17 @@ class DataLoader(TorchDataLoader[Any]):
         """Continue from a position at the next ``iter()``.
 
         Raises:
-            LoaderError: H604 if seed, order or the length of the dataset is another one, since the position would
-                then point at other samples.
+            LoaderError: H604 if it is no position, or if seed, order or the length of the dataset is another one,
+                since it would then point at other samples.
         """
+        missing = [name for name in ("epoch", "consumed", "order") if name not in state]
+        if missing:
+            raise LoaderError(
+                f"the state has no {', '.join(missing)}",
+                limit="a position is what state_dict() of a holdfast.DataLoader returned",
+                fix="pass that; torch's own loaders and samplers keep other states.",
+                rule="H604",
+            )
         here, saved = self._identity(), state["order"]
         for name in {**saved, **here}:
             if here.get(name) != saved.get(name):

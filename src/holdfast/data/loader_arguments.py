@@ -27,7 +27,13 @@ class UnknownArgumentError(LoaderError, TypeError):
 
 
 def check_arguments(
-    dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, quarantine: float, check_finite: bool
+    dataset: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    seed: int,
+    quarantine: float,
+    check_finite: bool,
 ) -> dict[str, Any]:
     """Check what torch would accept or refuse without a word of help.
 
@@ -55,6 +61,8 @@ def check_arguments(
             "only workers can be waited for",
             "pass num_workers >= 1, or leave timeout out.",
         )
+    if not hasattr(seed, "__index__") or isinstance(seed, bool):
+        raise _unusable(f"seed={seed!r}", "it is a whole number", "pass one such as 0.")
     if not isinstance(quarantine, (int, float)) or isinstance(quarantine, bool) or not 0 <= quarantine < math.inf:
         raise _unusable(
             f"quarantine={quarantine!r}", "it is a share or a number of samples", "pass 0.001, 5, or 0 for none."

@@ -147,38 +147,45 @@ def seed_cpu(seed: int) -> None:
     _seed_torch(seed)
 
 
+PYTHON, NUMPY = 1, 2
+"""Generators that `LazySeeding` may spare, to be added up."""
+
+
 class LazySeeding:
     """Seeds that spare the generators of python and numpy, as long as nothing draws from them.
 
     Seeding these two takes 6 microseconds, as much as many a sample. So they are left alone at first, and what has
     drawn from one all the same, which its position shows, has to be made again: once, since from then on that one is
-    seeded each time. torch's is always seeded.
+    seeded each time. torch's is always seeded: a dataset may ask for ``torch.initial_seed()``, which leaves no trace.
+
+    Args:
+        draws: Generators that are known to be drawn from.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draws: int = 0) -> None:
+        self.draws = draws
         self._places: tuple[Any, Any, Any] | None = None
         self._begun = False
         self._clean: tuple[int, int, int] | None = None
-        self._python = self._numpy = True  # whether it is seeded
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # addresses belong to a process
+        return {"draws": self.draws}  # addresses belong to a process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
     def seed(self, seed: int) -> None:
         """Seed what is known to be drawn from."""
         _seed_torch(seed)
-        if self._python:
+        if self.draws & PYTHON:
             random.seed(seed)
-        if self._numpy:
+        if self.draws & NUMPY:
             np.random.seed(seed & 0xFFFFFFFF)
 
     @property
     def seeder(self) -> Callable[[int], object]:
         """Return what seeds, until `was_surprised` is asked: torch's own function where it is the only one."""
-        return self.seed if self._python or self._numpy else _seed_torch
+        return self.seed if self.draws else _seed_torch
 
     def stand(self) -> tuple[int, int, int]:
         """Return where the generators of python and numpy stand, for `was_surprised`."""
@@ -187,9 +194,9 @@ class LazySeeding:
         where = self.where()
         if where != self._clean:  # somebody else has drawn
             # The second half of a pair of normal numbers would be drawn without a trace.
-            if not self._python and _INSTANCE.gauss_next is not None:
+            if not self.draws & PYTHON and _INSTANCE.gauss_next is not None:
                 random.seed(0)
-            if not self._numpy and _numpy_state()[3]:
+            if not self.draws & NUMPY and _numpy_state()[3]:
                 np.random.seed(0)
             where = self._clean = self.where()
         return where
@@ -199,26 +206,21 @@ class LazySeeding:
         places = self._places
         return (0, 0, 0) if places is None else (places[0].value, places[1].value, places[2].value)
 
-    @property
-    def spares_both(self) -> bool:
-        """Return whether neither python's generator nor numpy's was seeded so far."""
-        return not (self._begun and (self._python or self._numpy))
-
     def was_surprised(self, before: tuple[int, int, int]) -> bool:
         """Say whether a generator was drawn from that was not seeded; it will be from now on."""
         where = self.where()
         if where == before:
             return False
-        python, numpy = where[:2] != before[:2], where[2] != before[2]
-        surprised = (python and not self._python) or (numpy and not self._numpy)
-        self._python |= python
-        self._numpy |= numpy
-        return surprised
+        found = (PYTHON if where[:2] != before[:2] else 0) | (NUMPY if where[2] != before[2] else 0)
+        new = found & ~self.draws
+        self.draws |= new
+        return bool(new)
 
     def _begin(self) -> None:
         self._begun = True
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
         if not (_READS_RAW and isinstance(generator, np.random.MT19937)):
+            self.draws = PYTHON | NUMPY
             return
         # A position lies before python's words and behind numpy's. Each is read with the last word, since a generator
         # that has drawn all its words stands where it stood, with other words; and the first is alike after any seed.
@@ -228,24 +230,23 @@ class LazySeeding:
             ctypes.c_uint32.from_address(python + 624 * 4),
             ctypes.c_uint64.from_address(generator.ctypes.state_address + 623 * 4),
         )
-        self._python = self._numpy = False
 
 
 class Borrowed:
     """The random state of this process, lent to what makes a batch and given back: as little as was touched.
 
     Args:
-        lazies: What seeds meanwhile.
+        lazy: What seeds meanwhile.
     """
 
-    def __init__(self, *lazies: LazySeeding) -> None:
-        self._lazies = lazies
+    def __init__(self, lazy: LazySeeding) -> None:
+        self._lazy = lazy
         self._state: RandomState | None = None
         self._where = (0, 0, 0)
 
     def take(self) -> None:
         """Remember the state."""
-        where = self._lazies[0].where()
+        where = self._lazy.where()
         if self._state is not None and where == self._where:
             self._state = RandomState(self._state.python, self._state.numpy, torch.get_rng_state())
         else:
@@ -254,7 +255,7 @@ class Borrowed:
     def give_back(self) -> None:
         """Put it back."""
         assert self._state is not None
-        if self._lazies[0].where() == self._where and all(lazy.spares_both for lazy in self._lazies):
+        if self._lazy.where() == self._where and not self._lazy.draws:
             torch.set_rng_state(self._state.cpu)
         else:
             restore(self._state)

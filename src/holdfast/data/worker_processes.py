@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -121,19 +122,29 @@ def recording_context(method: str | None, started: Started, *, share_by_file: bo
     _started.add(started)
     context = multiprocessing.get_context(method)
     kind: Any = type(context)
-    how = _Beginning(
+    recording = _recording(kind)()
+    recording.started = started
+    recording.how = _Beginning(
         parent=os.getpid() if context.get_start_method() != "forkserver" else None,
         dies_with_thread=threading.current_thread() is threading.main_thread(),
         share_by_file=share_by_file,
     )
 
+    return recording
+
+
+@functools.cache  # a class is a cycle of references: one for each generation would keep its pipes open
+def _recording(kind: Any) -> Any:
     class Recording(kind):  # type: ignore[misc]
+        started: Started
+        how: _Beginning
+
         def Process(self, *, target: Callable[..., Any], args: Sequence[Any], **options: Any) -> Any:  # noqa: N802
-            process = kind.Process(target=_begin, args=(how, target, *args), **options)
-            started.append(process)
+            process = kind.Process(target=_begin, args=(self.how, target, *args), **options)
+            self.started.append(process)
             return process
 
-    return Recording()
+    return Recording
 
 
 class _Beginning(NamedTuple):

@@ -356,3 +356,37 @@ def test_a_sampler_without_a_length_is_refused() -> None:
     assert caught.value.rule == "H603"
     with pytest.raises(LoaderError, match="Endless"):
         DataLoader([1, 2, 3], batch_sampler=Endless())
+
+
+def test_what_is_no_position_or_no_seed_is_refused() -> None:
+    """The state of another loader is an H604 that names what it lacks, and a seed that is no whole number an H607."""
+    with pytest.raises(LoaderError, match="no consumed, order") as caught:
+        DataLoader([1, 2, 3]).load_state_dict({"epoch": 0})
+    assert caught.value.rule == "H604"
+    with pytest.raises(LoaderError, match="seed=") as caught:
+        DataLoader([1, 2, 3], seed=1.5)
+    assert caught.value.rule == "H607"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_drawn_from_is_found_out_once(num_workers: int) -> None:
+    """A first batch that draws from numpy is read twice; with that known, no batch of later epochs is."""
+
+    class Counts:
+        def __init__(self) -> None:
+            self.reads = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> float:
+            self.reads += 1
+            return float(np.random.random())
+
+    dataset = Counts()
+    loader = DataLoader(dataset, batch_size=2, num_workers=num_workers)
+    epochs = []
+    for expected in (8, 14):
+        epochs.append([batch.tolist() for batch in loader])
+        assert dataset.reads.item() == expected
+    assert epochs[0] != epochs[1]

@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.data import worker_watch
 from holdfast.data.worker_board import COLLATING, IDLE, STARTING, Board, Showing
-from holdfast.data.worker_processes import WorkerLostError, how_it_ended, is_stopped, kill
+from holdfast.data.worker_processes import Started, WorkerLostError, how_it_ended, is_stopped, kill, recording_context
 from holdfast.data.worker_watch import Watch
 
 _FORK = multiprocessing.get_context("fork")
@@ -25,6 +25,7 @@ _FORK = multiprocessing.get_context("fork")
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Return a function that starts real workers under a watch with short ticks; it ends them after the test."""
     monkeypatch.setattr(worker_watch, "_TICK_SECONDS", 0.02)
+    recording_context("fork", Started(), share_by_file=False)  # which has losses wake the main thread
     made: list[tuple[Watch, list[Any]]] = []
 
     def start_one(*works: Callable[[Board, int], None], **options: Any) -> tuple[Watch, list[Any], Board]:
