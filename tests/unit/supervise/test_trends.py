@@ -1,0 +1,81 @@
+"""What is told of a run's memory: once, when it is sure, and again when the end comes near."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from holdfast.recorder.progress import ProgressBoard, SampleRing, StepSample
+from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, ProcessInfo, write_process
+from holdfast.supervise.trends import Trends
+from holdfast.testing import FakeClock
+
+_MIB = 2**20
+
+
+class _Run:
+    """A run with one trainer whose memory is as a test says."""
+
+    def __init__(self, run: Path) -> None:
+        self.folder = write_process(run, ProcessInfo(pid=os.getpid(), ticks=1, ppid=1, argv=[], role="trainer"))
+        self.board = ProgressBoard(self.folder / BOARD_FILE)
+        self.ring = SampleRing(self.folder / SAMPLES_FILE)
+        self.steps = 0
+        self.told: list[dict[str, Any]] = []
+        self.left = 4000 * _MIB
+        clock = FakeClock()
+        self.trends = Trends(run, tell=self.tell, clock=clock.unix_seconds, available_bytes=lambda: self.left)
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        assert kind == "memory_trend"
+        self.told.append(facts)
+
+    def train(self, steps: int, *, host_bytes: int, grows_bytes: int) -> None:
+        for number in range(steps):
+            self.steps += 1
+            self.ring.append(
+                StepSample(
+                    step=self.steps, micro_steps=1, loss=1.0, grad_norm=1.0, learning_rate=0.1, seconds=0.1,
+                    wait_seconds=0.0, host_bytes=host_bytes + number * grows_bytes,
+                )
+            )  # fmt: skip
+        self.trends.look()
+
+
+def test_a_leak_is_told_once_and_traced(tmp_path: Path) -> None:
+    """Growth is told when it has lasted, with a request to trace, and not again at every look."""
+    run = _Run(tmp_path)
+    run.train(400, host_bytes=500 * _MIB, grows_bytes=_MIB)
+    assert run.told == [], "it could still be a warm-up"
+    run.train(200, host_bytes=900 * _MIB, grows_bytes=_MIB)
+    assert [facts["what"] for facts in run.told] == ["host"]
+    assert abs(run.told[0]["bytes_per_step"] - _MIB) < 0.05 * _MIB
+    assert run.told[0]["minutes_left"] is not None
+    assert run.board.trace_requested() == 1
+    run.train(100, host_bytes=1100 * _MIB, grows_bytes=_MIB)
+    assert len(run.told) == 1
+    run.left //= 1000
+    run.train(100, host_bytes=1200 * _MIB, grows_bytes=_MIB)
+    assert len(run.told) == 2, "the end has come much nearer"
+    assert run.told[1]["minutes_left"] < run.told[0]["minutes_left"] / 2
+
+
+def test_growth_that_ends_is_told(tmp_path: Path) -> None:
+    """A trend that was told and has come to rest is taken back."""
+    run = _Run(tmp_path)
+    run.train(400, host_bytes=500 * _MIB, grows_bytes=_MIB)
+    run.train(200, host_bytes=900 * _MIB, grows_bytes=_MIB)
+    run.train(1500, host_bytes=1100 * _MIB, grows_bytes=0)
+    assert [facts["bytes_per_step"] > 0 for facts in run.told] == [True, False]
+
+
+def test_healthy_and_damaged_recordings_tell_nothing(tmp_path: Path) -> None:
+    """A flat memory, a ring that is cut and a process without samples are passed over."""
+    run = _Run(tmp_path)
+    run.train(600, host_bytes=500 * _MIB, grows_bytes=0)
+    write_process(tmp_path, ProcessInfo(pid=2, ticks=2, ppid=1, argv=[], role="trainer"))
+    os.truncate(run.folder / SAMPLES_FILE, 5000)
+    run.trends.look()
+    assert run.told == []
+    assert run.board.trace_requested() == 0
