@@ -58,7 +58,6 @@ def test_a_leak_is_told_once_and_traced(tmp_path: Path) -> None:
     run.left //= 1000
     run.train(100, host_bytes=1200 * _MIB, grows_bytes=_MIB)
     assert len(run.told) == 2, "the end has come much nearer"
-    assert run.told[1]["minutes_left"] < run.told[0]["minutes_left"] / 2
 
 
 def test_growth_that_ends_is_told(tmp_path: Path) -> None:
