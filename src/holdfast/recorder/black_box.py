@@ -9,22 +9,19 @@ files are allocated when the run starts, so a full disk cannot silence them.
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
 
 from holdfast.core.events import Event
+from holdfast.recorder.event_ring import EVENTS_FILE, PART, PART_BYTES, EventRing
 from holdfast.recorder.ring import RingWriter
 
+__all__ = ["EVENTS_FILE", "PART", "PART_BYTES", "STEP", "STEPS_FILE", "BlackBox", "StepMark"]
+
 STEPS_FILE = "steps.ring"
-EVENTS_FILE = "events.ring"
 STEP = struct.Struct("<HHIQddd")
-PART = struct.Struct("<HH")
-PART_BYTES = 480
-_MOST_PARTS = 64
+_EVENT_PARTS = 2_048
 
 
 class StepMark(IntEnum):
@@ -48,7 +45,7 @@ class BlackBox:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._steps = RingWriter(directory / STEPS_FILE, payload_bytes=STEP.size, capacity=32_768)
-        self._events = RingWriter(directory / EVENTS_FILE, payload_bytes=PART.size + PART_BYTES, capacity=2_048)
+        self._events = EventRing(directory, capacity=_EVENT_PARTS)
 
     def step(
         self,
@@ -64,22 +61,9 @@ class BlackBox:
 
     def event(self, event: Event) -> None:
         """Record one event; facts that are too long to keep whole are cut and marked as cut."""
-        data = _encode(event, event.data)
-        if len(data) > PART_BYTES * _MOST_PARTS:
-            data = _encode(event, {"cut": str(dict(event.data))[: PART_BYTES * _MOST_PARTS // 8]})
-        parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
-        for index, part in enumerate(parts):
-            self._events.append(PART.pack(index, len(parts)) + part)
+        self._events.event(event)
 
     def close(self) -> None:
         """Unmap both files."""
         self._steps.close()
         self._events.close()
-
-
-def _encode(event: Event, facts: Mapping[str, Any]) -> bytes:
-    head = [event.kind, event.global_step, event.unix_seconds]
-    try:
-        return json.dumps([*head, dict(facts)], separators=(",", ":"), default=str).encode()
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, circles: never the run's problem
-        return json.dumps([*head, {"unreadable": list(map(str, facts))}], separators=(",", ":")).encode()

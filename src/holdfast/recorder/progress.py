@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
-from holdfast.recorder.ring import RingWriter, read_ring
+from holdfast.recorder.ring import HEADER_BYTES, RingWriter, read_ring
 
 BOARD_BYTES = 4096
 _MAGIC = b"HOLDPROG"
@@ -30,6 +30,9 @@ _STANDING_AT = 64
 _REQUEST = struct.Struct("<Q")
 _REQUEST_AT = 256
 _SAMPLE = struct.Struct("<QI4xdddddQQQQ")
+_LOSS_OFFSET, _NORM_OFFSET = 16, 24  # in a sample
+_FLOAT = struct.Struct("<d")
+_BEFORE_PAYLOAD = 16  # in a slot of a ring: sequence and time
 _CAPACITY = 32_768
 
 
@@ -45,7 +48,7 @@ class Phase(IntEnum):
     FORWARD_BACKWARD = 4
     OPTIMIZER = 5
     EVALUATION = 6
-    """A batch was handed out while gradients are off."""
+    """A batch was handed out while gradients are off, or a module was told to evaluate."""
     SAVING = 7
     END_OF_EPOCH = 8
     """A loader is exhausted and nothing else has begun."""
@@ -78,42 +81,34 @@ class ProgressBoard:
     """Show where this process stands.
 
     Args:
-        path: The file; made anew.
+        path: The file; made anew. None: memory that nobody else sees.
 
     Raises:
         OSError: if it cannot be made.
     """
 
-    def __init__(self, path: Path) -> None:
-        with path.open("wb+") as file:
-            os.posix_fallocate(file.fileno(), 0, BOARD_BYTES)
-            self._map = mmap.mmap(file.fileno(), BOARD_BYTES)
+    def __init__(self, path: Path | None) -> None:
+        self._map = _map_new(path)
         self._pack_into = _STANDING.pack_into
         self.progress = 0
         self.phase = Phase.STARTING
         self.step = 0
         self.micro_step = 0
-        self._since = time.monotonic_ns()
-        self._write()
+        self.enter(Phase.STARTING)
         _HEADER.pack_into(self._map, _HEADER_AT, _MAGIC, _VERSION, os.getpid())
 
     def enter(self, phase: Phase) -> None:
-        """Show that a phase begins, which is progress, also if it has the same name. Cost: about 0.6 microseconds."""
+        """Show that a phase begins, which is progress, also if it has the same name. Cost: about 0.3 microseconds."""
         self.phase = phase
-        self._since = time.monotonic_ns()
-        self._write()
-
-    def count(self, *, step: int, micro_step: int) -> None:
-        """Show how much was done; the phase goes on, and how long it may take counts from now."""
-        self.step, self.micro_step = step, micro_step
-        self._since = time.monotonic_ns()
-        self._write()
-
-    def _write(self) -> None:
-        self.progress = progress = self.progress + 1
+        self.progress = now = self.progress + 1
         self._pack_into(
-            self._map, _STANDING_AT, progress, self.phase, self._since, self.step, self.micro_step, progress
-        )
+            self._map, _STANDING_AT, now, phase, time.monotonic_ns(), self.step, self.micro_step, now
+        )  # fmt: skip
+
+    def count(self, *, step: int, micro_step: int, phase: Phase | None = None) -> None:
+        """Show how much was done; a phase begins, or goes on and how long it may take counts from now."""
+        self.step, self.micro_step = step, micro_step
+        self.enter(self.phase if phase is None else phase)
 
     def trace_requested(self) -> int:
         """Return the number of the newest request from outside to trace what memory is held by, 0 for none."""
@@ -123,6 +118,14 @@ class ProgressBoard:
     def close(self) -> None:
         """Unmap the file."""
         self._map.close()
+
+
+def _map_new(path: Path | None) -> mmap.mmap:
+    if path is None:
+        return mmap.mmap(-1, BOARD_BYTES)
+    with path.open("wb+") as file:
+        os.posix_fallocate(file.fileno(), 0, BOARD_BYTES)
+        return mmap.mmap(file.fileno(), BOARD_BYTES)
 
 
 def read_board(path: Path) -> Standing | None:
@@ -200,6 +203,19 @@ class StepSample:
     device_peak_bytes: int = 0
 
 
+class _AmendableRing(RingWriter):
+    """A ring in which the newest records can still be completed."""
+
+    def newest(self) -> int:
+        return self._sequence
+
+    def overwrite(self, sequence: int, offset: int, data: bytes) -> None:
+        if sequence <= self._sequence - self._capacity:
+            return  # its slot belongs to another record by now
+        start = HEADER_BYTES + (sequence % self._capacity) * self._slot_bytes + _BEFORE_PAYLOAD + offset
+        self._map[start : start + len(data)] = data
+
+
 class SampleRing:
     """Append samples of steps; the newest 32,768 are kept, in 4 MiB.
 
@@ -211,25 +227,46 @@ class SampleRing:
     """
 
     def __init__(self, path: Path) -> None:
-        self._ring = RingWriter(path, payload_bytes=_SAMPLE.size, capacity=_CAPACITY)
+        self._ring = _AmendableRing(path, payload_bytes=_SAMPLE.size, capacity=_CAPACITY)
 
     def append(self, sample: StepSample) -> None:
-        """Write one sample. Cost: below 2 microseconds; no system call."""
-        self._ring.append(
-            _SAMPLE.pack(
-                sample.step,
-                sample.micro_steps,
-                sample.loss,
-                sample.grad_norm,
-                sample.learning_rate,
-                sample.seconds,
-                sample.wait_seconds,
-                sample.host_bytes,
-                sample.device_allocated_bytes,
-                sample.device_reserved_bytes,
-                sample.device_peak_bytes,
-            )
+        """Write one sample."""
+        self.write(
+            sample.step,
+            sample.micro_steps,
+            sample.loss,
+            sample.grad_norm,
+            sample.learning_rate,
+            sample.seconds,
+            sample.wait_seconds,
+            sample.host_bytes,
+            sample.device_allocated_bytes,
+            sample.device_reserved_bytes,
+            sample.device_peak_bytes,
         )
+
+    def write(self, *values: float) -> int:
+        """Write one sample, given as the fields of `StepSample` in order, without the time.
+
+        Cost: below 1 microsecond; no system call.
+
+        Returns:
+            Its number, for `amend`.
+        """
+        self._ring.append(_SAMPLE.pack(*values))
+        return self._ring.newest()
+
+    def amend(self, number: int, *, loss: float | None = None, grad_norm: float | None = None) -> None:
+        """Complete a sample with what became known later, such as a loss that had to come from a device.
+
+        Args:
+            number: As `write` returned it; a sample that was overwritten since is left alone.
+            loss: None leaves it.
+            grad_norm: None leaves it.
+        """
+        for offset, value in ((_LOSS_OFFSET, loss), (_NORM_OFFSET, grad_norm)):
+            if value is not None:
+                self._ring.overwrite(number, offset, _FLOAT.pack(value))
 
     def close(self) -> None:
         """Unmap the file."""
@@ -244,6 +281,8 @@ def read_samples(path: Path) -> list[StepSample]:
     """
     found = []
     for record in read_ring(path):
+        if len(record.payload) != _SAMPLE.size:
+            return []  # another kind of ring, or a damaged header
         step, micro_steps, loss, norm, rate, seconds, wait, host, allocated, reserved, peak = _SAMPLE.unpack(
             record.payload
         )

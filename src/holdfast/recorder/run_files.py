@@ -7,11 +7,10 @@ process is named by its pid and its start time in clock ticks, since pids come a
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from holdfast.core.durable import replace_file
+from typing import Any, Literal, get_args
 
 SUPERVISED_FILE = "supervised.json"
 OUTPUT_FILE = "output.log"
@@ -24,10 +23,12 @@ BOARD_FILE = "progress.board"
 SAMPLES_FILE = "samples.ring"
 FAULTHANDLER_FILE = "stacks.txt"
 ATTEMPT_LINE = "--- holdfast: attempt {number} ---"
-OBSERVE_VARIABLE = "HOLDFAST_OBSERVE"
-ATTEMPT_VARIABLE = "HOLDFAST_ATTEMPT"
+# Not HOLDFAST_*: each of those is taken for a field of a policy, and refused if it is none.
+OBSERVE_VARIABLE = "OBSERVED_BY_HOLDFAST"
+ATTEMPT_VARIABLE = "ATTEMPT_BY_HOLDFAST"
 
 ProcessRole = Literal["trainer", "loader worker", "launcher", "other"]
+_recording_listeners: list[Callable[[Path], None]] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,8 @@ class ProcessInfo:
         world_size: Likewise.
         torch: Version of torch, None before it is imported.
         started: Unix time.
+        stacks_signal: The signal upon which it writes its stacks into ``stacks.txt``; None if it does not, or not any
+            more, since the script handles that signal itself.
     """
 
     pid: int
@@ -59,6 +62,7 @@ class ProcessInfo:
     world_size: int | None = None
     torch: str | None = None
     started: float = 0.0
+    stacks_signal: int | None = None
 
     @property
     def folder(self) -> str:
@@ -67,10 +71,19 @@ class ProcessInfo:
 
 
 def write_process(run: Path, info: ProcessInfo) -> Path:
-    """Write what a process says of itself, and return its folder."""
+    """Write what a process says of itself, and return its folder.
+
+    Whole or not at all, but not flushed to the disk: it must survive the process, not the machine, and a process of
+    the user must not wait for a disk when it starts.
+
+    Raises:
+        OSError: if the folder cannot be made or written.
+    """
     folder = run / PROCESSES_FOLDER / info.folder
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / PROCESS_FILE, json.dumps(asdict(info)).encode())
+    temporary = folder / f".{PROCESS_FILE}"
+    temporary.write_bytes(json.dumps(asdict(info)).encode())
+    temporary.replace(folder / PROCESS_FILE)
     return folder
 
 
@@ -78,15 +91,44 @@ def read_processes(run: Path) -> list[tuple[Path, ProcessInfo]]:
     """Return the folders of observed processes with what they say, oldest first; a damaged one is passed over."""
     found = []
     for path in sorted((run / PROCESSES_FOLDER).glob(f"*/{PROCESS_FILE}")):
-        info = _read(path)
+        info = read_process_file(path)
         if info is not None:
             found.append((path.parent, info))
     return sorted(found, key=lambda pair: pair[1].started)
 
 
-def _read(path: Path) -> ProcessInfo | None:
+def read_process_file(path: Path) -> ProcessInfo | None:
+    """Return what a process says of itself, None if the file is missing or damaged."""
     try:
         values: dict[str, Any] = json.loads(path.read_bytes())
-        return ProcessInfo(**{name: values[name] for name in ProcessInfo.__slots__ if name in values})
-    except (OSError, ValueError, TypeError, KeyError):
+        info = ProcessInfo(**{name: values[name] for name in ProcessInfo.__slots__ if name in values})
+        return info if _is_sound(info) else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
+
+
+def _is_sound(info: ProcessInfo) -> bool:
+    """Return whether each field is of its type: the file lies where the observed script can write."""
+    numbers = (info.pid, info.ticks, info.ppid, info.attempt)
+    perhaps = (info.rank, info.local_rank, info.world_size, info.stacks_signal)
+    return (
+        all(type(number) is int and number >= 0 for number in numbers)
+        and all(number is None or type(number) is int for number in perhaps)
+        and isinstance(info.argv, list)
+        and all(isinstance(word, str) for word in info.argv)
+        and info.role in get_args(ProcessRole)
+        and (info.torch is None or isinstance(info.torch, str))
+        and type(info.started) in (int, float)
+        and info.started == info.started  # not NaN, which has no place in an order
+    )
+
+
+def on_recording(listener: Callable[[Path], None]) -> None:
+    """Have a listener told of every run directory that a guard opens in this process."""
+    _recording_listeners.append(listener)
+
+
+def announce_recording(path: Path) -> None:
+    """Tell whoever observes this process, if anybody does, that a guard records into this run directory."""
+    for listener in _recording_listeners:
+        listener(path)

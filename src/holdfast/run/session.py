@@ -23,6 +23,7 @@ from holdfast.data.random_state import RandomState, capture, restore, seed_cpu
 from holdfast.memory.host_memory import available_bytes
 from holdfast.memory.ladder import MemoryLadder
 from holdfast.numerics.spikes import SpikeDetector
+from holdfast.recorder.run_files import announce_recording
 from holdfast.run.components import check_fits, component_names, gather, load
 from holdfast.run.cursor import Cursor
 from holdfast.run.directory import RunDirectory
@@ -108,6 +109,7 @@ class Session:
             self._store.clean_up()
             self._check_not_continued()
             self.record.open()
+            announce_recording(self._directory.path)
             if self.cursor is not None:
                 self.cursor.attach(self.record.happened, self._directory.path)
         except BaseException:

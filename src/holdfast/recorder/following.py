@@ -1,0 +1,220 @@
+"""Read only what was appended since the last look, while the process that records goes on or after it was killed.
+
+A look costs one system call for every 256 new records; the whole ring is read at the first look, and again if the
+writer went around it in between.
+
+Does not: wait or poll (the caller does), write.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+
+from holdfast.core.events import Event
+from holdfast.recorder.black_box import PART, STEP, StepMark
+from holdfast.recorder.progress import _SAMPLE, StepSample
+from holdfast.recorder.reader import StepRecord, _decode
+from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, Record, read_ring, slot_struct
+
+_BLOCK = 256
+_HELD_SAMPLES, _HELD_SECONDS = 16, 2.0  # far above how long a copy from a device takes
+
+
+class RingFollower:
+    """Follow one ring; a file that does not exist yet has no records.
+
+    Args:
+        path: The ring.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sequence = 0
+        self._inode = 0
+        self._read_whole = False
+        self.lost = 0
+        """Records that were overwritten before they were read."""
+
+    def new(self) -> list[Record]:
+        """Return the whole records since the last call, oldest first.
+
+        Raises:
+            RunDirectoryError: H305, as `read_ring`.
+        """
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return []
+        try:
+            status = os.fstat(descriptor)
+            if status.st_ino != self._inode:  # the first look, or a writer with another layout began anew
+                self._inode, self._sequence, self._read_whole = status.st_ino, 0, False
+            header = os.pread(descriptor, HEADER.size, 0)
+            if len(header) < HEADER.size or not header.strip(b"\0"):
+                return []  # being made, or cut
+            if not self._read_whole or not header.startswith(MAGIC):
+                return self._all()
+            return self._after(descriptor, header, status.st_size)
+        except OSError:
+            return []
+        finally:
+            os.close(descriptor)
+
+    def _all(self) -> list[Record]:
+        found = [record for record in read_ring(self._path) if record.sequence > self._sequence]
+        if found:
+            if self._read_whole:
+                self.lost += found[0].sequence - self._sequence - 1
+            self._sequence = found[-1].sequence
+        self._read_whole = True
+        return found
+
+    def _after(self, descriptor: int, header: bytes, size: int) -> list[Record]:
+        _, _, payload_bytes, capacity = HEADER.unpack(header)
+        slot = slot_struct(payload_bytes)
+        found: list[Record] = []
+        while capacity:
+            start = (self._sequence + 1) % capacity
+            wanted = min(_BLOCK, capacity - start)
+            place = HEADER_BYTES + start * slot.size
+            data = os.pread(descriptor, max(0, min(wanted * slot.size, size - place)), place)
+            for first, nanoseconds, payload, last in slot.iter_unpack(data[: len(data) // slot.size * slot.size]):
+                if first == last and first > self._sequence + 1:
+                    return found + self._all()
+                if first != last or first <= self._sequence:
+                    return found
+                found.append(Record(first, nanoseconds, payload))
+                self._sequence = first
+            if len(data) < wanted * slot.size:
+                break
+        return found
+
+    def unread(self, sequence: int) -> None:
+        """Let the next look begin again with this record, such as one that was not complete yet."""
+        self._sequence = sequence - 1
+
+
+class SampleFollower:
+    """Follow the samples of a process's steps.
+
+    A loss that comes from a device is written into its sample some steps later. So a sample without a loss is held
+    back, with those after it, until 16 newer ones or 2 seconds have passed.
+
+    Args:
+        path: The ring of samples.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._ring = RingFollower(path)
+
+    @property
+    def lost(self) -> int:
+        """Return how many samples were overwritten before they were read."""
+        return self._ring.lost
+
+    def new(self, *, hold_back: bool = True) -> list[StepSample]:
+        """Return the samples since the last call, oldest first.
+
+        Args:
+            hold_back: False returns also what may be completed later, such as at the last look.
+
+        Raises:
+            RunDirectoryError: H305, as `read_ring`.
+        """
+        records = [record for record in self._ring.new() if len(record.payload) == _SAMPLE.size]
+        samples = [_sample(record) for record in records]
+        if hold_back:
+            recent = time.time() - _HELD_SECONDS
+            start = max(0, len(samples) - _HELD_SAMPLES)
+            for index in range(start, len(samples)):
+                if math.isnan(samples[index].loss) and samples[index].unix_seconds > recent:
+                    self._ring.unread(records[index].sequence)
+                    return samples[:index]
+        return samples
+
+
+class MarkFollower:
+    """Follow the marks of steps in a black box.
+
+    Args:
+        path: The ring of steps.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._ring = RingFollower(path)
+
+    @property
+    def lost(self) -> int:
+        """Return how many marks were overwritten before they were read."""
+        return self._ring.lost
+
+    def new(self) -> list[StepRecord]:
+        """Return the marks since the last call, oldest first.
+
+        Raises:
+            RunDirectoryError: H305, as `read_ring`.
+        """
+        return [mark for mark in map(_mark, self._ring.new()) if mark is not None]
+
+
+class EventFollower:
+    """Follow the events of a process.
+
+    Args:
+        path: The ring of events.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._ring = RingFollower(path)
+        self._parts: list[bytes] = []
+        self._previous = 0
+
+    def new(self) -> list[Event]:
+        """Return the events that were finished since the last call, oldest first.
+
+        Raises:
+            RunDirectoryError: H305, as `read_ring`.
+        """
+        found = []
+        for record in self._ring.new():
+            if len(record.payload) < PART.size:
+                continue
+            index, count = PART.unpack_from(record.payload)
+            if index == 0:
+                self._parts = []
+            elif len(self._parts) != index or record.sequence != self._previous + 1:
+                self._parts = []  # the beginning is gone: overwritten or torn
+                continue
+            self._previous = record.sequence
+            self._parts.append(record.payload[PART.size :])
+            if len(self._parts) == count:
+                event = _decode(b"".join(self._parts))
+                if event is not None:
+                    found.append(event)
+        return found
+
+
+def _sample(record: Record) -> StepSample:
+    step, micro_steps, loss, norm, rate, seconds, wait, host, allocated, reserved, peak = _SAMPLE.unpack(
+        record.payload
+    )
+    return StepSample(
+        step=step, micro_steps=micro_steps, unix_seconds=record.nanoseconds / 1e9, loss=loss, grad_norm=norm,
+        learning_rate=rate, seconds=seconds, wait_seconds=wait, host_bytes=host,
+        device_allocated_bytes=allocated, device_reserved_bytes=reserved, device_peak_bytes=peak,
+    )  # fmt: skip
+
+
+def _mark(record: Record) -> StepRecord | None:
+    if len(record.payload) != STEP.size:
+        return None
+    mark, _, micro_batch_size, global_step, loss, norm, seconds = STEP.unpack(record.payload)
+    if mark not in set(StepMark):
+        return None
+    return StepRecord(
+        mark=StepMark(mark), global_step=global_step, micro_batch_size=micro_batch_size, loss=loss, grad_norm=norm,
+        seconds=seconds, unix_seconds=record.nanoseconds / 1e9,
+    )  # fmt: skip
