@@ -1,0 +1,84 @@
+"""Imported by Python when it starts, since this directory comes first on ``PYTHONPATH``: begins to observe.
+
+Then the ``sitecustomize`` that would have been imported without us is, in the way that Python does it. Whatever goes
+wrong with ours is noted in the run directory, and the script runs as if we were not there.
+
+Written for any Python 3, which need not be one that can import holdfast.
+"""
+# ruff: noqa: PTH100, PTH118, PTH120, PTH123 - pathlib takes 5 ms to import, in every Python that a command starts
+
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_RUN = "OBSERVED_BY_HOLDFAST"  # as recorder.run_files says; holdfast is not imported yet
+_NAME = "sitecustomize"
+
+
+def _leave_path() -> None:
+    """Let ``sys.path`` be what it would be without us; ``PYTHONPATH`` stays, for the children."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
+
+
+def _import_holdfast() -> None:
+    """Import holdfast from where the script would, or else from here, without a look at what else lies here."""
+    import importlib.util
+
+    found = importlib.util.find_spec("holdfast")
+    if found is not None and found.origin is not None:
+        return
+    package = os.path.dirname(os.path.dirname(_HERE))
+    spec = importlib.util.spec_from_file_location(
+        "holdfast", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
+    )
+    if spec is None or spec.loader is None:
+        raise ImportError("holdfast cannot be found")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["holdfast"] = module
+    spec.loader.exec_module(module)
+
+
+def _observe(run: str) -> None:
+    try:
+        _import_holdfast()
+        from holdfast.supervise.observe.starting import start
+
+        start(run)
+    except Exception:  # noqa: BLE001 - nothing of ours may stop the script
+        _note(run)
+
+
+def _note(run: str) -> None:
+    import traceback
+
+    try:
+        with open(os.path.join(run, "processes", f"failed-{os.getpid()}.txt"), "a") as file:
+            traceback.print_exc(file=file)
+    except OSError:
+        pass  # the run directory is what fails: there is nowhere to say so
+
+
+def _import_theirs() -> None:
+    """Import the next ``sitecustomize``.
+
+    Raises:
+        ImportError: if there is none, as without us: then Python goes on in silence.
+    """
+    import importlib.util
+
+    for finder in sys.meta_path:
+        spec = finder.find_spec(_NAME, None) if hasattr(finder, "find_spec") else None
+        if spec is not None:
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[_NAME] = module
+            if spec.loader is not None:
+                spec.loader.exec_module(module)
+            return
+    raise ModuleNotFoundError(f"No module named {_NAME!r}", name=_NAME)
+
+
+if __name__ == _NAME:
+    _leave_path()
+    if os.environ.get(_RUN):
+        _observe(os.environ[_RUN])
+    _import_theirs()

@@ -1,0 +1,63 @@
+"""Stacks of all threads, written in C by ``faulthandler``: upon SIGUSR1, and at a signal that kills.
+
+A handler of the script's own for that signal, set at any time, takes the place of ours; that is told, so that nobody
+sends the signal any more.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from holdfast.recorder.run_files import FAULTHANDLER_FILE
+
+STACKS_SIGNAL = int(signal.SIGUSR1)
+
+
+class Stacks:
+    """Write stacks into a file of this process.
+
+    Args:
+        taken: Called when the script handles the signal itself.
+    """
+
+    def __init__(self, taken: Callable[[], None]) -> None:
+        self._taken = taken
+        self._at_death = not faulthandler.is_enabled()  # else the user wants them elsewhere
+        free = signal.getsignal(STACKS_SIGNAL) == signal.SIG_DFL
+        self.signal = STACKS_SIGNAL if free else None
+        """The signal that is answered, None if there is none."""
+
+    def open(self, folder: Path) -> None:
+        """Write into a folder from now on: of this process, or of one that was forked.
+
+        Raises:
+            OSError: if the file cannot be made.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        file = os.open(folder / FAULTHANDLER_FILE, flags, 0o644)  # stays open: the handlers write to it
+        if self._at_death:
+            faulthandler.enable(file=file, all_threads=True)
+        if self.signal is not None:
+            faulthandler.register(self.signal, file=file, all_threads=True)
+
+    def watch(self) -> None:
+        """Learn when the script handles the signal itself."""
+        original = signal.signal
+
+        @wraps(original)
+        def set_handler(signalnum: Any, handler: Any) -> Any:
+            previous = original(signalnum, handler)
+            if signalnum == STACKS_SIGNAL and self.signal is not None:
+                self.signal = None
+                with suppress(OSError):
+                    self._taken()
+            return previous
+
+        signal.signal = set_handler

@@ -1,0 +1,329 @@
+"""What a training process is doing, and what a step is, from calls that torch makes anyway.
+
+A step ends when an optimizer has stepped. Several optimizers that step after one backward make one step; where there
+is no optimizer, each backward is a step. Only one thread is looked at: that which calls backward, the main thread
+until then. Others load, save and evaluate beside it.
+
+Does not: hook into torch (``hooks`` does), and never raises: what goes wrong is noted, and the script goes on.
+"""
+
+from __future__ import annotations
+
+import _thread
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVarTuple, cast
+
+from holdfast.recorder.progress import Phase, SampleRing
+from holdfast.supervise.observe.memory_readings import MemoryReadings
+from holdfast.supervise.observe.observer import Observer
+from holdfast.supervise.observe.values import OnItsWay, ValueReader
+
+P = TypeVarTuple("P")
+# Calls of backward after which they are counted as steps although an optimizer was made: it is compiled, so that its
+# hooks do not run. More than recipes accumulate.
+_PATIENCE = 256
+_NO_MEMORY = (0, 0, 0, 0)
+
+
+def _noted(method: Callable[[Steps, *P], None]) -> Callable[[Steps, *P], None]:
+    @wraps(method)
+    def noting(steps: Steps, *args: *P) -> None:
+        try:
+            method(steps, *args)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
+            steps.observer.failed(error)
+
+    return noting
+
+
+class Steps:
+    """Counts the steps of this process and shows its phases.
+
+    Args:
+        observer: Of this process.
+        values: Reads losses and norms.
+        memory: Reads memory.
+        finds_optimizer: Whether any optimizer was made so far.
+    """
+
+    def __init__(
+        self,
+        observer: Observer,
+        values: ValueReader,
+        memory: MemoryReadings,
+        finds_optimizer: Callable[[], bool],
+    ) -> None:
+        self.observer = observer
+        self._values = values
+        self._memory = memory
+        self._finds_optimizer = finds_optimizer
+        self._retention: Any = None
+        self._traced = 0
+        main = sys.modules["threading"].main_thread().ident
+        self._start(main if main is not None else _thread.get_ident())
+
+    def begin(self) -> None:
+        """Begin anew in a forked process."""
+        self._values.begin([self._loss, self._norm, self._on_their_way])
+        self._memory.begin()
+        self._retention, self._traced = None, 0
+        self._start(_thread.get_ident())
+
+    @_noted
+    def finish(self) -> None:
+        """Complete the newest samples, as far as that needs no waiting."""
+        if self._on_their_way and self._samples is not None:
+            self._complete(self._samples)
+
+    def _start(self, thread: int) -> None:
+        self.thread = thread
+        self.waits = self.aside = self.in_backward = False
+        self._optimizes = False
+        self._samples: SampleRing | None = None
+        self._training = Phase.FIRST_STEP  # what a forward and a backward are a part of
+        self._step = self._micro_step = self._micro_before = 0
+        self._counted = 0  # which optimizer ended the newest step
+        self._patience: int | None = None  # calls of backward until they are steps; None before the first
+        self._began = self._wait_began = self._waited = 0
+        self._before_aside = self._before_compiling = Phase.STARTING
+        self._loss: float | OnItsWay = math.nan
+        self._norm: float | OnItsWay = math.nan
+        self._scaled: tuple[Any, Any] | None = None
+        self._on_their_way: deque[tuple[int, str, OnItsWay]] = deque()
+
+    # --- loader -----------------------------------------------------------------------------------------------
+
+    @_noted
+    def wait_begins(self) -> None:
+        """The loop asks a loader for something."""
+        self._wait_began = time.monotonic_ns()
+        if self._began == 0:
+            self._began = self._wait_began
+        self.observer.board.enter(Phase.DATA_WAIT)
+
+    @_noted
+    def gets_batch(self) -> None:
+        """The loop has a batch to train with."""
+        self._waited += time.monotonic_ns() - self._wait_began
+        self.observer.board.enter(self._training)
+
+    @_noted
+    def gets_batch_without_gradients(self) -> None:
+        """The loop has a batch, and gradients are off: it evaluates."""
+        self._waited += time.monotonic_ns() - self._wait_began
+        self.observer.board.enter(Phase.EVALUATION)
+
+    @_noted
+    def epoch_ends(self) -> None:
+        """The loader has no more batches."""
+        self._waited += time.monotonic_ns() - self._wait_began
+        self.observer.board.enter(Phase.END_OF_EPOCH)
+
+    @_noted
+    def evaluates(self) -> None:
+        """A module was told to evaluate, which may be all that is seen of an evaluation."""
+        if self._step > 0 and self.observer.board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH):
+            self.observer.board.enter(Phase.EVALUATION)
+
+    # --- backward ---------------------------------------------------------------------------------------------
+
+    @_noted
+    def scales(self, loss: Any, scaled: Any) -> None:
+        """A gradient scaler has multiplied a loss.
+
+        Args:
+            loss: Without its graph.
+            scaled: Weak reference to what backward will get.
+        """
+        self._scaled = (loss, scaled)
+
+    @_noted
+    def backward_begins(self, root: Any) -> None:
+        """Backward is called.
+
+        Args:
+            root: The tensor that it begins with, None if there are several.
+        """
+        self.thread = _thread.get_ident()
+        board = self.observer.board
+        if self._began == 0:
+            self._began = time.monotonic_ns()
+        phase = self._training
+        if board.phase is not phase:
+            board.enter(phase)
+        if self._scaled is not None:
+            loss, scaled = self._scaled
+            self._scaled = None
+            root = loss if scaled() is root else None  # of a sum of scaled losses, the scale is in it
+        if root is not None:
+            if type(self._loss) is not float:
+                self._take(self._loss)
+            self._loss = self._values.read(root)
+
+    @_noted
+    def backward_ends(self) -> None:
+        """Backward has returned."""
+        self._micro_step += 1
+        board = self.observer.board
+        if self._patience is None:
+            self.observer.becomes("trainer")
+            self._patience = _PATIENCE if self._finds_optimizer() else 0
+        if self._counted == 0 and self._micro_step > self._patience:
+            self._end_step(math.nan)
+        else:
+            board.micro_step = self._micro_step
+            board.enter(Phase.OPTIMIZER if self._optimizes and self._step > 0 else board.phase)
+
+    @_noted
+    def clipped(self, norm: Any) -> None:
+        """The script has computed the norm of the gradients."""
+        if type(self._norm) is not float:
+            self._take(self._norm)
+        self._norm = self._values.read(norm)
+
+    # --- optimizer --------------------------------------------------------------------------------------------
+
+    @_noted
+    def optimizer_begins(self) -> None:
+        """An optimizer is about to step."""
+        self.thread = _thread.get_ident()
+        self._optimizes = True
+        if self._step > 0:
+            self.observer.board.enter(Phase.OPTIMIZER)
+
+    @_noted
+    def closure_begins(self) -> None:
+        """An optimizer is about to step, and runs forward and backward itself."""
+        self.thread = _thread.get_ident()
+        self._optimizes = True
+        self.observer.board.enter(self._training)
+
+    @_noted
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """An optimizer has stepped."""
+        self._optimizes = False
+        fresh = self._micro_step > self._micro_before or id(optimizer) == self._counted or self._micro_step == 0
+        if fresh or self._counted == 0:  # the latter: its backward was counted, since no optimizer was known
+            self._counted = id(optimizer)
+        if not fresh:
+            self.observer.board.enter(self._training)
+            return
+        if self._patience is None:  # gradients came by another way than backward
+            self._patience = _PATIENCE
+            self.observer.becomes("trainer")
+        self._end_step(_learning_rate(optimizer))
+
+    def _end_step(self, learning_rate: float) -> None:
+        now = time.monotonic_ns()
+        board, loss, norm = self.observer.board, self._loss, self._norm
+        self._step += 1
+        if self._step == 1:
+            self._training = Phase.FORWARD_BACKWARD
+        board.step, board.micro_step = self._step, self._micro_step
+        board.enter(self._training)
+        if self._samples is None:
+            self._samples = self._open_samples()
+        number = self._samples.write(
+            self._step,
+            self._micro_step - self._micro_before,
+            loss if type(loss) is float else math.nan,
+            norm if type(norm) is float else math.nan,
+            learning_rate,
+            (now - self._began) / 1e9 if self._began else math.nan,
+            self._waited / 1e9,
+            *(self._memory.look(now) if now >= self._memory.next_at else _NO_MEMORY),
+        )
+        self._began, self._waited, self._micro_before = now, 0, self._micro_step
+        self._loss = self._norm = math.nan
+        if self._on_their_way or type(loss) is not float or type(norm) is not float:
+            self._expect(self._samples, number, loss, norm)
+        requested = board.trace_requested()
+        if requested != self._traced or self._retention is not None:
+            self._trace(requested)
+
+    def _open_samples(self) -> SampleRing:
+        try:
+            return self.observer.samples()
+        except OSError as error:  # a full disk: the steps are counted all the same
+            self.observer.failed(error)
+            return cast("SampleRing", _Nowhere())
+
+    def _expect(self, samples: SampleRing, number: int, loss: float | OnItsWay, norm: float | OnItsWay) -> None:
+        """Remember what the sample of this number still lacks."""
+        for name, value in (("loss", loss), ("grad_norm", norm)):
+            if isinstance(value, OnItsWay):
+                self._on_their_way.append((number, name, value))
+        self._complete(samples)
+
+    def _complete(self, samples: SampleRing) -> None:
+        """Put what has arrived from a device into the samples that it belongs to."""
+        while self._on_their_way and self._on_their_way[0][2].arrived():
+            number, name, sent = self._on_their_way.popleft()
+            samples.amend(number, **{name: sent.value()})
+            self._values.give_back(sent)
+
+    def _take(self, value: float | OnItsWay) -> None:
+        """Give up a value that a later one of the same step replaces."""
+        if isinstance(value, OnItsWay):
+            self._values.give_back(value)  # the copy that comes next follows it in the stream
+
+    def _trace(self, requested: int) -> None:
+        """Let what holds memory be looked for, once somebody outside has asked for it."""
+        if requested != self._traced:
+            self._traced = requested
+            if self._retention is None:
+                from holdfast.supervise.observe.retention import Retention
+
+                self._retention = Retention(self.observer.tell)
+        if self._retention is not None:
+            self._retention.after_step(requested)
+
+    # --- saving, compiling ------------------------------------------------------------------------------------
+
+    @_noted
+    def aside_begins(self, phase: Phase) -> None:
+        """Something else is about to be done, such as to save."""
+        self._before_aside = self.observer.board.phase
+        self.observer.board.enter(phase)
+
+    @_noted
+    def aside_ends(self) -> None:
+        """It is done, or cannot be."""
+        self.observer.board.enter(self._before_aside)
+
+    @_noted
+    def compile_begins(self) -> None:
+        """A part of the model is about to be compiled."""
+        self._training = Phase.FIRST_STEP
+        if self.observer.board.phase not in (Phase.DATA_WAIT, Phase.SAVING, Phase.ENDING):
+            self._before_compiling = self.observer.board.phase
+            self.observer.board.enter(Phase.FIRST_STEP)
+
+    @_noted
+    def compile_ends(self) -> None:
+        """It is compiled."""
+        self._training = Phase.FIRST_STEP if self._step == 0 else Phase.FORWARD_BACKWARD
+        if self.observer.board.phase is Phase.FIRST_STEP:
+            starts = self._before_compiling is Phase.STARTING
+            self.observer.board.enter(Phase.FIRST_STEP if starts else self._before_compiling)
+
+
+class _Nowhere:
+    """Stands for a ring of samples that could not be made."""
+
+    def write(self, *_values: float) -> int:
+        """Lose a sample, and return a number that is none."""
+        return 0
+
+    def amend(self, number: int, **values: float) -> None:
+        """Lose what is known of a sample."""
+
+
+def _learning_rate(optimizer: Any) -> float:
+    rate = optimizer.param_groups[0].get("lr", math.nan)
+    return float(rate) if isinstance(rate, (int, float)) else math.nan  # a tensor may lie on a device

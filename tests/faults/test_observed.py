@@ -1,0 +1,303 @@
+"""Scripts that train, observed and not: the same losses bit by bit, and a record of what they did, even if killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.events import Event
+from holdfast.recorder.progress import Phase, Standing, StepSample, read_board, read_samples
+from holdfast.recorder.reader import read_events
+from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, ProcessInfo, read_processes
+from holdfast.supervise.observe.environment import observing
+
+PROGRAM = Path(__file__).parent / "programs" / "observed_train.py"
+GUARDED = Path(__file__).parent / "programs" / "train.py"
+PEERS = Path(__file__).parent / "programs" / "observed_peers.py"
+_SECONDS = 120.0
+Train = Callable[..., "Ended"]
+
+
+class Ended:
+    """What a script printed and left.
+
+    Args:
+        output: What it printed.
+        status: Its exit status.
+        run: The run directory, None if it was not observed.
+    """
+
+    def __init__(self, output: str, status: int, run: Path | None) -> None:
+        self.output = output
+        self.status = status
+        self.run = run
+
+    def processes(self, role: str = "trainer") -> list[tuple[Path, ProcessInfo]]:
+        assert self.run is not None
+        assert not list(self.run.glob("processes/failed-*")), next(self.run.glob("processes/failed-*")).read_text()
+        return [(folder, info) for folder, info in read_processes(self.run) if info.role == role]
+
+    def samples(self) -> list[StepSample]:
+        ((folder, _),) = self.processes()
+        return read_samples(folder / SAMPLES_FILE)
+
+    def standing(self) -> Standing:
+        ((folder, _),) = self.processes()
+        found = read_board(folder / BOARD_FILE)
+        assert found is not None
+        return found
+
+    def events(self) -> list[Event]:
+        ((folder, _),) = self.processes()
+        return read_events(folder)
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """Return a function that runs the program to its end."""
+
+    def run(*arguments: str, observed: bool = True, program: Path = PROGRAM) -> Ended:
+        place = tmp_path / ("observed" if observed else "plain")
+        place.mkdir()
+        environment = observing(os.environ, place, 0) if observed else dict(os.environ)
+        ended = subprocess.run(
+            [sys.executable, str(program), *arguments],
+            env={**environment, "OMP_NUM_THREADS": "1"}, cwd=place, capture_output=True, text=True, check=False,
+            timeout=_SECONDS,
+        )  # fmt: skip
+        return Ended(ended.stdout + ended.stderr, ended.returncode, place if observed else None)
+
+    return run
+
+
+def _without_times(output: str) -> str:
+    return re.sub(r"W\d+ [\d:.]+ \d+", "", output)  # of torch's log
+
+
+def printed(output: str, column: int = 0) -> list[float]:
+    return [float.fromhex(line.split()[column]) for line in output.splitlines()]
+
+
+def test_a_plain_loop_is_recorded_step_by_step(train: Train) -> None:
+    """Loss, norm and learning rate of each step are those of the script, and its phases end where it ended."""
+    ended = train("plain", "3")
+    samples = ended.samples()
+    assert [sample.step for sample in samples] == [1, 2, 3]
+    assert [sample.loss for sample in samples] == printed(ended.output)
+    assert [sample.grad_norm for sample in samples] == printed(ended.output, 1)
+    assert [sample.learning_rate for sample in samples] == [0.01, 0.01, 0.005]
+    assert all(sample.seconds > sample.wait_seconds > 0 for sample in samples)
+    assert samples[0].host_bytes > 2**20
+    standing = ended.standing()
+    assert (standing.phase, standing.step, standing.micro_step) == (Phase.ENDING, 3, 3)
+    imported, exiting = ended.events()
+    ((_, info),) = ended.processes()
+    assert imported.data == {"version": info.torch}
+    assert exiting.data == {"how": "returned", "status": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "workers", "steps", "micro_steps"),
+    [
+        ("plain", "0", 6, [1] * 6),
+        ("plain", "2", 6, [1] * 6),
+        ("gan", "0", 12, [1] * 12),
+        ("together", "0", 6, [1] * 6),
+        ("accumulation", "0", 6, [4] * 6),
+        ("no_optimizer", "0", 6, [1] * 6),
+        ("closure", "0", 6, None),
+        ("checkpointed", "0", 6, [1] * 6),
+        ("compiled", "0", 0, []),
+    ],
+)
+def test_nothing_of_a_training_changes(
+    train: Train, shape: str, workers: str, steps: int, micro_steps: list[int] | None
+) -> None:
+    """Every loss is the same bit by bit, whatever the loop looks like, and its steps are counted as it makes them."""
+    plain = train(shape, "6", workers, observed=False)
+    observed = train(shape, "6", workers)
+    assert (plain.status, observed.status) == (0, 0), observed.output
+    assert _without_times(observed.output) == _without_times(plain.output)
+    assert observed.standing().step == steps
+    if steps and micro_steps is not None:
+        assert [sample.micro_steps for sample in observed.samples()] == micro_steps
+    if shape == "accumulation":
+        assert [sample.loss for sample in observed.samples()] == printed(observed.output)[3::4]
+    if shape == "compiled":  # hooks of an optimizer that is traced are none; the calls of backward are there
+        assert observed.standing().micro_step == 6
+
+
+@pytest.mark.slow
+def test_workers_have_folders_of_their_own(train: Train) -> None:
+    """Workers of a loader are known as such, and none of them writes into what is their parent's."""
+    ended = train("plain", "3", "2")
+    ((_, trainer),) = ended.processes()
+    workers = ended.processes("loader worker")
+    assert len(workers) >= 2
+    assert {info.ppid for _, info in workers} == {trainer.pid}
+    for folder, info in workers:
+        board = read_board(folder / BOARD_FILE)
+        assert board is not None
+        assert (board.pid, board.step) == (info.pid, 0)
+        assert not (folder / SAMPLES_FILE).exists()
+    assert [sample.step for sample in ended.samples()] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_an_exception_of_a_worker_comes_out_of_the_trainer(train: Train) -> None:
+    """What a worker met is recorded with the words that torch gives it, and the phase is that of waiting for data."""
+    ended = train("bad_sample", "20", "1")
+    assert ended.status == 1
+    (exception,) = [event for event in ended.events() if event.kind == "exception"]
+    assert exception.data["type"] == "KeyError"
+    assert "the 50th sample is missing" in exception.data["message"]
+    assert exception.data["fatal"] is True
+    assert not any("supervise" in frame[0] for frame in exception.data["frames"])
+
+
+@pytest.mark.slow
+def test_a_script_that_diverges_and_raises(train: Train) -> None:
+    """The samples show how it went, and the exception where it ended and why."""
+    ended = train("diverges")
+    assert ended.status == 1
+    losses = [sample.loss for sample in ended.samples()]
+    assert len(losses) >= 1
+    assert all(math.isfinite(loss) for loss in losses)
+    (exception,) = [event for event in ended.events() if event.kind == "exception"]
+    assert exception.data["type"] == "FloatingPointError"
+    assert exception.data["frames"][-1][2] == "diverges"
+    assert exception.data["chain"][0]["message"] == "the first cause"
+    assert exception.global_step == len(losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_training_leaves_what_it_recorded(tmp_path: Path, number: signal.Signals) -> None:
+    """After a kill at any moment the board and the samples are there, at most one step apart."""
+    command = [sys.executable, str(PROGRAM), "plain", "1000000"]
+    environment = observing(os.environ, tmp_path, 0)
+    with subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(30)]
+        process.send_signal(number)
+        lines += process.stdout.read().splitlines()
+    ended = Ended("", process.returncode, tmp_path)
+    samples, standing = ended.samples(), ended.standing()
+    assert standing.step - samples[-1].step in (0, 1)
+    assert len(samples) >= 20
+    assert [sample.loss for sample in samples][:4] == printed("".join(lines[:4]))
+    assert standing.phase is not Phase.ENDING
+
+
+@pytest.mark.slow
+def test_a_hanging_loader_shows_where_the_script_stands(tmp_path: Path) -> None:
+    """A script that waits for a worker is in the phase of waiting, and its progress stands still."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time, torch\n"
+        "class Slow(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return time.sleep(600 if index == 2 else 0) or torch.ones(2)\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "for batch in torch.utils.data.DataLoader(Slow()):\n"
+        "    model(batch).sum().backward()\n"
+        "    print(flush=True)\n"
+    )
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, env=observing(os.environ, tmp_path, 0), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            for _ in range(2):
+                process.stdout.readline()
+            deadline = time.monotonic() + _SECONDS
+            while (standing := Ended("", 0, tmp_path).standing()).phase is not Phase.DATA_WAIT:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert Ended("", 0, tmp_path).standing() == standing
+            assert (standing.step, standing.micro_step) == (2, 2)
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_ranks_under_torchrun(tmp_path: Path) -> None:
+    """The launcher and its ranks are each known for what they are."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(PROGRAM), "plain", "2"]
+    environment = {**observing(os.environ, tmp_path, 0), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=True, timeout=_SECONDS)
+    ended = Ended("", 0, tmp_path)
+    ((_, launcher),) = ended.processes("launcher")
+    ranks = ended.processes()
+    assert sorted((info.rank, info.local_rank, info.world_size) for _, info in ranks) == [(0, 0, 2), (1, 1, 2)]
+    assert {info.ppid for _, info in ranks} == {launcher.pid}
+
+
+@pytest.mark.slow
+def test_a_guarded_training(train: Train, tmp_path: Path) -> None:
+    """With a guard and our own loader the outcome is the same to the last digit, and each step is one sample."""
+    digests = []
+    for observed in (False, True):
+        trace = tmp_path / f"trace-{observed}"
+        request = {"run_dir": str(tmp_path / f"run-{observed}"), "trace": str(trace), "workers": 2, "epochs": 2}
+        ended = train(json.dumps(request), observed=observed, program=GUARDED)
+        assert ended.status == 0, ended.output
+        digests.append(json.loads(trace.read_text().splitlines()[-1])["digest"])
+    assert digests[0] == digests[1]
+    (folder, _), *_ = ended.processes()  # a rehearsal in a fork may be another
+    samples = read_samples(folder / SAMPLES_FILE)
+    assert [sample.step for sample in samples] == list(range(1, 17))
+    assert all(sample.wait_seconds > 0 for sample in samples)
+
+
+@pytest.mark.slow
+def test_wrapped_functions_are_what_they_were(tmp_path: Path) -> None:
+    """Names, signatures, pickling and documentation of what is wrapped are those of torch."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import inspect, pickle, torch\n"
+        "from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter\n"
+        "for each in (torch.autograd.backward, torch.save, torch.nn.utils.clip_grad_norm_, torch.nn.Module.eval,\n"
+        "             torch.amp.GradScaler.scale, _BaseDataLoaderIter.__next__, DataLoader.__iter__):\n"
+        "    print(each.__module__, each.__qualname__, inspect.signature(each), len(inspect.getdoc(each) or ''))\n"
+        "    print(pickle.dumps(each), inspect.getsourcelines(each)[1])\n"
+        "print(torch.save is torch.serialization.save, torch.nn.utils.clip_grad.clip_grad_norm_ is\n"
+        "      torch.nn.utils.clip_grad_norm_)\n"
+        "print(torch.manual_seed(0).get_state().sum(), torch.is_grad_enabled(), torch.get_num_threads())\n"
+        "print(len(torch.__dict__))\n"
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    outputs = [
+        subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True)
+        for environment in (dict(os.environ), observing(os.environ, run, 0))
+    ]
+    assert outputs[0].stdout == outputs[1].stdout
+    assert Ended("", 0, run).processes("other")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", ["accelerate", "transformers", "pytorch_lightning"])
+def test_frameworks(train: Train, peer: str) -> None:
+    """Steps of a loop that a framework runs are seen as its optimizer makes them, with the same losses."""
+    pytest.importorskip(peer)
+    plain = train(peer, observed=False, program=PEERS)
+    observed = train(peer, program=PEERS)
+    assert (plain.status, observed.status) == (0, 0), observed.output
+    lines = [
+        next(line for line in ended.output.splitlines() if line.startswith('{"steps"')) for ended in (plain, observed)
+    ]
+    assert lines[0] == lines[1]
+    asked = json.loads(lines[0])
+    assert [sample.step for sample in observed.samples()] == list(range(1, asked["steps"] + 1))
+    assert {sample.micro_steps for sample in observed.samples()} == {asked["micro_steps"]}

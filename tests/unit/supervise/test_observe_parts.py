@@ -1,0 +1,535 @@
+"""The parts of the observer by themselves: waiting for imports, exceptions as facts, values, steps, files."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import math
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.events import Event
+from holdfast.recorder.event_ring import EventRing
+from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, StepSample, read_board, read_samples
+from holdfast.recorder.reader import read_events
+from holdfast.recorder.run_files import (
+    PROCESSES_FOLDER,
+    ProcessInfo,
+    announce_recording,
+    on_recording,
+    read_processes,
+    write_process,
+)
+from holdfast.supervise.observe.exceptions import describe_exception
+from holdfast.supervise.observe.importing import ImportWatch
+from holdfast.supervise.observe.memory_readings import MemoryReadings
+from holdfast.supervise.observe.observer import is_launcher
+from holdfast.supervise.observe.steps import Steps
+from holdfast.supervise.observe.values import OnItsWay, ValueReader
+
+# --- imports ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    (tmp_path / "waited_for.py").write_text("loader = __loader__\nvalue = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield ImportWatch(lambda error: failures.append(error))
+    sys.modules.pop("waited_for", None)
+    failures.clear()
+
+
+failures: list[BaseException] = []
+
+
+def test_an_act_is_done_once_after_the_import(watch: ImportWatch) -> None:
+    """A module is complete when its act is done, was given its own loader before it ran, and is not wrapped again."""
+    seen: list[ModuleType] = []
+    watch.when_imported("waited_for", lambda module: seen.append((module, module.value)))
+    assert seen == []
+    module = importlib.import_module("waited_for")
+    assert seen == [(module, 1)]
+    assert module.loader is module.__loader__ is module.__spec__.loader
+    assert type(module.loader).__name__ == "SourceFileLoader"
+    assert importlib.reload(module) is module
+    assert len(seen) == 1
+
+
+def test_an_act_for_a_module_that_is_there_is_done_now(watch: ImportWatch) -> None:
+    """What is imported already is not waited for, and an act that fails is told to nobody but us."""
+    before = len(sys.meta_path)
+    watch.when_imported("json", lambda module: module.nothing_of_this_name)
+    assert len(sys.meta_path) == before
+    assert [type(failure) for failure in failures] == [AttributeError]
+
+
+def test_a_look_for_a_module_is_no_import(watch: ImportWatch) -> None:
+    """Asking whether a module is there gives a usable answer and does not use up the act."""
+    seen: list[ModuleType] = []
+    watch.when_imported("waited_for", seen.append)
+    spec = importlib.util.find_spec("waited_for")
+    assert spec is not None
+    assert spec.loader.get_source("waited_for") == "loader = __loader__\nvalue = 1\n"
+    assert seen == []
+    importlib.import_module("waited_for")
+    assert len(seen) == 1
+
+
+def test_a_module_that_is_missing_is_missing(watch: ImportWatch) -> None:
+    """Waiting for what does not exist leaves the error of the import as it is."""
+    watch.when_imported("nothing_of_this_name", lambda module: None)
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
+        importlib.import_module("nothing_of_this_name")
+
+
+# --- exceptions ---------------------------------------------------------------------------------------------------
+
+
+def caught(function: Any) -> BaseException:
+    try:
+        function()
+    except BaseException as error:  # noqa: BLE001 - whatever it is
+        return error
+    raise AssertionError
+
+
+def test_a_recursion_is_described_by_its_ends() -> None:
+    """Of a thousand frames the outermost and the innermost are kept."""
+
+    def down(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("bottom")
+        down(depth - 1)
+
+    error = caught(lambda: down(500))
+    found = describe_exception(error, error.__traceback__)
+    functions = [frame[2] for frame in found["frames"]]
+    assert len(functions) == 40
+    assert functions[:2] == ["caught", "<lambda>"]
+    assert functions[-1] == "down"
+    assert found["frames"][-1][1] < found["frames"][-2][1]
+
+
+def test_causes_that_go_in_a_circle_end() -> None:
+    """A chain of causes that bites its tail is described once around."""
+    first, second = ValueError("first"), KeyError("second")
+    first.__cause__, second.__context__ = second, first
+    found = describe_exception(first, None)
+    assert [each["type"] for each in found["chain"]] == ["KeyError"]
+
+
+def test_an_exception_without_words() -> None:
+    """A broken __str__, notes that are no list, and a suppressed context do no harm."""
+
+    class OddError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    odd = OddError()
+    odd.__context__, odd.__suppress_context__ = ValueError("hidden"), True
+    found = describe_exception(odd, None)
+    assert found["message"] == "(its text cannot be had: RuntimeError)"
+    assert found["type"].endswith("OddError")
+    assert found["chain"] == []
+    json.dumps(found)
+    noted = ValueError("text")
+    noted.__notes__ = 7  # type: ignore[assignment]
+    assert describe_exception(noted, None)["message"] == "text"
+    noted.__notes__ = ["more"]
+    assert describe_exception(noted, None)["message"] == "text\nmore"
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@given(number=st.floats(width=32))
+def test_a_value_is_read_bit_by_bit(dtype: torch.dtype, number: float) -> None:
+    """What is read from memory is what torch says, NaN and infinities included."""
+    tensor = torch.tensor([number, number], dtype=dtype)[1]
+    found = ValueReader(torch).read(tensor)
+    assert isinstance(found, float)
+    assert found == tensor.item() or (math.isnan(found) and math.isnan(tensor.item()))
+
+
+def test_what_has_no_value_is_not_touched() -> None:
+    """Several elements, integers, sparse and meta tensors, subclasses and wrapped tensors give NaN."""
+
+    class Touchy(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("touched")
+
+    reader = ValueReader(torch)
+    assert math.isnan(reader.read(torch.ones(2)))
+    assert math.isnan(reader.read(torch.ones((), dtype=torch.int64)))
+    assert math.isnan(reader.read(torch.ones((), device="meta")))
+    assert math.isnan(reader.read(torch.ones(1).to_sparse()))
+    assert math.isnan(reader.read(torch.ones(1).as_subclass(Touchy)))
+    assert math.isnan(reader.read("loss"))
+    inside: list[Any] = []
+    torch.func.vmap(lambda each: inside.append(reader.read(each)) or each)(torch.ones(3))
+    assert math.isnan(inside[0])
+
+
+def test_reading_is_seen_by_no_mode_and_no_profiler() -> None:
+    """A script that looks at every call to torch does not see that a loss was read."""
+    seen: list[Any] = []
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    loss = (torch.ones(3, requires_grad=True) * 2).sum()
+    reader = ValueReader(torch)
+    with Functions(), Operations(), torch.profiler.profile() as profile:
+        assert reader.read(loss) == 6.0
+    assert seen == []
+    assert [event.name for event in profile.events() if event.name.startswith("aten::")] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_value_on_a_gpu_comes_later() -> None:
+    """A loss on a GPU is not waited for: it is a promise, kept once the stream has come so far."""
+    reader = ValueReader(torch)
+    found = reader.read((torch.ones(3, device="cuda", requires_grad=True) * 2).sum())
+    assert isinstance(found, OnItsWay)
+    torch.cuda.synchronize()
+    assert found.arrived()
+    assert found.value() == 6.0
+
+
+# --- steps --------------------------------------------------------------------------------------------------------
+
+
+class Seen:
+    """Stands for the observer: real files, no process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "board"
+        self.board = ProgressBoard(self.path)
+        self.ring = folder / "samples"
+        self._samples = SampleRing(self.ring)
+        self.roles: list[str] = []
+        self.failures: list[BaseException] = []
+        self.told: list[str] = []
+
+    def samples(self) -> SampleRing:
+        return self._samples
+
+    def becomes(self, role: str) -> None:
+        self.roles.append(role)
+
+    def failed(self, error: BaseException) -> None:
+        self.failures.append(error)
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        self.told.append(kind)
+
+
+class Optimizer:
+    """As much of an optimizer as a hook looks at."""
+
+    def __init__(self, rate: Any = 0.5) -> None:
+        self.param_groups = [{"lr": rate}]
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Any:
+    found = Seen(tmp_path)
+    yield found
+    assert found.failures == []
+
+
+def steps_of(seen: Seen, *, optimizer: bool = True) -> Steps:
+    return Steps(seen, ValueReader(torch), MemoryReadings(torch), lambda: optimizer)  # type: ignore[arg-type]
+
+
+def backward(steps: Steps, loss: float = 1.0) -> None:
+    steps.backward_begins(torch.tensor(loss))
+    steps.backward_ends()
+
+
+def step(steps: Steps, optimizer: Any) -> None:
+    steps.optimizer_begins()
+    steps.optimizer_ends(optimizer)
+
+
+def test_the_phases_of_a_loop(seen: Seen) -> None:
+    """Waiting, training, an epoch's end, evaluation and saving are told apart; the first step is one of its own."""
+    steps = steps_of(seen)
+    phases = [seen.board.phase]
+    judge = Optimizer()
+
+    def does(method: Any, *args: Any) -> None:
+        method(*args)
+        phases.append(seen.board.phase)
+
+    for _ in range(2):
+        does(steps.wait_begins)
+        does(steps.gets_batch)
+        does(steps.backward_begins, None)
+        does(steps.backward_ends)
+        does(steps.optimizer_begins)
+        does(steps.optimizer_ends, judge)
+    does(steps.aside_begins, Phase.SAVING)
+    does(steps.aside_ends)
+    does(steps.evaluates)
+    does(steps.wait_begins)
+    does(steps.gets_batch_without_gradients)
+    does(steps.epoch_ends)
+    first, usual = Phase.FIRST_STEP, Phase.FORWARD_BACKWARD
+    assert phases == [
+        Phase.STARTING,
+        *(Phase.DATA_WAIT, first, first, first, first, usual),
+        *(Phase.DATA_WAIT, usual, usual, usual, Phase.OPTIMIZER, usual),
+        *(Phase.SAVING, usual, Phase.EVALUATION, Phase.DATA_WAIT, Phase.EVALUATION, Phase.END_OF_EPOCH),
+    ]
+    assert seen.roles == ["trainer"]
+
+
+def test_what_counts_as_a_step(seen: Seen) -> None:
+    """Optimizers that step after one backward make one step; each with a backward of its own makes one each."""
+    steps, one, other = steps_of(seen), Optimizer(0.1), Optimizer(torch.tensor(0.2))
+    backward(steps, 1.0)
+    step(steps, one)
+    step(steps, other)
+    backward(steps, 2.0)
+    backward(steps, 3.0)
+    step(steps, other)
+    samples = read_samples(seen.ring)
+    assert [(each.step, each.micro_steps, each.loss) for each in samples] == [(1, 1, 1.0), (2, 2, 3.0)]
+    assert samples[0].learning_rate == 0.1
+    assert math.isnan(samples[1].learning_rate)
+    assert samples[0].host_bytes > 0
+    assert samples[1].seconds > 0
+
+
+def test_steps_without_an_optimizer_are_calls_of_backward(seen: Seen) -> None:
+    """Where no optimizer was made each backward is a step, until one is made after all."""
+    steps, late = steps_of(seen, optimizer=False), Optimizer()
+    for _ in range(3):
+        backward(steps)
+    backward(steps)
+    step(steps, late)
+    backward(steps)
+    backward(steps)
+    step(steps, late)
+    assert [each.step for each in read_samples(seen.ring)] == [1, 2, 3, 4, 5]
+    assert [each.micro_steps for each in read_samples(seen.ring)] == [1, 1, 1, 1, 2]
+
+
+def test_an_optimizer_that_is_never_seen_to_step(seen: Seen) -> None:
+    """Where an optimizer was made and its hooks do not run, calls of backward become steps after a while."""
+    steps = steps_of(seen)
+    for _ in range(260):
+        backward(steps)
+    samples = read_samples(seen.ring)
+    assert [(each.step, each.micro_steps) for each in samples] == [(1, 257), (2, 1), (3, 1), (4, 1)]
+
+
+def test_steps_without_backward(seen: Seen) -> None:
+    """An optimizer whose gradients come from elsewhere steps all the same."""
+    steps, one = steps_of(seen), Optimizer()
+    step(steps, one)
+    step(steps, one)
+    assert [(each.step, each.micro_steps) for each in read_samples(seen.ring)] == [(1, 0), (2, 0)]
+    assert seen.roles == ["trainer"]
+
+
+def test_a_scaled_loss_is_recorded_without_its_scale(seen: Seen) -> None:
+    """The loss before a scaler is taken, and nothing where backward gets what was made of scaled losses."""
+    import weakref
+
+    steps, one = steps_of(seen), Optimizer()
+    for combines in (False, True):
+        loss = torch.tensor(2.0)
+        scaled = loss * 1024
+        steps.scales(loss, weakref.ref(scaled))
+        steps.backward_begins(scaled + 1 if combines else scaled)
+        steps.backward_ends()
+        step(steps, one)
+    first, second = read_samples(seen.ring)
+    assert first.loss == 2.0
+    assert math.isnan(second.loss)
+
+
+def test_compiling_is_a_phase_of_its_own(seen: Seen) -> None:
+    """While torch compiles, also later, the process is in the phase of a first step, and then back."""
+    steps, one = steps_of(seen), Optimizer()
+    backward(steps)
+    step(steps, one)
+    steps.gets_batch_without_gradients()
+    steps.compile_begins()
+    assert seen.board.phase is Phase.FIRST_STEP
+    steps.compile_ends()
+    assert seen.board.phase is Phase.EVALUATION
+
+
+def test_a_late_value_completes_its_sample(seen: Seen) -> None:
+    """A loss that arrives after its step is put into the sample of that step, in order, without waiting."""
+
+    class Late(OnItsWay):
+        here = False
+
+        def __init__(self, value: float) -> None:
+            super().__init__(torch.tensor([value]), None, lambda address: ctypes.c_float.from_address(address).value)
+
+        def arrived(self) -> bool:
+            return self.here
+
+    late = [Late(float(number)) for number in range(3)]
+    steps, one = steps_of(seen), Optimizer()
+    for each in late:
+        backward(steps)
+        steps._loss = each
+        step(steps, one)
+    assert all(math.isnan(each.loss) for each in read_samples(seen.ring))
+    late[0].here = late[2].here = True
+    steps.finish()
+    assert [str(each.loss) for each in read_samples(seen.ring)] == ["0.0", "nan", "nan"]
+    late[1].here = True
+    backward(steps, 9.0)
+    step(steps, one)
+    assert [each.loss for each in read_samples(seen.ring)] == [0.0, 1.0, 2.0, 9.0]
+
+
+def test_what_fails_in_a_hook_is_noted(tmp_path: Path) -> None:
+    """An error of ours goes to the observer, never into the script."""
+    seen = Seen(tmp_path)
+    steps = steps_of(seen)
+    seen.board.close()
+    steps.wait_begins()
+    assert len(seen.failures) == 1
+
+
+def test_samples_that_cannot_be_written_are_given_up(tmp_path: Path) -> None:
+    """On a full disk steps are counted without samples, and that is noted once."""
+    seen = Seen(tmp_path)
+    steps, one = steps_of(seen), Optimizer()
+
+    def fails() -> SampleRing:
+        raise OSError(28, "No space left on device")
+
+    seen.samples = fails  # type: ignore[method-assign]
+    for _ in range(3):
+        backward(steps)
+        step(steps, one)
+    assert [type(error) for error in seen.failures] == [OSError]
+    assert seen.board.step == 3
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def test_amending_a_sample_that_is_gone(tmp_path: Path) -> None:
+    """A sample whose slot belongs to a newer one by now is left alone."""
+    ring = SampleRing(tmp_path / "ring")
+    first = ring.write(1, 1, math.nan, math.nan, 0.0, 0.0, 0.0, 0, 0, 0, 0)
+    for number in range(2, 32_770):
+        ring.write(number, 1, 0.25, 0.5, 0.0, 0.0, 0.0, 0, 0, 0, 0)
+    ring.amend(first, loss=7.0, grad_norm=8.0)
+    newest = ring.write(5, 1, math.nan, math.nan, 0.0, 0.0, 0.0, 0, 0, 0, 0)
+    ring.amend(newest, grad_norm=8.0)
+    samples = read_samples(tmp_path / "ring")
+    assert {each.loss for each in samples[:-1]} == {0.25}
+    assert samples[-1].grad_norm == 8.0
+    assert math.isnan(samples[-1].loss)
+
+
+def test_a_sample_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    """All fields of a sample survive the ring."""
+    sample = StepSample(
+        step=3, micro_steps=2, loss=1.5, grad_norm=2.5, learning_rate=0.1, seconds=0.2, wait_seconds=0.1,
+        host_bytes=5, device_allocated_bytes=6, device_reserved_bytes=7, device_peak_bytes=8,
+    )  # fmt: skip
+    SampleRing(tmp_path / "ring").append(sample)
+    (found,) = read_samples(tmp_path / "ring")
+    assert found.unix_seconds > 0
+    assert pickle.loads(pickle.dumps(found)).device_peak_bytes == 8
+    assert [getattr(found, name) for name in StepSample.__slots__ if name != "unix_seconds"] == [
+        getattr(sample, name) for name in StepSample.__slots__ if name != "unix_seconds"
+    ]
+
+
+def test_a_board_that_nobody_sees(tmp_path: Path) -> None:
+    """A board without a file takes everything and shows nothing."""
+    board = ProgressBoard(None)
+    board.count(step=1, micro_step=2, phase=Phase.SAVING)
+    assert (board.step, board.phase, board.trace_requested()) == (1, Phase.SAVING, 0)
+    assert read_board(tmp_path / "board") is None
+
+
+def test_events_of_a_small_ring(tmp_path: Path) -> None:
+    """Events come back whole; what cannot be kept is cut or named, and never an error."""
+    ring = EventRing(tmp_path)
+    for data in ({"x": 1}, {"long": "y" * 5000}, {"endless": "z" * 100_000}, {("no", "text"): 1}):
+        ring.event(Event(kind="kind", global_step=2, unix_seconds=3.0, data=data))
+    ring.close()
+    found = read_events(tmp_path)
+    assert [list(event.data) for event in found] == [["x"], ["long"], ["cut"], ["unreadable"]]
+    assert found[1].data == {"long": "y" * 5000}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"", b"[]", b"7", b'"text"', b"[" * 100_000, b"\xff\xfe", b'{"pid": 1}',
+        b'{"pid": "1", "ticks": 2, "ppid": 3, "argv": []}', b'{"pid": 1, "ticks": 2, "ppid": 3, "argv": [1]}',
+        b'{"pid": 1, "ticks": 2, "ppid": 3, "argv": [], "role": "king"}',
+        b'{"pid": 1, "ticks": 2, "ppid": 3, "argv": [], "started": NaN}',
+        b'{"pid": -1, "ticks": 2, "ppid": 3, "argv": []}',
+    ],
+)  # fmt: skip
+def test_a_damaged_process_is_passed_over(tmp_path: Path, damage: bytes) -> None:
+    """What a script has written over its own description does not reach those who read it."""
+    whole = ProcessInfo(pid=1, ticks=2, ppid=3, argv=["python"], role="trainer", rank=0, started=4.0)
+    write_process(tmp_path, whole)
+    folder = tmp_path / PROCESSES_FOLDER / "9-9"
+    folder.mkdir()
+    (folder / "process.json").write_bytes(damage)
+    assert [info for _, info in read_processes(tmp_path)] == [whole]
+
+
+def test_recordings_are_announced(tmp_path: Path) -> None:
+    """Whoever listens learns of the run directory that a guard opens."""
+    heard: list[Path] = []
+    on_recording(heard.append)
+    announce_recording(tmp_path)
+    assert heard == [tmp_path]
+
+
+@pytest.mark.parametrize(
+    ("line", "launches"),
+    [
+        ("python /bin/torchrun --nproc 2 train.py", True),
+        ("python -u -m torch.distributed.run train.py", True),
+        ("python -m accelerate.commands.launch train.py", True),
+        ("python /bin/accelerate launch train.py", True),
+        ("python train.py torchrun", False),
+        ("python -c torchrun", False),
+        ("python -m train torchrun", False),
+        ("python", False),
+        ("python -m", False),
+    ],
+)
+def test_what_a_launcher_is(line: str, launches: bool) -> None:
+    """Programs that start ranks are known by their command line."""
+    assert is_launcher(line.split()) is launches

@@ -1,0 +1,371 @@
+"""Observation begins before the script, in real interpreters, and the script cannot tell."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.core.events import Event
+from holdfast.recorder.progress import Phase, read_board
+from holdfast.recorder.reader import read_events
+from holdfast.recorder.run_files import BOARD_FILE, FAULTHANDLER_FILE, ProcessInfo, read_processes
+from holdfast.supervise.observe.environment import INJECTED, observing
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+_OUTSIDE = sys._base_executable  # type: ignore[attr-defined] # the interpreter without the packages of the environment
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path, run_directory: Path) -> Run:
+    """Return a function that runs a script, observed or not."""
+
+    def run_script(
+        script: str, *options: str, observed: bool = True, python: str = sys.executable, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        file = tmp_path / "script.py"
+        file.write_text(textwrap.dedent(script))
+        environment = {**os.environ, **variables}
+        if observed:
+            environment = observing(environment, run_directory, 2)
+        command = [python, *options, str(file)]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    return run_script
+
+
+def events(run: Path, pid: int | None = None) -> list[Event]:
+    return [event for folder, info in read_processes(run) if pid in (None, info.pid) for event in read_events(folder)]
+
+
+def same_with_and_without(run: Run, script: str, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Check that a script gives the same output and status when it is observed, and return that."""
+    plain = run(script, *options, observed=False, **more)
+    observed = run(script, *options, **more)
+    assert (observed.returncode, observed.stdout, observed.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+    return observed
+
+
+def test_what_is_left_of_a_script_without_torch(run: Run, run_directory: Path) -> None:
+    """A script that never imports torch leaves who it was and a board, and no ring."""
+    run("print(1)", "-B")
+    ((folder, info),) = read_processes(run_directory)
+    assert sorted(path.name for path in folder.iterdir()) == ["process.json", BOARD_FILE, FAULTHANDLER_FILE]
+    assert (info.attempt, info.role, info.torch, info.rank) == (2, "other", None, None)
+    assert info.argv[1:2] == ["-B"]
+    assert info.argv[-1].endswith("script.py")
+    assert info.stacks_signal == signal.SIGUSR1
+    board = read_board(folder / BOARD_FILE)
+    assert board is not None
+    assert (board.pid, board.phase, board.step) == (info.pid, Phase.ENDING, 0)
+
+
+def test_a_script_cannot_tell_that_it_is_observed(run: Run) -> None:
+    """Paths, loaded names, handlers and what follows from them are those of an unobserved script."""
+    script = """
+        import signal, sys
+        print(sys.path)
+        print("sitecustomize" in sys.modules)
+        try:
+            import sitecustomize
+        except ImportError as error:
+            print(type(error).__name__, error, error.name)
+        print([signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)])
+        print(signal.signal.__name__, sys.exit.__name__)
+        import inspect
+        print(inspect.signature(signal.signal))
+        import threading
+        print(threading.active_count())
+    """
+    assert same_with_and_without(run, script).returncode == 0
+
+
+@pytest.mark.parametrize("body", ["print('theirs')", "1 / 0", "import nothing_of_this_name"])
+def test_a_sitecustomize_of_theirs_runs_as_without_us(
+    run: Run, tmp_path: Path, run_directory: Path, body: str
+) -> None:
+    """The next sitecustomize on the path is imported, or fails, with the same words; ours began before it."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "sitecustomize.py").write_text(f"here = 1\n{body}\n")
+    script = "import sitecustomize; print(sitecustomize.here, sitecustomize.__file__, sitecustomize.__spec__.name)"
+    same_with_and_without(run, script, PYTHONPATH=str(theirs))
+    assert len(read_processes(run_directory)) == 1
+
+
+@pytest.mark.parametrize("option", ["-S", "-I", "-E"])
+def test_python_that_ignores_the_environment_is_left_alone(run: Run, run_directory: Path, option: str) -> None:
+    """Options that keep PYTHONPATH or site out keep us out, and the script runs."""
+    assert same_with_and_without(run, "print(1)", option).stdout == "1\n"
+    assert read_processes(run_directory) == []
+
+
+@pytest.mark.parametrize("broken", ["missing", "a file in the way", "relative"])
+def test_a_run_directory_that_cannot_be_used_changes_nothing(tmp_path: Path, broken: str) -> None:
+    """The script runs unobserved, in silence, and no directory is made that nobody asked for."""
+    directory = tmp_path / "run"
+    if broken != "missing":
+        directory.mkdir()
+    if broken == "a file in the way":
+        (directory / "processes").touch()
+    environment = observing(os.environ, directory, 0)
+    if broken == "relative":
+        environment["OBSERVED_BY_HOLDFAST"] = "run"
+    command = [sys.executable, "-c", "print(1)"]
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1\n", "")
+    assert directory.exists() is (broken != "missing")
+    assert not (directory / "processes").is_dir()
+
+
+def test_holdfast_is_found_where_the_script_has_none(run: Run, run_directory: Path) -> None:
+    """In an environment without holdfast it is taken from where this one lies, and nothing else from there."""
+    script = """
+        import importlib.util
+        print([importlib.util.find_spec(name) is None for name in ("torch", "typer", "safetensors")])
+    """
+    has_none = "import importlib.util, sys; sys.exit(importlib.util.find_spec('holdfast') is not None)"
+    if run(has_none, observed=False, python=_OUTSIDE).returncode:
+        pytest.skip("the interpreter that this environment was made from has a holdfast too")
+    same_with_and_without(run, script, python=_OUTSIDE)
+    assert len(read_processes(run_directory)) == 1
+
+
+def test_names_that_are_no_text(run_directory: Path) -> None:
+    """Arguments and messages that are no UTF-8 are recorded as text that can be printed."""
+    code = "import sys; raise ValueError(sys.argv[1])"
+    command = [sys.executable, "-c", code, b"caf\xe9"]
+    subprocess.run(command, env=observing(os.environ, run_directory, 0), capture_output=True, check=False)
+    ((_, info),) = read_processes(run_directory)
+    assert info.argv[-1] == "caf\\udce9"
+    assert events(run_directory)[0].data["message"] == "caf\\udce9"
+
+
+def test_modules_and_text_on_the_command_line(run_directory: Path) -> None:
+    """``-m``, ``-c`` and a grandchild are observed, each in a folder of its own."""
+    environment = observing(os.environ, run_directory, 0)
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'calendar', '2000'])"
+    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    (_, parent), (_, child) = read_processes(run_directory)
+    assert child.ppid == parent.pid
+    assert child.argv[1:] == ["-m", "calendar", "2000"]
+
+
+def test_what_follows_an_exception_of_the_script(run: Run, run_directory: Path) -> None:
+    """An uncaught exception prints what it prints without us, and is recorded with frames and causes."""
+    script = """
+        def inner():
+            raise KeyError("no such key")
+        try:
+            inner()
+        except KeyError as error:
+            raise ValueError("x" * 5000) from error
+    """
+    ended = same_with_and_without(run, script)
+    assert ended.returncode == 1
+    exception, exiting = events(run_directory)
+    assert (exception.kind, exception.data["type"], exception.data["fatal"]) == ("exception", "ValueError", True)
+    assert exception.data["message"] == "x" * 2000
+    assert [frame[2] for frame in exception.data["frames"]] == ["<module>"]
+    (cause,) = exception.data["chain"]
+    assert (cause["type"], cause["message"]) == ("KeyError", "'no such key'")
+    assert [frame[1:] for frame in cause["frames"]] == [[5, "<module>"], [3, "inner"]]
+    assert exiting.data == {"how": "exception", "status": None}
+
+
+def test_an_excepthook_of_the_script_is_called(run: Run, run_directory: Path) -> None:
+    """A hook that the script sets takes the place of ours, and the exception is recorded on the way out."""
+    script = """
+        import sys
+        before = sys.excepthook
+        def hook(kind, error, traceback):
+            print("mine:", error)
+        sys.excepthook = hook
+        raise RuntimeError("late")
+    """
+    assert same_with_and_without(run, script).stdout == "mine: late\n"
+    assert [event.data.get("message") for event in events(run_directory)] == ["late", None]
+
+
+def test_exceptions_of_threads(run: Run, run_directory: Path) -> None:
+    """An exception that ends a thread is recorded as not fatal, and what it prints stays the same."""
+    script = """
+        import threading
+        def work():
+            raise OSError("in the thread")
+        thread = threading.Thread(target=work, name="worker one")
+        thread.start(); thread.join()
+        threading.excepthook = lambda args: print("mine")
+        thread = threading.Thread(target=work)
+        thread.start(); thread.join()
+    """
+    assert same_with_and_without(run, script).stdout == "mine\n"
+    (exception, _) = events(run_directory)
+    assert (exception.data["thread"], exception.data["fatal"]) == ("worker one", False)
+
+
+@pytest.mark.parametrize(("status", "recorded"), [("3", 3), ("'bad things'", 1), ("", None)])
+def test_sys_exit(run: Run, run_directory: Path, status: str, recorded: int | None) -> None:
+    """What a script leaves with is recorded, unless it is nothing to speak of."""
+    same_with_and_without(run, f"import sys; sys.exit({status})")
+    data = [event.data for event in events(run_directory)]
+    assert data == ([{"how": "sys.exit", "status": recorded}] if recorded else [])
+
+
+def test_stacks_upon_a_signal(run: Run, run_directory: Path) -> None:
+    """SIGUSR1 does not end an observed script: it writes its stacks, and goes on."""
+    script = """
+        import os, signal
+        def deep():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        deep()
+        print("alive")
+    """
+    assert run(script).stdout == "alive\n"
+    ((folder, _),) = read_processes(run_directory)
+    assert "in deep" in (folder / FAULTHANDLER_FILE).read_text()
+
+
+def test_a_signal_that_the_script_handles_is_its_own(run: Run, run_directory: Path) -> None:
+    """A handler for SIGUSR1 set by the script is called, and it is shown that the signal must not be sent."""
+    script = """
+        import os, signal
+        signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
+        os.kill(os.getpid(), signal.SIGUSR1)
+    """
+    assert same_with_and_without(run, script).stdout == "handled\n"
+    ((folder, info),) = read_processes(run_directory)
+    assert info.stacks_signal is None
+    assert (folder / FAULTHANDLER_FILE).read_text() == ""
+
+
+def test_a_crash_leaves_its_stacks(run: Run, run_directory: Path) -> None:
+    """A segmentation fault leaves the stacks of the process, which die with it otherwise."""
+    ended = run("import ctypes; ctypes.string_at(0)")
+    assert ended.returncode == -signal.SIGSEGV
+    ((folder, _),) = read_processes(run_directory)
+    assert "string_at" in (folder / FAULTHANDLER_FILE).read_text()
+
+
+def test_a_bare_fork_shows_itself_only_when_something_happens(run: Run, run_directory: Path) -> None:
+    """A forked child writes nothing into what is its parent's, and gets a folder once it has an exception."""
+    script = """
+        import os, sys
+        for fails in (False, True):
+            child = os.fork()
+            if child == 0:
+                if fails:
+                    raise ValueError("in the child")
+                sys.exit(5)
+            os.waitpid(child, 0)
+        sys.exit(4)
+    """
+    same_with_and_without(run, script)
+    (_, parent), (_, child) = read_processes(run_directory)
+    assert child.ppid == parent.pid
+    assert [event.data["status"] for event in events(run_directory, parent.pid)] == [4]
+    assert [event.kind for event in events(run_directory, child.pid)] == ["exception", "exiting"]
+    for folder, info in read_processes(run_directory):
+        board = read_board(folder / BOARD_FILE)
+        assert board is not None
+        assert board.pid == info.pid
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_children_of_multiprocessing(run: Run, run_directory: Path, method: str) -> None:
+    """What ends a child is recorded by the child; an exception that its parent was handling is not taken for it."""
+    script = f"""
+        import multiprocessing
+        def fails():
+            raise LookupError("of the child")
+        def works():
+            pass
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("{method}")
+            try:
+                raise KeyError("handled by the parent")
+            except KeyError:
+                for target, name in ((fails, "failing"), (works, "working")):
+                    process = context.Process(target=target, name=name)
+                    process.start()
+                    process.join()
+                    print(process.exitcode)
+    """
+    assert same_with_and_without(run, script).stdout == "1\n0\n"
+    (exception,) = [event for event in events(run_directory) if event.kind == "exception"]
+    assert (exception.data["type"], exception.data["message"]) == ("LookupError", "of the child")
+    assert (exception.data["thread"], exception.data["fatal"]) == ("failing", True)
+
+
+@pytest.mark.parametrize("error", ["ImportError('no library')", "ValueError('odd')"])
+def test_an_import_that_fails_reads_the_same(run: Run, tmp_path: Path, error: str) -> None:
+    """The traceback of a torch that cannot be imported has no line of ours."""
+    (tmp_path / "torch.py").write_text(f"raise {error}\n")
+    assert error[:10] in same_with_and_without(run, "import torch").stderr
+
+
+def test_a_torch_that_is_not_what_we_know(run: Run, run_directory: Path, tmp_path: Path) -> None:
+    """Hooks that do not fit are noted in the run directory, and the script goes on; a look for torch is no import."""
+    (tmp_path / "torch.py").write_text("__version__ = '99'")
+    script = """
+        import importlib.util
+        print(type(importlib.util.find_spec("torch").loader).__name__ != "")
+        import torch
+        print(torch.__loader__ is torch.__spec__.loader, type(torch.__loader__).__name__, torch.__version__)
+    """
+    assert same_with_and_without(run, script).stdout == "True\nTrue SourceFileLoader 99\n"
+    ((_, info),) = read_processes(run_directory)
+    assert info.torch == "99"
+    (failed,) = run_directory.glob("processes/failed-*.txt")
+    assert "AttributeError" in failed.read_text()
+
+
+def test_what_ranks_say(run: Run, run_directory: Path) -> None:
+    """The rank comes from the launcher, or else from the scheduler; what is no number is no rank."""
+    run("pass", RANK="3", LOCAL_RANK="1", WORLD_SIZE="8", SLURM_PROCID="7")
+    run("pass", SLURM_PROCID="7", SLURM_NTASKS="many")
+    (_, first), (_, second) = read_processes(run_directory)
+    assert (first.rank, first.local_rank, first.world_size) == (3, 1, 8)
+    assert (second.rank, second.local_rank, second.world_size) == (7, None, None)
+
+
+def test_the_environment_keeps_what_was_there(tmp_path: Path) -> None:
+    """Our directory comes first, once; an empty PYTHONPATH stays without a current directory in it."""
+    once = observing({"PYTHONPATH": "a::b", "X": "1"}, tmp_path, 0)
+    assert once["PYTHONPATH"] == f"{INJECTED}{os.pathsep}a::b"
+    assert observing(once, tmp_path, 1)["PYTHONPATH"] == once["PYTHONPATH"]
+    assert observing({"PYTHONPATH": ""}, tmp_path, 1)["PYTHONPATH"] == str(INJECTED)
+    assert once["X"] == "1"
+
+
+def test_a_killed_script_leaves_its_board(run_directory: Path) -> None:
+    """What a process showed last can be read after SIGKILL."""
+    code = "import time; print(flush=True); time.sleep(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=observing(os.environ, run_directory, 0), stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.kill()
+    process.communicate()
+    ((folder, info),) = read_processes(run_directory)
+    board = read_board(folder / BOARD_FILE)
+    assert board is not None
+    assert (board.pid, board.phase) == (process.pid, Phase.STARTING)
+    assert isinstance(info, ProcessInfo)
+    assert board.since_seconds <= time.monotonic()
