@@ -1,0 +1,204 @@
+"""`holdfast run -- COMMAND`: supervise any command, start it again when that can help, and say why it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli.output import failing_clearly
+
+if TYPE_CHECKING:
+    from holdfast.supervise.supervisor import Outcome, Plan
+
+_METRICS_SECONDS = 10.0  # after the end, for clients that talk to a server
+
+
+_RunDir = Annotated[
+    Path | None, typer.Option(help="Where to record. Default: runs/<script>-<UTC time>.", show_default=False)
+]
+_Delay = Annotated[float, typer.Option(min=0, help="Seconds before the first restart; doubled up to 5 minutes.")]
+_Limits = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PHASE=SECONDS", help="Longest stand-still of a phase; may be repeated."),
+]
+_Blind = Annotated[bool, typer.Option("--no-observe", help="Record nothing inside Python processes; nor watch them.")]
+_Grace = Annotated[float, typer.Option(min=0, help="From SIGINT or SIGTERM to SIGKILL. Schedulers leave 30 s.")]
+_LogBytes = Annotated[
+    int, typer.Option(min=1 << 20, help="Size of output.log; of more, the head and the newest part are kept.")
+]
+_Metrics = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KIND=TARGET", help="Where metrics go while it runs; may be repeated."),
+]
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(help="What to run, such as: -- python train.py --lr 0.1")],
+    run_dir: _RunDir = None,
+    max_restarts: Annotated[int, typer.Option(min=0, help="Restarts in all, not counting preemptions.")] = 3,
+    max_preemptions: Annotated[int, typer.Option(min=0, help="Restarts after the command was taken back.")] = 10,
+    restart_delay: _Delay = 10.0,
+    hang_limit: _Limits = None,
+    no_watchdog: Annotated[bool, typer.Option("--no-watchdog", help="Do not look for hangs and leaks.")] = False,
+    no_observe: _Blind = False,
+    grace_seconds: _Grace = 25.0,
+    max_log_bytes: _LogBytes = 256 << 20,
+    webhook: Annotated[str | None, typer.Option(help="URL to post the verdict to at the end.")] = None,
+    metrics: _Metrics = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be run and how; run nothing.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but what the command prints.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON, in the last line.")] = False,
+) -> None:
+    """Run a command, watch it, start it again when that can help, and say why it ended.
+
+    Exit code: that of the command; 128 + the number of the signal that ended it. 127 or 126: it cannot be executed.
+    2: wrong use.
+    """
+    from holdfast.supervise.restarts import Budgets
+    from holdfast.supervise.supervisor import Supervisor
+
+    with failing_clearly(as_json=False):
+        _check_webhook(webhook)
+        plan = _make_plan(command, run_dir, hang_limit or [], watch=not no_watchdog, observe=not no_observe)
+        budgets = Budgets(
+            max_restarts=max_restarts, max_preemptions=max_preemptions, first_delay_seconds=restart_delay
+        )
+        plan = replace(plan, budgets=budgets, grace_seconds=grace_seconds, most_log_bytes=max_log_bytes)
+        if dry_run:
+            _print_plan(plan, as_json=as_json)
+            return
+        supervisor = Supervisor(plan, quiet=quiet)
+        with _metrics_to(metrics or [], supervisor.run_path):
+            outcome = supervisor.run()
+    if not quiet:
+        _print_end(outcome)
+    _post(webhook, outcome)
+    if as_json:
+        _echo(json.dumps(_summary(outcome)), 1)
+    raise typer.Exit(outcome.status)
+
+
+def _check_webhook(webhook: str | None) -> None:
+    if webhook is not None:
+        from holdfast.report.notifying import check_webhook
+
+        check_webhook(webhook)
+
+
+def _post(webhook: str | None, outcome: Outcome) -> None:
+    if webhook is not None:
+        from holdfast.report.notifying import notify, stop_message
+
+        notify(webhook, stop_message(outcome.run, outcome.verdict.as_json()))
+
+
+def _make_plan(
+    command: list[str], run_dir: Path | None, hang_limits: list[str], *, watch: bool, observe: bool
+) -> Plan:
+    from holdfast.supervise.launching import CommandError, find_program
+    from holdfast.supervise.limits import HangLimits
+    from holdfast.supervise.run_folder import choose_folder
+    from holdfast.supervise.supervisor import Plan
+
+    limits = HangLimits.parse(hang_limits)
+    try:
+        program = find_program(command)
+    except CommandError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(error.status) from error
+    return Plan(
+        command=tuple(command),
+        program=program,
+        run=choose_folder(command, time.time()) if run_dir is None else run_dir,
+        limits=limits if watch and observe else None,
+        observe=observe,
+    )
+
+
+@contextlib.contextmanager
+def _metrics_to(targets: list[str], run: Path) -> Iterator[None]:
+    """Copy metrics while the context lasts."""
+    if not targets:
+        yield
+        return
+    from holdfast.report.metrics import follow, open_sinks
+
+    stop = threading.Event()
+    thread = threading.Thread(target=follow, args=(run, open_sinks(targets, run), stop), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(_METRICS_SECONDS)
+
+
+def _print_plan(plan: Plan, *, as_json: bool) -> None:
+    """Say what would be done."""
+    from holdfast.supervise.plan_text import describe_plan
+
+    described = describe_plan(plan)
+    if as_json:
+        typer.echo(json.dumps(described))
+        return
+    for name, value in described.items():
+        values = value if isinstance(value, dict) else {"": value}
+        for key, each in values.items():
+            typer.echo(f"{name if key in ('', next(iter(values))) else '':<12}{key + ' = ' if key else ''}{each}")
+
+
+def _print_end(outcome: Outcome) -> None:
+    from holdfast.report.inert import inert
+
+    verdict, times = outcome.verdict, "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
+    where = f", {inert(verdict.where)}" if verdict.where else ""
+    sure = "" if verdict.family == "ended well" else f", {verdict.confidence:.0%} sure"
+    run = _shown(outcome.run)
+    _echo(f"holdfast: {inert(verdict.title)} [{verdict.cause}{sure}]{where}", 2)
+    _echo(f"holdfast: {times} in {_duration(outcome.seconds)}; {outcome.why}; recorded in {run}", 2)
+    _echo(f"holdfast: holdfast explain {shlex.quote(run)}", 2)
+
+
+def _echo(text: str, stream: int) -> None:
+    """Print a line to stdout or stderr; that nobody reads any more does not change the exit code."""
+    try:
+        typer.echo(text, err=stream == 2)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # nor does Python's own attempt at its end
+
+
+def _shown(run: Path) -> str:
+    """Return the path as it is shortest from here."""
+    try:
+        return str(run.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(run)
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{seconds:.1f} s"
+
+
+def _summary(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "run": str(outcome.run),
+        "exit_code": outcome.status,
+        "attempts": outcome.attempts,
+        "seconds": round(outcome.seconds, 3),
+        "why_stopped": outcome.why,
+        "verdict": outcome.verdict.as_json(),
+    }

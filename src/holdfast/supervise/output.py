@@ -1,0 +1,357 @@
+"""What a supervised command prints: copied to our own streams, and kept in a file of bounded size.
+
+A stream of the command is a pseudo-terminal exactly where our own is a terminal, so that progress bars work there and
+a log file stays a log file. Nothing waits for the end of a stream, since an orphan may hold it open for ever.
+
+Does not: judge what was printed (see ``diagnose``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import select
+import stat
+import struct
+import termios
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.recorder.run_files import ATTEMPT_LINE
+
+_READ_BYTES = 1 << 16
+_WRITE_BYTES = select.PIPE_BUF  # poll says "writable" when this much goes into a pipe without waiting
+_MOST_PENDING = 1 << 20
+_REST_SECONDS, _REST_SECONDS_ON_A_TERMINAL = 0.1, 0.03  # tqdm draws 10 times a second; typed letters come faster
+_FEW_BYTES = 1024  # in that time: a terminal holds 4 KiB for us
+_TAIL_BYTES = 1 << 16  # a traceback with its causes is a few KiB
+_HEAD_SHARE, _NEWEST_SHARE = 4, 2  # of a full log: its first quarter and its newest half are kept
+_CUT_LINE = b"\n--- holdfast: %d bytes left out ---\n"
+_READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
+
+
+class OutputLog:
+    """Append what was printed to a file; of too much, keep the head and the newest part.
+
+    Args:
+        path: The file; continued if it exists.
+        most_bytes: Its greatest size; while it is cut, a second file of up to three quarters of that exists.
+
+    Raises:
+        OSError: if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self._path = path
+        self._most = most_bytes
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._size = os.fstat(self._file).st_size
+        self._attempt = b""
+        self._attempt_at = 0
+        self.at_line_start = True
+        """Whether the last that was printed ended with a line feed."""
+        self.tail = bytearray()
+        """The newest 64 KiB."""
+        self.lost_bytes = 0
+        """What could not be written, such as on a full disk."""
+
+    def begin(self, attempt: int) -> None:
+        """Write the line that separates attempts."""
+        self._attempt = ATTEMPT_LINE.format(number=attempt).encode() + b"\n"
+        if not self.at_line_start:
+            self.write(b"\n")
+        self._attempt_at = self._size
+        self.write(self._attempt)
+        self.tail.clear()
+
+    def write(self, data: bytes) -> None:
+        """Append; a disk that is full loses data and no more."""
+        self.at_line_start = data.endswith(b"\n")
+        self.tail += data
+        del self.tail[:-_TAIL_BYTES]
+        if self._size + len(data) > self._most:
+            try:
+                self._cut()
+            except OSError:
+                self._most += self._most // _HEAD_SHARE  # not again at the next write
+        self._append(data)
+
+    def end_attempt(self) -> None:
+        """Make up for what was lost as far as it goes: say how much it was, and append the newest part again."""
+        if self.lost_bytes:
+            lost, self.lost_bytes = self.lost_bytes, 0
+            self._append(b"\n--- holdfast: %d bytes could not be written; the newest again ---\n" % lost)
+            self._append(bytes(self.tail))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _append(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                written = os.write(self._file, view)
+            except OSError:
+                self.lost_bytes += len(view)
+                return
+            self._size += written
+            view = view[written:]
+
+    def _cut(self) -> None:
+        """Replace the file by its head and its newest part."""
+        head, newest = self._most // _HEAD_SHARE, self._most // _NEWEST_SHARE
+        resumes = self._size - newest
+        if resumes <= head:
+            return
+        middle = _CUT_LINE % (resumes - head)
+        if head <= self._attempt_at < resumes:  # whoever reads the log must know whose output follows
+            self._attempt_at = head + len(middle)
+            middle += self._attempt
+        elif self._attempt_at >= resumes:
+            self._attempt_at += head + len(middle) - resumes
+        temporary = self._path.with_name(f".tmp-{self._path.name}")
+        try:
+            with self._path.open("rb") as old, temporary.open("wb") as new:
+                new.write(old.read(head) + middle)
+                old.seek(resumes)
+                while piece := old.read(_MOST_PENDING):
+                    new.write(piece)
+            temporary.replace(self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        os.close(self._file)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._size = os.fstat(self._file).st_size
+
+
+class Sink:
+    """One of our own streams, written to only as fast as it takes the data.
+
+    Data for a terminal that takes nothing (Ctrl-S) is dropped, since it is in the log. A pipe that takes nothing
+    holds the command up, as it would without us.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.pending = bytearray()
+        self.broken = False
+        self._terminal = os.isatty(descriptor)
+        self.rest_seconds = _REST_SECONDS_ON_A_TERMINAL if self._terminal else _REST_SECONDS
+        """How long output may wait, so that many lines are one wake-up."""
+        self._piece = _READ_BYTES if _is_file(descriptor) else _WRITE_BYTES
+
+    @property
+    def full(self) -> bool:
+        """Return whether the command has to wait."""
+        return len(self.pending) > _MOST_PENDING
+
+    def add(self, data: bytes) -> None:
+        """Take data to be written when the stream is ready."""
+        if not self.broken:
+            self.pending += data
+            if self._terminal and self.full:
+                self.pending[:] = b"\r\n--- holdfast: output left out here, see output.log ---\r\n"
+
+    def flush_ready(self) -> None:
+        """Write what goes without waiting; a reader that is gone is none to write to."""
+        try:
+            written = os.write(self.descriptor, memoryview(self.pending)[: self._piece])
+        except BlockingIOError:
+            return
+        except OSError:
+            self.broken = True
+            self.pending.clear()
+            return
+        del self.pending[:written]
+
+
+class Copier:
+    """Move what the command prints to the log and to our streams.
+
+    Args:
+        log: The file.
+        quiet: Nothing of ours is said.
+    """
+
+    def __init__(self, log: OutputLog, *, quiet: bool = False) -> None:
+        self.log = log
+        self._quiet = quiet
+        self._rests_until = self._last_read = 0.0
+        self._sources: dict[int, Sink] = {}
+        self._sinks: dict[int, Sink] = {}
+
+    def take(self, sources: Sequence[tuple[int, int]]) -> None:
+        """Read from these from now on; they are closed when they end.
+
+        Args:
+            sources: Pairs of a descriptor to read from and one of our own streams.
+        """
+        for source, target in sources:
+            os.set_blocking(source, False)
+            self._sources[source] = self._sinks.setdefault(target, Sink(target))
+
+    def say(self, text: str) -> None:
+        """Print a line of ours to stderr, without waiting for it; what is not printable becomes a question mark."""
+        if self._quiet:
+            return
+        text = "holdfast: " + "".join(each if each.isprintable() else "?" for each in text)
+        sink = self._sinks.setdefault(2, Sink(2))
+        start = b"" if self.log.at_line_start else b"\n"
+        sink.add(start + text.encode(errors="replace") + b"\n")
+        while sink.pending and _writable(sink.descriptor):
+            sink.flush_ready()
+
+    def rests(self, now: float) -> float:
+        """Return how many seconds it is until `wishes` says more than now."""
+        return self._rests_until - now if now < self._rests_until else math.inf
+
+    def wishes(self) -> list[tuple[int, int]]:
+        """Return descriptors to poll with the events to wait for.
+
+        Where few bytes come often, nothing is read for a moment: 200 lines a second would else wake us 200 times.
+        """
+        resting = time.monotonic() < self._rests_until
+        reading = [(source, select.POLLIN) for source, sink in self._sources.items() if not resting and not sink.full]
+        return reading + [(sink.descriptor, select.POLLOUT) for sink in self._sinks.values() if sink.pending]
+
+    def serve(self, ready: Sequence[tuple[int, int]]) -> None:
+        """Do what `poll` has found possible, and read what came while we rested."""
+        if self._rests_until and time.monotonic() >= self._rests_until:
+            self._rests_until = 0.0
+            ready = [*((source, select.POLLIN) for source, sink in self._sources.items() if not sink.full), *ready]
+        for descriptor, events in ready:
+            if descriptor in self._sources and events & _READABLE:
+                self._read(descriptor)
+            sink = self._sinks.get(descriptor)
+            if sink is not None and sink.pending and events & ~select.POLLIN:
+                sink.flush_ready()
+
+    def _read(self, source: int) -> None:
+        try:
+            data = os.read(source, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:  # EIO: nobody holds the other side of the terminal any more
+            data = b""
+        if not data:
+            self._sources.pop(source)
+            os.close(source)
+            return
+        self.log.write(data)
+        sink = self._sources[source]
+        now = time.monotonic()
+        often = now - self._last_read < 2 * sink.rest_seconds and len(data) < _FEW_BYTES
+        self._rests_until, self._last_read = now + sink.rest_seconds if often else 0.0, now
+        sink.add(data)
+        while sink.pending and _writable(sink.descriptor):  # the common case, without another round of the loop
+            sink.flush_ready()
+
+    def drain(self, *, quiet_seconds: float, flush_seconds: float) -> None:
+        """After the end of the command: read what is left without waiting for the end of streams, and pass it on.
+
+        Args:
+            quiet_seconds: A stream that gives nothing for so long gives nothing more: whoever holds it is an orphan.
+            flush_seconds: How long our own streams may take.
+        """
+        self._rests_until, deadline = 0.0, time.monotonic() + flush_seconds
+        while (wishes := self.wishes()) and (left := deadline - time.monotonic()) > 0:
+            reading = any(events == select.POLLIN for _, events in wishes)
+            ready = _poll(wishes, min(quiet_seconds, left) if reading else left)
+            self.serve(ready)
+            self._rests_until = 0.0
+            if not ready and not any(sink.pending for sink in self._sinks.values()):
+                break
+        for source in list(self._sources):
+            self._sources.pop(source)
+            os.close(source)
+
+
+def _poll(wishes: Sequence[tuple[int, int]], seconds: float) -> list[tuple[int, int]]:
+    poll = select.poll()
+    for descriptor, events in wishes:
+        poll.register(descriptor, events)
+    return poll.poll(max(0.0, seconds) * 1e3)
+
+
+def _writable(descriptor: int) -> bool:
+    return any(events & select.POLLOUT for _, events in _poll([(descriptor, select.POLLOUT)], 0.0))
+
+
+class Streams:
+    """The two output streams of a command: its ends for the command, ours to read from.
+
+    Args:
+        ours: Our own stdout and stderr.
+    """
+
+    def __init__(self, ours: tuple[int, int] = (1, 2)) -> None:
+        self.theirs: list[int] = []
+        self.sources: list[tuple[int, int]] = []
+        """Pairs of a descriptor to read from and the one of ours that it is copied to."""
+        self._terminal: int | None = None
+        self._like = next((each for each in ours if os.isatty(each)), None)
+        pipe = -1
+        for each in ours:
+            if os.isatty(each):
+                self.theirs.append(self._open_terminal(each))
+            elif pipe >= 0 and _same_file(ours):  # as after 2>&1: the order of what is printed is kept
+                self.theirs.append(os.dup(pipe))
+            else:
+                reading, pipe = os.pipe()
+                self.theirs.append(pipe)
+                self.sources.append((reading, each))
+
+    def _open_terminal(self, like: int) -> int:
+        if self._terminal is not None:
+            return os.dup(self.theirs[0])
+        self._terminal, theirs = os.openpty()
+        settings = termios.tcgetattr(theirs)
+        settings[1] &= ~termios.OPOST  # our own terminal does that; the log gets what was printed
+        settings[3] &= ~termios.ECHO
+        termios.tcsetattr(theirs, termios.TCSANOW, settings)
+        self.sources.append((self._terminal, like))
+        self.follow_size()
+        return theirs
+
+    def follow_size(self) -> None:
+        """Give the command's terminal the size of ours."""
+        if self._terminal is not None and self._like is not None:
+            with suppress(OSError):
+                size = fcntl.ioctl(self._like, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+                fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, size)
+
+    def close_theirs(self) -> None:
+        """Close the command's ends, once it has them."""
+        for each in self.theirs:
+            os.close(each)
+        self.theirs.clear()
+
+
+def open_missing_streams() -> None:
+    """Open what was closed of the first three descriptors (``>&-``), lest a file of ours is taken for one of them."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.set_inheritable(opened, True)  # noqa: FBT003 - its only name is positional
+
+
+def _is_file(descriptor: int) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(descriptor).st_mode)
+    except OSError:
+        return False
+
+
+def _same_file(descriptors: tuple[int, int]) -> bool:
+    try:
+        first, second = (os.fstat(each) for each in descriptors)
+    except OSError:
+        return False
+    return os.path.samestat(first, second)

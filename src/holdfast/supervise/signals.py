@@ -1,0 +1,113 @@
+"""Signals to the supervisor: passed on to the command as a terminal or a scheduler would send them, exactly once.
+
+The command has a session of its own, so no signal of the terminal reaches it by itself. SIGINT and SIGHUP go to its
+process group, as a terminal sends them. SIGTERM, SIGUSR1 and SIGUSR2 go to the command alone: a loader worker without
+a handler would die of them, and the trainer of the worker's death, while it saves.
+
+Does not: decide what follows (``attempt``).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from holdfast.supervise.process_tree import Tree, signal_all
+
+TO_GROUP = frozenset({signal.SIGINT, signal.SIGHUP})
+TO_COMMAND = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
+ASKING_TO_END = frozenset({signal.SIGINT, signal.SIGTERM})
+"""After these the command has its time of grace. Who handles SIGHUP may well live on."""
+
+
+@dataclass(slots=True)
+class _Received:
+    number: int
+    passed_on: bool = False
+
+
+class Signals:
+    """Pass signals on while the context lasts; what came is read with `take`.
+
+    A signal that is ignored when we start stays so, for the command too: that is what ``nohup`` asks for.
+
+    Args:
+        tree: The processes of the command.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self.command: int | None = None
+        """Pid of the command, which leads its process group; None while there is none, or when it has ended."""
+        self._received: deque[_Received] = deque()
+        self._previous: dict[int, Any] = {}
+        self.wake, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        """Readable when a signal came, or `rouse` was called."""
+
+    def __enter__(self) -> Self:
+        self._wakeup_before = signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
+        for number in (*TO_GROUP, *TO_COMMAND, signal.SIGWINCH, signal.SIGCHLD, signal.SIGTSTP):
+            before = signal.getsignal(number)
+            if before is not signal.SIG_IGN or number == signal.SIGCHLD:  # ignoring it would lose exit statuses
+                self._previous[number] = before
+                signal.signal(number, self._suspend if number == signal.SIGTSTP else self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        signal.set_wakeup_fd(self._wakeup_before)
+        waking, self._waking = self._waking, -1  # a thread that is late must not write to another file
+        os.close(self.wake)
+        os.close(waking)
+
+    def attach(self, command: int) -> None:
+        """Pass signals on to a command from now on, and those that came since the last `take`."""
+        self.command = command
+        for received in list(self._received):
+            self._pass_on(received)
+
+    def rouse(self) -> None:
+        """Wake the main thread; from any thread."""
+        with suppress(OSError):  # a full pipe wakes as well
+            os.write(self._waking, b"\0")
+
+    def take(self) -> list[int]:
+        """Return the signals since the last call, in order."""
+        with suppress(BlockingIOError):
+            while len(os.read(self.wake, 4096)) == 4096:  # one read may leave some
+                continue
+        return [self._received.popleft().number for _ in range(len(self._received))]
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        """Pass it on at once: the main thread may be busy writing to a slow terminal."""
+        received = _Received(number)
+        self._received.append(received)
+        self._pass_on(received)
+
+    def _pass_on(self, received: _Received) -> None:
+        if self.command is None or received.passed_on:
+            return
+        received.passed_on = True
+        if received.number in TO_GROUP:
+            with suppress(OSError):
+                os.killpg(self.command, received.number)
+        elif received.number in TO_COMMAND:
+            signal_all([self.command], received.number)
+
+    def _suspend(self, *_: object) -> None:
+        """Stop with the command, as Ctrl-Z does, and go on with it.
+
+        Not by SIGTSTP: the kernel ignores it in a process group whose parent is in another session.
+        """
+        ours = self._tree.processes() if self.command is not None else set()
+        signal_all(ours, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        signal_all(ours, signal.SIGCONT)

@@ -1,0 +1,277 @@
+"""Run a command to its end: attempt after attempt, each judged, until it ended well or nothing can be helped.
+
+Does not: serve a running command (``attempt``), decide about restarts (``restarts``), explain (``diagnose``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import threading
+import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.durable import replace_file
+from holdfast.core.errors import HoldfastError
+from holdfast.core.events import Event
+from holdfast.diagnose.verdict import Verdict
+from holdfast.recorder.black_box import BlackBox
+from holdfast.recorder.progress import Phase, Standing, read_board
+from holdfast.recorder.run_files import BOARD_FILE, OUTPUT_FILE, VERDICT_FILE, read_processes
+from holdfast.supervise.attempt import Attempt, End
+from holdfast.supervise.kernel import KernelLog, become_subreaper, count_oom_kills
+from holdfast.supervise.launching import Sentinel, find_launcher, make_environment, start
+from holdfast.supervise.limits import HangLimits, name_of
+from holdfast.supervise.output import Copier, OutputLog, Streams, open_missing_streams
+from holdfast.supervise.process_tree import Tree, read_process
+from holdfast.supervise.restarts import Again, Budgets, Past, Stop, decide_restart
+from holdfast.supervise.run_folder import LOST_FILE, RunFolder, unusable
+from holdfast.supervise.signals import ASKING_TO_END, Signals
+
+_ENDING = ASKING_TO_END | {signal.SIGHUP}  # between attempts nobody handles the hang-up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be run, and how.
+
+    Args:
+        command: Its words.
+        program: The file that the first word means.
+        run: The run directory.
+        budgets: Of restarts.
+        limits: Of hangs; None: nobody watches.
+        observe: Whether Python processes record themselves.
+        grace_seconds: Between asking the command to end and SIGKILL.
+        most_log_bytes: Size of the log of what it prints.
+    """
+
+    command: tuple[str, ...]
+    program: str
+    run: Path
+    budgets: Budgets = field(default_factory=Budgets)
+    limits: HangLimits | None = field(default_factory=HangLimits)
+    observe: bool = True
+    grace_seconds: float = 25.0
+    most_log_bytes: int = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How it all ended.
+
+    Args:
+        status: Exit code of the command, as a shell says it: 128 + the number of a signal.
+        attempts: How often it was started.
+        seconds: From the first start to the end.
+        why: Why it is not started again, as a sentence without a full stop.
+        verdict: On the last attempt.
+        run: The run directory.
+    """
+
+    status: int
+    attempts: int
+    seconds: float
+    why: str
+    verdict: Verdict
+    run: Path
+
+
+class Supervisor:
+    """Run a command to its end, from the main thread of this process.
+
+    Args:
+        plan: See there.
+        quiet: Print nothing but what the command prints.
+
+    Raises:
+        RunDirectoryError: H722 to H724, before anything is started.
+    """
+
+    def __init__(self, plan: Plan, *, quiet: bool = False) -> None:
+        open_missing_streams()
+        self._plan = plan
+        self._launcher = find_launcher(plan.command)
+        self._environment = dict(os.environ)
+        self._history: list[Past] = []
+        self._lock = threading.Lock()
+        self._folder = RunFolder(plan.run)
+        self.run_path = self._folder.path
+        try:
+            self._number = self._folder.next_attempt()
+            floors = {name_of(phase): plan.limits.floor(phase) for phase in Phase} if plan.limits else None
+            self._folder.describe(plan.command, time.time(), floors)
+            self._box = BlackBox(self._folder.supervisor)
+            self._log = OutputLog(self.run_path / OUTPUT_FILE, plan.most_log_bytes)
+        except OSError as error:
+            self._folder.close()
+            raise unusable(self.run_path, error) from error
+        except HoldfastError:
+            self._folder.close()
+            raise
+        self._copier = Copier(self._log, quiet=quiet)
+        self._folder.point_to()
+
+    def run(self) -> Outcome:
+        """Return after the last attempt; nothing of the command is left then."""
+        become_subreaper()
+        started, first = time.monotonic(), self._number
+        own = read_process(os.getpid())
+        mark = f"{os.getpid()}-{own.ticks if own else 0}"
+        tree = Tree(mark)  # before anything of ours is started
+        with ExitStack() as stack:
+            for each in (self._folder, self._log, self._box):
+                stack.callback(each.close)
+            sentinel = Sentinel(mark, self._folder.supervisor / LOST_FILE)
+            stack.callback(sentinel.release)
+            signals = stack.enter_context(Signals(tree))
+            while True:
+                end = self._attempt(mark, tree, sentinel, signals)
+                verdict = self._judge()
+                decision = self._decide(end, verdict)
+                if isinstance(decision, Again) and not self._goes_on(decision, verdict, signals):
+                    decision = Stop(why="a signal asked to end")
+                if isinstance(decision, Stop):
+                    break
+                self._number += 1
+            self.tell("stopped", why=decision.why)
+        return Outcome(
+            status=end.status if end.status >= 0 else 128 - end.status,
+            attempts=self._number - first + 1,
+            seconds=time.monotonic() - started,
+            why=decision.why,
+            verdict=verdict,
+            run=self.run_path,
+        )
+
+    def tell(self, kind: str, /, **facts: Any) -> None:
+        """Record an event; from any thread."""
+        event = Event(kind=kind, global_step=self._steps() or 0, unix_seconds=time.time(), data=facts)
+        with self._lock:
+            self._box.event(event)
+
+    def _attempt(self, mark: str, tree: Tree, sentinel: Sentinel, signals: Signals) -> End:
+        plan, number = self._plan, self._number
+        self._log.begin(number)
+        oom_kills = count_oom_kills()
+        self.tell("attempt_started", attempt=number, argv=list(plan.command))
+        environment = make_environment(self._environment, self.run_path, number, mark, observe=plan.observe)
+        streams = Streams()
+        self._copier.take(streams.sources)
+        child = start(plan.program, plan.command, environment, streams)
+        streams.close_theirs()
+        kernel = KernelLog()  # a megabyte is read; the command is not even executed yet
+        sentinel.guard_session(child.pid)
+        attempt = Attempt(
+            number=number, run=self.run_path, child=child, tree=tree, streams=streams, copier=self._copier,
+            signals=signals, sentinel=sentinel, launcher=self._launcher, grace_seconds=plan.grace_seconds,
+            tell=self.tell,
+        )  # fmt: skip
+        with self._watching(number, attempt):
+            end = attempt.serve()
+        self._log.end_attempt()
+        after = count_oom_kills()
+        killed = None if oom_kills is None or after is None else after - oom_kills
+        if lines := kernel.news():
+            self.tell("kernel_log", lines=lines)
+        self.tell("process_ended", pid=child.pid, status=end.status, oom_kills=killed)
+        self.tell(
+            "attempt_ended", attempt=number, status=end.status, oom_kills=killed, seconds=round(end.seconds, 3),
+            steps=self._steps(), signal_sent_by_us=end.sent, asked_by=end.asked,
+        )  # fmt: skip
+        return end
+
+    def _watching(self, number: int, attempt: Attempt) -> AbstractContextManager[object]:
+        if self._plan.limits is None or not self._plan.observe:  # without boards there is nothing to look at
+            return nullcontext()
+        from holdfast.supervise.watching import Watching
+
+        return Watching(self.run_path, number, limits=self._plan.limits, tell=self.tell, on_hang=attempt.take_hang)
+
+    def _steps(self) -> int | None:
+        """Return the most steps that a process of this attempt has made; None if none was observed."""
+        found = [
+            standing.step
+            for folder, info in read_processes(self.run_path)
+            if info.attempt == self._number and (standing := _board(folder / BOARD_FILE)) is not None
+        ]
+        return max(found, default=None)
+
+    def _judge(self) -> Verdict:
+        """Return why the attempt ended, and write it down."""
+        try:
+            from holdfast.diagnose.collecting import collect
+            from holdfast.diagnose.judging import judge
+
+            verdict = judge(collect(self.run_path, self._number))
+        except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor lives on
+            verdict = _no_verdict(f"{type(error).__name__}: {error}")
+            self.tell("verdict_failed", error=f"{type(error).__name__}: {error}")
+        with suppress(OSError):  # the disk is full or the directory gone: the event has it
+            replace_file(self.run_path / VERDICT_FILE, json.dumps(verdict.as_json(), indent=1).encode())
+        self.tell("verdict", attempt=self._number, **verdict.as_json())
+        return verdict
+
+    def _decide(self, end: End, verdict: Verdict) -> Again | Stop:
+        """Return what follows an attempt."""
+        steps = self._steps()
+        at_step = steps if verdict.step is None else verdict.step
+        self._history.append(
+            Past(cause=verdict.cause, kind=verdict.restart, at_step=at_step, steps=steps, seconds=end.seconds)
+        )
+        if end.asked is not None:
+            return Stop(why=f"{signal.Signals(end.asked).name} asked to end")
+        if end.status == 0 and end.hang is None:
+            return Stop(why="the command has ended with exit code 0")
+        if end.hang is not None and end.hang.remedy == "end":
+            return Stop(why="the training was over, and only its end hung")
+        decision = decide_restart(verdict, self._history, self._plan.budgets, self._environment)
+        if isinstance(decision, Again) and self._launcher is not None and self._launcher.restarts:
+            name, count = self._launcher.name, self._launcher.restarts
+            decision = Stop(why=f"{name} has restarts of its own, and all {count} are used")
+        return decision
+
+    def _goes_on(self, decision: Again, verdict: Verdict, signals: Signals) -> bool:
+        """Wait until the command is started again; return False if a signal asks to end meanwhile."""
+        self.tell(
+            "restart", attempt=self._number + 1, cause=decision.cause, why=decision.why,
+            delay_seconds=decision.delay_seconds, changes=dict(decision.changes),
+        )  # fmt: skip
+        self._environment.update(decision.changes)
+        self._copier.say(
+            f"attempt {self._number} ended: {verdict.title} [{verdict.cause}]; "
+            f"started again in {decision.delay_seconds:g} s: {decision.why}"
+        )
+        deadline = time.monotonic() + decision.delay_seconds
+        while True:
+            for number in signals.take():
+                if number in _ENDING:
+                    self.tell("signal", **{"number": number, "from": "user"})
+                    return False
+            if (left := deadline - time.monotonic()) <= 0:
+                return True
+            select.select([signals.wake], [], [], left)
+
+
+def _board(path: Path) -> Standing | None:
+    try:
+        return read_board(path)
+    except HoldfastError:  # of a newer holdfast in the command's environment
+        return None
+
+
+def _no_verdict(why: str) -> Verdict:
+    return Verdict(
+        cause="H1600",
+        family="unknown",
+        title="unknown",
+        summary="Why the command ended could not be found out, since the judgement itself failed.",
+        fix="Read the end of output.log in the run directory.",
+        confidence=0.0,
+        missing=(f"the judgement failed with {why}",),
+    )

@@ -1,0 +1,160 @@
+"""Whether a command is started again: the rules one by one, and what must hold for every history."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.diagnose.verdict import Verdict
+from holdfast.supervise.restarts import Again, Budgets, Past, Stop, decide_restart, new_changes
+
+BUDGETS = Budgets(max_restarts=3, max_preemptions=2, least_steps=10)
+
+
+def verdict(restart: str = "retry", cause: str = "H921", family: str = "distributed", **changes: str) -> Verdict:
+    values: dict[str, Any] = {"restart": restart, "family": family, "changes": tuple(changes.items())}
+    return Verdict(cause=cause, title="t", summary="s", fix="f", confidence=0.9, **values)
+
+
+def past(
+    at_step: int | None = 100, steps: int | None = 100, cause: str = "H921", kind: str = "retry", seconds: float = 60
+) -> Past:
+    return Past(cause=cause, kind=kind, at_step=at_step, steps=steps, seconds=seconds)  # type: ignore[arg-type]
+
+
+def decide(last: Verdict, *history: Past, environment: dict[str, str] | None = None) -> Again | Stop:
+    return decide_restart(last, history, BUDGETS, environment or {})
+
+
+def test_what_ended_well_or_is_a_users_error_is_not_started_again():
+    """Neither success nor an error in the script is repeated, whatever is left of the budgets."""
+    assert isinstance(decide(verdict("retry", family="ended well"), past()), Stop)
+    assert isinstance(decide(verdict("stop", family="user code"), past(kind="stop")), Stop)
+
+
+def test_a_cause_that_may_pass_is_retried_after_a_delay_that_doubles():
+    """10, 20 and 40 seconds, then the three restarts are used."""
+    history, delays = [], []
+    for number in range(3):
+        history.append(past(at_step=1000 * (number + 1), steps=1000))
+        again = decide(verdict(), *history)
+        assert isinstance(again, Again)
+        delays.append(again.delay_seconds)
+    assert delays == [10.0, 20.0, 40.0]
+    last = decide(verdict(), *history, past(at_step=4000, steps=1000))
+    assert last == Stop(why="all 3 restarts are used")
+
+
+def test_the_delay_begins_anew_after_an_attempt_that_ran_long():
+    """Ten minutes of work forget the row of failures before."""
+    again = decide(verdict(), past(at_step=10, steps=50), past(at_step=5000, steps=5000, seconds=601))
+    assert isinstance(again, Again)
+    assert again.delay_seconds == 10.0
+
+
+def test_the_same_failure_at_the_same_step_stops_at_once():
+    """The second time is the last, and the reason names the step; another cause there is another failure."""
+    assert decide(verdict(), past(), past()) == Stop(why="the same failure came twice at step 100")
+    assert isinstance(decide(verdict(), past(cause="H930"), past()), Again)
+
+
+def test_too_little_progress_between_two_failures_of_one_cause_stops():
+    """Nine steps are no progress, whether counted by the training or by the process; ten are."""
+    assert isinstance(decide(verdict(), past(at_step=100), past(at_step=109)), Stop)
+    assert isinstance(decide(verdict(), past(at_step=100), past(at_step=110)), Again)
+    assert isinstance(decide(verdict(), past(), past(at_step=None, steps=9)), Stop)
+    assert isinstance(decide(verdict(), past(), past(at_step=None, steps=10)), Again)
+
+
+def test_without_counted_steps_only_a_long_attempt_is_progress():
+    """A command that nobody observes is retried once, and again only if it ran for ten minutes."""
+    unseen = past(at_step=None, steps=None)
+    assert isinstance(decide(verdict(), unseen), Again)
+    assert isinstance(decide(verdict(), unseen, unseen), Stop)
+    assert isinstance(decide(verdict(), unseen, past(at_step=None, steps=None, seconds=600)), Again)
+
+
+def test_out_of_memory_is_retried_at_once_and_only_with_something_changed():
+    """The change is named, merged with what is set, and not tried twice."""
+    short = verdict("remedy", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    again = decide(short, past(kind="remedy"), environment={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"})
+    assert isinstance(again, Again)
+    assert again.changes == {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:True"}
+    assert again.delay_seconds == 0.0
+    changed = decide(short, past(kind="remedy"), past(kind="remedy"), environment=dict(again.changes))
+    assert isinstance(changed, Stop)
+    assert isinstance(decide(verdict("remedy"), past(kind="remedy")), Stop)
+
+
+def test_preemptions_have_a_budget_of_their_own():
+    """They neither use the restarts nor count as a repetition."""
+    taken = past(kind="preempted", cause="H1605", steps=0)
+    assert isinstance(decide(verdict("preempted"), *[past()] * 4, taken), Again)
+    assert isinstance(decide(verdict("preempted"), taken, taken), Again)
+    assert isinstance(decide(verdict("preempted"), taken, taken, taken), Stop)
+    assert isinstance(decide(verdict(), past(at_step=5), taken, past(at_step=500)), Again)
+
+
+def test_a_value_in_brackets_is_one_entry_of_the_allocators_settings():
+    """roundup_power2_divisions holds commas that separate nothing."""
+    present = {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2],expandable_segments:False"}
+    found = new_changes(present, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    assert found == {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2],expandable_segments:True"}
+    assert new_changes(found, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}) == {}
+
+
+FAILURES = st.tuples(
+    st.sampled_from(["H901", "H921", "H930"]),
+    st.sampled_from(["retry", "remedy", "preempted", "stop"]),
+    st.one_of(st.none(), st.integers(0, 10_000)),
+    st.one_of(st.none(), st.integers(0, 10_000)),
+    st.floats(0, 5000),
+    st.sampled_from([{}, {"A": "1"}, {"A": "2"}, {"A_ALLOC_CONF": "x:1"}]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(FAILURES, min_size=1, max_size=40),
+    st.builds(Budgets, max_restarts=st.integers(0, 5), max_preemptions=st.integers(0, 5)),
+)
+def test_no_history_exceeds_the_budgets(failures, budgets):
+    """However attempts fail, restarts stay within both budgets, delays within their bounds, and changes are real."""
+    history: list[Past] = []
+    environment: dict[str, str] = {}
+    used = {"preempted": 0, "others": 0}
+    for cause, kind, at_step, steps, seconds, changes in failures:
+        history.append(Past(cause=cause, kind=kind, at_step=at_step, steps=steps, seconds=seconds))
+        decision = decide_restart(verdict(kind, cause, **changes), history, budgets, environment)
+        if isinstance(decision, Stop):
+            assert decision.why
+            break
+        assert kind != "stop"
+        used["preempted" if kind == "preempted" else "others"] += 1
+        assert 0 <= decision.delay_seconds <= budgets.most_delay_seconds
+        if kind == "remedy":
+            assert decision.changes
+        assert all(environment.get(name) != value for name, value in decision.changes.items())
+        environment.update(decision.changes)
+    assert used["preempted"] <= budgets.max_preemptions
+    assert used["others"] <= budgets.max_restarts
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.one_of(st.none(), st.integers(0, 10**6)),
+    st.sampled_from(["retry", "stop", "remedy"]),
+    st.integers(0, 100),
+)
+def test_an_error_that_comes_back_is_never_run_more_than_twice(at_step, steps, kind, most):
+    """A failure with one cause at one step, whatever a verdict allows, is seen twice at most."""
+    history: list[Past] = []
+    for _ in range(10):
+        history.append(Past(cause="H999", kind=kind, at_step=at_step, steps=steps, seconds=10_000))
+        decision = decide_restart(verdict(kind, "H999", X="1"), history, Budgets(max_restarts=most), {"X": "1"})
+        if isinstance(decision, Stop):
+            break
+    assert len(history) <= 2

@@ -1,0 +1,185 @@
+"""What a command prints: kept in a file of bounded size, copied without waiting, never waited for."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import termios
+from pathlib import Path
+
+import pytest
+
+from holdfast.supervise.output import Copier, OutputLog, Sink, Streams
+
+MOST = 1 << 20
+
+
+@pytest.fixture
+def log(tmp_path: Path):
+    made = OutputLog(tmp_path / "output.log", MOST)
+    yield made
+    made.close()
+
+
+def lines(count: int, first: int = 0) -> bytes:
+    return b"".join(b"line %09d\n" % number for number in range(first, first + count))
+
+
+def test_attempts_are_separated_by_a_line_of_their_own(log, tmp_path):
+    """Also after output that did not end with a line feed."""
+    log.begin(0)
+    log.write(b"50%")
+    log.begin(1)
+    log.write(b"100%\n")
+    expected = b"--- holdfast: attempt 0 ---\n50%\n--- holdfast: attempt 1 ---\n100%\n"
+    assert (tmp_path / "output.log").read_bytes() == expected
+    assert bytes(log.tail) == b"100%\n"
+
+
+def test_of_too_much_the_head_and_the_newest_part_are_kept(log, tmp_path):
+    """Twenty times the size leaves a file below it, with the first and the last line and the line of the attempt."""
+    log.begin(0)
+    for number in range(0, 1_500_000, 5000):
+        log.write(lines(5000, number))
+    data = (tmp_path / "output.log").read_bytes()
+    assert len(data) <= MOST + len(lines(5000))
+    assert data.startswith(b"--- holdfast: attempt 0 ---\nline 000000000\n")
+    assert data.endswith(b"line 001499999\n")
+    assert b"bytes left out ---\n" in data
+    assert len(log.tail) == 1 << 16
+
+
+def test_whose_output_the_newest_part_is_stays_known(log, tmp_path):
+    """The line of an attempt that began in the part that is cut stands before what is left of its output, once."""
+    log.begin(0)
+    log.write(lines(30_000))
+    log.begin(1)
+    for number in range(0, 300_000, 5000):
+        log.write(lines(5000, number))
+    data = (tmp_path / "output.log").read_bytes()
+    assert data.count(b"--- holdfast: attempt 1 ---\n") == 1
+    assert data.index(b"attempt 1 ---") < data.index(b"line 000299999")
+
+
+def test_a_disk_that_is_full_loses_output_and_says_so(tmp_path, monkeypatch):
+    """Nothing is raised; with space again, the newest part is written after a line that counts what was lost."""
+    log = OutputLog(tmp_path / "output.log", MOST)
+    written, limit = os.write, [20]
+
+    def full(descriptor: int, data: bytes) -> int:
+        if len(data) > limit[0]:
+            raise OSError(28, "No space left on device")
+        return written(descriptor, data)
+
+    monkeypatch.setattr(os, "write", full)
+    log.write(b"short\n")
+    log.write(b"x" * 100 + b"\nRuntimeError: the cause\n")
+    assert log.lost_bytes == 125
+    limit[0] = 1 << 30
+    log.end_attempt()
+    log.close()
+    text = (tmp_path / "output.log").read_text()
+    assert "125 bytes could not be written" in text
+    assert text.endswith("RuntimeError: the cause\n")
+
+
+def test_a_log_is_continued(tmp_path):
+    """A scheduler that starts the same run again does not destroy what was printed."""
+    for number in range(2):
+        log = OutputLog(tmp_path / "output.log", MOST)
+        log.begin(number)
+        log.write(b"x\n")
+        log.close()
+    assert (tmp_path / "output.log").read_text().count("\nx\n") == 2
+
+
+def copied(log: OutputLog, data: bytes, target: int) -> Copier:
+    """Move data through a copier as a command would print it."""
+    reading, writing = os.pipe()
+    copier = Copier(log)
+    copier.take([(reading, target)])
+    os.write(writing, data)
+    os.close(writing)
+    copier.drain(quiet_seconds=0.05, flush_seconds=1.0)
+    return copier
+
+
+def test_binary_junk_is_copied_as_it_is(log, tmp_path):
+    """Every byte reaches our stream and the file unchanged."""
+    junk = bytes(range(256)) * 16
+    ours, target = os.pipe()
+    copied(log, junk, target)
+    assert os.read(ours, 1 << 16) == junk
+    assert (tmp_path / "output.log").read_bytes() == junk
+    os.close(ours)
+    os.close(target)
+
+
+def test_a_reader_that_is_gone_does_not_end_the_copying(log, tmp_path):
+    """Who closed `| head` gets nothing more; the log gets everything."""
+    ours, target = os.pipe()
+    os.close(ours)
+    copied(log, b"a\n" * 1000, target)
+    assert (tmp_path / "output.log").stat().st_size == 2000
+    os.close(target)
+
+
+def test_a_pipe_that_takes_nothing_holds_the_command_up(log):
+    """With a megabyte waiting for a slow reader no more is read, as if the command wrote to that reader itself."""
+    ours, target = os.pipe()
+    sink = Sink(target)
+    sink.add(b"x" * ((1 << 20) + 1))
+    assert sink.full
+    os.close(ours)
+    os.close(target)
+
+
+def test_a_terminal_that_takes_nothing_does_not(log):
+    """After Ctrl-S the training goes on; what the terminal missed is in the log."""
+    master, slave = os.openpty()
+    sink = Sink(slave)
+    sink.add(b"x" * ((1 << 20) + 1))
+    assert not sink.full
+    assert b"output left out here" in sink.pending
+    os.close(master)
+    os.close(slave)
+
+
+def test_an_orphan_that_holds_a_stream_is_not_waited_for(log, tmp_path):
+    """A stream that is open and silent ends the drain after the quiet time."""
+    reading, writing = os.pipe()
+    copier = Copier(log)
+    copier.take([(reading, os.open(os.devnull, os.O_WRONLY))])
+    os.write(writing, b"last words\n")
+    copier.drain(quiet_seconds=0.05, flush_seconds=60.0)
+    assert (tmp_path / "output.log").read_bytes() == b"last words\n"
+    os.close(writing)
+
+
+def test_a_stream_is_a_terminal_exactly_where_ours_is_one():
+    """Stream by stream, so that progress bars draw where they are seen; the size of the window is passed on."""
+    master, slave = os.openpty()
+    fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 99, 0, 0))
+    reading, writing = os.pipe()
+    streams = Streams((writing, slave))
+    assert [os.isatty(each) for each in streams.theirs] == [False, True]
+    assert os.get_terminal_size(streams.theirs[1]) == (99, 33)
+    fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 132, 0, 0))
+    streams.follow_size()
+    assert os.get_terminal_size(streams.theirs[1]) == (132, 40)
+    streams.close_theirs()
+    for each in (master, slave, reading, writing, *(source for source, _ in streams.sources)):
+        os.close(each)
+
+
+def test_two_streams_into_one_file_stay_in_order():
+    """After 2>&1 both are one pipe, so that a traceback stands where it was printed."""
+    reading, writing = os.pipe()
+    again = os.dup(writing)
+    streams = Streams((writing, again))
+    assert len(streams.sources) == 1
+    assert os.path.sameopenfile(*streams.theirs)
+    streams.close_theirs()
+    for each in (reading, writing, again, streams.sources[0][0]):
+        os.close(each)

@@ -1,0 +1,214 @@
+"""The parts of a supervisor that need no command: what is executed, where it records, what the kernel says."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.errors import RunDirectoryError
+from holdfast.supervise import process_tree
+from holdfast.supervise.kernel import count_oom_kills, memory_limits, telling_lines
+from holdfast.supervise.launching import CommandError, find_launcher, find_program, make_environment
+from holdfast.supervise.process_tree import MARK_VARIABLE, Process, Tree, descendants, kill_all, marked_processes
+from holdfast.supervise.run_folder import RunFolder, choose_folder
+
+
+def test_a_command_that_does_not_exist_is_127_and_one_that_is_not_executable_is_126(tmp_path, monkeypatch):
+    """As in a shell, with a message that says what to write instead."""
+    with pytest.raises(CommandError) as missing:
+        find_program(["no-such-command-anywhere", "x"])
+    assert (missing.value.status, missing.value.rule) == (127, "H720")
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print()")
+    for word in ("train.py", "./train.py"):
+        with pytest.raises(CommandError) as plain:
+            find_program([word])
+        assert (plain.value.status, plain.value.rule) == (126, "H721")
+        assert f"python {word}" in plain.value.fix
+    with pytest.raises(CommandError) as folder:
+        find_program([str(tmp_path)])
+    assert folder.value.status == 126
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(CommandError) as python:
+        find_program(["python"])
+    assert python.value.status == 127
+
+
+def test_launchers_are_known_with_the_restarts_that_they_make_themselves():
+    """Torchrun in all its spellings; a script that merely has such an option is none."""
+    found = find_launcher(["/opt/bin/torchrun", "--nproc-per-node=2", "--max-restarts=3", "train.py"])
+    assert (found.name, found.restarts) == ("torchrun", 3)
+    module = find_launcher(["python3", "-m", "torch.distributed.run", "--max_restarts", "2", "train.py"])
+    assert (module.name, module.restarts) == ("torch.distributed.run", 2)
+    assert find_launcher(["accelerate", "launch", "train.py"]).restarts == 0
+    assert find_launcher(["accelerate", "config"]) is None
+    assert find_launcher(["python", "train.py", "--max-restarts", "3"]) is None
+
+
+def test_a_run_is_named_after_its_script_and_never_takes_a_directory_that_exists(tmp_path):
+    """Script, module or program, then the time in UTC, then a number."""
+    named = [
+        choose_folder(command, 0.0, tmp_path).name
+        for command in (["python", "-u", "a/train.py"], ["python", "-m", "pkg.train"], ["/bin/sh", "-c", "x"])
+    ]
+    assert named == ["train-19700101-000000", "pkg.train-19700101-000000", "sh-19700101-000000"]
+    (tmp_path / "sh-19700101-000000").mkdir()
+    assert choose_folder(["sh"], 0.0, tmp_path).name == "sh-19700101-000000-2"
+
+
+def test_one_supervisor_at_a_time_writes_to_a_directory(tmp_path):
+    """The second one, in another process, is told who holds it; after the first is gone it may."""
+    first = RunFolder(tmp_path / "runs" / "a")
+    code = "import sys; from pathlib import Path; from holdfast.supervise.run_folder import RunFolder; "
+    code += "RunFolder(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(first.path)]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "[H723]" in refused.stderr
+    assert f"process {os.getpid()}" in refused.stderr
+    first.close()
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_a_directory_of_a_newer_holdfast_or_without_permission_is_refused(tmp_path):
+    """Both say what to do; a damaged description is written again."""
+    run = tmp_path / "run"
+    folder = RunFolder(run)
+    folder.describe(["true"], 1.0)
+    folder.close()
+    (run / "supervised.json").write_text('{"format": 99}')
+    with pytest.raises(RunDirectoryError, match="H724"):
+        RunFolder(run)
+    (run / "supervised.json").write_bytes(b"\0junk")
+    RunFolder(run).close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="H722"):
+        RunFolder(tmp_path / "file" / "run")
+
+
+def test_the_description_says_what_was_run_where(tmp_path):
+    """Command, directory, interpreter, machine, versions and limits are there before anything starts."""
+    folder = RunFolder(tmp_path / "run")
+    folder.describe(["python", "train.py"], 12.5, {"data wait": 30.0, "saving": math.inf})
+    found = json.loads((tmp_path / "run" / "supervised.json").read_text())
+    assert (found["format"], found["argv"], found["started"]) == (1, ["python", "train.py"], 12.5)
+    assert found["limits"] == {"data wait": 30.0}
+    assert found["cwd"] == str(Path.cwd())
+    assert {"holdfast", "python", "torch"} <= set(found["versions"])
+    assert folder.next_attempt() == 0
+    folder.close()
+
+
+def test_the_link_to_the_last_run_is_relative_and_replaces_only_a_link(tmp_path):
+    """`runs/last` moves with its folder; a file of that name, and folders of other names, are left alone."""
+    for name in ("a", "b"):
+        folder = RunFolder(tmp_path / "runs" / name)
+        folder.point_to()
+        folder.close()
+    assert (tmp_path / "runs" / "last").readlink() == Path("b")
+    (tmp_path / "runs" / "last").unlink()
+    (tmp_path / "runs" / "last").write_text("mine")
+    for path in (tmp_path / "runs" / "c", tmp_path / "elsewhere" / "d"):
+        folder = RunFolder(path)
+        folder.point_to()
+        folder.close()
+    assert (tmp_path / "runs" / "last").read_text() == "mine"
+    assert not (tmp_path / "elsewhere" / "last").exists()
+
+
+def test_the_environment_carries_the_mark_beside_those_of_supervisors_above(tmp_path):
+    """A supervised supervisor marks its own command without hiding it from the one above."""
+    alone = make_environment({"A": "1"}, tmp_path, 0, "7-8", observe=False)
+    assert alone == {"A": "1", MARK_VARIABLE: "7-8"}
+    inner = make_environment(alone, tmp_path, 0, "9-9", observe=False)
+    assert inner[MARK_VARIABLE] == "7-8,9-9"
+
+
+def test_killed_for_memory_is_read_from_the_innermost_group_of_either_version(tmp_path):
+    """A group above counts the kills of other jobs and is not asked; no counter at all is None."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    assert count_oom_kills(tmp_path) is None
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/job/step\n0::/user\n")
+    for folder, kills in (("memory/job/step", 2), ("memory/job", 7)):
+        group = tmp_path / "sys/fs/cgroup" / folder
+        group.mkdir(parents=True, exist_ok=True)
+        (group / "memory.oom_control").write_text(f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n")
+        (group / "memory.limit_in_bytes").write_text(f"{1 << 30}\n")
+    assert count_oom_kills(tmp_path) == 2
+    assert set(memory_limits(tmp_path).values()) == {1 << 30}
+    (tmp_path / "proc/self/cgroup").write_text("0::/user\n")
+    group = tmp_path / "sys/fs/cgroup/user"
+    group.mkdir()
+    (group / "memory.events").write_text("low 0\nhigh 0\nmax 3\noom 1\noom_kill 1\n")
+    (group / "memory.max").write_text("max\n")
+    assert count_oom_kills(tmp_path) == 1
+    assert memory_limits(tmp_path) == {}
+
+
+def test_only_lines_of_the_kernels_log_that_tell_of_a_death_are_kept():
+    """Kills for memory, faults and hardware; without their priority, cut, and not more than twenty."""
+    log = [
+        "<6>[1.0] usb 1-1: new device",
+        "<3>[2.0] Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB",
+        "<4>[3.0] python[12]: segfault at 0 ip 0 sp 0 error 4",
+        "<3>[4.0] NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus. " + "x" * 1000,
+    ]
+    found = telling_lines(log)
+    assert [line[:5] for line in found] == ["[2.0]", "[3.0]", "[4.0]"]
+    assert max(map(len, found)) == 400
+    assert len(telling_lines(log * 50)) == 20
+
+
+def test_descendants_are_found_through_every_generation():
+    """Children of children belong to it; siblings do not, and a table with a circle ends."""
+    table = {
+        pid: Process(pid, parent, pid, "S", 0)
+        for pid, parent in [(1, 0), (2, 1), (3, 2), (4, 3), (5, 1), (6, 7), (7, 6)]
+    }
+    assert descendants(table, [2]) == {3, 4}
+    assert descendants(table, [6]) == {6, 7}
+
+
+def test_children_that_were_there_before_and_processes_of_our_session_are_not_the_commands(tmp_path):
+    """A daemon of the script that executed us, and what we run for ourselves, are spared; what comes later is not."""
+    before = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    tree = Tree("no mark")
+    ours = subprocess.Popen(["sleep", "600"])
+    command = subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600; :"], start_new_session=True)
+    deadline = time.monotonic() + 30
+    while len(found := tree.processes()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert command.pid in found
+    assert len(found) == 3
+    kill_all(tree.processes, 10.0)
+    assert tree.ended_orphans(set()) == [command.pid]
+    assert tree.ended_orphans({command.pid}) == []
+    assert before.poll() is None
+    assert ours.poll() is None
+    for each in (before, ours, command):
+        each.kill()
+        each.wait()
+
+
+def test_what_carries_the_mark_is_found_and_killed_with_its_descendants_stopped_or_not(tmp_path):
+    """A process in a session of its own, one whose environment is empty, and a stopped one: none is left."""
+    mark = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    inner = "env -i sh -c 'sleep 600 & sleep 600' & setsid sleep 600 & wait"
+    shell = subprocess.Popen(["sh", "-c", inner], env={**os.environ, MARK_VARIABLE: f"other,{mark}"})
+    deadline = time.monotonic() + 30
+    while len(found := marked_processes(mark, [])) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(found) >= 5
+    process_tree.signal_all(found, 19)
+    killed, left = kill_all(lambda: marked_processes(mark, []), 10.0)
+    shell.wait()
+    assert killed >= found
+    assert not left
+    assert marked_processes("other-mark", []) == set()
