@@ -1,0 +1,232 @@
+"""How fast the watchdog notices a hang, and whether it names the kind, the phase and the line: on real hangs.
+
+Each case trains in a process of its own, observed as `holdfast run` observes, and hangs at a known line. The time is
+that between the limit and the notice; that the stacks are taken twice, a second apart, comes after it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hang_cases import MECHANISMS, PHASES, RANKS, marked_lines, names
+from benchmarks.results_file import Result, read_options
+from holdfast.diagnose.hangs import Hang
+from holdfast.supervise.limits import HangLimits
+from holdfast.supervise.observe.environment import observing
+from holdfast.supervise.stacks import Stacks
+from holdfast.supervise.watchdog import Watchdog
+
+_ROOT = Path(__file__).parents[1]
+_LIMIT_SECONDS = 2.0
+_START_SECONDS = 20.0  # importing torch, on a machine that is busy
+_PATIENCE_SECONDS = 90.0
+_LATE_SECONDS = 0.2
+_WRONG_SHARE = 0.05
+_QUICK = 30  # every so many cases
+_BLIND = 4  # every so many are run again without py-spy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What came of one case.
+
+    Args:
+        case: Its name.
+        found: Whether a hang was told at all.
+        late_seconds: Between limit and notice.
+        examined_seconds: Between notice and verdict.
+        kind_right: Whether the kind is that which was planted.
+        phase_right: Likewise, the phase.
+        frame_right: Likewise, function and line.
+        remedy: What is to be done.
+        told: What was told.
+    """
+
+    case: str
+    found: bool
+    late_seconds: float = 0.0
+    examined_seconds: float = 0.0
+    kind_right: bool = False
+    phase_right: bool = False
+    frame_right: bool = False
+    remedy: str = ""
+    told: str = ""
+
+    @property
+    def right(self) -> bool:
+        """Return whether phase and frame are right, and the kind too."""
+        return self.kind_right and self.phase_right and self.frame_right
+
+
+def limits_of(case: str) -> HangLimits:
+    """Return the limits of a case."""
+    start = _START_SECONDS if case.endswith("/start") else 10 * _START_SECONDS
+    return HangLimits.parse([f"all={_LIMIT_SECONDS}", f"starting={start}", f"first step={10 * _START_SECONDS}"])
+
+
+@contextmanager
+def running(case: str, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Run a case in sessions of its own, and kill all of it in the end."""
+    environment = {**observing(os.environ, folder / "run", 0), "OMP_NUM_THREADS": "1"}
+    ranks: list[dict[str, str]] = [{}]
+    if case in RANKS:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        known = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **known} for rank in range(2)]
+    command = [sys.executable, "-m", "benchmarks.hang_cases", case, str(folder)]
+    with (folder / "stderr.txt").open("wb") as errors:
+        processes = [
+            subprocess.Popen(
+                command, cwd=_ROOT, env=environment | rank, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=errors, start_new_session=True,
+            )
+            for rank in ranks
+        ]  # fmt: skip
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def watch(case: str, folder: Path, py_spy: str | None) -> tuple[list[Hang], list[tuple[float, str, dict[str, Any]]]]:
+    """Run a case under the watchdog, and return the first hang that it told, with all events."""
+    (folder / "run").mkdir()
+    stop, hangs = threading.Event(), []
+    events: list[tuple[float, str, dict[str, Any]]] = []
+
+    def tell(kind: str, /, **facts: Any) -> None:
+        events.append((time.monotonic(), kind, facts))
+
+    def on_hang(hang: Hang) -> None:
+        hangs.append(hang)
+        stop.set()
+
+    watchdog = Watchdog(
+        folder / "run",
+        limits=limits_of(case),
+        tell=tell,
+        on_hang=on_hang,
+        stacks=Stacks(folder / "run", pause=stop.wait, py_spy=py_spy),
+    )
+    with running(case, folder):
+        thread = threading.Thread(target=watchdog.run, args=(stop,))
+        thread.start()
+        stop.wait(_PATIENCE_SECONDS)
+        stop.set()
+        thread.join()
+    return hangs, events
+
+
+def expected(case: str) -> tuple[str, str | None, str]:
+    """Return kind, phase (None: any) and function of a case."""
+    if case in RANKS:
+        return RANKS[case].kind, None, RANKS[case].frame
+    name, _, place = case.partition("/")
+    mechanism = MECHANISMS[name]
+    return mechanism.kind, PHASES[place], mechanism.frame or mechanism.act.__name__
+
+
+def row_of(case: str, py_spy: str | None = None) -> Row:
+    """Run a case and say what came of it, with py-spy if it is installed, or without (an empty text)."""
+    with tempfile.TemporaryDirectory() as folder:
+        hangs, events = watch(case, Path(folder), py_spy)
+        if not hangs:
+            errors = (Path(folder) / "stderr.txt").read_text(errors="replace")[-300:]
+            return Row(case=case, found=False, told=f"{[kind for _, kind, _ in events]} {errors}")
+    hang = hangs[0]
+    kind, phase, function = expected(case)
+    noticed = [(at, facts) for at, name, facts in events if name == "hang_suspected"][-1]
+    file_line, _, told_function = hang.frame.rpartition(" in ")
+    file, _, line = file_line.rpartition(":")
+    lines = marked_lines().get(function)
+    right_place = (
+        told_function.split(".<locals>")[0] == function
+        and file.endswith("hang_cases.py")
+        and (lines is None or int(line) in lines)
+    )
+    told_at = next(at for at, name, _ in events if name == "hang")
+    return Row(
+        case=case,
+        found=True,
+        late_seconds=noticed[1]["seconds"] - noticed[1]["limit"],
+        examined_seconds=told_at - noticed[0],
+        kind_right=hang.kind == kind,
+        phase_right=phase in (None, hang.phase),
+        frame_right=right_place,
+        remedy=hang.remedy,
+        told=f"{hang.kind}, {hang.phase}, {hang.frame.rpartition('/')[2]}, odd {hang.odd_one_out}, {hang.sentence}",
+    )
+
+
+def main() -> None:
+    """Run all cases and write the result."""
+    options = read_options("hang_detection", __doc__)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the case that runs is killed too
+    cases = [*names(), *RANKS]
+    cases = cases[::_QUICK] if options.quick else cases
+    result = Result(
+        options=options,
+        parameters={
+            "cases": len(cases), "limit_seconds": _LIMIT_SECONDS, "mechanisms": len(MECHANISMS),
+            "of_ranks": len(RANKS),
+        },
+    )  # fmt: skip
+    result.notes.append("NFS that does not answer is stood in for by the opening of a named pipe and by flock")
+    rows = []
+    for case in cases:
+        rows.append(row_of(case))
+        print(f"  {'right' if rows[-1].right else 'WRONG'} {case}: {rows[-1].told}", flush=True)
+    add(result, rows)
+    blind = [row_of(case, py_spy="") for case in cases[::_BLIND]]
+    for what, count in (
+        ("right kind", sum(row.kind_right for row in blind)),
+        ("right phase and frame", sum(row.phase_right and row.frame_right for row in blind)),
+    ):
+        result.add_count(f"without py-spy, by faulthandler: {what}", count, len(blind))
+    result.samples["not right without py-spy"] = [asdict(row) for row in blind if not row.right]
+    result.write()
+
+
+def add(result: Result, rows: list[Row]) -> None:
+    """Add the figures."""
+    found = [row for row in rows if row.found]
+    result.add_samples(
+        "time between limit and notice", "s", [row.late_seconds for row in found], at_most=_LATE_SECONDS
+    )
+    in_time = sum(row.late_seconds <= _LATE_SECONDS for row in found)
+    result.add_count(f"noticed within {_LATE_SECONDS} s of the limit", in_time, len(rows), expected=len(rows))
+    result.add_samples("time between notice and verdict", "s", [row.examined_seconds for row in found])
+    for what, count in (
+        ("told as a hang", len(found)),
+        ("right kind", sum(row.kind_right for row in rows)),
+        ("right phase", sum(row.phase_right for row in rows)),
+        ("right frame", sum(row.frame_right for row in rows)),
+    ):
+        result.add_count(what, count, len(rows))
+    wrong = sum(not (row.phase_right and row.frame_right) for row in rows) / len(rows)
+    result.add_samples("share with phase or frame wrong", "ratio", [wrong], at_most=_WRONG_SHARE)
+    wrong = sum(not row.right for row in rows) / len(rows)
+    result.add_samples("share with kind, phase or frame wrong", "ratio", [wrong], at_most=_WRONG_SHARE)
+    result.samples["kinds"] = dict(Counter(expected(row.case)[0] for row in rows))
+    result.samples["not right"] = [asdict(row) for row in rows if not row.right]
+
+
+if __name__ == "__main__":
+    main()

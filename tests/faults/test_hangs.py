@@ -1,0 +1,48 @@
+"""Real hangs of a real training, observed as `holdfast run` does: noticed, and blamed on the right line."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.hang_cases import MECHANISMS, RANKS, names
+from benchmarks.hang_detection import Row, row_of
+
+from holdfast.supervise.stacks import find_py_spy
+
+pytestmark = pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
+_NOW = ("lock held at fork/worker", "regex/dataset", "rank sleeps")
+_UNSURE = "endless sum"  # py-spy does not show built-in functions of the interpreter: it is called a loop
+_EACH = [
+    next(case for case in names() if case.startswith(f"{name}/"))
+    for name in MECHANISMS
+    if name != _UNSURE and not any(case.startswith(f"{name}/") for case in _NOW)
+]
+
+
+def _check(row: Row) -> None:
+    assert row.found, row.told
+    assert row.kind_right, row.told
+    assert row.frame_right, row.told
+    assert row.phase_right, row.told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*_NOW, *_EACH, *(name for name in RANKS if name not in _NOW)])
+def test_a_hang_is_told_with_its_kind_phase_and_line(case: str) -> None:
+    """Whatever it waits for and wherever: in the dataset, a worker, the model, a callback, another rank."""
+    _check(row_of(case))
+
+
+@pytest.mark.slow
+def test_a_worker_of_our_own_loader_is_left_to_the_loader() -> None:
+    """It replaces the worker itself, and loses less by it than a restart would."""
+    row = row_of("socket/healed worker")
+    _check(row)
+    assert row.remedy == "wait"
+
+
+def test_each_mechanism_is_planted_where_its_signature_says() -> None:
+    """The cases are more than sixty, each is different, and every kind but that of a GPU is among them."""
+    cases = [*names(), *RANKS]
+    assert len(cases) == len(set(cases)) >= 60
+    kinds = {mechanism.kind for mechanism in MECHANISMS.values()} | {case.kind for case in RANKS.values()}
+    assert {"lock", "queue", "collective", "native code", "OpenMP", "loader", "stopped", "I/O", "pipe"} <= kinds

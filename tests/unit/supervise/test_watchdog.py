@@ -1,0 +1,322 @@
+"""A hang is told once its limit is over, with the right process and remedy; what is no hang is not told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.diagnose.hangs import Hang
+from holdfast.recorder.progress import BOARD_BYTES, Phase, ProgressBoard
+from holdfast.recorder.run_files import BOARD_FILE, PROCESS_FILE, PROCESSES_FOLDER, ProcessInfo, write_process
+from holdfast.supervise.limits import HangLimits
+from holdfast.supervise.process_tree import read_process
+from holdfast.supervise.stacks import Stacks
+from holdfast.supervise.watchdog import Watchdog
+
+LIMIT = 10.0
+SLEEP = "import time; time.sleep(1e6)"
+BURN = "while True: sum(range(100))"
+
+
+class Scene:
+    """A run directory with real processes, whose boards the test writes, and a watchdog that looks when told to."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.hangs: list[Hang] = []
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.boards: dict[int, ProgressBoard] = {}
+        self.during: Callable[[], Any] = lambda: None  # between the two looks at stacks
+        self.now = time.monotonic()
+        self.watchdog = self.new_watchdog()
+
+    def new_watchdog(self, *settings: str, attempt: int = 0) -> Watchdog:
+        self.watchdog = Watchdog(
+            self.run,
+            limits=HangLimits.parse([f"all={LIMIT}", *settings]),
+            tell=self.tell,
+            on_hang=self.hangs.append,
+            attempt=attempt,
+            clock=lambda: self.now,
+            stacks=Stacks(self.run, pause=self._pause),
+        )
+        return self.watchdog
+
+    def tell(self, kind: str, /, **facts: Any) -> None:
+        self.events.append((kind, facts))
+
+    def _pause(self, seconds: float) -> None:
+        self.during()
+        time.sleep(0.15)  # so that CPU time shows, in ticks of 0.01 s
+
+    def start(self, program: str = SLEEP, *, phase: Phase = Phase.FORWARD_BACKWARD, **more: Any) -> int:
+        """Start a process that is a trainer, unless told otherwise, and return its pid."""
+        child = subprocess.Popen([sys.executable, "-S", "-c", program])
+        self.children.append(child)
+        found = read_process(child.pid)
+        assert found is not None
+        about = {"role": "trainer", "torch": "2.13", "started": time.time(), "ppid": os.getpid(), **more}
+        folder = write_process(self.run, ProcessInfo(pid=child.pid, ticks=found.ticks, argv=[], **about))
+        self.boards[child.pid] = ProgressBoard(folder / BOARD_FILE)
+        self.boards[child.pid].enter(phase)
+        while program == SLEEP and "nanosleep" not in Path(f"/proc/{child.pid}/wchan").read_text():
+            time.sleep(0.005)  # it still starts
+        return child.pid
+
+    def look(self, seconds: float) -> None:
+        """Let time pass, in small steps as a thread does, and look at each."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 0.5)
+            self.watchdog.look(self.now)
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.events]
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    yield made
+    for child in made.children:
+        child.kill()
+        child.wait()
+
+
+def test_a_trainer_that_stands_still_is_told_once_with_its_line(scene: Scene) -> None:
+    """Nothing is told before the limit; then stacks, kind, line, remedy and the files that hold the stacks."""
+    pid = scene.start()
+    scene.boards[pid].count(step=7, micro_step=7)
+    scene.look(LIMIT - 1)
+    assert scene.events == []
+    scene.look(30)
+    assert scene.kinds() == ["hang_suspected", "stacks", "hang"]
+    (hang,) = scene.hangs
+    assert (hang.pid, hang.step, hang.phase, hang.kind, hang.signature) == (
+        pid, 7, "forward/backward", "sleep", "H1413"
+    )  # fmt: skip
+    assert hang.remedy == "restart"
+    assert LIMIT < hang.seconds < LIMIT + 1
+    assert hang.frame == "<string>:1 in <module>"
+    assert [(scene.run / "stacks" / name).is_file() for name in hang.files] == [True, True]
+    assert scene.events[-1] == ("hang", hang.facts())
+
+
+def test_what_moves_is_no_hang_however_long_its_phase_lasts(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long evaluation that hands out batches stays in one phase and moves."""
+    pid = scene.start(phase=Phase.EVALUATION)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: int(scene.now * 1e9))  # the scene's time runs ahead
+    for _ in range(20):
+        scene.look(LIMIT - 1)
+        scene.boards[pid].enter(Phase.EVALUATION)
+    assert scene.events == []
+
+
+def wait_for_state(pid: int, state: str) -> None:
+    while (found := read_process(pid)) is not None and found.state != state:
+        time.sleep(0.005)
+
+
+def test_what_moves_while_its_stacks_are_taken_is_no_hang(scene: Scene) -> None:
+    """The second before the verdict is one in which it may go on."""
+    pid = scene.start()
+    scene.during = lambda: scene.boards[pid].count(step=1, micro_step=1)
+    scene.look(LIMIT + 1)
+    assert scene.kinds()[:2] == ["hang_suspected", "hang_over"]
+    assert scene.hangs == []
+
+
+def test_a_time_in_which_nobody_ran_is_not_counted(scene: Scene) -> None:
+    """After a laptop was shut or a container was paused, each process has its whole limit again."""
+    scene.start()
+    scene.look(1)
+    scene.now += 3_600
+    scene.look(LIMIT - 1)
+    assert scene.kinds() == ["watchdog_suspended"]
+    scene.look(2)
+    assert len(scene.hangs) == 1
+
+
+def test_a_trainer_that_is_stopped_by_its_user_is_not_hanging(scene: Scene) -> None:
+    """Ctrl-Z is meant; it is told once, and after it the limit begins anew."""
+    pid = scene.start()
+    os.kill(pid, signal.SIGSTOP)
+    wait_for_state(pid, "T")
+    scene.look(10 * LIMIT)
+    assert scene.kinds() == ["paused"]
+    os.kill(pid, signal.SIGCONT)
+    scene.look(2 * LIMIT)
+    assert len(scene.hangs) == 1
+
+
+def test_a_process_that_has_ended_is_no_hang(scene: Scene) -> None:
+    """Its board stays behind; a zombie that nobody has waited for is as dead."""
+    scene.start()
+    scene.look(1)
+    scene.children[0].kill()
+    wait_for_state(scene.children[0].pid, "Z")
+    scene.look(30)
+    assert scene.events == []
+
+
+def test_who_computes_is_left_alone_for_longer_each_time(scene: Scene) -> None:
+    """It is told, as a loop or as native code, and ended only when the patience for such is over."""
+    scene.new_watchdog("moving=70")
+    scene.start(BURN)
+    scene.look(100)
+    assert [hang.remedy for hang in scene.hangs] == ["wait", "wait", "wait", "restart"]
+    assert all(hang.kind in ("Python loop", "native code", "merely slow") for hang in scene.hangs)
+    assert [round(hang.seconds / LIMIT) for hang in scene.hangs] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("phase", "torch", "remedy"),
+    [
+        (Phase.STARTING, None, "wait"),
+        (Phase.STARTING, "2.13", "restart"),
+        (Phase.ENDING, "2.13", "end"),
+        (Phase.DATA_WAIT, "2.13", "restart"),
+    ],
+)
+def test_the_remedy_follows_the_phase(scene: Scene, phase: Phase, torch: str | None, remedy: str) -> None:
+    """A training that is over is not begun again, and of a program without torch nothing is known."""
+    scene.start(phase=phase, torch=torch)
+    scene.look(LIMIT + 1)
+    assert [hang.remedy for hang in scene.hangs] == [remedy]
+
+
+def test_a_worker_that_is_stopped_is_to_go_on_and_only_then_to_be_ended(scene: Scene) -> None:
+    """SIGCONT costs nothing; if it helps nobody, the next remedy is dearer."""
+    program = (
+        "import os, signal, time\n"
+        "pid = os.fork()\n"
+        "if not pid: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "print(pid, flush=True)\n"
+        "def _try_get_data(): time.sleep(1e6)\n"
+        "_try_get_data()\n"
+    )
+    pid = scene.start(program, phase=Phase.DATA_WAIT)
+    workers: list[int] = []
+    while not workers:
+        workers = list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    worker = read_process(workers[0])
+    assert worker is not None
+    try:
+        write_process(
+            scene.run,
+            ProcessInfo(pid=worker.pid, ticks=worker.ticks, ppid=pid, argv=[], role="loader worker"),
+        )
+        scene.watchdog = scene.new_watchdog()
+        scene.watchdog._stacks._py_spy = ""  # without frames, the phase says that the trainer waits for its workers
+        scene.look(2 * LIMIT + 2)
+    finally:
+        os.kill(worker.pid, signal.SIGKILL)
+    assert [(hang.kind, hang.blamed_pid, hang.remedy) for hang in scene.hangs] == [
+        ("stopped", worker.pid, "continue"),
+        ("stopped", worker.pid, "restart"),
+    ]
+
+
+def test_who_trains_is_judged_and_who_started_it_is_not(scene: Scene) -> None:
+    """A script that waits for the processes that it has spawned stands still for as long as they train."""
+    scene.start(role="other", phase=Phase.STARTING, started=1.0)
+    pid = scene.start()
+    scene.start(role="loader worker", phase=Phase.STARTING)
+    scene.start(role="launcher", phase=Phase.STARTING)
+    scene.look(LIMIT + 1)
+    assert [hang.pid for hang in scene.hangs] == [pid]
+
+
+def test_a_start_that_hangs_is_found_before_anything_trains(scene: Scene) -> None:
+    """Before there is a trainer, the process that was started first is judged."""
+    first = scene.start(role="other", phase=Phase.STARTING, started=1.0)
+    scene.start(role="other", phase=Phase.STARTING, started=2.0)
+    scene.look(LIMIT + 1)
+    assert [hang.pid for hang in scene.hangs] == [first]
+
+
+def test_a_rank_may_wait_for_another_that_is_within_its_limit(scene: Scene) -> None:
+    """While rank 0 evaluates or saves alone, the others stand in a collective, and nothing is told."""
+    scene.new_watchdog("saving=60")
+    scene.start(rank=1, world_size=2)
+    scene.start(rank=0, world_size=2, phase=Phase.SAVING)
+    scene.look(50)
+    assert scene.events == []
+    scene.look(20)
+    assert len(scene.hangs) == 1, "one hang of both"
+
+
+def test_a_rank_that_has_ended_is_named_as_the_one_that_is_missing(scene: Scene) -> None:
+    """The one that is left cannot go on without it."""
+    scene.start(rank=0, world_size=2)
+    scene.start(rank=1, world_size=2)
+    scene.look(1)
+    scene.children[1].kill()
+    wait_for_state(scene.children[1].pid, "Z")
+    scene.look(LIMIT + 1)
+    assert [hang.odd_one_out for hang in scene.hangs] == [1]
+
+
+def test_processes_of_other_attempts_and_of_other_people_are_passed_over(scene: Scene) -> None:
+    """A process file may name any pid: who is not of this command is neither looked at nor signalled."""
+    scene.start(attempt=3)
+    stranger = read_process(os.getppid())
+    assert stranger is not None
+    about = {"role": "trainer", "torch": "2.13", "stacks_signal": int(signal.SIGUSR1)}
+    folder = write_process(
+        scene.run,
+        ProcessInfo(pid=stranger.pid, ticks=stranger.ticks, ppid=1, argv=[], **about),  # type: ignore[arg-type]
+    )
+    ProgressBoard(folder / BOARD_FILE).enter(Phase.DATA_WAIT)
+    scene.look(5 * LIMIT)
+    assert scene.hangs == []
+    assert not list((scene.run / "stacks").glob("*"))
+
+
+def test_damaged_files_are_passed_over(scene: Scene) -> None:
+    """Junk, cut files, a newer version, a folder that cannot be one: the healthy process is judged all the same."""
+    folder = scene.run / PROCESSES_FOLDER
+    for name, data in {"1-1": b"", "2-2": b"[]", "3-3": b'{"pid": "x"}', "4-4": b"\xff" * 9}.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / PROCESS_FILE).write_bytes(data)
+    (folder / "failed-12.txt").write_text("Traceback")
+    torn, newer, pid = scene.start(), scene.start(), scene.start()
+    boards = {each: next(folder.glob(f"{each}-*")) / BOARD_FILE for each in (torn, newer)}
+    boards[torn].write_bytes(b"HOLDPROG")
+    boards[newer].write_bytes(b"HOLDPROG" + b"\xff" * (BOARD_BYTES - 8))
+    scene.look(LIMIT + 1)
+    assert [hang.pid for hang in scene.hangs] == [pid]
+
+
+def test_a_run_directory_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+    """The watchdog may be started before anything has been written."""
+    scene = Scene(tmp_path / "not yet")
+    scene.look(3)
+    assert scene.events == []
+
+
+def test_the_thread_goes_on_after_a_failure_and_ends_when_it_is_told(scene: Scene) -> None:
+    """Whatever goes wrong in one look is told, and the next look is made."""
+    stop, looks = threading.Event(), []
+
+    def look(now: float) -> None:
+        looks.append(now)
+        if len(looks) > 1:
+            stop.set()
+        raise KeyError("anything")
+
+    scene.watchdog.look = look  # type: ignore[method-assign]
+    scene.watchdog.run(stop)
+    assert len(looks) == 2
+    assert scene.kinds() == ["watchdog_failed", "watchdog_failed"]
+    assert scene.events[0][1]["error"] == "KeyError: 'anything'"
