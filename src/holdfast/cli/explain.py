@@ -1,30 +1,140 @@
-"""`holdfast explain H101`: what an error means, why it is one, and what to do."""
+"""`holdfast explain H101|RUN|LOG`: what an error means, or why a run ended, from its directory or from a bare log."""
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markdown import Markdown
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
 from holdfast.cli.output import Json, console, failing_clearly, print_json
-from holdfast.diagnose.rules import all_rules, find_rule
+from holdfast.core.errors import PolicyError
+from holdfast.diagnose.log_lines import plain_text
+from holdfast.diagnose.rules import catalogue, find_rule
+from holdfast.diagnose.verdict import Verdict
+
+_RULE = re.compile(r"[Hh]\d{3,4}")
+_LIKE_A_RULE = re.compile(r"[Hh]?\d[\w-]{0,8}|[Hh]\w{0,8}")
+_SURE = ((0.9, "almost certain"), (0.75, "very likely"), (0.6, "likely"), (0.4, "a guess"), (0.0, "a weak guess"))
 
 
 def run(
-    rule: Annotated[
-        str | None, typer.Argument(help="Id at the end of an error, such as H101; none lists all.")
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RULE|RUN|LOG]",
+            help="Id at the end of an error, such as H101; a run directory; a log file, or - for standard input. "
+            "None lists all rules.",
+        ),
+    ] = None,
+    attempt: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of a run that was restarted: the attempt, from 0; the newest by default."),
+    ] = None,
+    status: Annotated[
+        int | None, typer.Option(help="Of a log: the exit status that its command ended with, if you know it.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Explain a rule: what it means, why it matters, how to fix it."""
+    """Explain a rule, or why a run ended.
+
+    Exit codes for a run or a log: 0 it ended well, 10 and above the class of the cause, 2 wrong use.
+    """
     with failing_clearly(as_json=as_json):
-        found = list(all_rules().values()) if rule is None else [find_rule(rule)]
+        if what is None:
+            _list(as_json=as_json)
+            return
+        if _RULE.fullmatch(what) or (_LIKE_A_RULE.fullmatch(what) and not Path(what).exists()):
+            _tell_rule(what, as_json=as_json)
+            return
+        verdict = _judged(what, attempt, status)
     if as_json:
-        print_json([asdict(each) for each in found] if rule is None else asdict(found[0]))
-    elif rule is None:
-        for each in found:
-            typer.echo(f"{each.id}  {each.title}")
+        print_json(verdict.as_json())
     else:
-        console().print(Markdown(f"# {found[0].id}: {found[0].title}\n\n{found[0].text}"))
+        print_verdict(console(), verdict, what)
+    raise typer.Exit(verdict.exit_code)
+
+
+def _list(*, as_json: bool) -> None:
+    if as_json:
+        print_json([asdict(rule) for rule in catalogue().values()])
+        return
+    for rule in catalogue().values():
+        typer.echo(f"{rule.id}  {rule.title}")
+
+
+def _tell_rule(rule_id: str, *, as_json: bool) -> None:
+    from rich.markdown import Markdown  # takes as long to import as a command to start
+
+    rule = find_rule(rule_id)
+    if as_json:
+        print_json(asdict(rule))
+    else:
+        console().print(Markdown(f"# {rule.id}: {rule.title}\n\n{rule.text}"))
+
+
+def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
+    from holdfast.diagnose.collecting import collect, collect_log, collect_stream  # likewise
+    from holdfast.diagnose.judging import judge
+
+    if what == "-":
+        return judge(collect_stream(sys.stdin.buffer, name="standard input", status=status))
+    path = Path(what).expanduser()
+    if path.is_dir():
+        return judge(collect(path, attempt))
+    if path.exists():
+        return judge(collect_log(path, status=status))
+    raise PolicyError(
+        f"{what!r} is not there",
+        limit="`holdfast explain` takes the id of a rule, a run directory or a log file",
+        fix="check the path; runs/last is the newest run of `holdfast run` in this directory.",
+        rule="H732",
+    )
+
+
+def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
+    """Print a verdict for people; nothing in it is taken for markup or for commands of the terminal."""
+    words = next(words for least, words in _SURE if verdict.confidence >= least)
+    colour = "green" if verdict.family == "ended well" else "yellow" if verdict.family == "unknown" else "red"
+    title = _safe(verdict.title)
+    head = Text.assemble(
+        (f"{title[:1].upper()}{title[1:]}", f"bold {colour}"), f"  [{verdict.cause}, {verdict.family}]"
+    )
+    out.print(head)
+    out.print(Text(f"{words} ({verdict.confidence:.0%}), from {_safe(source)}", style="dim"))
+    _section(out, "What happened", [verdict.summary])
+    if verdict.evidence:
+        out.print(Text("\nEvidence", style="bold"))
+        for exhibit in verdict.evidence:
+            rank = f", rank {exhibit.rank}" if exhibit.rank is not None else ""
+            out.print(Padding(Text(f"{exhibit.role}: {_safe(exhibit.source)}{rank}", style="dim"), (0, 0, 0, 2)))
+            out.print(Padding(Text(_safe(exhibit.text)), (0, 0, 0, 4)))
+    _section(out, "What to change", [verdict.fix])
+    if verdict.changes:
+        changes = " ".join(f"{name}={value}" for name, value in verdict.changes)
+        _section(out, "A restart would set", [changes])
+    _section(out, "What was tried", verdict.tried)
+    if verdict.runner_up is not None:
+        cause, title, confidence = verdict.runner_up
+        _section(out, "It could also be", [f"{title} [{cause}] ({confidence:.0%})"])
+    if verdict.family != "ended well":
+        _section(out, "What would have made it surer", verdict.missing)
+    out.print(Text(f"\n`holdfast explain {verdict.cause}` says more.", style="dim"))
+
+
+def _section(out: Console, title: str, lines: list[str] | tuple[str, ...]) -> None:
+    if not lines:
+        return
+    out.print(Text(f"\n{title}", style="bold"))
+    for line in lines:
+        out.print(Padding(Text(_safe(line)), (0, 0, 0, 2)))
+
+
+def _safe(text: str) -> str:
+    return plain_text(text)

@@ -38,6 +38,7 @@ class Statement:
         pid: Of the process, or None.
         fatal: Whether it ended its process; False: it was caught or logged; None: unknown.
         cause: Whether another exception was raised from it: then it is nearer to the root than that one.
+        logged: Whether a logger printed it, so somebody had caught it, at least for a while.
     """
 
     text: str
@@ -51,6 +52,7 @@ class Statement:
     pid: int | None = None
     fatal: bool | None = None
     cause: bool = False
+    logged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,7 @@ class Ending:
         status: Exit code, negative for a signal; None: it did not end, or nobody knows.
         pid: None: the whole command.
         rank: Or None.
-        role: As ``ProcessInfo.role``.
+        role: As ``ProcessInfo.role``; ``"command"`` for what the supervisor has started.
         unix_seconds: When, or None.
         oom_kills: How far the ``oom_kill`` counter of its control group rose meanwhile; None if unknown.
         sent_by: ``"user"``, ``"supervisor"``, ``"scheduler"``, or None: who sent the signal, as far as known.

@@ -1,0 +1,290 @@
+"""From a run directory, or from a bare log, to the facts that a verdict is made from.
+
+Of a directory that ``holdfast run`` made, one attempt: the end of its output, what its processes said last, what the
+supervisor saw. Nothing that cannot be read ends it; it is named in `Facts.missing`. Does not: judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from holdfast.core.events import Event
+from holdfast.diagnose.evidence import Ending, Facts
+from holdfast.diagnose.log_keeping import Readable
+from holdfast.diagnose.log_text import LogText, read_log
+from holdfast.diagnose.run_recordings import Recordings, open_recordings, unreadable
+from holdfast.diagnose.run_statements import already_tried, merged, of_exceptions, of_guards, of_kernel
+from holdfast.recorder.progress import Standing
+from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, ProcessInfo
+
+NO_STATUS = "no exit status: only a log"
+_CHUNK = 1 << 20
+
+
+def collect_log(path: Path, *, status: int | None = None) -> Facts:
+    """Return what a log file says.
+
+    Args:
+        path: The file.
+        status: With which its command ended, if that is known.
+
+    Raises:
+        RunDirectoryError: H733 if it cannot be read.
+    """
+    try:
+        with path.open("rb") as stream:
+            return collect_stream(stream, name=path.name, status=status)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def collect_stream(stream: Readable, *, name: str, status: int | None = None) -> Facts:
+    """Return what a log says.
+
+    Args:
+        stream: Opened for reading bytes.
+        name: For the sources.
+        status: With which its command ended, if that is known.
+    """
+    log = read_log(stream, name=name)
+    missing = [NO_STATUS] if status is None else []
+    if not log.complete:
+        missing.append(f"of {log.total_lines} lines those in the middle were only searched for words of errors")
+    if log.total_bytes == 0:
+        missing.append("the log is empty")
+    endings = (*log.endings, *([Ending(status=status)] if status is not None else []))
+    return Facts(
+        statements=log.statements,
+        endings=endings,
+        source=name,
+        missing=tuple(missing),
+        extra={"log_says_done": log.ended_well},
+    )
+
+
+def collect(run: Path, attempt: int | None = None) -> Facts:
+    """Return all that is known of one attempt of a run.
+
+    Args:
+        run: A directory that ``holdfast run`` made, or one that was given to a Guard.
+        attempt: None: the newest.
+
+    Raises:
+        RunDirectoryError: H731 if it holds no recording, H733 if it cannot be read, H734 if a newer holdfast made it.
+    """
+    recordings = open_recordings(run)
+    return _Attempt(recordings, attempt).facts() if recordings.supervised else _of_guard(recordings)
+
+
+def _of_guard(recordings: Recordings) -> Facts:
+    events = _by_time(event for folder in recordings.guards([]) for event in recordings.events(folder))
+    return Facts(
+        statements=tuple(of_guards(events)),
+        events=tuple(events),
+        tried=tuple(already_tried(events)),
+        source=str(recordings.run),
+        missing=(*recordings.missing, "no exit status and no output: it was not started with `holdfast run`"),
+        extra={"guard": True},
+    )
+
+
+class _Attempt:
+    """One attempt of a supervised run."""
+
+    def __init__(self, recordings: Recordings, attempt: int | None) -> None:
+        self._recordings = recordings
+        self._all = recordings.supervisor()
+        numbers = [n for event in self._all if (n := _attempt_of(event)) is not None]
+        self._number = attempt if attempt is not None else max(numbers, default=0)
+        self._own = self._of_attempt()
+        self._processes = [pair for pair in recordings.processes() if pair[1].attempt == self._number]
+
+    def facts(self) -> Facts:
+        told = {info.pid: self._recordings.events(folder) for folder, info in self._processes}
+        standings = {info.pid: self._recordings.standing(folder) for folder, info in self._processes}
+        said = _by_time(event for events in told.values() for event in events)
+        began = next((event.unix_seconds for event in self._own if event.kind == "attempt_started"), 0.0)
+        of_guard = [
+            event
+            for folder in self._recordings.guards(said)
+            for event in self._recordings.events(folder)
+            if event.unix_seconds >= began
+        ]
+        log = self._log()
+        raised = [statement for _, info in self._processes for statement in of_exceptions(told[info.pid], info)]
+        pids = {info.pid for _, info in self._processes} | {
+            _integer(event.data.get("pid")) or 0 for event in self._own
+        }
+        raised += of_kernel(self._own, pids)
+        endings = self._endings(standings, log)
+        return Facts(
+            statements=tuple(merged([*raised, *of_guards(of_guard)], log.statements if log else ())),
+            endings=tuple(endings),
+            events=tuple(_by_time([*self._own, *said, *of_guard])),
+            tried=(*_restarts(self._all, self._number), *already_tried(of_guard)),
+            source=str(self._recordings.run),
+            missing=tuple(self._missing(log, endings)),
+            extra=self._extra(log, standings),
+        )
+
+    def _of_attempt(self) -> list[Event]:
+        """Return the supervisor's events from the start of this attempt to that of the next."""
+        found: list[Event] = []
+        current = self._number if not any(event.kind == "attempt_started" for event in self._all) else -1
+        for event in self._all:
+            if event.kind == "attempt_started":
+                told = _attempt_of(event)
+                current = current + 1 if told is None else told
+            if current == self._number:
+                found.append(event)
+        return found
+
+    def _endings(self, standings: dict[int, Standing | None], log: LogText | None) -> list[Ending]:
+        infos = {info.pid: info for _, info in self._processes}
+        found = []
+        for event in self._own:
+            status = _integer(event.data.get("status"))
+            if event.kind == "process_ended":
+                pid = _integer(event.data.get("pid"))
+                info = infos.get(pid or -1)
+                found.append(replace(_ending(status, event, info, standings.get(pid or -1)), pid=pid))
+            elif event.kind == "attempt_ended":
+                by_us = event.data.get("signal_sent_by_us") is not None
+                sender = "user" if event.data.get("asked_by") is not None else "supervisor" if by_us else None
+                trainer = next((info for info in infos.values() if info.role == "trainer"), None)
+                standing = standings.get(trainer.pid) if trainer else None
+                found.append(
+                    replace(_ending(status, event, trainer, standing), role="command", rank=None, sent_by=sender)
+                )
+        return found + list(log.endings if log else ())
+
+    def _missing(self, log: LogText | None, endings: Sequence[Ending]) -> list[str]:
+        missing = list(self._recordings.missing)
+        if self._all and not self._own:
+            missing.append(f"no attempt {self._number} is recorded")
+        if log is None:
+            missing.append("no output of the command")
+        if not any(ending.role == "command" for ending in endings):
+            missing.append("no exit status: the supervisor recorded no end of the attempt")
+        if not self._processes:
+            missing.append("no process of it was observed")
+        return missing
+
+    def _extra(self, log: LogText | None, standings: dict[int, Standing | None]) -> dict[str, Any]:
+        description = self._recordings.description()
+        infos = [info for _, info in self._processes]
+        main = next((info for info in infos if info.role == "trainer"), None)
+        standing = standings.get(main.pid) if main else None
+        lost = self._recordings.lost() if not any(event.kind == "attempt_ended" for event in self._own) else None
+        asked = (_integer(event.data.get("asked_by")) for event in self._own if event.kind == "attempt_ended")
+        extra: dict[str, Any] = {
+            "asked_by": next(asked, None),
+            "supervisor_lost": lost,
+            "attempt": self._number,
+            "log_says_done": log.ended_well if log else False,
+            "torch": next((info.torch for info in infos if info.torch), None),
+            "argv": description.get("argv"),
+            "alive": [info.pid for info in infos if _is_alive(info)],
+            "steps": standing.step if standing else None,
+            "phase": standing.phase.name.lower().replace("_", " ") if standing else None,
+        }
+        return {key: value for key, value in extra.items() if value is not None}
+
+    def _log(self) -> LogText | None:
+        path = self._recordings.run / OUTPUT_FILE
+        try:
+            with path.open("rb") as stream:
+                start, end, number = _section(stream, self._number)
+                stream.seek(start)
+                return read_log(_Part(stream, end - start), name=OUTPUT_FILE, first_number=number)
+        except OSError as error:
+            self._recordings.missing.append(f"{OUTPUT_FILE}: {error.strerror or error}")
+            return None
+
+
+def _ending(status: int | None, event: Event, info: ProcessInfo | None, standing: Standing | None) -> Ending:
+    return Ending(
+        status=status,
+        pid=None,
+        rank=info.rank if info else None,
+        role=info.role if info else "other",
+        unix_seconds=event.unix_seconds,
+        oom_kills=_integer(event.data.get("oom_kills")),
+        phase=standing.phase.name.lower().replace("_", " ") if standing else None,
+        step=standing.step if standing else None,
+    )
+
+
+def _restarts(events: Iterable[Event], attempt: int) -> list[str]:
+    """Return what earlier attempts were restarted for, one sentence each."""
+    found = []
+    for event in events:
+        number = _attempt_of(event)
+        if event.kind != "restart" or (number is not None and number > attempt):
+            continue
+        changes = event.data.get("changes")
+        changed = ", ".join(f"{key}={value}" for key, value in changes.items()) if isinstance(changes, dict) else ""
+        why = event.data.get("why") or event.data.get("cause") or "no reason recorded"
+        found.append(f"restarted: {why}" + (f"; changed {changed}" if changed else ""))
+    return found
+
+
+def _section(stream: BinaryIO, attempt: int) -> tuple[int, int, int]:
+    """Return where the output of an attempt begins and ends, and the number of its first line.
+
+    The last line that announces it counts, since the command itself can print such a line.
+    """
+    own, following = (ATTEMPT_LINE.format(number=number).encode() for number in (attempt, attempt + 1))
+    start, first, end = 0, 1, None
+    offset, number, rest = 0, 1, b""
+    while chunk := stream.read(_CHUNK):
+        data = rest + chunk
+        place = data.rfind(own)
+        if place >= 0:
+            start, first, end = offset + place, number + data.count(b"\n", 0, place), None
+        place = data.find(following, max(place, 0))
+        if place >= 0 and end is None:
+            end = offset + place
+        rest = data[-len(following) :]
+        passed = len(data) - len(rest)
+        number += data.count(b"\n", 0, passed)
+        offset += passed
+    size = offset + len(rest)
+    return start, size if end is None or end < start else end, first
+
+
+class _Part:
+    """The next so many bytes of a stream."""
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream = stream
+        self._left = size
+
+    def read(self, size: int = -1, /) -> bytes:
+        data = self._stream.read(self._left if size < 0 else min(size, self._left))
+        self._left -= len(data)
+        return data
+
+
+def _is_alive(info: ProcessInfo) -> bool:
+    try:
+        found = Path(f"/proc/{info.pid}/stat").read_bytes()
+        fields = found.rpartition(b")")[2].split()
+        return fields[0] not in (b"Z", b"X") and int(fields[19]) == info.ticks
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def _by_time(events: Iterable[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event.unix_seconds)
+
+
+def _attempt_of(event: Event) -> int | None:
+    return _integer(event.data.get("attempt"))
+
+
+def _integer(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

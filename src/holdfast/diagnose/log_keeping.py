@@ -1,0 +1,203 @@
+"""Which lines of a log are kept: a log of any size in bounded memory and one pass.
+
+Kept are the beginning, the end, and between them every line with a word that errors have, with what stands around it.
+Lines are numbered as an editor numbers them. Does not: understand the lines (see ``log_text``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+_CHUNK_BYTES = 1 << 18
+_HEAD_BYTES = 2 << 20
+_TAIL_BYTES = 1 << 20
+_FIRST_HITS_BYTES = 1 << 20
+_NEWEST_HITS_BYTES = 3 << 20
+_LINE_BYTES = 1 << 14  # of one line: its beginning and its end
+_AFTER = 12  # lines that are kept after a hit: a message of several lines
+_AFTER_TRACEBACK = 300
+_BEFORE = 2
+_SAME_LINE = 40  # times that lines which differ only in digits are kept outside the head and the tail
+
+# In lower case. A chunk without any of them is passed over at the speed of bytes.find.
+_WORDS = tuple(
+    word.encode()
+    for word in (
+        "traceback", "error", "exception", "fatal", "warn", "killed", "abort", "segmentation", "core dumped",
+        "oom", "out of memory", "terminat", "signal", "cancelled", "preempt", "time limit", "fail", "assert", "xid",
+        "nccl", "cannot", "can't", "unable", "no such", "denied", "not found", "no space", "quota", "nan",
+        "non-finite", "usage:", "interrupt", "timed out", "timeout", "bus", "invalid", "illegal",
+        "tried to", "what():", "exitcode", "deadlock", "expected", "mismatch",
+        "double free", "corrupt", "no module", "hangup", "compatible", "instead", "duplicate", "forked",
+        "=inf", ":inf", " inf,", " inf ", " inf\n", " inf\r",
+    )
+)  # fmt: skip
+_TRACEBACK = b"raceback (most recent call last)"
+_DIGITS = re.compile(rb"\d+")
+
+
+class Readable(Protocol):
+    """What can be read as bytes."""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Return up to so many bytes, none at the end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One line as it was written, without its end.
+
+    Args:
+        number: From 1.
+        data: Cut in the middle if it is very long.
+    """
+
+    number: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptLog:
+    """What was kept of a log.
+
+    Args:
+        lines: In order.
+        total_lines: Of the whole log.
+        total_bytes: Likewise.
+        complete: Whether nothing was left out.
+    """
+
+    lines: tuple[LogLine, ...]
+    total_lines: int
+    total_bytes: int
+    complete: bool
+
+
+def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
+    """Read a log to its end and return what matters of it; never more than about 10 MiB, whatever its size.
+
+    Args:
+        stream: Opened for reading bytes.
+        first_number: Of the first line, if the stream does not begin with the log.
+    """
+    head: list[LogLine] = []
+    hits = _Hits()
+    tail: deque[tuple[int, bytes]] = deque()
+    head_bytes = tail_bytes = total_bytes = 0
+    number = first_number  # of the first line of the block
+    for block, read_bytes in _blocks(stream):
+        total_bytes += read_bytes
+        if head_bytes < _HEAD_BYTES:
+            head += _split(block, number)
+            head_bytes += len(block)
+        else:
+            hits.search(block, number)
+            tail.append((number, block))
+            tail_bytes += len(block)
+            while tail_bytes - len(tail[0][1]) >= _TAIL_BYTES:
+                tail_bytes -= len(tail.popleft()[1])
+        number += block.count(b"\n")
+    lines = {line.number: line for line in head}
+    lines |= {line.number: line for line in hits.kept()}
+    for first, block in tail:
+        lines |= {line.number: line for line in _split(block, first)}
+    ordered = tuple(lines[key] for key in sorted(lines))
+    total = ordered[-1].number - first_number + 1 if ordered else 0
+    return KeptLog(lines=ordered, total_lines=total, total_bytes=total_bytes, complete=len(ordered) == total)
+
+
+def _blocks(stream: Readable) -> Iterator[tuple[bytes, int]]:
+    """Yield whole lines in blocks, each with the bytes read for it; an endless line is cut in its middle."""
+    rest = b""
+    while chunk := stream.read(_CHUNK_BYTES):
+        whole, newline, after = chunk.rpartition(b"\n")
+        if newline:
+            yield rest + whole + newline, len(chunk)
+            rest = after
+        else:
+            rest = _cut(rest + chunk)
+            yield b"", len(chunk)
+    if rest:
+        yield rest, 0
+
+
+def _split(block: bytes, first: int) -> list[LogLine]:
+    lines = block.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return [LogLine(first + index, _cut(line)) for index, line in enumerate(lines)]
+
+
+def _cut(line: bytes) -> bytes:
+    if len(line) <= 2 * _LINE_BYTES:
+        return line
+    return line[:_LINE_BYTES] + b" ... " + line[-_LINE_BYTES:]
+
+
+class _Hits:
+    """Lines between the head and the tail that look like they matter: the first and the newest of them."""
+
+    def __init__(self) -> None:
+        self._first: list[LogLine] = []
+        self._first_bytes = 0
+        self._newest: deque[LogLine] = deque()
+        self._newest_bytes = 0
+        self._seen: dict[bytes, int] = {}
+        self._until = 0  # number up to which lines are kept since something before them was a hit
+
+    def search(self, block: bytes, first: int) -> None:
+        lowered = block.lower()
+        if first > self._until and not any(word in lowered for word in _WORDS):
+            return
+        lines = block.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        kept_to = -1
+        for index, line in enumerate(lines):
+            number = first + index
+            if self._is_hit(line):
+                after = _AFTER_TRACEBACK if _TRACEBACK in line else _AFTER
+                self._until = max(self._until, number + after)
+                for before in range(max(kept_to + 1, index - _BEFORE), index):
+                    self._keep(LogLine(first + before, _cut(lines[before])))
+            elif number > self._until:
+                continue
+            self._keep(LogLine(number, _cut(line)))
+            kept_to = index
+
+    def _is_hit(self, line: bytes) -> bool:
+        lowered = line.lower() + b"\n"
+        if not any(word in lowered for word in _WORDS):
+            return False
+        if _TRACEBACK in line:
+            return True
+        key = _DIGITS.sub(b"", lowered[:120])
+        times = self._seen.get(key, 0)
+        if len(self._seen) < 10_000:  # a log of lines that are all different: then all count
+            self._seen[key] = times + 1
+        return times < _SAME_LINE
+
+    def _keep(self, line: LogLine) -> None:
+        size = len(line.data) + 64
+        if self._first_bytes < _FIRST_HITS_BYTES:
+            self._first.append(line)
+            self._first_bytes += size
+            return
+        self._newest.append(line)
+        self._newest_bytes += size
+        while self._newest_bytes > _NEWEST_HITS_BYTES:
+            self._newest_bytes -= len(self._newest.popleft().data) + 64
+
+    def kept(self) -> list[LogLine]:
+        return [*self._first, *self._newest]
+
+
+def is_relevant(text: str) -> bool:
+    """Return whether a line has a word that errors have."""
+    lowered = text.lower().encode("utf-8", errors="replace") + b"\n"
+    return any(word in lowered for word in _WORDS)

@@ -1,0 +1,205 @@
+"""From a log to statements: what was raised and what was printed, by whom, when, and whether the run went on.
+
+The text of a log is foreign: nothing in it is followed or evaluated. Does not: judge which statement matters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.diagnose.evidence import Ending, Statement
+from holdfast.diagnose.log_keeping import Readable, is_relevant, keep_lines
+from holdfast.diagnose.log_lines import CleanLine, clean_lines
+from holdfast.diagnose.log_progress import is_end, is_progress, is_progress_bar
+from holdfast.diagnose.torchrun_table import read_table
+from holdfast.diagnose.tracebacks import (
+    HEADER,
+    Raised,
+    TracebackReader,
+    is_syntax_error,
+    split_exception,
+    without_margins,
+)
+
+_MOST_OF_A_KIND = 1_500  # statements that are lines, and that are exceptions: the first third and the newest
+_WENT_ON = 2  # lines of progress after a statement of the same process that show that it went on
+_MOST_MESSAGE = 20_000
+
+_NOT_FATAL_LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "WARN", "SUCCESS", "TRACE"})
+_WARNING = re.compile(r"(?:\S{1,300}:\d+: )?(?:[\w.]*\.)?(\w*Warning): ")
+_NOT_UNCAUGHT = re.compile(r"Exception ignored in|--- Logging error ---|Exception in thread |Exception ignored on")
+_CPLUSPLUS = re.compile(
+    r"\s*terminate called (?:after throwing an instance of|without an active exception|recursively)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogText:
+    """What a log says.
+
+    Args:
+        statements: In order of the lines; of a chain of exceptions the root first.
+        endings: Of ranks, as a table of torchrun says.
+        ended_well: Whether its end says that the training is done.
+        total_lines: Of the whole log.
+        total_bytes: Likewise.
+        complete: Whether all of it was looked at closely.
+    """
+
+    statements: tuple[Statement, ...]
+    endings: tuple[Ending, ...]
+    ended_well: bool
+    total_lines: int
+    total_bytes: int
+    complete: bool
+
+
+def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
+    """Return what a log says; of any size, in bounded memory.
+
+    Args:
+        stream: Opened for reading bytes.
+        name: For the sources of statements, such as ``"train.log"``.
+        first_number: Of the first line, if the stream does not begin with the log.
+    """
+    kept = keep_lines(stream, first_number=first_number)
+    lines = clean_lines(kept.lines)
+    statements: list[Statement] = []
+    endings: list[Ending] = []
+    for process in _by_rank(lines):
+        reader = _Process(process, name)
+        statements += reader.statements()
+        endings += reader.endings
+    # Stable: a chain of exceptions keeps its order, and its own lines stay together.
+    statements.sort(key=lambda statement: statement.position)
+    return LogText(
+        statements=tuple(_bounded(statements)),
+        endings=tuple(endings),
+        ended_well=_ended_well(lines),
+        total_lines=kept.total_lines,
+        total_bytes=kept.total_bytes,
+        complete=kept.complete,
+    )
+
+
+def _by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
+    found: dict[int | None, list[CleanLine]] = {}
+    for line in lines:
+        found.setdefault(line.rank, []).append(line)
+    return list(found.values())
+
+
+def _ended_well(lines: Sequence[CleanLine]) -> bool:
+    newest = [line.text for line in lines if line.text.strip()][-15:]
+    return any(is_end(text) for text in newest)
+
+
+def _bounded(statements: list[Statement]) -> list[Statement]:
+    """Return statements without those in the middle, if there are too many of a kind; chains stay whole."""
+    left_out: set[int] = set()
+    for kind in ("line", "exception"):
+        found = [index for index, statement in enumerate(statements) if statement.kind == kind]
+        if len(found) > _MOST_OF_A_KIND:
+            left_out |= set(found[_MOST_OF_A_KIND // 3 : -2 * _MOST_OF_A_KIND // 3])
+    kept = []
+    whole = True  # whether the chain that a statement belongs to is kept from its beginning
+    for index, statement in enumerate(statements):
+        whole = index not in left_out if index == 0 or not statements[index - 1].cause else whole
+        if whole:
+            kept.append(statement)
+    return kept
+
+
+class _Process:
+    """The lines of one rank, or of all that says no rank."""
+
+    def __init__(self, lines: Sequence[CleanLine], name: str) -> None:
+        self._lines = without_margins(lines)
+        self._name = name
+        self._reader = TracebackReader(self._lines)
+        self._progress_after = _counts_after(self._lines)
+        self.endings: list[Ending] = []
+
+    def statements(self) -> list[Statement]:
+        found: list[Statement] = []
+        index = 0
+        while index < len(self._lines):
+            made, following = self._at(index)
+            found += made
+            index = max(following, index + 1)
+        return found
+
+    def _at(self, index: int) -> tuple[list[Statement], int]:
+        """Return the statements that begin at a line, and the index after them."""
+        line = self._lines[index]
+        text = line.text
+        if HEADER.search(text) or is_syntax_error(self._lines, index):
+            raised, after = self._reader.read(index)
+            return (self._chain(raised, index, after) if raised is not None else []), after
+        if text.startswith("Fatal Python error: "):
+            frames, after = self._reader.fatal_error(index)
+            return [replace(self._line(line, after - 1), frames=frames, fatal=True)], after
+        if _CPLUSPLUS.match(text):
+            what = [each.text.strip() for each in self._lines[index + 1 : index + 3] if "what():" in each.text]
+            return [replace(self._line(line, index), text="\n".join([text.strip(), *what]))], index + 1 + len(what)
+        if "Root Cause (first observed failure)" in text:
+            self.endings += read_table([each.text for each in self._lines[index + 1 : index + 16]])
+            return [], index + 1
+        bare = split_exception(text)
+        if bare is not None:
+            message, nested, after = self._reader.message(index, bare[1], bare=True)
+            raised = Raised(bare[0].rpartition(".")[2], message, (), line.number, [], line.unix_seconds)
+            raised.take([nested] if nested is not None else [])
+            return self._chain(raised, index, after), after
+        if text.strip() and is_relevant(text) and not is_progress_bar(text):
+            return [self._line(line, index)], index + 1
+        return [], index + 1
+
+    def _line(self, line: CleanLine, last: int) -> Statement:
+        fatal = self._fatal(last)
+        if line.level in _NOT_FATAL_LEVELS or _WARNING.match(line.text):
+            fatal = False
+        return Statement(
+            text=line.shown.strip(), source=f"{self._name}:{line.number}", position=line.number,
+            unix_seconds=line.unix_seconds, rank=line.rank, fatal=fatal,
+        )  # fmt: skip
+
+    def _chain(self, raised: Raised, first: int, after: int) -> list[Statement]:
+        fatal = self._fatal(after - 1)
+        before = self._lines[first - 1].text if first else ""
+        if _NOT_UNCAUGHT.search(before) or self._lines[first].level in _NOT_FATAL_LEVELS:
+            fatal = False
+        logged = self._lines[first].level is not None or (first > 0 and self._lines[first - 1].level is not None)
+        chain = raised.from_the_root()
+        return [
+            Statement(
+                text=each.message[:_MOST_MESSAGE], kind="exception", exception=each.exception, frames=each.frames,
+                source=f"{self._name}:{each.number}", position=raised.number, unix_seconds=each.unix_seconds,
+                rank=self._lines[first].rank, fatal=fatal, cause=each is not raised, logged=logged,
+            )
+            for each in chain
+        ]  # fmt: skip
+
+    def _fatal(self, last: int) -> bool | None:
+        """Return False if the process went on after a line; None: it did not, or nobody can tell."""
+        return False if self._progress_after[last + 1] >= _WENT_ON else None
+
+
+def _counts_after(lines: Sequence[CleanLine]) -> list[int]:
+    """Return for each index how many lines of progress stand there and after it."""
+    counts = [0] * (len(lines) + 2)
+    for index in range(len(lines) - 1, -1, -1):
+        counts[index] = counts[index + 1] + int(is_progress(lines[index].text))
+    return counts
+
+
+def quoted(statement: Statement, *, most_lines: int = 4) -> Iterator[str]:
+    """Yield the lines of a statement as evidence shows them: few, and not long."""
+    head = statement.exception or ""
+    if head and statement.text:
+        head += ": "
+    lines = (head + statement.text).strip().splitlines() or [""]
+    for line in lines[:most_lines]:
+        yield line if len(line) <= 300 else f"{line[:297]}..."

@@ -1,0 +1,162 @@
+"""The rings of a run directory, read so that nothing in them can end the reader: damaged or foreign ones are named.
+
+Does not: interpret events (see ``collecting``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.errors import HoldfastError, RunDirectoryError
+from holdfast.core.events import Event
+from holdfast.recorder.black_box import EVENTS_FILE
+from holdfast.recorder.progress import Standing, read_board
+from holdfast.recorder.reader import read_events
+from holdfast.recorder.run_files import (
+    BOARD_FILE,
+    PROCESSES_FOLDER,
+    SUPERVISED_FILE,
+    SUPERVISOR_FOLDER,
+    ProcessInfo,
+    read_processes,
+)
+
+FORMAT = 1
+"""Of run directories that this holdfast reads."""
+_LOST_FILE = "lost.json"  # see supervise.run_folder
+_MOST_GUARDS = 64
+
+
+@dataclass(slots=True, kw_only=True)
+class Recordings:
+    """What a run directory holds.
+
+    Args:
+        run: The directory.
+        supervised: Whether ``holdfast run`` made it.
+        missing: What cannot be read, one sentence each.
+    """
+
+    run: Path
+    supervised: bool
+    missing: list[str] = field(default_factory=list)
+
+    def events(self, folder: Path) -> list[Event]:
+        """Return the events of one ring, oldest first; none, and a word in `missing`, if it cannot be read."""
+        try:
+            return [event for event in read_events(folder) if isinstance(event.unix_seconds, (int, float))]
+        except (HoldfastError, OSError, ValueError) as error:
+            reason = error.what if isinstance(error, HoldfastError) else str(error)
+            self.missing.append(f"events of {folder.name}: {reason}")
+            return []
+
+    def description(self) -> dict[str, Any]:
+        """Return what the supervisor wrote before it started the command."""
+        try:
+            found = json.loads((self.run / SUPERVISED_FILE).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def lost(self) -> dict[str, Any] | None:
+        """Return what was left when the supervisor itself was killed, or None: it was not, or nobody noted it."""
+        try:
+            found = json.loads((self.run / SUPERVISOR_FOLDER / _LOST_FILE).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def supervisor(self) -> list[Event]:
+        """Return the events of the supervisor."""
+        return self.events(self.run / SUPERVISOR_FOLDER) if self.supervised else []
+
+    def processes(self) -> list[tuple[Path, ProcessInfo]]:
+        """Return the observed processes."""
+        try:
+            return read_processes(self.run)
+        except OSError as error:
+            self.missing.append(f"processes: {error.strerror or error}")
+            return []
+
+    def standing(self, folder: Path) -> Standing | None:
+        """Return where a process stood when it last said so."""
+        try:
+            return read_board(folder / BOARD_FILE)
+        except (HoldfastError, OSError) as error:
+            self.missing.append(f"board of {folder.name}: {error}")
+            return None
+
+    def guards(self, events: list[Event]) -> list[Path]:
+        """Return the recordings of guards: of this directory, and of those that processes say they have opened."""
+        folders = [*_ranks(self.run)]
+        for event in events:
+            path = event.data.get("path")
+            if event.kind == "guard" and isinstance(path, str) and "\0" not in path:
+                folders += _ranks(Path(path))
+        return list(dict.fromkeys(folders))[:_MOST_GUARDS]
+
+
+def open_recordings(run: Path) -> Recordings:
+    """Return the recordings of a directory.
+
+    Raises:
+        RunDirectoryError: H731 if it holds none, H733 if it cannot be read, H734 if a newer holdfast made it.
+    """
+    try:
+        names = {path.name for path in run.iterdir()}
+    except OSError as error:
+        raise unreadable(run, error) from error
+    if names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER}:
+        found = Recordings(run=run, supervised=True)
+        written = found.description().get("format", FORMAT)
+        if not isinstance(written, int) or written > FORMAT:
+            raise RunDirectoryError(
+                f"{run} has format {written!r}",
+                limit=f"this holdfast reads run directories of format {FORMAT}",
+                fix="read it with the holdfast that wrote it.",
+                rule="H734",
+            )
+        return found
+    if "recorder" in names and any(_ranks(run)):
+        return Recordings(run=run, supervised=False)
+    raise RunDirectoryError(
+        f"{run} holds no recording",
+        limit="neither `holdfast run` nor a Guard has written to it",
+        fix="pass a directory made by `holdfast run` (such as runs/last), one given to Guard, or a log file.",
+        rule="H731",
+    )
+
+
+def unreadable(path: Path, error: OSError) -> RunDirectoryError:
+    """Return the error for a directory or a log that the system does not let us read."""
+    return RunDirectoryError(
+        f"{path} cannot be read ({error.strerror or error})",
+        limit="an explanation needs what was recorded",
+        fix="check its permissions, or run as the user who owns it.",
+        rule="H733",
+    )
+
+
+def all_rings(recordings: Recordings) -> Iterator[tuple[str, Path]]:
+    """Yield the folder of each ring of events of a run directory, with what to call it."""
+    run = recordings.run
+    if (run / SUPERVISOR_FOLDER / EVENTS_FILE).exists():
+        yield "supervisor", run / SUPERVISOR_FOLDER
+    told: list[Event] = []
+    for folder, info in recordings.processes():
+        rank = f" rank {info.rank}" if info.rank is not None else ""
+        yield f"{info.role} {info.pid}{rank}", folder
+        told += recordings.events(folder)
+    for folder in recordings.guards(told):
+        yield f"guard {folder.name}", folder
+
+
+def _ranks(run: Path) -> list[Path]:
+    try:
+        return sorted(path for path in (run / "recorder").iterdir() if (path / EVENTS_FILE).exists())
+    except OSError:
+        return []

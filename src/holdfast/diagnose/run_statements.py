@@ -1,0 +1,175 @@
+"""Statements from events: what processes recorded when they raised, and what a guard decided and tried.
+
+Does not: read files, judge.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from holdfast.core.events import Event
+from holdfast.diagnose.evidence import Frame, Statement
+from holdfast.diagnose.log_lines import plain_text
+from holdfast.diagnose.log_text import read_log
+from holdfast.recorder.run_files import ProcessInfo
+
+_MOST_CHAIN = 20
+_MOST_TEXT = 20_000
+_COMPARED = 120  # characters of the first line in which a log and a recording of one exception agree
+
+# What a guard did against trouble, in words; the number of times is put before.
+_REMEDIES = {
+    "split": "passed the batch in smaller parts for want of memory",
+    "recompute": "recomputed activations for want of memory",
+    "retry": "tried again after freeing memory",
+    "skip_step": "skipped the step",
+    "roll_back": "went back to a good checkpoint",
+    "learning_rate_lowered": "lowered the learning rate",
+    "spike_clipped": "clipped a gradient spike",
+    "loader_healed": "replaced the workers of the loader",
+    "sample_quarantined": "set a sample aside that could not be loaded",
+    "samples_dropped": "left out samples with bad values",
+    "checkpoint_damaged": "passed over a damaged checkpoint",
+}
+
+
+def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
+    """Return the exceptions that a process recorded, each with what it was raised from, the root first."""
+    found: list[Statement] = []
+    for event in events:
+        if event.kind not in ("exception", "last_words"):
+            continue
+        common: dict[str, Any] = {
+            "source": f"process {info.pid}", "unix_seconds": event.unix_seconds, "rank": info.rank, "pid": info.pid,
+        }  # fmt: skip
+        if event.kind == "last_words":
+            found.append(Statement(text=_text(event.data.get("text")), position=len(found), **common))
+            continue
+        fatal = event.data.get("fatal")
+        chain = event.data.get("chain")  # the nearest first
+        parts = [part for part in chain if isinstance(part, Mapping)] if isinstance(chain, list) else []
+        for part in (*reversed(parts[:_MOST_CHAIN]), event.data):
+            raised = _raised(part, cause=part is not event.data, fatal=fatal, position=len(found), common=common)
+            found += [*_nested(raised), raised]
+    return found
+
+
+def _nested(raised: Statement) -> list[Statement]:
+    """Return the exceptions whose tracebacks a message repeats, as that of a loader's worker does, the root first."""
+    if "raceback (most recent call last)" not in raised.text:
+        return []
+    inner = read_log(io.BytesIO(raised.text.encode(errors="replace")), name="").statements
+    return [
+        replace(raised, text=each.text, exception=each.exception, frames=each.frames, cause=True)
+        for each in inner
+        if each.kind == "exception"
+    ]
+
+
+def _raised(
+    facts: Mapping[str, Any], *, cause: bool, fatal: Any, position: int, common: Mapping[str, Any]
+) -> Statement:
+    name = _text(facts.get("type")).rpartition(".")[2]
+    return Statement(
+        text=_text(facts.get("message")),
+        kind="exception",
+        exception=name or None,
+        frames=_frames(facts.get("frames")),
+        position=position,
+        fatal=fatal if isinstance(fatal, bool) else None,
+        cause=cause,
+        **common,
+    )
+
+
+def _frames(value: Any) -> tuple[Frame, ...]:
+    return tuple(
+        Frame(file=_text(entry[0]), line=entry[1], function=_text(entry[2]))
+        for entry in (value if isinstance(value, list) else ())
+        if isinstance(entry, list) and len(entry) >= 3 and isinstance(entry[1], int)
+    )
+
+
+def _text(value: Any) -> str:
+    return plain_text(value)[:_MOST_TEXT] if isinstance(value, str) else ""
+
+
+def of_kernel(events: Iterable[Event], pids: Collection[int]) -> list[Statement]:
+    """Return what the kernel wrote meanwhile; that it killed a process only if it was one of these."""
+    found = []
+    for event in events:
+        lines = event.data.get("lines")
+        if event.kind != "kernel_log" or not isinstance(lines, list):
+            continue
+        for line in map(_text, lines):
+            killed = re.search(r"Killed process (\d+)", line)
+            if line and (killed is None or int(killed[1]) in pids):
+                found.append(Statement(text=line, source="kernel log", unix_seconds=event.unix_seconds))
+    return found
+
+
+def of_guards(events: Iterable[Event]) -> list[Statement]:
+    """Return what guards stopped for."""
+    return [
+        Statement(
+            text=f"Guard: {_text(event.data.get('reason'))}",
+            source="guard",
+            position=index,
+            unix_seconds=event.unix_seconds,
+            fatal=True,
+        )
+        for index, event in enumerate(events)
+        if event.kind == "stop"
+    ]
+
+
+def already_tried(events: Iterable[Event]) -> list[str]:
+    """Return what guards did against trouble, one sentence for each kind."""
+    counted = Counter(event.kind for event in events)
+    return [
+        f"a Guard {words}" + (f", {counted[kind]} times" if counted[kind] > 1 else "")
+        for kind, words in _REMEDIES.items()
+        if counted[kind]
+    ]
+
+
+def merged(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[Statement]:
+    """Return all statements, those of the log first; an exception that both know is told once.
+
+    The place in the log keeps its order; class, frames, time, rank and whether it was fatal come from the recording.
+    """
+    left = list(recorded)
+    found = []
+    for statement in logged:
+        twin = (
+            next((each for each in left if _same(each, statement)), None) if statement.kind == "exception" else None
+        )
+        if twin is None:
+            found.append(statement)
+            continue
+        left.remove(twin)
+        found.append(
+            replace(
+                statement,
+                frames=twin.frames or statement.frames,
+                unix_seconds=twin.unix_seconds,
+                rank=twin.rank if twin.rank is not None else statement.rank,
+                pid=twin.pid,
+                fatal=twin.fatal if twin.fatal is not None else statement.fatal,
+                source=f"{statement.source} and {twin.source}",
+            )
+        )
+    last = max((statement.position for statement in found), default=0)
+    return found + [replace(each, position=last + 1 + index) for index, each in enumerate(left)]
+
+
+def _same(one: Statement, other: Statement) -> bool:
+    if one.exception != other.exception or (None not in (one.rank, other.rank) and one.rank != other.rank):
+        return False
+    first, second = (text.strip().split("\n")[0][:_COMPARED].rstrip() for text in (one.text, other.text))
+    return first == second

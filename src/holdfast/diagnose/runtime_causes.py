@@ -1,0 +1,285 @@
+"""What the end of the processes says: exit statuses, signals, counters of the kernel, hangs, and what was predicted.
+
+In the order of trust: a hang that the supervisor ended, the kernel's counter of kills for memory, the signal, the
+plain status. Does not: read texts (see ``weighing``).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.core.events import Event
+from holdfast.diagnose.evidence import Ending, Facts
+from holdfast.diagnose.signatures import all_signatures
+from holdfast.diagnose.signatures.runtime import (
+    ABORTED,
+    BUS_ERROR,
+    ENDED_WELL,
+    HUNG_UP,
+    INTERRUPTED,
+    KILLED,
+    NEVER_STARTED,
+    OTHER_SIGNAL,
+    OUT_OF_MEMORY_KILL,
+    PREDICTED_OUT_OF_MEMORY,
+    SEGMENTATION_FAULT,
+    STATUS_ONLY,
+    STILL_RUNNING,
+    STUCK,
+    SUPERVISOR_LOST,
+    TERMINATED,
+)
+from holdfast.diagnose.verdict import Exhibit
+
+_SHELL = 128  # a shell reports signal n as status 128 + n
+_BY_SIGNAL = {
+    signal.SIGKILL: KILLED,
+    signal.SIGTERM: TERMINATED,
+    signal.SIGINT: INTERRUPTED,
+    signal.SIGHUP: HUNG_UP,
+    signal.SIGSEGV: SEGMENTATION_FAULT,
+    signal.SIGABRT: ABORTED,
+    signal.SIGBUS: BUS_ERROR,
+}
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that somebody else sends; the others a process brings upon itself."""
+_CANNOT_EXECUTE = (126, 127)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How the attempt ended, as far as that is known.
+
+    Args:
+        cause: Id of the runtime signature for it, or None if nothing is known.
+        confidence: That it is this, if no text tells more.
+        status: That decides: of the command, or of the rank that a launcher saw fail first; None: unknown.
+        well: Whether the command ended with status 0.
+        why: Short words for the summary.
+        exhibits: What it rests on.
+        hang: The event of the hang that was ended, or None.
+        asked: When the user asked it to end, or None.
+        first_rank: That a launcher saw fail first, or None.
+    """
+
+    cause: str | None
+    confidence: float
+    status: int | None
+    well: bool
+    why: str
+    exhibits: tuple[Exhibit, ...] = ()
+    hang: Event | None = None
+    asked: float | None = None
+    first_rank: int | None = None
+
+    @property
+    def signal(self) -> int | None:
+        """Return the signal that ended it, or None."""
+        return -self.status if self.status is not None and self.status < 0 else None
+
+
+def find_end(facts: Facts) -> End:
+    """Return how an attempt ended."""
+    command = next((ending for ending in reversed(facts.endings) if ending.pid is None), None)
+    child = _first_failed(facts.endings)
+    status = _as_signal(command.status) if command is not None else None
+    if child is not None and (status is None or status > 0):
+        status = _as_signal(child.status)
+    kills = max((ending.oom_kills for ending in facts.endings if ending.oom_kills is not None), default=None)
+    exhibits = _exhibits(command, child, kills, facts)
+    first_rank = child.rank if child is not None else None
+    hang = _hang(facts.events, command)
+    if status is None:
+        return _without_status(facts, exhibits)
+    if status == 0 and hang is None:
+        return _ended_with_zero(facts, exhibits)
+    cause, confidence, why = _of_status(status, kills, facts)
+    if hang is not None:
+        cause, confidence, why = _of_hang(hang)
+        exhibits = (_hang_exhibit(hang), *exhibits)
+    asked = [event.unix_seconds for event in facts.events if event.kind == "signal"]
+    return End(
+        cause=cause, confidence=confidence, status=status, well=False, why=why, exhibits=exhibits, hang=hang,
+        asked=asked[0] if asked and facts.extra.get("asked_by") is not None else None, first_rank=first_rank,
+    )  # fmt: skip
+
+
+def _first_failed(endings: Iterable[Ending]) -> Ending | None:
+    """Return the trainer that failed first, as a launcher or the supervisor saw it."""
+    failed = [ending for ending in endings if ending.pid is not None and ending.role == "trainer" and ending.status]
+    return min(failed, key=lambda ending: ending.unix_seconds or 0.0, default=None)
+
+
+def _as_signal(status: int | None) -> int | None:
+    if status is not None and _SHELL < status <= _SHELL + 64:
+        return _SHELL - status
+    return status
+
+
+def _without_status(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
+    alive = facts.extra.get("alive")
+    if alive:
+        source = ", ".join(f"process {pid}" for pid in alive)
+        exhibits = (Exhibit(text=f"alive: {source}", source="/proc"), *exhibits)
+        return End(
+            cause=STILL_RUNNING,
+            confidence=0.95,
+            status=None,
+            well=False,
+            why="it is still running",
+            exhibits=exhibits,
+        )
+    lost = facts.extra.get("supervisor_lost")
+    if isinstance(lost, dict):
+        exhibit = Exhibit(
+            text=f"left when it was killed: {len(lost.get('killed') or ())} processes", source="lost.json"
+        )
+        return End(
+            cause=SUPERVISOR_LOST, confidence=0.95, status=None, well=False, why="the supervisor was killed",
+            exhibits=(exhibit, *exhibits), asked=_lost_at(lost),
+        )  # fmt: skip
+    if facts.extra.get("log_says_done"):
+        exhibits = (Exhibit(text="its last lines say that the training is done", source=facts.source), *exhibits)
+        return End(
+            cause=ENDED_WELL, confidence=0.8, status=None, well=False, why="its last lines say so", exhibits=exhibits
+        )
+    return End(cause=None, confidence=0.0, status=None, well=False, why="", exhibits=exhibits)
+
+
+def _lost_at(lost: dict[str, Any]) -> float | None:
+    """Return when the supervisor was lost: its pipes close before the sentinel sees it, and prints fail meanwhile."""
+    seconds = lost.get("unix_seconds")
+    return seconds - 1.0 if isinstance(seconds, (int, float)) else None
+
+
+def _ended_with_zero(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
+    stop = next((event for event in reversed(facts.events) if event.kind == "stop_requested"), None)
+    asked = facts.extra.get("asked_by")
+    if stop is None and not isinstance(asked, int):
+        return End(
+            cause=ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0", exhibits=exhibits
+        )
+    if stop is not None:
+        reason = str(stop.data.get("reason", "a request to stop"))
+        said = Exhibit(text=f"stop requested: {reason}", source="guard", unix_seconds=stop.unix_seconds)
+        exhibits, why = (said, *exhibits), f"a Guard saved and stopped on request ({reason})"
+    else:
+        why = f"it ended with status 0 after it was asked to by {_signal_name(int(asked or 0))}"
+    cause = INTERRUPTED if asked == signal.SIGINT else TERMINATED
+    return End(cause=cause, confidence=0.85, status=0, well=True, exhibits=exhibits, why=why)
+
+
+def _of_status(status: int, kills: int | None, facts: Facts) -> tuple[str, float, str]:
+    """Return id, confidence and words for a status that is not 0."""
+    asked = facts.extra.get("asked_by")
+    if isinstance(asked, int):
+        cause = next((cause for each, cause in _BY_SIGNAL.items() if each == asked), TERMINATED)
+        return cause, 0.95, f"{_signal_name(asked)} was sent by the user, and it ended: {status_text(status)}"
+    if status > 0:
+        started = facts.extra.get("phase") is not None
+        if status in _CANNOT_EXECUTE and not started:
+            return NEVER_STARTED, 0.8, f"it ended with status {status}"
+        return STATUS_ONLY, 0.5, f"it ended with status {status}"
+    number = -status
+    name = _signal_name(number)
+    if number == signal.SIGKILL and kills:
+        return OUT_OF_MEMORY_KILL, 0.95, f"{name}, and the kernel's counter of kills for memory rose by {kills}"
+    if number == signal.SIGKILL and kills is None and _predicted(facts.events):
+        return PREDICTED_OUT_OF_MEMORY, 0.75, f"{name} while memory was running out"
+    confidence = 0.75
+    if number == signal.SIGKILL:
+        confidence = 0.7 if kills == 0 else 0.5  # without the counter it may have been the kernel, for memory
+    cause = next((cause for each, cause in _BY_SIGNAL.items() if each == number), OTHER_SIGNAL)
+    return cause, confidence, name or status_text(status)
+
+
+def _predicted(events: Iterable[Event]) -> Event | None:
+    trends = [event for event in events if event.kind == "memory_trend" and event.data.get("what") == "host"]
+    if trends and isinstance(trends[-1].data.get("minutes_left"), (int, float)):
+        return trends[-1]
+    return None
+
+
+def _hang(events: Iterable[Event], command: Ending | None) -> Event | None:
+    """Return the hang for which the attempt was ended, or None if it went on."""
+    if command is None or command.sent_by != "supervisor":
+        return None
+    hangs = [event for event in events if event.kind == "hang" and event.data.get("remedy") != "wait"]
+    return hangs[-1] if hangs else None
+
+
+def _of_hang(event: Event) -> tuple[str, float, str]:
+    named = event.data.get("signature")
+    cause = named if isinstance(named, str) and named in all_signatures() else STUCK
+    given = event.data.get("confidence")
+    confidence = float(given) if isinstance(given, (int, float)) else 0.7
+    sentence = event.data.get("sentence")
+    why = sentence if isinstance(sentence, str) else f"nothing moved in phase {event.data.get('phase')}"
+    return cause, min(max(confidence, 0.05), 0.99), why
+
+
+def _hang_exhibit(event: Event) -> Exhibit:
+    data = event.data
+    place = f" at {data['frame']}" if data.get("frame") else ""
+    text = (
+        f"no progress for {data.get('seconds')} s in phase {data.get('phase')} (limit {data.get('limit')} s){place}"
+    )
+    rank = data.get("rank")
+    return Exhibit(
+        text=text, source=f"watchdog, process {data.get('blamed_pid', data.get('pid'))}", role="root",
+        unix_seconds=event.unix_seconds, rank=rank if isinstance(rank, int) else None,
+    )  # fmt: skip
+
+
+def _exhibits(command: Ending | None, child: Ending | None, kills: int | None, facts: Facts) -> tuple[Exhibit, ...]:
+    found = []
+    if child is not None and command is not None and child.status == command.status:
+        child = None  # the command itself: said once
+    for ending, who in ((command, "the command"), (child, "the process that failed first")):
+        if ending is not None and ending.status is not None:
+            place = f", in phase {ending.phase}" if ending.phase not in (None, "ending") else ""
+            step = f", after {ending.step} steps" if ending.step else ""
+            text = f"{who} ended: {status_text(ending.status)}{place}{step}"
+            found.append(Exhibit(text=text, source="exit status", unix_seconds=ending.unix_seconds, rank=ending.rank))
+    if kills is not None:
+        role = "confirmation" if kills else "fact"
+        found.append(Exhibit(text=f"oom_kill rose by {kills}", source="control group", role=role))
+    for event in facts.events:
+        if event.kind == "memory_trend" and event.data.get("bytes_per_step"):
+            found.append(
+                Exhibit(text=_trend_text(event.data), source="memory trend", unix_seconds=event.unix_seconds)
+            )
+        elif event.kind == "leak":
+            found.append(Exhibit(text=_leak_text(event.data), source="leak trace", unix_seconds=event.unix_seconds))
+    return (*found[:2], *found[2:][-4:])
+
+
+def _trend_text(data: Any) -> str:
+    left = data.get("minutes_left")
+    until = f", full in {left:.0f} minutes" if isinstance(left, (int, float)) else ""
+    grows = data["bytes_per_step"]
+    amount = f"{grows / 2**20:.2f} MiB" if isinstance(grows, (int, float)) else str(grows)
+    return f"{data.get('what', 'host')} memory grew by {amount} a step{until}"
+
+
+def _leak_text(data: Any) -> str:
+    return f"{data.get('what', 'objects')} are kept by {data.get('held_by', '?')}, at {data.get('retained_at', '?')}"
+
+
+def status_text(status: int) -> str:
+    """Return a status in words, such as ``"SIGKILL (status 137 in a shell)"``."""
+    number = -status if status < 0 else status - _SHELL if _SHELL < status <= _SHELL + 64 else 0
+    name = _signal_name(number) if number else ""
+    if name:
+        return f"{name} (status {_SHELL + number} in a shell)"
+    return f"signal {-status}" if status < 0 else f"status {status}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return ""

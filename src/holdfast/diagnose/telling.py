@@ -1,0 +1,184 @@
+"""A verdict in words: the paragraph, the exhibits in their order, the place in the user's own code.
+
+Does not: choose the cause (see ``judging``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from holdfast.core.events import Event
+from holdfast.diagnose.evidence import Facts, Frame, Statement
+from holdfast.diagnose.log_text import quoted
+from holdfast.diagnose.runtime_causes import End
+from holdfast.diagnose.signature import Signature
+from holdfast.diagnose.signatures.runtime import UNCAUGHT, UNKNOWN
+from holdfast.diagnose.verdict import Exhibit, Verdict
+from holdfast.diagnose.weighing import Candidate
+
+_MOST_EXHIBITS = 10
+_MOST_CASCADES = 3
+_MOST_QUOTED = 160  # characters of a message inside the paragraph
+# Installed code and what ships with Python: not where a user looks first.
+_FOREIGN = re.compile(
+    r"(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen |^<string>$|/torch/(?:nn|utils|optim|distributed)/"
+    r"|runpy\.py$|/holdfast/(?:run|data|memory|numerics|checkpoint|supervise|recorder)/"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a verdict is told from.
+
+    Args:
+        facts: All that is known.
+        end: How it ended.
+        signature: The cause.
+        confidence: Between 0 and 1.
+        candidate: What it was seen in, or None: only in how it ended.
+        candidates: All of them.
+        runner_up: As `Verdict.runner_up`.
+    """
+
+    facts: Facts
+    end: End
+    signature: Signature
+    confidence: float
+    candidate: Candidate | None
+    candidates: tuple[Candidate, ...]
+    runner_up: tuple[str, str, float] | None
+
+
+def tell(told: Told) -> Verdict:
+    """Return the verdict in words."""
+    signature, candidate = told.signature, told.candidate
+    place = _place(candidate)
+    if told.end.hang is not None and candidate is None:
+        place = str(told.end.hang.data.get("frame") or "")
+    statement = candidate.statement if candidate is not None else None
+    rank = statement.rank if statement is not None else told.end.first_rank
+    return Verdict(
+        cause=signature.id,
+        family=signature.family,
+        title=_title(signature, statement),
+        summary=_summary(told, place),
+        fix=_fix(told),
+        confidence=told.confidence,
+        evidence=tuple(_exhibits(told)),
+        runner_up=told.runner_up,
+        tried=told.facts.tried,
+        missing=tuple(_missing(told)),
+        restart=signature.restart,
+        changes=tuple(signature.changes.items()),
+        where=place,
+        rank=rank,
+        step=_step(told),
+    )
+
+
+def _title(signature: Signature, statement: Statement | None) -> str:
+    if signature.id == UNCAUGHT and statement is not None and statement.exception:
+        return f"{signature.title}: {statement.exception}"
+    return signature.title
+
+
+def _summary(told: Told, place: str) -> str:
+    signature, candidate = told.signature, told.candidate
+    parts = []
+    if candidate is not None:
+        first = next(quoted(candidate.statement, most_lines=1), "")
+        first = first if len(first) <= _MOST_QUOTED else f"{first[: _MOST_QUOTED - 3]}..."
+        who = f"Rank {candidate.statement.rank}" if candidate.statement.rank is not None else "It"
+        at = f" at {place}" if place else ""
+        parts.append(f"{who} failed{at}: {first}{'' if first.endswith('.') else '.'}")
+    elif signature.id != UNKNOWN and told.end.why:
+        parts.append(f"{told.end.why[:1].upper()}{told.end.why[1:]}.")
+    step = _step(told)
+    if step and not told.end.well:
+        phase = told.facts.extra.get("phase")
+        stood = f" and stood in phase {phase}" if phase and phase != "ending" else ""
+        parts.append(f"It had made {step} steps{stood}.")
+    parts.append(signature.means)
+    leak = _leak(told)
+    if leak is not None:
+        parts.append(f"Memory was kept at {leak.data.get('retained_at', '?')}.")
+    return " ".join(parts)
+
+
+def _fix(told: Told) -> str:
+    leak = _leak(told)
+    if leak is not None and leak.data.get("retained_at"):
+        return (
+            f"Look first at {leak.data['retained_at']}, where memory is kept from step to step. {told.signature.fix}"
+        )
+    return told.signature.fix
+
+
+def _leak(told: Told) -> Event | None:
+    """Return the newest leak that was traced, if memory is what the verdict is about."""
+    if "memory" not in told.signature.family:
+        return None
+    return next((event for event in reversed(told.facts.events) if event.kind == "leak"), None)
+
+
+def _exhibits(told: Told) -> Iterator[Exhibit]:
+    found: list[Exhibit] = []
+    candidate = told.candidate
+    if candidate is not None:
+        found.append(_quote(candidate.statement, "root" if candidate.signature.role == "root" else "cascade"))
+        found += [_quote(each, "fact") for each in candidate.chain if each is not candidate.statement][:3]
+    found += told.end.exhibits
+    others = [each for each in told.candidates if each is not candidate]
+    found += [_quote(each.statement, "confirmation") for each in others if _confirms(told.signature, each)][:3]
+    cascades = [each for each in others if each.signature.role == "cascade" and not told.end.well]
+    found += [_quote(each.statement, "cascade") for each in cascades][:_MOST_CASCADES]
+    yield from list(dict.fromkeys(found))[:_MOST_EXHIBITS]
+
+
+def _confirms(signature: Signature, other: Candidate) -> bool:
+    if other.signature.role == "confirmation":
+        return True
+    return other.signature.role == "root" and other.signature.family == signature.family and other.tier < 4
+
+
+def _quote(statement: Statement, role: str) -> Exhibit:
+    return Exhibit(
+        text="\n".join(quoted(statement)),
+        source=statement.source,
+        role=role,
+        unix_seconds=statement.unix_seconds,
+        rank=statement.rank,
+    )
+
+
+def _missing(told: Told) -> Iterator[str]:
+    yield from told.facts.missing
+    if told.signature.role == "cascade":
+        yield "the failure that this follows from: it is not in what was read"
+    if told.signature.id == UNKNOWN and told.candidate is None and not told.facts.statements:
+        yield "no line of an error"
+
+
+def _place(candidate: Candidate | None) -> str:
+    """Return the innermost frame of the user's own code, else the innermost of all."""
+    if candidate is None:
+        return ""
+    for statement in (candidate.statement, *candidate.chain):
+        if statement.frames:
+            own = own_frame(statement.frames)
+            return f"{own.file}:{own.line}" + (f" in {own.function}" if own.function else "")
+    return ""
+
+
+def own_frame(frames: Sequence[Frame]) -> Frame:
+    """Return the innermost frame that is not of installed code, else the innermost; innermost last."""
+    return next((frame for frame in reversed(frames) if not _FOREIGN.search(frame.file)), frames[-1])
+
+
+def _step(told: Told) -> int | None:
+    steps = told.facts.extra.get("steps")
+    if isinstance(steps, int):
+        return steps
+    return next((ending.step for ending in reversed(told.facts.endings) if ending.step is not None), None)

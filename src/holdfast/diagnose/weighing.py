@@ -1,0 +1,249 @@
+"""Candidates for the cause of a failure, from statements, and their order.
+
+Every statement that a signature fits is a candidate; of a chain of exceptions, one. How much it counts:
+
+    tier 0  an exception that is known to have ended its process, or what a Guard stopped for
+    tier 1  a traceback after which the process did not go on; a line about hardware or a killing kernel
+    tier 2  the last line of a traceback alone, or an exception that a logger printed
+    tier 3  any other line after which the process did not go on
+    tier 4  what was caught, warned of, or followed by progress: a cause only where nothing else is
+
+Does not: look at how processes ended (see ``runtime_causes``), or choose (see ``judging``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from holdfast.diagnose.evidence import Facts, Statement
+from holdfast.diagnose.matching import Match, match_all
+from holdfast.diagnose.rules import all_rules
+from holdfast.diagnose.signature import Family, Signature
+from holdfast.diagnose.signatures import all_signatures
+from holdfast.diagnose.signatures.runtime import UNCAUGHT
+
+GENERIC_RANK = 90
+_STRONG_RANK = 30  # hardware, memory, device asserts: they are the root also where they wrap something
+_LOUD_RANK = 20  # lines of the kernel, the driver or a scheduler about hardware and memory
+_CAUGHT = 4
+_BURST_LINES = 150  # tracebacks that stand so close belong to one failure: a child's, then its parent's
+_ONLY_REPEATS = frozenset({"_RemoteTraceback", "RemoteTraceback"})
+_OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
+_CERTAIN = (0.97, 0.93, 0.80, 0.70, 0.40)
+"""Confidence by tier. Set so that it agrees with the share that is right in benchmarks/results/verdicts.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One possible cause.
+
+    Args:
+        signature: What is known about it.
+        statement: What it was seen in.
+        tier: See the module.
+        confidence: Before it is compared with others and with how the process ended.
+        chain: All exceptions of its chain, the root first.
+        also: Other signatures that fit the same statements, the best first.
+    """
+
+    signature: Signature
+    statement: Statement
+    tier: int
+    confidence: float
+    chain: tuple[Statement, ...] = ()
+    also: tuple[Signature, ...] = ()
+
+    @property
+    def generic(self) -> bool:
+        """Return whether nearly everything could look like it."""
+        return self.signature.rank >= GENERIC_RANK
+
+
+def find_candidates(facts: Facts) -> list[Candidate]:
+    """Return every candidate, in the order of the statements."""
+    found = []
+    for chain in _chains(facts.statements):
+        made = _of_chain(chain) if chain[0].kind == "exception" else _of_line(chain[0])
+        if made is not None:
+            found.append(made)
+    return _without_early(found)
+
+
+def in_order(candidates: Iterable[Candidate], *, first_rank: int | None) -> list[Candidate]:
+    """Return candidates with the most likely root first.
+
+    Args:
+        candidates: Of one role.
+        first_rank: Of the process that a launcher saw fail first, or None.
+    """
+    given = list(candidates)
+    timed = all(candidate.statement.unix_seconds is not None for candidate in given if candidate.tier < _CAUGHT)
+
+    def key(candidate: Candidate) -> tuple[float, ...]:
+        statement = candidate.statement
+        when = statement.unix_seconds if timed and statement.unix_seconds is not None else 0.0
+        elsewhere = first_rank is not None and statement.rank is not None and statement.rank != first_rank
+        if candidate.tier >= _CAUGHT:  # of what did not end the run, the newest says most
+            return (candidate.tier, candidate.generic, elsewhere, 0.0, -statement.position)
+        return (candidate.tier, candidate.generic, elsewhere, when, statement.position)
+
+    return sorted(given, key=key)
+
+
+def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
+    found: list[tuple[Statement, ...]] = []
+    chain: list[Statement] = []
+    for statement in statements:
+        chain.append(statement)
+        if not statement.cause:
+            found.append(tuple(chain))
+            chain = []
+    return found + ([tuple(chain)] if chain else [])
+
+
+def _of_chain(chain: tuple[Statement, ...]) -> Candidate | None:
+    own = _of_own_rule(chain)
+    if own is not None:
+        return own
+    matches: list[tuple[int, Match]] = []
+    also: list[Match] = []
+    for index, statement in enumerate(chain):
+        fitting = match_all(statement)
+        matches += [(index, fitting[0])] if fitting else []
+        also += fitting
+    tier = _tier_of_exception(chain[-1])
+    if not matches:
+        return _uncaught(chain, tier)
+
+    def key(pair: tuple[int, Match]) -> tuple[float, ...]:
+        signature = pair[1].signature
+        strong = signature.rank > _STRONG_RANK
+        return (signature.role != "root", signature.rank >= GENERIC_RANK, strong, pair[0])
+
+    _, best = min(matches, key=key)
+    others = tuple(
+        dict.fromkeys(
+            match.signature.id
+            for match in sorted(also, key=lambda match: match.order)
+            if match.signature.id != best.signature.id
+        )
+    )
+    return Candidate(
+        signature=best.signature,
+        statement=best.statement,
+        tier=tier,
+        confidence=_confidence(best.signature, tier),
+        chain=chain,
+        also=tuple(all_signatures()[each] for each in others),
+    )
+
+
+def _uncaught(chain: tuple[Statement, ...], tier: int) -> Candidate | None:
+    """Return the candidate for an exception that no signature knows, if it can have ended its process."""
+    real = [each for each in chain if each.exception not in _ONLY_REPEATS]
+    if not real or tier > 2:
+        return None
+    signature = all_signatures()[UNCAUGHT]
+    confidence = 0.6 if tier < 2 else 0.45
+    return Candidate(signature=signature, statement=real[0], tier=tier, confidence=confidence, chain=chain)
+
+
+def _of_line(statement: Statement) -> Candidate | None:
+    own = _of_own_rule((statement,))
+    if own is not None:
+        return own
+    fitting = match_all(statement)
+    if not fitting:
+        return None
+    signature = fitting[0].signature
+    tier = _CAUGHT if statement.fatal is False else 3
+    if tier == 3 and (signature.rank <= _LOUD_RANK or statement.fatal):
+        tier = 1
+    return Candidate(
+        signature=signature,
+        statement=statement,
+        tier=tier,
+        confidence=_confidence(signature, tier),
+        chain=(statement,),
+        also=tuple(match.signature for match in fitting[1:]),
+    )
+
+
+def _tier_of_exception(last: Statement) -> int:
+    if last.fatal is not None:
+        return 0 if last.fatal else _CAUGHT
+    return 1 if last.frames and not last.logged else 2
+
+
+def _confidence(signature: Signature, tier: int) -> float:
+    return _CERTAIN[tier] - (0.12 if signature.rank >= GENERIC_RANK else 0.0)
+
+
+def _without_early(candidates: list[Candidate]) -> list[Candidate]:
+    """Return candidates with tracebacks put into the last tier that stand long before the one that ended a process.
+
+    Two tracebacks of one process that nobody saw go on: the later ended it, and the earlier belongs to it only if it
+    stands close by.
+    """
+    begins: dict[int | None, int] = {}
+    found = []
+    for candidate in reversed(candidates):
+        statement = candidate.statement
+        if candidate.tier == 1 and statement.kind == "exception" and statement.source:
+            later = begins.get(statement.rank)
+            if later is not None and later - statement.position > _BURST_LINES:
+                candidate = Candidate(
+                    signature=candidate.signature, statement=statement, tier=_CAUGHT,
+                    confidence=_CERTAIN[_CAUGHT], chain=candidate.chain, also=candidate.also,
+                )  # fmt: skip
+            else:
+                begins[statement.rank] = statement.position
+        found.append(candidate)
+    return found[::-1]
+
+
+# Families of our own errors, by the beginning of the rule.
+_FAMILIES: tuple[tuple[str, Family], ...] = (
+    ("H30", "storage"), ("H31", "checkpoint"), ("H403", "device"), ("H4", "out of memory"), ("H5", "numerics"),
+    ("H6", "loader"),
+)  # fmt: skip
+
+
+def _of_own_rule(chain: tuple[Statement, ...]) -> Candidate | None:
+    """Return the candidate for an error of holdfast itself, which names its rule."""
+    statement = chain[-1]
+    named = _OWN_RULE.search(statement.text)
+    guard = statement.source == "guard" and statement.text.startswith("Guard: ")
+    rule_id = named[1] if named else _rule_of_stop(statement.text) if guard else None
+    rule = all_rules().get(rule_id) if rule_id is not None else None
+    if rule is None:
+        return None
+    signature = all_signatures().get(rule.id) or Signature(
+        id=rule.id,
+        title=rule.title,
+        family=next((family for begin, family in _FAMILIES if rule.id.startswith(begin)), "user code"),
+        patterns=(),
+        rank=60,
+        means=rule.text.split("\n\n")[0],
+        fix=_fix_of(statement.text) or _fix_of(rule.text),
+        example="",
+        seen="an error of holdfast",
+    )
+    tier = _tier_of_exception(statement) if statement.kind == "exception" else (0 if guard else 3)
+    if statement.fatal is False:
+        tier = _CAUGHT
+    return Candidate(signature=signature, statement=statement, tier=tier, confidence=_CERTAIN[tier], chain=chain)
+
+
+def _rule_of_stop(reason: str) -> str:
+    lowered = reason.lower()
+    if "memory" in lowered:
+        return "H401"
+    return "H501" if re.search(r"\bnan\b|\binf\b|finite", lowered) else "H503"
+
+
+def _fix_of(text: str) -> str:
+    found = re.search(r"(?:^Fix: |\*\*Fix\.\*\* )(.+)$", text, re.MULTILINE)
+    return found[1] if found else ""

@@ -1,0 +1,113 @@
+"""`holdfast events` as a user calls it: by time, filters, JSON, following, hostile and damaged recordings."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from holdfast.cli import events, explain
+from holdfast.core.events import Event
+from holdfast.recorder.black_box import EVENTS_FILE, BlackBox
+from holdfast.recorder.run_files import SUPERVISOR_FOLDER, ProcessInfo, write_process
+
+app = typer.Typer()
+app.command("events")(events.run)
+app.command("explain")(explain.run)
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["events", *(str(argument) for argument in arguments)])
+
+
+def write(folder: Path, *given: tuple[float, str, int, dict[str, object]]) -> None:
+    box = BlackBox(folder)
+    for seconds, kind, step, data in given:
+        box.event(Event(kind=kind, global_step=step, unix_seconds=seconds, data=data))
+    box.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write(tmp_path / SUPERVISOR_FOLDER, (1.0, "attempt_started", 0, {"attempt": 0}), (4.0, "attempt_ended", 9, {}))
+    folder = write_process(tmp_path, ProcessInfo(pid=7, ticks=1, ppid=1, argv=[], role="trainer", rank=1))
+    write(folder, (2.0, "guard", 0, {"path": str(tmp_path / "g")}), (3.5, "exception", 9, {"message": "x"}))
+    write(tmp_path / "g" / "recorder" / "rank0", (3.0, "skip_step", 8, {}))
+    return tmp_path
+
+
+def test_events_of_all_processes_are_merged_by_time(run):
+    """Supervisor, processes and guards are told in one list, each with who recorded it."""
+    found = json.loads(call(run, "--json").output)["events"]
+    assert [(each["kind"], each["who"]) for each in found] == [
+        ("attempt_started", "supervisor"),
+        ("guard", "trainer 7 rank 1"),
+        ("skip_step", "guard rank0"),
+        ("exception", "trainer 7 rank 1"),
+        ("attempt_ended", "supervisor"),
+    ]
+    lines = call(run).output.splitlines()
+    assert lines[0] == "1970-01-01 00:00:01.000  supervisor  [step 0] attempt_started  attempt=0"
+    assert len(lines) == 5
+
+
+def test_kinds_and_steps_choose(run):
+    """--kind may be repeated, --since leaves out earlier steps."""
+    found = json.loads(call(run, "--json", "--kind", "guard", "--kind", "exception").output)["events"]
+    assert [each["kind"] for each in found] == ["guard", "exception"]
+    assert len(json.loads(call(run, "--json", "--since", 9).output)["events"]) == 2
+
+
+def test_a_guards_directory_alone_is_enough(run):
+    """What a Guard wrote without a supervisor is listed."""
+    assert json.loads(call(run / "g", "--json").output)["events"][0]["kind"] == "skip_step"
+
+
+def test_following_prints_what_comes_and_ends_with_the_run(run):
+    """--follow tells events as they are written, each once, until the supervisor stops."""
+
+    def later() -> None:
+        time.sleep(0.3)
+        write(run / SUPERVISOR_FOLDER, (5.0, "restart", 9, {}), (6.0, "stopped", 9, {"why": "done"}))
+
+    writer = threading.Thread(target=later)
+    writer.start()
+    told = [json.loads(line) for line in call(run, "--follow", "--json").output.splitlines()]
+    writer.join()
+    assert [each["kind"] for each in told][-2:] == ["restart", "stopped"]
+    assert len(told) == 7
+
+
+def test_damaged_rings_are_named_and_the_rest_is_told(run):
+    """A ring of junk or of a newer holdfast is said on the standard error."""
+    (run / SUPERVISOR_FOLDER / EVENTS_FILE).write_bytes(os.urandom(9_000))
+    listed = call(run)
+    assert listed.exit_code == 0
+    assert "skip_step" in listed.output
+    assert "not read: events of supervisor" in listed.output
+    assert json.loads(call(run, "--json").output)["unread"]
+
+
+def test_hostile_events_cannot_command_the_terminal(run):
+    """Escape sequences and line ends in kinds and facts are shown as text."""
+    data = {"\x1b[2Jkey\n": "\x1b]0;x\x07\u202e", "long": "y" * 9_999}
+    write(run / "g" / "recorder" / "rank0", (3.2, "evil\x1b[31m\nkind", 8, data))
+    output = call(run).output
+    assert not {"\x1b", "\x07", "\u202e"} & set(output)
+    assert len(output.splitlines()) == 6
+    assert max(map(len, output.splitlines())) < 1_000
+
+
+@pytest.mark.parametrize(("name", "rule"), [("empty", "H731"), ("nowhere", "H733")])
+def test_what_is_no_run_is_said(tmp_path, name, rule):
+    """A directory without recordings, and none at all, are exit code 2 with the fix."""
+    (tmp_path / "empty").mkdir()
+    failed = call(tmp_path / name, "--json")
+    assert failed.exit_code == 2
+    assert json.loads(failed.output)["error"]["rule"] == rule

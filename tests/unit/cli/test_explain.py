@@ -1,0 +1,148 @@
+"""`holdfast explain` as a user calls it: rules, runs, logs, standard input; exit codes, JSON, hostile text."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from holdfast.cli.explain import print_verdict
+from holdfast.cli.main import make_app
+from holdfast.core.events import Event
+from holdfast.diagnose.rules import catalogue
+from holdfast.diagnose.signature import FAMILIES
+from holdfast.diagnose.verdict import Exhibit, Verdict
+from holdfast.recorder.black_box import BlackBox
+from holdfast.recorder.run_files import OUTPUT_FILE, SUPERVISOR_FOLDER
+
+app = make_app()
+
+SHAPES = "mat1 and mat2 shapes cannot be multiplied (4x11 and 10x2)"
+LOG = f'step 1\nTraceback (most recent call last):\n  File "train.py", line 9, in step\nRuntimeError: {SHAPES}\n'
+WRONG_SHAPE = 10 + FAMILIES.index("shape or type")
+
+
+def call(*arguments: object, stdin: str | bytes | None = None) -> Result:
+    return CliRunner().invoke(app, ["explain", *(str(argument) for argument in arguments)], input=stdin)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "train.log"
+    path.write_text(LOG)
+    return path
+
+
+def supervised(path: Path, status: int) -> Path:
+    box = BlackBox(path / SUPERVISOR_FOLDER)
+    for kind, facts in (("attempt_started", {"attempt": 0}), ("attempt_ended", {"attempt": 0, "status": status})):
+        box.event(Event(kind=kind, global_step=0, unix_seconds=1.0, data=facts))
+    box.close()
+    (path / OUTPUT_FILE).write_text(f"--- holdfast: attempt 0 ---\n{LOG}")
+    return path
+
+
+def test_a_log_is_explained_with_evidence_and_fix(log):
+    """Cause, certainty, the quoted line with its place and the fix are shown; the exit code is the class."""
+    explained = call(log)
+    assert explained.exit_code == WRONG_SHAPE
+    for part in ("H965", "almost certain", SHAPES, "train.log:4", "What to change", "train.py:9 in step"):
+        assert part in explained.output
+
+
+def test_json_holds_the_whole_verdict(log):
+    """--json prints the verdict as one object, with the same exit code."""
+    explained = call(log, "--json")
+    verdict = json.loads(explained.output)
+    assert explained.exit_code == verdict["exit_code"] == WRONG_SHAPE
+    assert (verdict["cause"], verdict["restart"]) == ("H965", "stop")
+    assert verdict["evidence"][0]["source"] == "train.log:4"
+
+
+def test_a_status_that_is_known_changes_the_verdict(log):
+    """--status 0 makes everything before it history."""
+    assert call(log, "--status", 0).exit_code == 0
+    assert "ended well" in call(log, "--status", 0).output
+
+
+def test_standard_input_is_a_log():
+    """``-`` reads a log from a pipe."""
+    assert call("-", stdin=LOG).exit_code == WRONG_SHAPE
+
+
+def test_a_run_directory_is_explained_also_through_a_link(tmp_path):
+    """A directory, and a link such as runs/last, lead to the verdict of the newest attempt."""
+    run = supervised(tmp_path / "run", 1)
+    (tmp_path / "last").symlink_to("run")
+    for path in (run, tmp_path / "last"):
+        verdict = json.loads(call(path, "--json").output)
+        assert (verdict["cause"], verdict["where"]) == ("H965", "train.py:9 in step")
+
+
+def test_a_run_that_ended_well_is_exit_code_0(tmp_path):
+    """Status 0 in the recording is a good end, whatever the output says."""
+    assert call(supervised(tmp_path / "run", 0)).exit_code == 0
+
+
+def test_signatures_are_explained_like_rules():
+    """Every id of the catalogue can be explained, and the list has them all."""
+    assert "Example" in call("h965").output
+    listed = call().output.splitlines()
+    assert len(listed) == len(catalogue())
+    assert any(line.startswith("H1600  ") for line in listed)
+
+
+@pytest.mark.parametrize(
+    ("what", "rule"), [("nowhere/at/all", "H732"), ("nowhere", "H732"), ("H9999", "H702"), ("101", "H702")]
+)
+def test_what_is_neither_rule_nor_run_nor_log_is_said(what, rule):
+    """A typing error is exit code 2 with the fix, as text and as JSON."""
+    failed = call(what, "--json")
+    assert failed.exit_code == 2
+    assert json.loads(failed.output)["error"]["rule"] == rule
+    assert "Fix: " in call(what).output
+
+
+def test_directories_that_cannot_be_used_are_said(tmp_path):
+    """An empty directory is H731 and one of a newer holdfast H734."""
+    assert json.loads(call(tmp_path, "--json").output)["error"]["rule"] == "H731"
+    (tmp_path / "supervised.json").write_text('{"format": 99}')
+    assert json.loads(call(tmp_path, "--json").output)["error"]["rule"] == "H734"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_log_without_permission_is_said(log):
+    """A log that may not be read is H733 and exit code 2."""
+    log.chmod(0)
+    failed = call(log, "--json")
+    assert (failed.exit_code, json.loads(failed.output)["error"]["rule"]) == (2, "H733")
+
+
+@pytest.mark.parametrize("junk", [b"", b"\x00" * 5_000, bytes(range(256)) * 40, "\u202e\u2028[bold]x[/]\n".encode()])
+def test_junk_is_unknown_and_no_error(tmp_path, junk):
+    """Whatever bytes a file holds, the answer is a verdict."""
+    path = tmp_path / "junk"
+    path.write_bytes(junk)
+    explained = call(path)
+    assert explained.exit_code == 10 + FAMILIES.index("unknown")
+    assert "unknown" in explained.output
+
+
+def test_a_hostile_log_cannot_command_the_terminal():
+    """Markup of rich stays text, and escape sequences from any field of a verdict do not reach the terminal."""
+    evil = "\x1b]0;title\x07\x1b[2J[red]x[/red][link=file:///etc]y[/link]\u202e\x9b31m"
+    verdict = Verdict(
+        cause="H965", family="shape or type", title=evil, summary=evil, fix=evil, confidence=0.5,
+        evidence=(Exhibit(text=evil, source=evil),), runner_up=("H901", evil, 0.1), tried=(evil,), missing=(evil,),
+    )  # fmt: skip
+    out = Console(record=True, width=100, force_terminal=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    print_verdict(out, verdict, evil)
+    shown = out.export_text(styles=False)
+    out.file.close()
+    assert "[red]x[/red]" in shown
+    assert "[link=file:///etc]y[/link]" in shown
+    assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(shown)
