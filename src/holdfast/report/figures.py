@@ -1,0 +1,337 @@
+"""From a picture of a run to figures for plotly.js, as plain JSON values. Colours are left to the page's two themes.
+
+Every text that enters a figure passes `label`: plotly.js draws some HTML in texts, and a run may have any name.
+
+Does not: import plotly (the page embeds its script), write HTML (``page``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from holdfast.report.gathering import Lane, ProcessSeen, RunPicture
+from holdfast.report.inert import inert
+from holdfast.report.quantities import duration, moment
+from holdfast.report.series import Numbers, Series
+from holdfast.report.sources import EventSeen
+
+Figure = dict[str, Any]
+
+# Ten colours that can be told apart on white and on near-black (Tableau 10, slightly lighter than its default).
+COLOURS = (
+    "#4e8fd0", "#f28e2b", "#45a95a", "#e15759", "#9d78c9", "#b8860b", "#2aa8a8", "#d973a8", "#8c8c8c", "#a5785a",
+)  # fmt: skip
+# What a stretch of time was spent on: one colour each, the same in both themes.
+STRETCHES = {
+    "starting": "#8fa3b8",
+    "training": "#45a95a",
+    "stood still": "#e15759",
+    "ending": "#b8a26b",
+}
+_MARKS = {
+    "exception": "x",
+    "hang": "square",
+    "stop": "x",
+    "stopped": "x",
+    "restart": "triangle-right",
+    "attempt_started": "triangle-right",
+    "attempt_ended": "triangle-left",
+    "checkpoint_saved": "diamond",
+    "leak": "triangle-up",
+    "memory_trend": "triangle-up",
+    "roll_back": "triangle-left",
+    "rolled_back": "triangle-left",
+}
+# One panel for each, top to bottom: columns, title, unit.
+_PANELS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (("loss",), "loss", ""),
+    (("grad_norm",), "gradient norm", ""),
+    (("learning_rate",), "learning rate", ""),
+    (("device_allocated_bytes", "device_reserved_bytes"), "device memory", "B"),
+    (("host_bytes",), "host memory", "B"),
+    (("wait_share",), "waiting for data", "%"),
+    (("seconds",), "seconds a step", ""),
+)
+_NAMES = {"device_allocated_bytes": "allocated", "device_reserved_bytes": "reserved"}
+_DASHES = {"device_reserved_bytes": "dot"}
+_PANEL_PIXELS = 170
+_TOP_PIXELS = 70
+_ROW_PIXELS = 34
+_MOST_ROWS = 40
+# Beyond a factor of 100 between the smallest and largest value a linear axis shows only the large ones.
+_DECADES_FOR_LOG = 100.0
+_LOGARITHMIC = frozenset({"loss", "gradient norm", "seconds a step"})
+_MOST_MARKS = 200
+
+
+def label(value: object, most: int = 120) -> str:
+    """Return text that plotly.js draws as it stands: no tag, no entity, no control character."""
+    return inert(value, most=most).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def figures(picture: RunPicture) -> dict[str, Figure]:
+    """Return the figures of a page by the id of their place; what has nothing to show is left out."""
+    found = {"timeline": timeline(picture), "steps": steps(picture.lanes)}
+    return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def steps(lanes: Sequence[Lane]) -> Figure | None:
+    """Return the curves over steps: panels below each other that share one axis, so that a zoom holds for all."""
+    panels = [panel for panel in _PANELS if any(name in lane.columns for lane in lanes for name in panel[0])]
+    if not panels:
+        return None
+    data: list[Figure] = []
+    pixels = _PANEL_PIXELS * len(panels)
+    layout: Figure = {
+        "height": _TOP_PIXELS + 44 + pixels,
+        "hovermode": "x",
+        "hoversubplots": "axis",
+        "showlegend": len(lanes) > 1,
+        "legend": {"orientation": "h", "y": 1 + 22 / pixels, "yanchor": "bottom", "x": 0},
+        "margin": {"l": 74, "r": 18, "t": _TOP_PIXELS, "b": 44},
+        "annotations": [],
+    }
+    gap = 0.22 / len(panels) if len(panels) > 1 else 0.0
+    share = (1 - gap * (len(panels) - 1)) / len(panels)
+    for number, (columns, title, unit) in enumerate(panels):
+        axis = "" if number == 0 else str(number + 1)
+        top = 1 - number * (share + gap)
+        drawn = [(lane, name, lane.columns[name]) for lane in lanes for name in columns if name in lane.columns]
+        finite = np.concatenate([series.values[np.isfinite(series.values)] for *_, series in drawn])
+        unit, scale = _byte_unit(finite) if unit == "B" else (unit, 1.0)
+        layout[f"yaxis{axis}"] = {**_value_axis(finite, title, unit), "domain": [max(top - share, 0.0), top]}
+        layout["annotations"].append(_panel_title(title, top))
+        for lane, name, series in drawn:
+            colour = COLOURS[lanes.index(lane) % len(COLOURS)]
+            data += _curve(lane, name, replace(series, values=series.values / scale), f"y{axis}", colour, unit)
+    last = "" if len(panels) == 1 else str(len(panels))
+    layout["xaxis"] = {"title": {"text": "optimizer steps"}, "anchor": f"y{last}", "showspikes": True}
+    return {"data": data, "layout": layout}
+
+
+def _panel_title(title: str, top: float) -> Figure:
+    return {
+        "text": f"<b>{title}</b>", "xref": "paper", "yref": "paper", "x": 0, "y": top, "xanchor": "left",
+        "yanchor": "bottom", "showarrow": False, "font": {"size": 12},
+    }  # fmt: skip
+
+
+def _byte_unit(values: Numbers) -> tuple[str, float]:
+    """Return the binary unit for a panel and its bytes."""
+    most = values.max() if len(values) else 0.0
+    return ("GiB", 2.0**30) if most >= 2**30 else ("MiB", 2.0**20)
+
+
+def _value_axis(finite: Numbers, title: str, unit: str) -> Figure:
+    axis: Figure = {"zeroline": False, "exponentformat": "power"}
+    if unit == "%":
+        return {**axis, "tickformat": ".0%", "range": [-0.02, 1.02]}
+    if unit in ("MiB", "GiB"):
+        return {**axis, "ticksuffix": f" {unit}", "rangemode": "tozero"}
+    if title in _LOGARITHMIC and len(finite) and 0 < finite.min() < finite.max() / _DECADES_FOR_LOG:
+        return {**axis, "type": "log", "dtick": 1 if finite.max() / finite.min() < 1e8 else None}
+    return axis
+
+
+def _curve(lane: Lane, name: str, series: Series, axis: str, colour: str, unit: str) -> list[Figure]:
+    what = _NAMES.get(name)
+    known = label(lane.label) + (f" {what}" if what else "")
+    shown = "%{y:.1%}" if unit == "%" else "%{y:.6~g}" + (f" {unit}" if unit else "") + (f" {what}" if what else "")
+    alone = int(np.isfinite(series.values).sum()) < 3
+    line: Figure = {
+        "type": "scatter",
+        "mode": "lines+markers" if alone else "lines",
+        "x": _values(series.steps),
+        "y": _values(series.values),
+        "yaxis": axis,
+        "name": known,
+        "legendgroup": label(lane.label),
+        "showlegend": name == _first_column(lane),
+        "line": {"color": colour, "width": 1.6, "dash": _DASHES.get(name, "solid")},
+        "hovertemplate": f"{shown}<extra>%{{fullData.legendgroup}}</extra>",
+        "connectgaps": False,
+    }
+    bad = series.nonfinite
+    if not len(bad):
+        return [line]
+    bad = bad[:: len(bad) // _MOST_MARKS + 1]
+    marks: Figure = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": _values(bad),
+        "y": [_floor(series)] * len(bad),
+        "yaxis": axis,
+        "name": "not finite",
+        "legendgroup": label(lane.label),
+        "showlegend": False,
+        "marker": {"symbol": "x-thin", "size": 7, "line": {"width": 1.5, "color": "#e15759"}},
+        "hovertemplate": "NaN (or not read), or infinite<extra>%{fullData.legendgroup}</extra>",
+    }
+    return [line, marks]
+
+
+def _first_column(lane: Lane) -> str:
+    return next((name for columns, *_ in _PANELS for name in columns if name in lane.columns), "")
+
+
+def _floor(series: Series) -> float:
+    """Return where marks without a value are drawn: at the foot of the curve."""
+    finite = series.values[np.isfinite(series.values)]
+    return float(finite.min()) if len(finite) else 0.0
+
+
+def _values(numbers: Numbers) -> list[float | int | None]:
+    """Return JSON numbers with 7 digits, which is what float32 holds; None in gaps."""
+    return [
+        (int(number) if number == int(number) else float(f"{number:.7g}")) if np.isfinite(number) else None
+        for number in numbers.tolist()
+    ]
+
+
+def timeline(picture: RunPicture) -> Figure | None:
+    """Return when each process started, trained and ended, with events as marks, over time in UTC."""
+    rows, left_out = _rows(picture)
+    if not rows:
+        return None
+    data = _stretch_traces(picture, rows) + _event_traces(picture.events, rows)
+    if not data:
+        return None
+    margin = min(8 * max(len(row) for row in rows), 230)
+    layout: Figure = {
+        "height": 120 + _ROW_PIXELS * len(rows),
+        "barmode": "overlay",
+        "bargap": 0.35,
+        "hovermode": "closest",
+        "dragmode": "zoom",
+        "margin": {"l": 30 + margin, "r": 18, "t": 40, "b": 40},
+        "legend": {"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
+        "xaxis": {"type": "date"},
+        "yaxis": {
+            "type": "category", "categoryorder": "array", "categoryarray": [label(row) for row in reversed(rows)],
+            "fixedrange": True, "automargin": False, "range": [-0.6, len(rows) - 0.4],
+        },
+    }  # fmt: skip
+    if left_out:
+        layout["annotations"] = [
+            {"text": f"{left_out} more processes are not drawn", "xref": "paper", "yref": "paper", "x": 1, "y": 0,
+             "xanchor": "right", "yanchor": "top", "yshift": -22, "showarrow": False}
+        ]  # fmt: skip
+    return {"data": data, "layout": layout}
+
+
+def _rows(picture: RunPicture) -> tuple[list[str], int]:
+    """Return the rows: the supervisor, trainers, then the others, as many as can be read.
+
+    Loader workers only if they recorded something: when they ended is not known, and each epoch has its own.
+    """
+    order = {"trainer": 0, "launcher": 1, "other": 2, "loader worker": 3}
+    processes = sorted(picture.processes, key=lambda seen: order.get(seen.info.role, 2))
+    rows = [seen.source for seen in picture.events if seen.source == "supervisor"][:1]
+    telling = {seen.source for seen in picture.events}
+    rows += [seen.label for seen in processes if seen.info.role != "loader worker" or seen.label in telling]
+    rows += [lane.label for lane in picture.lanes] + [seen.source for seen in picture.events]
+    unique = list(dict.fromkeys(rows))
+    return unique[:_MOST_ROWS], max(0, len(unique) - _MOST_ROWS)
+
+
+def _stretch_traces(picture: RunPicture, rows: list[str]) -> list[Figure]:
+    bars: list[tuple[str, str, float, float, str]] = []
+    for seen in picture.processes:
+        bars += _stretches(seen)
+    observed = {seen.label for seen in picture.processes}
+    for lane in picture.lanes:
+        if lane.label not in observed and lane.begun is not None and lane.ended is not None:
+            bars.append(("training", lane.label, lane.begun, lane.ended, f"{lane.steps} steps"))
+    bars += _hangs(picture)
+    by_kind: dict[str, list[tuple[str, float, float, str]]] = {}
+    for kind, row, begin, end, told in bars:
+        if row in rows:
+            by_kind.setdefault(kind, []).append((row, begin, end, told))
+    return [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": kind,
+            "y": [label(row) for row, *_ in group],
+            "base": [_date(begin) for _, begin, *_ in group],
+            "x": [max(1.0, (end - begin) * 1000) for _, begin, end, _ in group],
+            "marker": {"color": STRETCHES[kind], "line": {"width": 0}},
+            "hovertext": [label(told, 300) for *_, told in group],
+            "hovertemplate": "%{hovertext}<extra>" + kind + "</extra>",
+            "opacity": 0.85,
+        }
+        for kind, group in by_kind.items()
+    ]
+
+
+def _hangs(picture: RunPicture) -> list[tuple[str, str, float, float, str]]:
+    """Return the stretches that the watchdog found a process to stand still in."""
+    labels = {seen.info.pid: seen.label for seen in picture.processes}  # the newest of a pid that came again
+    found = []
+    for seen in picture.events:
+        facts, pid = seen.event.data, seen.event.data.get("pid")
+        seconds = facts.get("seconds")
+        if seen.event.kind == "hang" and isinstance(seconds, (int, float)) and pid in labels and 0 < seconds < 1e9:
+            told = f"{facts.get('kind', 'hang')}: {duration(seconds)} in phase {facts.get('phase')}"
+            end = seen.event.unix_seconds
+            found.append(("stood still", labels[pid], end - seconds, end, told))
+    return found
+
+
+def _stretches(seen: ProcessSeen) -> list[tuple[str, str, float, float, str]]:
+    """Return what a process spent its time on, as far as it shows: kind, row, begin, end, text."""
+    begin, lane = seen.info.started, seen.lane
+    end = seen.ended if seen.ended is not None else begin
+    if not 0 < begin <= end:
+        return []
+    phase = "" if seen.standing is None else f", last seen in phase {phase_name(seen.standing.phase.name)}"
+    if lane is None or lane.begun is None or lane.ended is None:
+        return [("starting", seen.label, begin, end, f"{seen.info.role}, {duration(end - begin)}{phase}")]
+    first = max(begin, lane.begun)
+    found = [
+        ("starting", seen.label, begin, first, f"{duration(first - begin)} to the first step"),
+        ("training", seen.label, first, lane.ended, f"to step {lane.last_step}, {duration(lane.ended - first)}"),
+    ]
+    if end > lane.ended:
+        found.append(
+            ("ending", seen.label, lane.ended, end, f"{duration(end - lane.ended)} after the last step{phase}")
+        )
+    return found
+
+
+def phase_name(name: str) -> str:
+    """Return the name of a phase for people."""
+    return name.lower().replace("_", " ")
+
+
+def _event_traces(events: Sequence[EventSeen], rows: list[str]) -> list[Figure]:
+    drawn = [seen for seen in events if seen.source in set(rows)]
+    by_kind: dict[str, list[EventSeen]] = {}
+    for seen in drawn:
+        by_kind.setdefault(seen.event.kind, []).append(seen)
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": label(kind.replace("_", " "), 40),
+            "x": [_date(seen.event.unix_seconds) for seen in group],
+            "y": [label(seen.source) for seen in group],
+            "marker": {
+                "symbol": _MARKS.get(kind, "circle"),
+                "size": 11,
+                "color": COLOURS[number % len(COLOURS)],
+                "line": {"width": 1},
+            },
+            "hovertext": [label(seen.event, 300) for seen in group],
+            "hovertemplate": "%{hovertext}<extra></extra>",
+        }
+        for number, (kind, group) in enumerate(by_kind.items())
+    ]
+
+
+def _date(unix_seconds: float) -> str:
+    return moment(unix_seconds, "%Y-%m-%d %H:%M:%S.%f")[:-3]

@@ -1,0 +1,351 @@
+"""From a run directory to one frozen picture of it: what the page is drawn from.
+
+Tolerant and bounded: a damaged, missing or unreadable file leaves a sentence in `RunPicture.problems` and no gap
+elsewhere; curves are thinned one process after the other, and events, stacks and output are cut.
+
+Does not: draw (``figures``, ``page``), follow a run that goes on (``live``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.checkpoint.manifest import read_manifest
+from holdfast.checkpoint.store import Store
+from holdfast.core.errors import HoldfastError
+from holdfast.diagnose.verdict import Verdict
+from holdfast.recorder.black_box import StepMark
+from holdfast.recorder.progress import Standing, read_board
+from holdfast.recorder.reader import read_events, read_steps
+from holdfast.recorder.run_files import (
+    BOARD_FILE,
+    FAULTHANDLER_FILE,
+    OUTPUT_FILE,
+    SAMPLES_FILE,
+    STACKS_FOLDER,
+    SUPERVISED_FILE,
+    ProcessInfo,
+)
+from holdfast.report.inert import inert
+from holdfast.report.series import MOST_POINTS, Series, columns_of_marks, columns_of_samples, read_sample_array
+from holdfast.report.sources import (
+    CHECKPOINTS_FOLDER,
+    EventSeen,
+    Source,
+    find_sources,
+    guard_run_of,
+    guard_sources,
+    is_sound_event,
+    read_json,
+)
+from holdfast.report.verdicts import verdict_of
+
+# What a browser draws and a person reads. 48 curves of 2000 points in each of seven panels are some 10 MB of JSON.
+_MOST_LANES = 48
+_MOST_POINTS_IN_ALL = 48 * MOST_POINTS // 2
+_FEWEST_POINTS = 200
+_MOST_EVENTS_OF_A_KIND = 100
+_MOST_KINDS = 100
+_MOST_STACKS = 60
+_MOST_STACK_BYTES = 64 << 10
+_OUTPUT_BYTES = 32 << 10
+_LONGEST_STEP = 1e7  # seconds, a third of a year: a longer one is damage
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """What one process trained.
+
+    Args:
+        label: What people call it.
+        rank: Or None.
+        attempt: Of the supervisor, from 0.
+        steps: Samples that the ring still holds.
+        last_step: The newest step, 0 if there is none.
+        begun: Unix time of the end of the first sample, less its duration; None without samples.
+        ended: Unix time of the newest sample.
+        columns: Curves by name.
+    """
+
+    label: str
+    rank: int | None
+    attempt: int
+    steps: int
+    last_step: int
+    begun: float | None
+    ended: float | None
+    columns: Mapping[str, Series]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSeen:
+    """One observed process.
+
+    Args:
+        label: What people call it.
+        info: What it says of itself.
+        standing: Where its board stands, or None.
+        lane: What it trained, or None.
+        ended: Unix time of its last event or sample, or None.
+    """
+
+    label: str
+    info: ProcessInfo
+    standing: Standing | None
+    lane: Lane | None
+    ended: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSeen:
+    """One checkpoint, as its manifest tells; sizes and times are None if that cannot be read."""
+
+    name: str
+    global_step: int
+    status: str
+    size_bytes: int | None = None
+    saved: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackSeen:
+    """One file with stacks, cut to a bound."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPicture:
+    """All that is known of a run, ready to be drawn.
+
+    Args:
+        path: The run directory.
+        supervised: The object in ``supervised.json``; empty for a run of a plain guard.
+        verdict: Why it ended, or None.
+        lanes: What each process trained.
+        processes: The observed processes by their start.
+        events: By time; of a kind that is very frequent, the first and the last.
+        left_out_events: How many were left out, by kind.
+        checkpoints: Newest first.
+        stacks: By name.
+        output: The end of what the command printed.
+        problems: What could not be read, one sentence each.
+    """
+
+    path: Path
+    supervised: Mapping[str, Any] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    lanes: tuple[Lane, ...] = ()
+    processes: tuple[ProcessSeen, ...] = ()
+    events: tuple[EventSeen, ...] = ()
+    left_out_events: Mapping[str, int] = field(default_factory=dict)
+    checkpoints: tuple[CheckpointSeen, ...] = ()
+    stacks: tuple[StackSeen, ...] = ()
+    output: str = ""
+    problems: tuple[str, ...] = ()
+
+
+class _Reading:
+    """Read parts of a run; what fails is noted and read as empty."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def listed(self, read: Callable[[Path], Iterable[_T]], path: Path) -> list[_T]:
+        try:
+            return list(read(path))
+        except (HoldfastError, OSError, ValueError, TypeError, struct.error) as error:
+            what = error.what if isinstance(error, HoldfastError) else str(error)
+            self.problems.append(inert(what, most=300))
+            return []
+
+
+def gather(run: Path) -> RunPicture:
+    """Return the picture of a run directory.
+
+    Args:
+        run: Of ``holdfast run`` or of a guard; it may be unfinished or damaged.
+    """
+    reading = _Reading()
+    sources = reading.listed(find_sources, run)
+    supervised = read_json(run / SUPERVISED_FILE)
+    events, guards = _all_events(sources, reading)
+    processes = _processes(sources, events, reading)
+    lanes = [seen.lane for seen in processes if seen.lane is not None]
+    lanes += _guard_lanes([*(s for s in sources if s.kind == "guard"), *guards], lanes, reading)
+    stores = {run, *(source.directory.parent.parent for source in guards)}
+    kept, left_out = _bounded(events)
+    if len(lanes) > _MOST_LANES:
+        reading.problems.append(f"curves of the newest {_MOST_LANES} of {len(lanes)} training processes are drawn")
+    return RunPicture(
+        path=run,
+        supervised=supervised,
+        verdict=verdict_of(run, reading.problems),
+        lanes=tuple(lanes[-_MOST_LANES:]),
+        processes=tuple(processes),
+        events=tuple(kept),
+        left_out_events=left_out,
+        checkpoints=tuple(each for store in sorted(stores) for each in reading.listed(_checkpoints, store)),
+        stacks=tuple(_stacks(run, processes)),
+        output="".join(reading.listed(lambda path: [_tail(path)], run / OUTPUT_FILE)),
+        problems=tuple(dict.fromkeys(reading.problems)),
+    )
+
+
+def _all_events(sources: list[Source], reading: _Reading) -> tuple[list[EventSeen], list[Source]]:
+    """Return all events by time, and the sources of guards that observed processes named."""
+    found: list[EventSeen] = []
+    guards: dict[Path, Source] = {}
+    own = {source.directory.resolve() for source in sources}
+    waiting = list(sources)
+    while waiting:
+        source = waiting.pop(0)
+        for event in reading.listed(read_events, source.directory):
+            if not is_sound_event(event):
+                continue
+            found.append(EventSeen(source=source.label, rank=source.rank, event=event))
+            named = guard_run_of(event)
+            for guard in guard_sources(named, attempt=source.attempt) if named and source.kind == "process" else ():
+                if guard.directory.resolve() not in own:
+                    own.add(guard.directory.resolve())
+                    guards[guard.directory] = guard
+                    waiting.append(guard)
+    return sorted(found, key=lambda seen: seen.event.unix_seconds), list(guards.values())
+
+
+def _processes(sources: list[Source], events: list[EventSeen], reading: _Reading) -> list[ProcessSeen]:
+    observed = [source for source in sources if source.info is not None]
+    last: dict[str, float] = {}
+    for seen in events:
+        last[seen.source] = seen.event.unix_seconds
+    most = max(_FEWEST_POINTS, min(MOST_POINTS, _MOST_POINTS_IN_ALL // max(len(observed), 1)))
+    found = []
+    for source in observed:
+        assert source.info is not None
+        lane = _lane(source, most, reading)
+        (standing,) = reading.listed(_board, source.directory) or [None]
+        times = [time for time in (last.get(source.label), lane.ended if lane else None) if time is not None]
+        found.append(
+            ProcessSeen(
+                label=source.label, info=source.info, standing=standing, lane=lane, ended=max(times, default=None)
+            )
+        )
+    return found
+
+
+def _lane(source: Source, most: int, reading: _Reading) -> Lane | None:
+    found = reading.listed(lambda path: [read_sample_array(path)], source.directory / SAMPLES_FILE)
+    if not found or not len(found[0]):
+        return None
+    (samples,) = found
+    first, newest = samples[0], samples[-1]
+    seconds = float(first["seconds"])
+    return Lane(
+        label=source.label,
+        rank=source.rank,
+        attempt=source.attempt,
+        steps=len(samples),
+        last_step=int(newest["step"]),
+        begun=float(first["nanoseconds"]) / 1e9 - (seconds if 0 <= seconds < _LONGEST_STEP else 0.0),
+        ended=float(newest["nanoseconds"]) / 1e9,
+        columns=columns_of_samples(samples, most),
+    )
+
+
+def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) -> list[Lane]:
+    """Return what guards recorded of steps, as far as their processes were not observed to record the same."""
+    known = {name for lane in observed for name in lane.columns}
+    found = []
+    for source in guards:
+        marks = reading.listed(read_steps, source.directory)
+        ended = [mark for mark in marks if mark.mark is not StepMark.BEGUN]
+        columns = {name: each for name, each in columns_of_marks(ended).items() if name not in known}
+        if ended and columns:
+            found.append(
+                Lane(
+                    label=source.label,
+                    rank=source.rank,
+                    attempt=source.attempt,
+                    steps=len(ended),
+                    last_step=ended[-1].global_step,
+                    begun=marks[0].unix_seconds,
+                    ended=marks[-1].unix_seconds,
+                    columns=columns,
+                )
+            )
+    return found
+
+
+def _bounded(events: list[EventSeen]) -> tuple[list[EventSeen], dict[str, int]]:
+    """Keep the first and last of each kind, so that a frequent kind does not hide a rare one."""
+    by_kind: dict[str, list[int]] = {}
+    for index, seen in enumerate(events):
+        by_kind.setdefault(seen.event.kind, []).append(index)
+    kept: set[int] = set()
+    left_out: dict[str, int] = {}
+    half = _MOST_EVENTS_OF_A_KIND // 2
+    for number, (kind, indices) in enumerate(sorted(by_kind.items(), key=lambda pair: len(pair[1]))):
+        chosen = indices if len(indices) <= 2 * half else indices[:half] + indices[-half:]
+        chosen = chosen if number < _MOST_KINDS else []
+        kept.update(chosen)
+        if len(chosen) < len(indices):
+            left_out[kind] = len(indices) - len(chosen)
+    return [events[index] for index in sorted(kept)], left_out
+
+
+def _board(directory: Path) -> list[Standing | None]:
+    return [read_board(directory / BOARD_FILE)]
+
+
+def _checkpoints(run: Path) -> Iterator[CheckpointSeen]:
+    store = Store(run / CHECKPOINTS_FOLDER)
+    for entry in store.entries():
+        status, size, saved = "complete", None, None
+        try:
+            manifest = read_manifest(entry.path)
+            size, saved = manifest.size_bytes(), manifest.unix_seconds
+        except (HoldfastError, OSError, ValueError, KeyError, TypeError) as error:
+            status = inert(error.what if isinstance(error, HoldfastError) else error, most=200)
+        yield CheckpointSeen(
+            name=entry.path.name, global_step=entry.global_step, status=status, size_bytes=size, saved=saved
+        )
+    for entry in store.damaged():
+        yield CheckpointSeen(name=entry.path.name, global_step=entry.global_step, status="damaged, set aside")
+
+
+def _stacks(run: Path, processes: list[ProcessSeen]) -> Iterator[StackSeen]:
+    paths = sorted((run / STACKS_FOLDER).glob("*.txt"))[-_MOST_STACKS:]
+    folders = [Path("processes") / seen.info.folder / FAULTHANDLER_FILE for seen in processes]
+    paths += [run / folder for folder in folders if "/" not in folder.parts[1]][-_MOST_STACKS:]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if text := _tail(path, _MOST_STACK_BYTES).strip():
+                yield StackSeen(name=inert(path.relative_to(run)), text=text)
+
+
+def _tail(path: Path, most: int = _OUTPUT_BYTES) -> str:
+    """Return the end of a file as inert text; a missing file is empty."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - most))
+            data = file.read(most)
+    except FileNotFoundError:
+        return ""
+    text = data.decode("utf-8", "replace")
+    if size > most:
+        text = text.partition("\n")[2] or text
+    return inert(_without_redrawn_lines(text), most=most, lines=True)
+
+
+def _without_redrawn_lines(text: str) -> str:
+    """Keep what a terminal would show of a progress bar: what follows the last carriage return of a line."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)

@@ -1,0 +1,68 @@
+"""Make text from logs and recordings harmless: what a run printed may be hostile, or just binary.
+
+Does not: escape for HTML (``page`` does, once, where text enters it) or for Rich (``live`` uses `Text`, not markup).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from typing import Any
+
+# Escape sequences of terminals (ECMA-48): CSI, the string sequences OSC, DCS, SOS, PM and APC, and short ones.
+_ESCAPES = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]"
+)
+# Controls, surrogates (which no UTF-8 file takes), private and unassigned code points, and the format characters,
+# which include those that reverse the direction of writing; line and paragraph separators.
+_UNSEEN = frozenset({"Cc", "Cs", "Cf", "Co", "Cn", "Zl", "Zp"})
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def inert(value: object, *, most: int = 2000, lines: bool = False) -> str:
+    """Return text that shows what it is and does nothing.
+
+    Args:
+        value: A text; anything else is shown by ``str``.
+        most: Characters to keep; the rest is cut and marked by an ellipsis.
+        lines: Whether line breaks stay; else they become spaces.
+    """
+    text = value if isinstance(value, str) else str(value)
+    text = text[: 4 * most + 64]  # never a regular expression over a gigabyte
+    if not text.isascii() or not text.isprintable():
+        text = _ESCAPES.sub("", text).expandtabs(4)
+        if lines:
+            text = text.replace("\r\n", "\n").replace("\r", "\n")
+        text = "".join(_seen(character, lines=lines) for character in text)
+    return text if len(text) <= most else text[: most - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def _seen(character: str, *, lines: bool) -> str:
+    if character == "\n":
+        return "\n" if lines else " "
+    category = unicodedata.category(character)
+    return _REPLACEMENT if category in _UNSEEN else " " if category == "Zs" else character
+
+
+def as_json_value(value: Any, *, depth: int = 8) -> Any:
+    """Return a value that every JSON parser takes; what is not finite becomes "NaN", "Infinity" or "-Infinity".
+
+    These are the texts that protobuf's JSON mapping uses, and that ``float()`` and JavaScript's ``Number()`` read.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if depth == 0:
+        return inert(value)
+    if isinstance(value, dict):
+        return {_whole(str(key)): as_json_value(each, depth=depth - 1) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json_value(each, depth=depth - 1) for each in value]
+    return _whole(value if isinstance(value, str) else str(value))
+
+
+def _whole(text: str) -> str:
+    """Return the text without lone surrogates, which UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,225 @@
+"""The live view: a glance at a run, drawn in a terminal with Rich.
+
+Every text that a run chose is put in as `Text` after `inert`, never as markup, so that it cannot colour, link, clear
+or move anything.
+
+Does not: read a run (``watching``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.recorder.progress import Phase
+from holdfast.report.inert import inert
+from holdfast.report.quantities import duration, moment, size
+from holdfast.report.verdicts import how_sure
+from holdfast.report.watching import Glance, ProcessGlance, Watched
+
+REFRESH_SECONDS = 0.5
+_MOST_PROCESSES = 16
+_MOST_EVENTS = 8
+_WIDE = 110
+_BARS = "▁▂▃▄▅▆▇█"
+_PHASE_STYLES = {
+    Phase.DATA_WAIT: "yellow",
+    Phase.FORWARD_BACKWARD: "green",
+    Phase.OPTIMIZER: "green",
+    Phase.EVALUATION: "cyan",
+    Phase.SAVING: "blue",
+}
+_ALARMING = frozenset({"exception", "hang", "stop", "stopped", "out_of_memory", "leak", "spike", "save_failed"})
+
+
+def follow(watched: Watched, console: Console, wait: Callable[[float], object]) -> Glance:
+    """Show a run until it ends, twice a second, and return the last glance.
+
+    Args:
+        watched: The run.
+        console: Where; must be a terminal.
+        wait: Waits so many seconds, such as ``time.sleep``.
+
+    Raises:
+        KeyboardInterrupt: from the user, after the picture was left in order.
+    """
+    glance = watched.look()
+    with Live(draw(glance, console.width), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while glance.state != "ended":
+            wait(REFRESH_SECONDS)
+            glance = watched.look()
+            live.update(draw(glance, console.width), refresh=True)
+    return glance
+
+
+def draw(glance: Glance, width: int) -> RenderableType:
+    """Return the picture of a glance.
+
+    Args:
+        glance: From `Watched.look`.
+        width: Columns of the terminal; below 110 some columns are left out.
+    """
+    wide = width >= _WIDE
+    present = [each for each in glance.processes if each.alive is not False or each.role in ("trainer", "guard")]
+    processes = present or glance.processes  # workers of epochs that are over are many
+    shown = processes[:_MOST_PROCESSES]
+    parts: list[RenderableType] = [_head(glance)]
+    if shown:
+        parts.append(_standings(shown, wide=wide))
+        trained = [process for process in shown if process.losses]
+        if trained:
+            parts.append(_training(trained, width))
+    else:
+        parts.append(Text("no Python process was seen yet", style="dim"))
+    if len(processes) > len(shown):
+        parts.append(Text(f"and {len(processes) - len(shown)} more processes", style="dim"))
+    if glance.events:
+        parts.append(_events(glance))
+    if glance.verdict is not None:
+        parts.append(_verdict(glance))
+    parts += [Text(f"note: {inert(problem, most=200)}", style="yellow") for problem in glance.problems[:3]]
+    return Group(*parts)
+
+
+def _head(glance: Glance) -> Panel:
+    style = {"running": "green", "ended": "bold", "waits to restart": "yellow"}[glance.state]
+    line = Text.assemble((glance.state, style), f", attempt {glance.attempt}")
+    if glance.began is not None and glance.state == "ended" and glance.events:
+        line.append(f", after {duration(max(0.0, glance.events[-1].event.unix_seconds - glance.began))}")
+    elif glance.began is not None:
+        line.append(f", since {duration(max(0.0, glance.now - glance.began))}")
+    lines = [line]
+    if glance.command:
+        lines.insert(0, Text(inert(glance.command, most=300), no_wrap=True, overflow="ellipsis"))
+    if glance.limits:
+        told = ", ".join(f"{inert(name, most=20)} {duration(seconds)}" for name, seconds in glance.limits)
+        lines.append(Text(f"limits: {told}", style="dim"))
+    title = Text(inert(glance.name, most=60))
+    return Panel(Group(*lines), title=title, title_align="left", box=box.ROUNDED)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        numeric = name in {"since", "step", "steps/s", "wait", "loss", "grad norm", "lr", "host", "device"}
+        table.add_column(
+            name, justify="right" if numeric else "left", no_wrap=True, overflow="ellipsis",
+            ratio=1 if name in {"process", "what"} else None,
+        )  # fmt: skip
+    return table
+
+
+def _standings(processes: Sequence[ProcessGlance], *, wide: bool) -> Table:
+    columns = ["process", "phase", "since", "step", "steps/s", "wait"]
+    table = _table(columns[0], "role", *columns[1:]) if wide else _table(*columns)
+    for process in processes:
+        cells = [
+            Text(inert(process.label, most=40)),
+            _phase(process),
+            Text("" if process.since_seconds is None else duration(process.since_seconds)),
+            Text(f"{process.step:,}" if process.step else ""),
+            Text(_number(process.steps_per_second, 3)),
+            Text("" if math.isnan(process.wait_share) else f"{process.wait_share:.0%}"),
+        ]
+        if wide:
+            cells.insert(1, Text(process.role, style="dim"))
+        table.add_row(*cells)
+    return table
+
+
+def _phase(process: ProcessGlance) -> Text:
+    if process.alive is False:
+        last = "" if process.phase in (None, Phase.ENDING) else f" in {_phase_name(process.phase)}"
+        return Text(f"ended{last}", style="dim")
+    if process.phase is None:
+        return Text("running" if process.alive else "unknown", style="dim")
+    return Text(_phase_name(process.phase), style=_PHASE_STYLES.get(process.phase, ""))
+
+
+def _phase_name(phase: Phase | None) -> str:
+    return "" if phase is None else phase.name.lower().replace("_", " ")
+
+
+def _training(processes: Sequence[ProcessGlance], width: int) -> Table:
+    table = _table("process", "loss", "lately", "grad norm", "lr", "host", "device")
+    bars = 30 if width >= _WIDE else 10
+    devices = any(process.device_bytes for process in processes)
+    if not devices:
+        table.columns.pop()
+    for process in processes:
+        bad = not math.isfinite(process.loss)
+        cells = [
+            Text(inert(process.label, most=40)),
+            Text(f"{process.loss:.4g}", style="bold red" if bad else ""),
+            Text(sparkline(process.losses, bars), style="cyan"),
+            Text(_number(process.grad_norm, 3)),
+            Text(_number(process.learning_rate, 3)),
+            _memory(process.host_bytes, process.host_change_bytes),
+        ]
+        if devices:
+            cells.append(_memory(process.device_bytes, process.device_change_bytes))
+        table.add_row(*cells)
+    return table
+
+
+def _memory(count: int, change: int) -> Text:
+    if not count:
+        return Text("")
+    text = Text(size(count))
+    if abs(change) >= 2**20:  # below a mebibyte the allocators' own noise shows
+        text.append(f" {'+' if change > 0 else '-'}{size(abs(change))}", style="yellow" if change > 0 else "dim")
+    return text
+
+
+def _events(glance: Glance) -> Table:
+    table = _table("UTC", "by", "event", "what")
+    for seen in glance.events[-_MOST_EVENTS:]:
+        facts = ", ".join(f"{key}={value!r}"[:200] for key, value in list(seen.event.data.items())[:12])
+        table.add_row(
+            Text(moment(seen.event.unix_seconds, "%H:%M:%S")),
+            Text(inert(seen.source, most=20)),
+            Text(inert(seen.event.kind, most=24), style="red" if seen.event.kind in _ALARMING else ""),
+            Text(inert(facts, most=300), no_wrap=True, overflow="ellipsis"),
+        )
+    return table
+
+
+def _verdict(glance: Glance) -> Panel:
+    verdict = glance.verdict
+    assert verdict is not None
+    lines = [
+        Text(inert(verdict.summary, most=1000)),
+        Text(f"How sure: {how_sure(verdict.confidence)}", style="dim"),
+    ]
+    if verdict.fix:
+        lines.insert(1, Text.assemble(("Fix: ", "bold"), inert(verdict.fix, most=1000)))
+    style = "green" if verdict.family == "ended well" else "red"
+    title = Text(f"{inert(verdict.title, most=60)} [{inert(verdict.cause, most=10)}]")
+    return Panel(Group(*lines), title=title, title_align="left", border_style=style, box=box.ROUNDED)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return a curve of at most so many characters, the mean of each stretch; "x" where none of it is finite."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    means = []
+    for index in range(count):
+        stretch = values[index * len(values) // count : (index + 1) * len(values) // count]
+        finite = [value for value in stretch if math.isfinite(value)]
+        means.append(math.fsum(finite) / len(finite) if finite else math.nan)
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low and math.isfinite(high - low) else 0.0
+    return "".join("x" if math.isnan(mean) else _BARS[round((mean - low) * scale) if scale else 0] for mean in means)
+
+
+def _number(value: float, digits: int) -> str:
+    return "" if math.isnan(value) else f"{value:.{digits}g}"

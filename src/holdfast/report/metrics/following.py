@@ -1,0 +1,103 @@
+"""Copy what a run records to sinks, while it goes on or after its end.
+
+Does not: decide when a run has ended (the caller sets an event), know any client.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.report.inert import inert
+from holdfast.report.metrics.points import Happened, Naming, Sink
+from holdfast.report.run_follower import News, RunFollower
+
+POLL_SECONDS = 1.0
+_log = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """What was handed to sinks.
+
+    Args:
+        points: Steps of all processes.
+        events: Of all processes.
+        lost: Steps that were overwritten in a ring before they were read.
+        failures: Sinks that were set aside, and why.
+    """
+
+    points: int
+    events: int
+    lost: int
+    failures: tuple[str, ...] = ()
+
+
+def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seconds: float = POLL_SECONDS) -> Copied:
+    """Copy everything recorded so far, then what is new every second, until told to stop; then close the sinks.
+
+    Never raises for what a sink does: one that fails is set aside with a line in the log.
+
+    Args:
+        run: The run directory; it may be empty as yet.
+        sinks: From `open_sinks`.
+        stop: Ends it, after a last look. Set already: one copy is made.
+        poll_seconds: Between two looks.
+    """
+    follower, naming = RunFollower(run), Naming()
+    working = list(sinks)
+    failures: list[str] = []
+    counts = {"points": 0, "events": 0, "lost": 0}
+    while True:
+        last = stop.is_set()
+        all_news = _look(follower, failures, last=last)
+        points = [point for news in all_news for point in naming.points(news)]
+        events = [
+            Happened(process=news.source.label, attempt=news.source.attempt, event=event)
+            for news in all_news
+            for event in news.events
+        ]
+        events.sort(key=lambda happened: happened.event.unix_seconds)
+        counts["points"] += len(points)
+        counts["events"] += len(events)
+        counts["lost"] += sum(news.lost for news in all_news)
+        for sink in list(working) if points or events else ():
+            try:
+                sink.write(points, events)
+            except Exception as error:  # noqa: BLE001 - a client of another project must not end the supervisor
+                working.remove(sink)
+                failures.append(_failed(sink, error))
+                _close(sink, failures)
+        if last:
+            break
+        stop.wait(poll_seconds)
+    for sink in working:
+        _close(sink, failures)
+    return Copied(**counts, failures=tuple(failures))
+
+
+def _look(follower: RunFollower, failures: list[str], *, last: bool) -> list[News]:
+    try:
+        return follower.new(hold_back=not last)
+    except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor lives on
+        told = f"the run directory cannot be read: {type(error).__name__}: {inert(error, most=300)}"
+        if told not in failures:
+            failures.append(told)
+            _log.warning("%s", told)
+        return []
+
+
+def _close(sink: Sink, failures: list[str]) -> None:
+    try:
+        sink.close()
+    except Exception as error:  # noqa: BLE001 - as above
+        failures.append(_failed(sink, error))
+
+
+def _failed(sink: Sink, error: Exception) -> str:
+    told = f"{sink.name}: {type(error).__name__}: {inert(error, most=300)}"
+    _log.warning("metrics are not written any more to %s", told)
+    return told

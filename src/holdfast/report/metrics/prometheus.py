@@ -1,0 +1,148 @@
+"""Prometheus, by its own client: a text file for the node exporter, or an endpoint to scrape.
+
+Does not: push, keep history; a gauge shows the newest step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.errors import PolicyError
+from holdfast.report.inert import inert
+from holdfast.report.metrics.points import Happened, Point
+
+_GAUGES = {
+    "loss": ("holdfast_loss", "Loss of the newest step."),
+    "grad_norm": ("holdfast_grad_norm", "Global gradient norm of the newest step, before clipping."),
+    "learning_rate": ("holdfast_learning_rate", "Learning rate of the first parameter group."),
+    "step_seconds": ("holdfast_step_seconds", "Duration of the newest step."),
+    "wait_share": ("holdfast_wait_ratio", "Share of the newest step that went into waiting for data."),
+    "host_memory_bytes": ("holdfast_host_memory_bytes", "Resident memory of the process."),
+    "device_allocated_bytes": ("holdfast_device_allocated_bytes", "Device memory held by tensors."),
+    "device_reserved_bytes": ("holdfast_device_reserved_bytes", "Device memory held by the allocator."),
+    "device_peak_bytes": ("holdfast_device_peak_bytes", "Most device memory held by tensors so far."),
+    "step": ("holdfast_step", "Optimizer steps."),
+    "attempt": ("holdfast_attempt", "Number of the attempt, from 0."),
+    "time": ("holdfast_last_step_timestamp_seconds", "When the newest step ended."),
+}
+_MOST_KINDS = 200  # of events: a label with endless values would fill the server
+
+
+class Prometheus:
+    """Gauges of the newest step for each process, and counters of events.
+
+    Args:
+        run: Name of the run, a label.
+
+    Raises:
+        ImportError: without prometheus-client.
+    """
+
+    def __init__(self, run: str) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge
+
+        self.registry = CollectorRegistry()
+        self.name = "Prometheus"
+        self._run = inert(run, most=200)
+        labels = ["run", "process"]
+        self._gauges = {
+            key: Gauge(name, told, labels, registry=self.registry) for key, (name, told) in _GAUGES.items()
+        }
+        self._events = Counter("holdfast_events", "Events.", ["run", "event"], registry=self.registry)
+        self._kinds: set[str] = set()
+
+    def write(self, points: list[Point], events: list[Happened]) -> None:
+        """Set the gauges."""
+        newest = {point.process: point for point in points}
+        for process, point in newest.items():
+            facts = {"step": point.step, "attempt": point.attempt, "time": point.unix_seconds}
+            for key, value in {**point.values, **facts}.items():
+                self._gauges[key].labels(self._run, process).set(value)
+        for happened in events:
+            kind = inert(happened.event.kind, most=60)
+            if len(self._kinds) < _MOST_KINDS:
+                self._kinds.add(kind)
+            self._events.labels(self._run, kind if kind in self._kinds else "other").inc()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class PrometheusFile(Prometheus):
+    """Write a text file, replaced as a whole each time.
+
+    Args:
+        path: The file; the node exporter wants a name that ends in ``.prom``.
+        run: As in `Prometheus`.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        super().__init__(run)
+        self.name = f"Prometheus text file {path}"
+        self._path = path
+        self._replace()
+
+    def write(self, points: list[Point], events: list[Happened]) -> None:
+        """Set the gauges and replace the file."""
+        super().write(points, events)
+        self._replace()
+
+    def _replace(self) -> None:
+        from prometheus_client import write_to_textfile
+
+        write_to_textfile(str(self._path), self.registry)
+
+
+class PrometheusEndpoint(Prometheus):
+    """Serve the gauges over HTTP until closed.
+
+    Args:
+        host: Address to listen on.
+        port: Port; 0 takes a free one, see `port`.
+        run: As in `Prometheus`.
+
+    Raises:
+        OSError: if the port is taken.
+    """
+
+    def __init__(self, host: str, port: int, run: str) -> None:
+        from prometheus_client import start_http_server
+
+        super().__init__(run)
+        started: tuple[Any, Any] = start_http_server(port, addr=host, registry=self.registry)
+        self._server, self._thread = started
+        self.port: int = self._server.server_address[1]
+        self.name = f"Prometheus endpoint {host}:{self.port}"
+
+    def close(self) -> None:
+        """Stop serving."""
+        with contextlib.suppress(OSError):
+            self._server.shutdown()
+            self._server.server_close()
+        self._thread.join(timeout=5)
+
+
+def open_prometheus(target: str, run: str) -> Prometheus:
+    """Open a text file, or an endpoint for ``:PORT`` (this machine only) or ``HOST:PORT``.
+
+    Raises:
+        PolicyError: H743 for a port that is none.
+        ImportError: without prometheus-client.
+        OSError: if the file cannot be written or the port is taken.
+    """
+    host, colon, port = target.rpartition(":")
+    if not colon or "/" in target:
+        return PrometheusFile(Path(target), run)
+    if not (port.isascii() and port.isdigit() and int(port) < 65536):
+        raise PolicyError(
+            f"prometheus={target!r}",
+            limit="after a colon comes a port from 0 to 65535",
+            fix="write prometheus=:9100 for this machine, prometheus=0.0.0.0:9100 for all, or the path of a file.",
+            rule="H743",
+        )
+    return PrometheusEndpoint(host.strip("[]") or "127.0.0.1", int(port), run)

@@ -1,0 +1,77 @@
+"""Open sinks from what a user typed, such as ``tensorboard=DIR`` or ``prometheus=:9100``.
+
+Does not: write points (one module for each client does).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from holdfast.core.errors import PolicyError
+from holdfast.report.inert import inert
+from holdfast.report.metrics.json_lines import JsonLines
+from holdfast.report.metrics.mlflow_runs import MlflowRun
+from holdfast.report.metrics.points import Sink
+from holdfast.report.metrics.prometheus import open_prometheus
+from holdfast.report.metrics.tensorboard import TensorBoard
+from holdfast.report.metrics.weights_and_biases import WandbRun
+
+_OPENERS: dict[str, Callable[[str, Path], Sink]] = {
+    "tensorboard": lambda target, _run: TensorBoard(Path(target)),
+    "prometheus": lambda target, run: open_prometheus(target, run.name),
+    "jsonl": lambda target, _run: JsonLines(target),
+    "wandb": lambda target, run: WandbRun(target, run.name),
+    "mlflow": lambda target, run: MlflowRun(target, run.name),
+}
+
+
+def open_sinks(wanted: Sequence[str], run: Path) -> list[Sink]:
+    """Open all sinks or none.
+
+    Args:
+        wanted: Such as ``["tensorboard=tb", "prometheus=:9100", "jsonl=-"]``.
+        run: The run directory, after which runs are named.
+
+    Raises:
+        PolicyError: H742 if a client is not installed, H743 if a sink is unknown or its target cannot be used.
+    """
+    with contextlib.ExitStack() as opened:
+        sinks = []
+        for each in wanted:
+            sink = _open(each, run)
+            opened.callback(sink.close)
+            sinks.append(sink)
+        opened.pop_all()
+    return sinks
+
+
+def _open(wanted: str, run: Path) -> Sink:
+    kind, _, target = wanted.partition("=")
+    if kind not in _OPENERS or not target:
+        raise PolicyError(
+            f"metrics target {wanted!r}",
+            limit=f"a target is one of {', '.join(_OPENERS)}, then = and where to write",
+            fix="write tensorboard=DIR, prometheus=FILE or =:PORT, jsonl=FILE, wandb=PROJECT or mlflow=URI.",
+            rule="H743",
+        )
+    try:
+        return _OPENERS[kind](target, run)
+    except ImportError as error:
+        extra = kind if kind in ("wandb", "mlflow") else "metrics"
+        raise PolicyError(
+            f"the client for {kind} is not installed ({error.name})",
+            limit="metrics are written by the clients that their projects maintain",
+            fix=f'install the extra: pip install "holdfast[{extra}]".',
+            rule="H742",
+        ) from error
+    except PolicyError:
+        raise
+    except Exception as error:  # clients raise what they like
+        raise PolicyError(
+            f"metrics target {kind}={target!r} cannot be opened ({type(error).__name__}: {inert(error, most=300)})",
+            limit="it must be writable, and a port must be free",
+            fix="choose another target, or correct this one.",
+            rule="H743",
+        ) from error

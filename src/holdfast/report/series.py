@@ -1,0 +1,177 @@
+"""Curves over steps, thinned so that every dip and peak that was recorded can still be seen.
+
+Does not: draw (``figures``), find the files (``gathering``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.recorder.reader import StepRecord
+from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, VERSION, read_ring
+
+Numbers = NDArray[np.float64]
+Samples = NDArray[np.void]
+# A slot of the ring of samples (``recorder.ring``, ``recorder.progress``); a test holds it to what is read there.
+_SLOT = np.dtype(
+    [("first", "<u8"), ("nanoseconds", "<u8"), ("step", "<u8"), ("micro_steps", "<u4"), ("", "<u4")]
+    + [(name, "<f8") for name in ("loss", "grad_norm", "learning_rate", "seconds", "wait_seconds")]
+    + [(f"{name}_bytes", "<u8") for name in ("host", "device_allocated", "device_reserved", "device_peak")]
+    + [("last", "<u8")]
+)
+
+# A screen has some 4,000 columns of pixels at most; four points for each of 500 buckets are enough to draw a curve
+# of any length as an eye would see it, and to zoom in by a factor of several.
+MOST_POINTS = 2000
+_SHARE_BUCKETS = 400
+# Values of which most stand alone between missing ones are sampled on purpose; a line between them is no lie, and
+# without it nothing would be seen.
+_ALONE_SHARE = 0.5
+_FEWEST_SAMPLED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One curve.
+
+    Args:
+        steps: Optimizer steps, in the order in which they were made; NaN in a gap where the run went back.
+        values: As many values; NaN in a gap.
+        nonfinite: Steps with an infinite value, or with NaN, which also stands for "not read".
+        count: Values before thinning.
+    """
+
+    steps: Numbers
+    values: Numbers
+    nonfinite: Numbers
+    count: int
+
+
+def thin(steps: Numbers, values: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:
+    """Keep the first, last, smallest and largest finite value of each of ``most // 4`` buckets, and one non-finite.
+
+    Args:
+        steps: Shape ``(n,)``.
+        values: Shape ``(n,)``.
+        most: Points to keep, at least 4; a few more with non-finite ones.
+    """
+    count = len(values)
+    if count <= most:
+        return steps, values
+    edges = np.linspace(0, count, max(most // 4, 1) + 1).astype(np.int64)
+    first = edges[:-1]
+    finite = np.isfinite(values)
+    low = _extremes(np.where(finite, values, np.inf), first, smallest=True)
+    high = _extremes(np.where(finite, values, -np.inf), first, smallest=False)
+    gaps = np.flatnonzero(~finite)
+    gaps = gaps[np.unique(np.searchsorted(edges, gaps, side="right"), return_index=True)[1]]
+    kept = np.unique(np.concatenate([first, edges[1:] - 1, low, high, gaps]))
+    return steps[kept], values[kept]
+
+
+def _extremes(values: Numbers, first: NDArray[np.int64], *, smallest: bool) -> NDArray[np.int64]:
+    """Return an index of the smallest or largest value of each bucket; ``first`` begins each bucket."""
+    reduce = np.minimum if smallest else np.maximum
+    best = np.repeat(reduce.reduceat(values, first), np.diff(np.append(first, len(values))))
+    matches = np.flatnonzero(values == best)
+    return matches[np.unique(np.searchsorted(first, matches, side="right"), return_index=True)[1]]
+
+
+def series(steps: Numbers, values: Numbers, *, optional: bool, most: int = MOST_POINTS) -> Series | None:
+    """Return a curve, or None if nothing was recorded.
+
+    Args:
+        steps: Shape ``(n,)``.
+        values: Shape ``(n,)``.
+        optional: Whether NaN means "not read" and is passed over; else it is a gap, unless it comes with a rhythm.
+        most: Points to keep.
+    """
+    missing = np.isnan(values)
+    if not len(values) or (optional and missing.all()):
+        return None
+    if optional or _is_sampled(missing):
+        steps, values = steps[~missing], values[~missing]
+    count = len(values)
+    thinned_steps, thinned = thin(steps, values, most)
+    bad = ~np.isfinite(thinned)
+    x, y = _broken_where_steps_go_back(thinned_steps, np.where(bad, np.nan, thinned))
+    return Series(steps=x, values=y, nonfinite=thinned_steps[bad], count=count)
+
+
+def _is_sampled(missing: NDArray[np.bool_]) -> bool:
+    present = int((~missing).sum())
+    begins = int((~missing & np.append(True, missing[:-1])).sum())
+    return present >= _FEWEST_SAMPLED and begins > _ALONE_SHARE * present
+
+
+def _broken_where_steps_go_back(steps: Numbers, values: Numbers) -> tuple[Numbers, Numbers]:
+    """Insert a gap wherever the steps go back, where a line would be drawn that nobody trained."""
+    back = np.flatnonzero(np.diff(steps) < 0) + 1
+    return np.insert(steps, back, np.nan), np.insert(values, back, np.nan)
+
+
+def read_sample_array(path: Path) -> Samples:
+    """Return the samples of a ring, oldest first, as an array: a full ring takes milliseconds this way.
+
+    Raises:
+        RunDirectoryError: H305, as `read_ring`.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    if len(data) < HEADER_BYTES:
+        return np.zeros(0, _SLOT)
+    magic, version, payload_bytes, _ = HEADER.unpack_from(data)
+    if magic != MAGIC or version > VERSION:
+        read_ring(path)  # says what is wrong
+    if payload_bytes + 24 != _SLOT.itemsize:
+        return np.zeros(0, _SLOT)  # another kind of ring, or a damaged header
+    count = (len(data) - HEADER_BYTES) // _SLOT.itemsize
+    slots = np.frombuffer(data, _SLOT, count, HEADER_BYTES)
+    whole: Samples = slots[(slots["first"] > 0) & (slots["first"] == slots["last"])]
+    ordered: Samples = whole[np.argsort(whole["first"])]
+    return ordered
+
+
+def columns_of_samples(samples: Samples, most: int = MOST_POINTS) -> dict[str, Series]:
+    """Return the curves of a process that were recorded, by name."""
+    found: dict[str, Series | None] = {}
+    steps = samples["step"].astype(np.float64)
+    for name in ("loss", "grad_norm", "learning_rate"):
+        found[name] = series(steps, samples[name], optional=name != "loss", most=most)
+    found["seconds"] = series(steps, samples["seconds"], optional=True, most=most)
+    found["wait_share"] = wait_share(steps, samples["seconds"], samples["wait_seconds"])
+    for name in ("host_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes"):
+        values = samples[name].astype(np.float64)
+        found[name] = series(steps, np.where(values > 0, values, np.nan), optional=True, most=most)
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def columns_of_marks(records: Sequence[StepRecord], most: int = MOST_POINTS) -> dict[str, Series]:
+    """Return the curves that a guard's marks of finished steps hold, by name."""
+    steps = np.array([record.global_step for record in records], dtype=np.float64)
+    found = {
+        name: series(
+            steps,
+            np.array([getattr(record, name) for record in records], dtype=np.float64),
+            optional=name != "loss",
+            most=most,
+        )
+        for name in ("loss", "grad_norm", "seconds")
+    }
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def wait_share(steps: Numbers, seconds: Numbers, wait: Numbers) -> Series | None:
+    """Return the share of time that went into waiting for the loader, over buckets of steps."""
+    known = np.isfinite(seconds) & np.isfinite(wait) & (seconds > 0)
+    steps, seconds, wait = steps[known], seconds[known], wait[known]
+    if not len(steps):
+        return None
+    first = np.unique(np.linspace(0, len(steps), _SHARE_BUCKETS, endpoint=False).astype(np.int64))
+    share = np.clip(np.add.reduceat(wait, first) / np.add.reduceat(seconds, first), 0.0, 1.0)
+    x, y = _broken_where_steps_go_back(steps[first], share)
+    return Series(steps=x, values=y, nonfinite=np.array([]), count=len(steps))

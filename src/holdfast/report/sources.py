@@ -1,0 +1,146 @@
+"""Where a run's recordings lie: of the supervisor, of each observed process, and of guards.
+
+Does not: read the recordings (``gathering`` reads them whole, ``live`` and ``metrics`` follow them).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from holdfast.core.errors import RunDirectoryError
+from holdfast.core.events import Event
+from holdfast.recorder.run_files import (
+    PROCESSES_FOLDER,
+    SUPERVISED_FILE,
+    SUPERVISOR_FOLDER,
+    ProcessInfo,
+    read_processes,
+)
+
+RECORDER_FOLDER = "recorder"
+CHECKPOINTS_FOLDER = "checkpoints"
+_MOST_JSON_BYTES = 4 << 20
+_LATEST = 1e11  # the year 5138: what lies beyond is no time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One directory with rings.
+
+    Args:
+        kind: Who wrote it.
+        directory: Where the rings lie.
+        label: What people call it: "supervisor", "rank 3", "trainer 4711".
+        rank: Or None.
+        attempt: Of the supervisor, from 0.
+        info: What an observed process says of itself, else None.
+    """
+
+    kind: Literal["supervisor", "process", "guard"]
+    directory: Path
+    label: str
+    rank: int | None = None
+    attempt: int = 0
+    info: ProcessInfo | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventSeen:
+    """One event, and who recorded it."""
+
+    source: str
+    rank: int | None
+    event: Event
+
+
+def check_run(run: Path) -> Path:
+    """Return the directory with links resolved.
+
+    Raises:
+        RunDirectoryError: H741, if nothing was recorded there.
+        OSError: if it may not be read.
+    """
+    names = {path.name for path in run.iterdir()} if run.is_dir() else set()
+    if not names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER, RECORDER_FOLDER, CHECKPOINTS_FOLDER}:
+        raise RunDirectoryError(
+            f"{run} is no run directory",
+            limit="it holds neither a recording nor checkpoints",
+            fix="pass the directory that `holdfast run` printed, runs/last, or the one that was given to Guard.",
+            rule="H741",
+        )
+    return run.resolve()
+
+
+def find_sources(run: Path) -> list[Source]:
+    """Return the sources of a run, the supervisor first, then processes by attempt, rank and start, then guards."""
+    found = []
+    if (run / SUPERVISOR_FOLDER).is_dir():
+        found.append(Source(kind="supervisor", directory=run / SUPERVISOR_FOLDER, label="supervisor"))
+    processes = sorted(
+        read_processes(run), key=lambda pair: (pair[1].attempt, -1 if pair[1].rank is None else pair[1].rank)
+    )
+    labels = _labels([info for _, info in processes])
+    for (folder, info), label in zip(processes, labels, strict=True):
+        found.append(
+            Source(kind="process", directory=folder, label=label, rank=info.rank, attempt=info.attempt, info=info)
+        )
+    return found + guard_sources(run)
+
+
+def _labels(infos: list[ProcessInfo]) -> list[str]:
+    """Return a name for each process, no two the same."""
+    several_attempts = len({info.attempt for info in infos}) > 1
+    labels = []
+    for info in infos:
+        label = f"trainer {info.pid}" if info.rank is None else f"rank {info.rank}"
+        if info.role == "loader worker":  # inherits the rank of its trainer
+            label = f"worker {info.pid}" + ("" if info.rank is None else f" of rank {info.rank}")
+        elif info.role != "trainer":
+            label = f"{'launcher' if info.role == 'launcher' else 'process'} {info.pid}"
+        labels.append(label + (f", attempt {info.attempt}" if several_attempts else ""))
+    return [
+        label if labels.count(label) == 1 else f"{label} ({info.folder})"
+        for label, info in zip(labels, infos, strict=True)
+    ]
+
+
+def guard_sources(run: Path, *, attempt: int = 0) -> list[Source]:
+    """Return the recordings of a guard's run directory; none if it has none."""
+    found = []
+    for folder in sorted((run / RECORDER_FOLDER).glob("rank*")):
+        number = folder.name.removeprefix("rank")
+        rank = int(number) if number.isascii() and number.isdigit() else None
+        found.append(Source(kind="guard", directory=folder, label=f"guard {folder.name}", rank=rank, attempt=attempt))
+    return found
+
+
+def is_sound_event(event: Event) -> bool:
+    """Return whether an event has a time and a step that can be drawn."""
+    return (
+        isinstance(event.unix_seconds, (int, float))
+        and 0 <= event.unix_seconds < _LATEST
+        and isinstance(event.global_step, int)
+    )
+
+
+def guard_run_of(event: Event) -> Path | None:
+    """Return the run directory that an observed guard named in an event of its process, or None.
+
+    The path comes from a ring that the process itself wrote, never from what it printed.
+    """
+    path = event.data.get("path") if event.kind == "guard" else None
+    return Path(path) if isinstance(path, str) and path.startswith("/") and "\0" not in path else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if it is missing, huge, damaged or something else."""
+    try:
+        if path.stat().st_size > _MOST_JSON_BYTES:
+            return {}
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

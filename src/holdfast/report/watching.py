@@ -1,0 +1,293 @@
+"""What can be seen of a run right now, one `Glance` for each look; the terminal draws it (``live``).
+
+Works over a directory that is half written, that a killed run left behind, or that another machine writes.
+
+Does not: draw, judge (a verdict is only read), signal a process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from holdfast.core.clock import Clock
+from holdfast.core.errors import RunDirectoryError
+from holdfast.diagnose.verdict import Verdict
+from holdfast.recorder.progress import Phase, Standing, StepSample, read_board
+from holdfast.recorder.run_files import BOARD_FILE, SUPERVISED_FILE, SUPERVISOR_FOLDER, VERDICT_FILE
+from holdfast.report.run_follower import RunFollower
+from holdfast.report.sources import EventSeen, Source, read_json
+from holdfast.report.verdicts import verdict_from
+
+_KEPT_SAMPLES = 600
+_KEPT_EVENTS = 50
+_RATE_SAMPLES = 50
+LOCK_FILE = "lock"  # in the supervisor's folder and in a guard's run directory
+# A run has ended when nobody holds its lock, its processes are gone and it says nothing any more for this long.
+_SILENT_SECONDS = 5.0
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux with 64 bits
+
+State = Literal["running", "waits to restart", "ended"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessGlance:
+    """One process at one moment; numbers are NaN or 0 where they are unknown.
+
+    Args:
+        label: What people call it.
+        role: As ``ProcessInfo.role``, or "guard".
+        alive: Whether it runs; None if that cannot be seen from here.
+        phase: What its board shows, or None.
+        since_seconds: How long already, or None.
+        step: Optimizer steps.
+        steps_per_second: Over the newest 50 steps, counting the time since the last one.
+        loss: Newest.
+        losses: Kept history, oldest first.
+        grad_norm: Newest that was read.
+        learning_rate: Newest.
+        wait_share: Of time, waiting for the loader, over the kept history.
+        host_bytes: Newest that was read, 0 if never.
+        host_change_bytes: Since the first one kept.
+        device_bytes: Allocated; likewise.
+        device_change_bytes: Likewise.
+        seen_steps: Steps between the first and the last one kept.
+    """
+
+    label: str
+    role: str
+    alive: bool | None = None
+    phase: Phase | None = None
+    since_seconds: float | None = None
+    step: int = 0
+    steps_per_second: float = math.nan
+    loss: float = math.nan
+    losses: tuple[float, ...] = ()
+    grad_norm: float = math.nan
+    learning_rate: float = math.nan
+    wait_share: float = math.nan
+    host_bytes: int = 0
+    host_change_bytes: int = 0
+    device_bytes: int = 0
+    device_change_bytes: int = 0
+    seen_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glance:
+    """A run at one moment.
+
+    Args:
+        name: Of the run directory.
+        command: What runs, or an empty text.
+        state: As far as it shows.
+        attempt: Of the supervisor, from 0.
+        began: Unix time, or None.
+        now: Unix time of the look.
+        processes: Of the newest attempt: trainers first, then by start.
+        events: The newest, oldest first.
+        limits: Of the watchdog, phase and seconds, as far as they were written down.
+        verdict: Of a run that ended, or None.
+        problems: What cannot be read.
+    """
+
+    name: str
+    command: str
+    state: State
+    attempt: int
+    began: float | None
+    now: float
+    processes: tuple[ProcessGlance, ...] = ()
+    events: tuple[EventSeen, ...] = ()
+    limits: tuple[tuple[str, float], ...] = ()
+    verdict: Verdict | None = None
+    problems: tuple[str, ...] = ()
+
+
+class Watched:
+    """Look at a run again and again.
+
+    Args:
+        run: The run directory.
+        clock: Time.
+    """
+
+    def __init__(self, run: Path, clock: Clock) -> None:
+        self._run = run
+        self._clock = clock
+        self._follower = RunFollower(run)
+        self._history: dict[Path, deque[StepSample]] = {}
+        self._events: deque[EventSeen] = deque(maxlen=_KEPT_EVENTS)
+        self._supervisor_said = ""
+        self._attempt = 0
+        self._silent_since = clock.monotonic_seconds()
+
+    def look(self) -> Glance:
+        """Return the run as it stands."""
+        self._take_news()
+        supervised = read_json(self._run / SUPERVISED_FILE)
+        sources = self._follower.sources
+        self._attempt = max([self._attempt, *(source.attempt for source in sources)])
+        here = supervised.get("hostname", socket.gethostname()) == socket.gethostname()
+        glances = [(source, self._process(source, here=here)) for source in self._shown(sources)]
+        state = self._state([glance for _, glance in glances])
+        verdict = read_json(self._run / VERDICT_FILE) if state != "running" else {}
+        argv, began = supervised.get("argv"), supervised.get("started")
+        return Glance(
+            name=self._run.name,
+            command=" ".join(map(str, argv)) if isinstance(argv, list) else "",
+            state=state,
+            attempt=self._attempt,
+            began=float(began) if isinstance(began, (int, float)) else None,
+            now=self._clock.unix_seconds(),
+            processes=tuple(glance for _, glance in glances),
+            events=tuple(self._events),
+            limits=_limits(supervised.get("limits")),
+            verdict=verdict_from(verdict) if verdict else None,
+            problems=tuple(self._follower.problems.values()),
+        )
+
+    def _take_news(self) -> None:
+        arrived: list[EventSeen] = []
+        for news in self._follower.new():
+            self._silent_since = self._clock.monotonic_seconds()
+            source = news.source
+            self._history.setdefault(source.directory, deque(maxlen=_KEPT_SAMPLES)).extend(news.samples)
+            for event in news.events:
+                arrived.append(EventSeen(source=source.label, rank=source.rank, event=event))
+                attempt = event.data.get("attempt")
+                if source.kind == "supervisor":
+                    self._supervisor_said = event.kind
+                    self._attempt = max(self._attempt, attempt if isinstance(attempt, int) else 0)
+        self._events.extend(sorted(arrived, key=lambda seen: seen.event.unix_seconds))
+
+    def _shown(self, sources: list[Source]) -> list[Source]:
+        """Return the processes of the newest attempt, trainers first; guards where nothing else trains."""
+        newest = [source for source in sources if source.kind == "process" and source.attempt == self._attempt]
+        order = {"trainer": 0, "launcher": 1, "other": 2, "loader worker": 3}
+        newest.sort(key=lambda source: order[source.info.role] if source.info else 2)
+        if any(self._history.get(source.directory) for source in newest):
+            return newest
+        return newest + [source for source in sources if source.kind == "guard"]
+
+    def _process(self, source: Source, *, here: bool) -> ProcessGlance:
+        standing: Standing | None = None
+        alive: bool | None = None
+        if source.info is not None:
+            try:
+                standing = read_board(source.directory / BOARD_FILE)
+            except RunDirectoryError as error:
+                self._follower.problems[str(source.directory)] = error.what
+            alive = _is_alive(source.info.pid, source.info.ticks) if here else None
+        elif here:
+            alive = _is_locked(source.directory.parent.parent / LOCK_FILE)
+        since = None
+        if standing is not None and alive:
+            since = max(0.0, self._clock.monotonic_seconds() - standing.since_seconds)
+        history = list(self._history.get(source.directory, ()))
+        return _glance(source, standing, history, alive, since, self._clock.unix_seconds())
+
+    def _state(self, processes: list[ProcessGlance]) -> State:
+        supervised = _is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
+        if self._supervisor_said == "restart" and supervised is not False:
+            return "waits to restart"
+        if supervised:
+            self._silent_since = self._clock.monotonic_seconds()
+            return "running"
+        if any(process.alive for process in processes):
+            self._silent_since = self._clock.monotonic_seconds()
+            return "running"
+        if any(process.alive is None for process in processes):
+            return "running"  # on another machine: nobody here can tell
+        if self._supervisor_said == "stopped":
+            return "ended"
+        silent = self._clock.monotonic_seconds() - self._silent_since
+        known = bool(processes or self._supervisor_said)
+        return "ended" if known and silent >= _SILENT_SECONDS else "running"
+
+
+def _limits(value: object) -> tuple[tuple[str, float], ...]:
+    if not isinstance(value, dict):
+        return ()
+    pairs = [(str(name), each) for name, each in value.items() if isinstance(each, (int, float))]
+    return tuple((name, float(each)) for name, each in pairs if math.isfinite(each))
+
+
+def _glance(
+    source: Source,
+    standing: Standing | None,
+    history: list[StepSample],
+    alive: bool | None,  # noqa: FBT001 - three states
+    since: float | None,
+    now: float,
+) -> ProcessGlance:
+    timed = [each for each in history if each.seconds > 0 and each.wait_seconds >= 0]
+    in_all = math.fsum(each.seconds for each in timed)
+    host = [each.host_bytes for each in history if each.host_bytes]
+    device = [each.device_allocated_bytes for each in history if each.device_allocated_bytes]
+    norms = [each.grad_norm for each in history if not math.isnan(each.grad_norm)]
+    newest = history[-1] if history else None
+    return ProcessGlance(
+        label=source.label,
+        role=source.info.role if source.info else "guard",
+        alive=alive,
+        phase=standing.phase if standing else None,
+        since_seconds=since,
+        step=standing.step if standing and standing.step else newest.step if newest else 0,
+        steps_per_second=_rate(history, now if alive else None),
+        loss=newest.loss if newest else math.nan,
+        losses=tuple(each.loss for each in history),
+        grad_norm=norms[-1] if norms else math.nan,
+        learning_rate=newest.learning_rate if newest else math.nan,
+        wait_share=math.fsum(each.wait_seconds for each in timed) / in_all if in_all > 0 else math.nan,
+        host_bytes=host[-1] if host else 0,
+        host_change_bytes=host[-1] - host[0] if host else 0,
+        device_bytes=device[-1] if device else 0,
+        device_change_bytes=device[-1] - device[0] if device else 0,
+        seen_steps=history[-1].step - history[0].step if history else 0,
+    )
+
+
+def _rate(history: list[StepSample], now: float | None) -> float:
+    """Return steps a second; a process that lives and has been silent for longer than two steps slows down."""
+    newest = [each for each in history[-_RATE_SAMPLES:] if each.seconds > 0]
+    seconds = math.fsum(each.seconds for each in newest)
+    if not seconds > 0:
+        return math.nan
+    silent = 0.0 if now is None else now - newest[-1].unix_seconds
+    return len(newest) / (seconds + (silent if silent > 2 * seconds / len(newest) else 0.0))
+
+
+def _is_alive(pid: int, ticks: int) -> bool:
+    """Return whether a process runs that started at these clock ticks; a zombie has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return fields[0] not in "ZX" and int(fields[19]) == ticks
+    except (OSError, ValueError, IndexError):
+        return False
+
+
+def _is_locked(path: Path) -> bool | None:
+    """Return whether another process holds a POSIX lock on a file; None if that cannot be told.
+
+    Never called by the holder itself, which would lose its lock by closing the file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None if path.exists() else False
+    try:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind: int = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0]
+    except (OSError, struct.error):
+        return None
+    finally:
+        os.close(descriptor)
+    return kind != fcntl.F_UNLCK

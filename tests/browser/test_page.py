@@ -1,0 +1,246 @@
+"""The page in headless Chromium: it opens from a file, draws, zooms, asks for nothing and runs nothing hostile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.report.made_runs import add_process, happened, make_run, sample, write_events
+from tests.unit.report.test_page import hostile_run
+
+from holdfast.report.gathering import gather
+from holdfast.report.page import render
+
+pytest.importorskip("plotly")
+webdriver = pytest.importorskip("selenium.webdriver")
+_CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+_DRIVER = shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (_CHROMIUM and _DRIVER), reason="chromium and chromedriver are not installed"),
+]
+_DRAWN = "return document.documentElement.dataset.drawn"
+_RANGE = "return document.getElementById(arguments[0])._fullLayout.xaxis.range.map(Number)"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = _CHROMIUM
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-dev-shm-usage",
+        "--window-size=1280,1000",
+        f"--user-data-dir={tmp_path_factory.mktemp('profile')}",
+    ):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(_DRIVER))
+    yield driver
+    driver.quit()
+
+
+def opened(browser: Any, page: str, path: Path, *, scheme: str = "light") -> Any:
+    """Open a page from a file and wait until its plots are drawn; nothing of an earlier page is left in the logs."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    path.write_text(page, encoding="utf-8")
+    browser.get("about:blank")
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    browser.get(path.as_uri())
+    WebDriverWait(browser, 60).until(lambda _: browser.execute_script(_DRAWN) is not None)
+    return browser
+
+
+def said(browser: Any) -> list[str]:
+    """Return what the console said."""
+    return [entry["message"] for entry in browser.get_log("browser")]
+
+
+def requested(browser: Any) -> list[str]:
+    """Return the addresses that were asked for, but the page, data in it and what its policy stopped."""
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = {
+        m["params"]["requestId"]: m["params"]["request"]["url"]
+        for m in messages
+        if m["method"] == "Network.requestWillBeSent"
+    }
+    assert asked, "the log of requests is empty: nothing would be noticed"
+    for message in messages:
+        if message["method"] == "Network.loadingFailed" and message["params"].get("blockedReason") == "csp":
+            asked.pop(message["params"]["requestId"], None)
+    return [url for url in asked.values() if not url.startswith(("file:///", "data:", "blob:"))]
+
+
+def dragged(browser: Any, place: str) -> None:
+    """Drag with the mouse over a part of the plot's first panel."""
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.by import By
+
+    area = browser.find_element(By.CSS_SELECTOR, f"#{place} .nsewdrag")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", area)
+    actions = ActionChains(browser, duration=50)
+    actions.move_to_element_with_offset(area, -100, 0).click_and_hold()
+    for _ in range(5):
+        actions.move_by_offset(40, 0)
+    actions.release().perform()
+
+
+def test_the_page_opens_offline_and_draws(browser, tmp_path):
+    """From a file, without a request or a word on the console, every panel and each mark of an event is there."""
+    opened(browser, render(gather(make_run(tmp_path / "run", ranks=2))), tmp_path / "page.html")
+    assert said(browser) == []
+    assert requested(browser) == []
+    assert browser.execute_script(_DRAWN) == "2"
+    count = "return document.querySelectorAll(arguments[0]).length"
+    assert browser.execute_script(count, "#steps .scatterlayer .js-line") == 12  # 6 panels of 2 ranks
+    assert browser.execute_script(count, "#timeline .scatterlayer .point") == 5
+    assert browser.execute_script(count, "#timeline .barlayer .point") >= 4
+    sizes = "return [...document.querySelectorAll('.plot .main-svg')].map(e => [e.clientWidth, e.clientHeight])"
+    assert all(width > 700 and height > 150 for width, height in browser.execute_script(sizes))
+    boxes = browser.execute_script(
+        "return [...document.querySelectorAll('#steps .scatterlayer .js-line')].map(e => { const b = e.getBBox();"
+        " return [b.width, b.height] })"
+    )
+    assert all(width > 500 for width, _ in boxes)
+    assert max(height for _, height in boxes) > 50
+    wide = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    assert browser.execute_script(wide)
+
+
+def test_a_drag_zooms_all_panels_and_a_double_click_shows_all(browser, tmp_path):
+    """A real mouse on the first panel narrows the shared axis of steps, and two clicks bring it back."""
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    opened(browser, render(gather(make_run(tmp_path / "run"))), tmp_path / "page.html")
+    before = browser.execute_script(_RANGE, "steps")
+    dragged(browser, "steps")
+    after = browser.execute_script(_RANGE, "steps")
+    assert before[0] < after[0] < after[1] < before[1]
+    assert after[1] - after[0] < 0.4 * (before[1] - before[0])
+    area = browser.find_element(By.CSS_SELECTOR, "#steps .nsewdrag")
+    ActionChains(browser).double_click(area).perform()
+    WebDriverWait(browser, 20).until(
+        lambda _: browser.execute_script(_RANGE, "steps") == pytest.approx(before, rel=0.05, abs=5)
+    )
+    moments = "return document.getElementById('timeline')._fullLayout.xaxis.range.map(x => +new Date(x))"
+    begin, end = browser.execute_script(moments)
+    dragged(browser, "timeline")
+    zoomed = browser.execute_script(moments)
+    assert zoomed[1] - zoomed[0] < 0.5 * (end - begin)
+    assert said(browser) == []
+
+
+def test_hostile_texts_run_nothing_in_a_browser(browser, tmp_path):
+    """With every plot hovered and every part unfolded, nothing ran, nothing was loaded and no link was made."""
+    opened(browser, render(gather(hostile_run(tmp_path))), tmp_path / "page.html")
+    browser.execute_script(
+        "for (const d of document.querySelectorAll('details')) d.open = true;"
+        "for (const name of ['timeline', 'steps']) {"
+        "  const place = document.getElementById(name);"
+        "  place.data.forEach((trace, number) => trace.x.forEach((_, point) => {"
+        "    try { Plotly.Fx.hover(place, [{curveNumber: number, pointNumber: point}]) } catch (e) {} })) }"
+    )
+    browser.execute_async_script("setTimeout(arguments[0], 500)")
+    assert browser.execute_script("return window.hacked") is None
+    assert requested(browser) == []
+    assert [message for message in said(browser) if "Refused" in message or "violates" in message] == []
+    assert browser.execute_script("return document.querySelectorAll('img, iframe, main svg a[*|href]').length") == 0
+    shown = browser.execute_script("return document.body.innerText")
+    assert "</script><script>window.hacked=1</script>" in shown
+    assert "\u202e" not in shown
+
+
+@pytest.mark.parametrize("protected", [True, False])
+def test_the_policy_of_the_page_would_stop_a_script_that_slipped_through(browser, tmp_path, protected):
+    """If escaping ever failed, the browser would still refuse to run or load it; without the policy it does both."""
+    page = render(gather(make_run(tmp_path / "run")))
+    bad = (
+        "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
+        "<script src='http://127.0.0.1:9/x.js'></script><img src='http://127.0.0.1:9/p.png'>"
+    )
+    page = page.replace("<main>", "<main>" + bad)
+    if not protected:  # shows that this test, and the one above, would notice
+        page = page.replace("Content-Security-Policy", "X-Nothing")
+    opened(browser, page, tmp_path / "page.html")
+    browser.execute_async_script("setTimeout(arguments[0], 500)")
+    assert (browser.execute_script("return window.hacked") is None) == protected
+    assert (requested(browser) == []) == protected
+
+
+def _luminance(colour: str) -> float:
+    """Return the relative luminance of "rgb(r, g, b)" as WCAG 2 defines it."""
+    parts = [float(part) / 255 for part in colour[colour.index("(") + 1 : colour.index(")")].split(",")[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _contrast(first: str, second: str) -> float:
+    light, dark = sorted((_luminance(first), _luminance(second)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+_COLOURS = """
+const of = (selector, what) => getComputedStyle(document.querySelector(selector))[what];
+return {card: of('section', 'backgroundColor'), ink: of('section p', 'color'), hint: of('.hint', 'color'),
+        code: of('pre', 'backgroundColor'), quoted: of('pre', 'color'), tick: of('#steps .xtick text', 'fill'),
+        title: of('#steps .annotation-text', 'fill')}
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_can_be_read_in_light_and_in_dark(browser, tmp_path, scheme):
+    """Text, hints, quotations and the texts in plots have a contrast of at least 4.5 to 1 (WCAG 2, level AA)."""
+    opened(browser, render(gather(make_run(tmp_path / "run"))), tmp_path / "page.html", scheme=scheme)
+    colours = browser.execute_script(_COLOURS)
+    assert (_luminance(colours["card"]) < 0.2) == (scheme == "dark")
+    for text in ("ink", "hint", "tick", "title"):
+        assert _contrast(colours[text], colours["card"]) >= 4.5, text
+    assert _contrast(colours["quoted"], colours["code"]) >= 4.5
+
+
+def test_the_plots_follow_a_change_of_the_colour_scheme(browser, tmp_path):
+    """A browser that turns dark while the page is open redraws the plots' texts."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    opened(browser, render(gather(make_run(tmp_path / "run"))), tmp_path / "page.html")
+    before = browser.execute_script(_COLOURS)
+    dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+    WebDriverWait(browser, 20).until(lambda _: browser.execute_script(_COLOURS)["tick"] != before["tick"])
+    after = browser.execute_script(_COLOURS)
+    assert _contrast(after["tick"], after["card"]) >= 4.5
+    assert said(browser) == []
+
+
+@pytest.mark.parametrize("what", ["nothing", "one step", "a full ring of 8 ranks"])
+def test_runs_of_every_size_open(browser, tmp_path, what):
+    """A run that recorded nothing, one with a single step, and a quarter of a million steps are drawn."""
+    run = tmp_path / "run"
+    write_events(run / "supervisor", *([] if what == "nothing" else [happened("attempt_started", 0)]))
+    if what == "one step":
+        add_process(run, [sample(1, loss=float("nan"))])
+    elif what != "nothing":
+        for rank in range(8):
+            add_process(run, [sample(step) for step in range(1, 32_769)], pid=4_100_000 + rank, rank=rank)
+    page = render(gather(run))
+    assert len(page) < 16 << 20
+    opened(browser, page, tmp_path / "page.html")
+    assert browser.execute_script(_DRAWN) == ("0" if what == "nothing" else "2")
+    assert said(browser) == []

@@ -1,0 +1,111 @@
+"""Figures: what plotly accepts, with every curve and mark where it belongs, for runs of every size."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+from tests.unit.report.made_runs import GONE, add_process, happened, make_run, sample, write_events
+
+from holdfast.report.figures import figures, label
+from holdfast.report.gathering import gather
+from holdfast.report.inert import as_json_value
+
+graph_objects = pytest.importorskip("plotly.graph_objects")
+
+
+def _validated(figure):
+    """Return plotly's own object; it raises for an attribute or a value that it does not know."""
+    return graph_objects.Figure(json.loads(json.dumps(as_json_value(figure, depth=12), allow_nan=False)))
+
+
+def test_the_figures_of_a_run_are_valid_and_complete(tmp_path):
+    """Plotly knows every attribute; each rank has a curve in each panel, and each event a mark on its row."""
+    drawn = figures(gather(make_run(tmp_path, ranks=2)))
+    timeline, steps = _validated(drawn["timeline"]), _validated(drawn["steps"])
+    assert {trace.name for trace in steps.data} == {"rank 0", "rank 1"}
+    titles = [note.text for note in steps.layout.annotations]
+    assert titles == [
+        f"<b>{title}</b>"
+        for title in (
+            "loss", "gradient norm", "learning rate", "host memory", "waiting for data", "seconds a step"
+        )
+    ]  # fmt: skip
+    assert sum(bool(trace.showlegend) for trace in steps.data) == 2
+    rows = list(timeline.layout.yaxis.categoryarray)
+    assert rows == ["rank 1", "rank 0", "supervisor"]
+    (marks,) = [trace for trace in timeline.data if trace.name == "exception"]
+    assert list(marks.y) == ["rank 0", "rank 1"]
+    (bars,) = [trace for trace in timeline.data if trace.name == "training"]
+    assert bars.base[0] == "2026-09-21 14:13:25.000"
+    assert bars.x[0] == pytest.approx(30_000)
+
+
+def test_panels_do_not_overlap(tmp_path):
+    """The domains of the value axes are apart, in order from top to bottom, within the figure."""
+    layout = figures(gather(make_run(tmp_path)))["steps"]["layout"]
+    domains = [layout[name]["domain"] for name in layout if name.startswith("yaxis")]
+    assert domains[0][1] == pytest.approx(1)
+    assert domains[-1][0] == pytest.approx(0, abs=1e-9)
+    assert all(above[0] > below[1] for above, below in itertools.pairwise(domains))
+    assert layout["xaxis"]["anchor"] == f"y{len(domains)}"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_runs_of_hardly_any_step_are_drawn(tmp_path, count):
+    """With no step there are no curves, with one there is a point that can be seen."""
+    add_process(tmp_path, [sample(step) for step in range(1, count + 1)], happened("exiting", 9))
+    drawn = figures(gather(tmp_path))
+    assert ("steps" in drawn) == (count > 0)
+    _validated(drawn["timeline"])
+    if count:
+        assert _validated(drawn["steps"]).data[0].mode == "lines+markers"
+
+
+def test_nan_is_a_gap_with_a_mark(tmp_path):
+    """The line has no value there, and a cross at the foot of the panel says where."""
+    samples = [sample(step, loss=math.nan if step == 5 else 1.0 / step) for step in range(1, 11)]
+    add_process(tmp_path, samples)
+    line, marks, *_ = _validated(figures(gather(tmp_path))["steps"]).data
+    assert line.y[4] is None
+    assert (list(marks.x), list(marks.y)) == ([5], [0.1])
+    assert "NaN" in marks.hovertemplate
+
+
+def test_values_over_decades_get_a_logarithmic_axis(tmp_path):
+    """A norm that explodes is readable below the explosion too; a loss of one magnitude stays linear."""
+    add_process(tmp_path, [sample(step, grad_norm=10.0 ** (step % 7)) for step in range(1, 50)])
+    layout = figures(gather(tmp_path))["steps"]["layout"]
+    assert "type" not in layout["yaxis"]
+    assert layout["yaxis2"]["type"] == "log"
+
+
+def test_device_memory_has_a_panel_where_there_is_a_device(tmp_path):
+    """Allocated and reserved share one panel and can be told apart."""
+    memory = {"device_allocated_bytes": 3 << 30, "device_reserved_bytes": 5 << 30}
+    add_process(tmp_path, [sample(step, **memory) for step in range(1, 9)])
+    traces = [
+        t for t in figures(gather(tmp_path))["steps"]["data"] if "allocated" in t["name"] or "reserved" in t["name"]
+    ]
+    assert len({trace["yaxis"] for trace in traces}) == 1
+    assert {trace["line"]["dash"] for trace in traces} == {"solid", "dot"}
+
+
+def test_a_hang_is_a_stretch_on_the_row_of_its_process(tmp_path):
+    """The time that a process stood still ends where the watchdog said so."""
+    add_process(tmp_path, [sample(step) for step in range(1, 9)], happened("exiting", 90))
+    write_events(
+        tmp_path / "supervisor", happened("hang", 80, pid=GONE, seconds=60.0, phase="data wait", kind="lock")
+    )
+    (stretch,) = [t for t in figures(gather(tmp_path))["timeline"]["data"] if t["name"] == "stood still"]
+    assert stretch["y"] == [f"trainer {GONE}"]
+    assert stretch["x"] == [60_000.0]
+    assert stretch["base"] == ["2026-09-21 14:13:40.000"]
+
+
+def test_a_label_draws_no_html():
+    """Plotly.js draws tags and entities in texts: here they are the characters that they are."""
+    assert label('<a href="javascript:x">&lt;') == '&lt;a href="javascript:x"&gt;&amp;lt;'
+    assert len(label("x" * 500)) == 120

@@ -1,0 +1,70 @@
+"""Hostile and binary text does nothing, and what is ordinary stays as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.report.inert import as_json_value, inert
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain text, Grüße, 损失, ∇", "plain text, Grüße, 损失, ∇"),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]0;a title\x07after", "after"),
+        ("\x1b]8;;https://evil.example\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1bPq#0\x1b\\x", "x"),
+        ("\x9b2Jx", "x"),
+        ("\x1bcx", "x"),
+        ("a\x00b\x07c\x7fd", "a�b�c�d"),
+        ("abc\u202etxt.exe", "abc�txt.exe"),
+        ("a\u2028b\u2029c\u200bd", "a�b�c�d"),
+        ("\ud800", "�"),
+        ("one\ntwo", "one two"),
+    ],
+)
+def test_what_would_do_something_is_taken_away_or_shown(text, shown):
+    """Escape sequences vanish, and other controls, surrogates and marks of direction are replaced."""
+    assert inert(text) == shown
+
+
+def test_a_long_text_is_cut_and_lines_stay_where_they_may():
+    """The bound holds, with a mark; with lines a carriage return is a line break."""
+    assert inert("x" * 5000, most=10) == "x" * 9 + "…"
+    assert inert("a\r\nb\rc", lines=True) == "a\nb\nc"
+    assert inert(None) == "None"
+
+
+@given(st.text())
+def test_nothing_that_is_not_seen_remains(text):
+    """Of any text, what remains is printable, fits UTF-8 and is inert already."""
+    shown = inert(text)
+    shown.encode()
+    assert shown.isprintable()
+    assert inert(shown) == shown
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(_VALUES)
+def test_any_value_becomes_strict_json(value):
+    """A parser that refuses NaN and lone surrogates takes it, and finite numbers are the same."""
+    text = json.dumps(as_json_value(value), allow_nan=False)
+    text.encode()
+    if isinstance(value, float) and math.isfinite(value):
+        assert json.loads(text) == value
+
+
+def test_numbers_that_are_not_finite_have_names():
+    """They are the texts that ``float`` reads."""
+    assert as_json_value([math.nan, math.inf, -math.inf]) == ["NaN", "Infinity", "-Infinity"]

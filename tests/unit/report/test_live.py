@@ -1,0 +1,249 @@
+"""The live view: snapshots at two widths, hostile text, and a loop that ends with the run.
+
+A snapshot that is missing is written, and the test then fails: look at it, and run the test again.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.unit.report.made_runs import (
+    BEGAN,
+    GONE,
+    Clock,
+    add_process,
+    happened,
+    make_run,
+    own_ticks,
+    sample,
+    write_events,
+    write_samples,
+)
+from tests.unit.report.test_page import HOSTILE, hostile_run
+
+from holdfast.core.clock import SystemClock
+from holdfast.recorder.black_box import BlackBox, StepMark
+from holdfast.recorder.progress import Phase, read_board
+from holdfast.recorder.run_files import BOARD_FILE, PROCESSES_FOLDER, SAMPLES_FILE, SUPERVISED_FILE, VERDICT_FILE
+from holdfast.report.live import draw, follow, sparkline
+from holdfast.report.watching import Watched
+
+SNAPSHOTS = Path(__file__).with_name("snapshots")
+
+
+def drawn(watched: Watched, width: int, *, terminal: bool = False) -> str:
+    screen = io.StringIO()
+    console = Console(
+        file=screen, width=width, height=60, force_terminal=terminal, color_system="truecolor" if terminal else None
+    )
+    console.print(draw(watched.look(), width))
+    return screen.getvalue()
+
+
+def _running(tmp_path: Path, **supervised: object) -> tuple[Path, Clock]:
+    """Make a run of two ranks of this very process, which is alive, a rank that is gone and a worker that ended."""
+    run = make_run(tmp_path / "train-20260921-141320", ranks=0, verdict=False, **supervised)
+    (run / "supervisor" / "events.ring").unlink()
+    write_events(run / "supervisor", happened("attempt_started", 0.5, attempt=0, argv=["python"]))
+    memory = {"device_allocated_bytes": 3 << 30}
+    samples = [
+        sample(step, grad_norm=math.nan if step % 10 else 0.5, device_reserved_bytes=5 << 30, **memory)
+        for step in range(1, 1201)
+    ]
+    samples[-1] = sample(1200, host_bytes=900 << 20, loss=0.0719, grad_norm=0.62, **memory)
+    here = {"pid": os.getpid(), "started": BEGAN + 1}
+    folder = add_process(run, samples, happened("checkpoint_saved", 60, 600), phase=Phase.DATA_WAIT, rank=0, **here)
+    other = folder.with_name(f"0{folder.name}")  # the same process as another rank
+    other.mkdir()
+    for path in folder.iterdir():
+        text = path.read_bytes()
+        (other / path.name).write_bytes(text.replace(b'"rank": 0', b'"rank": 1'))
+    write_samples(other / SAMPLES_FILE, [*samples[:-1], sample(1200, loss=math.nan)])
+    add_process(run, phase=Phase.ENDING, role="loader worker", rank=0)  # of an epoch that is over: not shown
+    add_process(run, [sample(3)], phase=Phase.SAVING, pid=GONE + 1, rank=2)
+    standing = read_board(folder / BOARD_FILE)
+    return run, Clock(unix=BEGAN + 130.0, monotonic=standing.since_seconds + 12.25)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_view_looks_like_its_snapshot(tmp_path, width):
+    """Everything that is promised can be read at both widths, to the last character."""
+    run, clock = _running(tmp_path, limits={"data wait": 120.0, "first step": 600.0})
+    picture = drawn(Watched(run, clock), width)
+    assert max(map(len, picture.splitlines())) == width
+    picture = "\n".join(line.rstrip() for line in picture.splitlines()) + "\n"
+    path = SNAPSHOTS / f"watch-{width}.txt"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(picture)
+        pytest.fail(f"{path} was written; look at it")
+    assert picture == path.read_text()
+
+
+def test_the_numbers_of_the_view_are_those_of_the_run(tmp_path):
+    """Rate, share of waiting, growth of memory and the time in a phase follow from the samples and the board."""
+    run, clock = _running(tmp_path)
+    glance = Watched(run, clock).look()
+    trainer = glance.processes[0]
+    assert (trainer.step, trainer.phase, trainer.alive) == (1200, Phase.DATA_WAIT, True)
+    assert trainer.since_seconds == pytest.approx(12.25)
+    assert trainer.steps_per_second == pytest.approx(50 / (5.0 + 5.0))  # silent for 5 seconds
+    assert trainer.wait_share == pytest.approx(0.2)
+    assert trainer.grad_norm == 0.62
+    assert trainer.host_change_bytes == (900 << 20) - ((400 << 20) + 4096 * 601)
+    assert glance.processes[1].loss != glance.processes[1].loss
+    assert [process.alive for process in glance.processes[2:]] == [False, False]
+    assert glance.state == "running"
+
+
+def test_hostile_text_neither_colours_nor_moves_anything(tmp_path):
+    """No markup is read and no escape sequence of the run reaches the terminal."""
+    run = hostile_run(tmp_path)
+    write_events(run / "supervisor", *(happened(f"[bold red]{text}[/]", 50, text=text) for text in HOSTILE[:8]))
+    plain = drawn(Watched(run, SystemClock()), 200)
+    assert "\x1b" not in plain
+    assert "[bold red]" in plain
+    own = r"\x1b\[[0-9;]*m"
+    coloured = drawn(Watched(run, SystemClock()), 200, terminal=True)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u2028\u202e]", re.sub(own, "", coloured))
+    assert "]8;;" not in coloured
+
+
+def test_a_half_written_run_can_be_watched(tmp_path):
+    """Nothing but a directory, junk files and torn boards make a picture, not an exception."""
+    (tmp_path / SUPERVISED_FILE).write_text('{"argv": 7, "started": "x", "limits": [], "hostname": null')
+    watched = Watched(tmp_path, Clock())
+    assert "no Python process was seen yet" in drawn(watched, 80)
+    folder = tmp_path / PROCESSES_FOLDER / "1-1"
+    folder.mkdir(parents=True)
+    (folder / "process.json").write_text("{")
+    (folder / BOARD_FILE).write_bytes(b"junk")
+    assert watched.look().processes == ()
+    add_process(tmp_path, [sample(1)], phase=Phase.STARTING)
+    (tmp_path / PROCESSES_FOLDER / f"{GONE}-7" / BOARD_FILE).write_bytes(b"HOLDPROG" + b"\xff" * 5000)
+    glance = watched.look()
+    assert glance.processes[0].step == 1
+    assert glance.problems
+
+
+def test_the_run_of_a_plain_guard_can_be_watched(tmp_path):
+    """Without a supervisor the guard's own marks tell the step and the loss, and its lock whether it goes on."""
+    box = BlackBox(tmp_path / "recorder" / "rank0")
+    for step in range(1, 6):
+        box.step(StepMark.COMMITTED, step, 8, 1.0 / step, 0.5, 0.25)
+    box.close()
+    code = (
+        "import sys; from holdfast.run.directory import RunDirectory; "
+        "held = RunDirectory(sys.argv[1]); held.acquire(); print('held', flush=True); sys.stdin.read()"
+    )
+    clock = Clock(unix=time.time())
+    watched = Watched(tmp_path, clock)
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        clock.monotonic += 100
+        glance = watched.look()
+        assert glance.state == "running"
+        (guard,) = glance.processes
+        assert (guard.role, guard.alive, guard.step, guard.loss) == ("guard", True, 5, 0.2)
+        assert "guard rank0" in drawn(watched, 80)
+    clock.monotonic += 100
+    assert watched.look().state == "ended"
+
+
+def test_only_the_newest_attempt_is_shown(tmp_path):
+    """After a restart the processes of the attempt before are history."""
+    add_process(tmp_path, [sample(7)], attempt=0)
+    watched = Watched(tmp_path, Clock())
+    assert [process.step for process in watched.look().processes] == [7]
+    add_process(tmp_path, [sample(8)], attempt=1, pid=GONE + 1, started=BEGAN + 50)
+    glance = watched.look()
+    assert (glance.attempt, [process.step for process in glance.processes]) == (1, [8])
+
+
+def test_a_run_on_another_machine_is_not_called_dead(tmp_path):
+    """Processes of another host cannot be seen from here, so nothing is said about their life."""
+    run = make_run(tmp_path, hostname="elsewhere." + socket.gethostname())
+    (run / "supervisor" / "events.ring").unlink()
+    clock = Clock()
+    watched = Watched(run, clock)
+    clock.monotonic = 1e4
+    glance = watched.look()
+    assert glance.processes[0].alive is None
+    assert glance.state == "running"
+
+
+def test_a_run_that_waits_to_restart_says_so_until_its_supervisor_is_gone(tmp_path):
+    """Between two attempts nothing runs, and the run has not ended; with the lock free it has."""
+    write_events(tmp_path / "supervisor", happened("restart", 5, attempt=1, cause="H1604", delay_seconds=60))
+    lock = tmp_path / "supervisor" / "lock"
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    clock = Clock()
+    watched = Watched(tmp_path, clock)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout.readline() == "held\n"
+        clock.monotonic += 100
+        assert watched.look().state == "waits to restart"
+        holder.stdin.close()
+        holder.wait()
+    clock.monotonic += 100
+    assert watched.look().state == "ended"
+
+
+def test_following_ends_when_the_run_does_and_shows_the_verdict(tmp_path):
+    """The loop looks twice a second, and its last picture tells why the run ended."""
+    run = make_run(tmp_path, verdict=False)
+    add_process(run, [sample(400)], phase=Phase.OPTIMIZER, pid=os.getpid())
+    clock = Clock()
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        clock.monotonic += seconds
+        waits.append(seconds)
+        if len(waits) == 6:  # the process is gone
+            process = run / PROCESSES_FOLDER / f"{os.getpid()}-{own_ticks()}" / "process.json"
+            process.write_text(process.read_text().replace(f'"ticks": {own_ticks()}', '"ticks": 1'))
+            make_run(run)
+
+    screen = io.StringIO()
+    glance = follow(Watched(run, clock), Console(file=screen, width=100, height=50, force_terminal=True), wait)
+    assert waits[:6] == [0.5] * 6
+    assert glance.state == "ended"
+    assert "How sure: very likely (93%)" in screen.getvalue()
+    assert (run / VERDICT_FILE).exists()
+    assert time.monotonic() > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "curve"),
+    [
+        ([], 5, ""),
+        ([1.0], 5, "▁"),
+        ([3, 2, 1, 0], 4, "█▆▃▁"),
+        ([1, 1, 1], 3, "▁▁▁"),
+        ([0, 7, math.nan, math.inf], 4, "▁█xx"),
+        ([math.nan] * 3, 3, "xxx"),
+        (list(range(100)), 8, "▁▂▃▄▅▆▇█"),
+        ([1e308, -1e308], 2, "▁▁"),
+    ],
+)
+def test_a_sparkline_shows_means_of_stretches(values, width, curve):
+    """It has at most as many characters as there is room for, and an x where nothing is finite."""
+    assert sparkline(values, width) == curve

@@ -1,0 +1,301 @@
+"""Metrics in the formats of others, read back by their own readers, and a follower that nothing stops."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import socket
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tests.unit.report.made_runs import BEGAN, GONE, add_process, happened, make_run, sample, write_events
+from tests.unit.report.test_page import HOSTILE
+
+from holdfast.core.errors import PolicyError
+from holdfast.recorder.progress import SampleRing
+from holdfast.recorder.run_files import SAMPLES_FILE
+from holdfast.report.metrics import follow, open_sinks
+from holdfast.report.metrics.points import Happened, Point
+
+
+def copied(run: Path, *wanted: str):
+    """Copy a run once."""
+    at_once = threading.Event()
+    at_once.set()
+    return follow(run, open_sinks(wanted, run), at_once)
+
+
+def _with_nan(tmp_path: Path) -> Path:
+    run = tmp_path / "run"
+    samples = [sample(step, grad_norm=math.nan, loss=1.0 / step) for step in range(1, 4)]
+    samples += [sample(4, grad_norm=2.0), sample(5, loss=math.nan, grad_norm=math.nan), sample(6, loss=math.inf)]
+    add_process(run, samples, happened("spike", 7, 6, loss=math.inf), rank=3)
+    return run
+
+
+class _Kept:
+    """A sink that remembers, and may fail."""
+
+    def __init__(self, name: str = "kept", fails_at: int | None = None) -> None:
+        self.name = name
+        self.points: list[Point] = []
+        self.events: list[Happened] = []
+        self.closed = 0
+        self._fails_at = fails_at
+        self._calls = 0
+
+    def write(self, points, events):
+        self._calls += 1
+        if self._calls == self._fails_at:
+            raise RuntimeError("the server is gone \x1b[31m")
+        self.points += points
+        self.events += events
+
+    def close(self):
+        self.closed += 1
+
+
+def test_json_lines_hold_every_step_and_event_also_nan(tmp_path):
+    """Each line is strict JSON; NaN and infinity are texts that float() reads; what nobody measured is absent."""
+    run, out = _with_nan(tmp_path), tmp_path / "out.jsonl"
+    result = copied(run, f"jsonl={out}")
+    assert (result.points, result.events, result.lost, result.failures) == (6, 1, 0, ())
+
+    def refuse(name: str) -> float:
+        raise AssertionError(name)
+
+    lines = [json.loads(line, parse_constant=refuse) for line in out.read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert (steps[0]["process"], steps[0]["rank"], steps[0]["attempt"]) == ("rank 3", 3, 0)
+    assert steps[0]["time"] == pytest.approx(BEGAN + 5.1)
+    assert "grad_norm" not in steps[2]
+    assert (steps[3]["grad_norm"], steps[4]["grad_norm"], steps[4]["loss"]) == (2.0, "NaN", "NaN")
+    assert math.isinf(float(steps[5]["loss"]))
+    assert steps[0]["wait_share"] == pytest.approx(0.2)
+    assert "device_allocated_bytes" not in steps[0]
+    (event,) = [line for line in lines if line["kind"] == "event"]
+    assert (event["event"], event["facts"]) == ("spike", {"loss": "Infinity"})
+    copied(run, f"jsonl={out}")
+    assert len(out.read_text().splitlines()) == 14  # appended, nothing lost
+
+
+def test_json_lines_can_be_printed(tmp_path, capsys):
+    """A dash is the standard output."""
+    copied(_with_nan(tmp_path), "jsonl=-")
+    assert len(capsys.readouterr().out.splitlines()) == 7
+
+
+def _tensorboard(folder: Path) -> list:
+    """Return the events in the files of a folder: records of length, digest, protobuf, digest."""
+    from tensorboardX.proto.event_pb2 import Event as Written
+
+    found = []
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            found.append(Written.FromString(data[12 : 12 + size]))
+            data = data[16 + size :]
+    return found
+
+
+def test_tensorboard_files_hold_every_value_with_its_step_and_time(tmp_path, caplog):
+    """Read back record by record, also NaN; each process and attempt has a folder, and NaN is no warning."""
+    pytest.importorskip("tensorboardX")
+    run, out = _with_nan(tmp_path), tmp_path / "tb"
+    add_process(run, [sample(7)], rank=3, attempt=1, pid=GONE + 1, started=BEGAN + 60)
+    with caplog.at_level(logging.INFO):
+        copied(run, f"tensorboard={out}")
+    assert {folder.name for folder in out.iterdir()} == {"rank_3", "rank_3-attempt1", "events"}
+    losses = {
+        event.step: (value.simple_value, event.wall_time)
+        for event in _tensorboard(out / "rank_3")
+        for value in event.summary.value
+        if value.tag == "loss"
+    }
+    assert [losses[step][0] for step in (1, 2)] == [1.0, 0.5]
+    assert math.isnan(losses[5][0])
+    assert math.isinf(losses[6][0])
+    assert losses[1][1] == pytest.approx(BEGAN + 5.1)
+    texts = [value.tensor.string_val[0] for event in _tensorboard(out / "events") for value in event.summary.value]
+    assert len(texts) == 1
+    assert b"    loss: inf" in texts[0]
+    assert not caplog.records
+
+
+def test_a_prometheus_text_file_holds_the_newest_values(tmp_path):
+    """The client's own parser reads the file; labels may hold any text, and NaN is NaN."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    run = tmp_path / 'run "x" \\ \n'
+    add_process(run, [sample(1), sample(2, loss=math.nan)], *(happened(text, 1) for text in HOSTILE), rank=0)
+    copied(run, f"prometheus={tmp_path / 'holdfast.prom'}")
+    families = {f.name: f for f in parser.text_string_to_metric_families((tmp_path / "holdfast.prom").read_text())}
+    (loss,) = families["holdfast_loss"].samples
+    assert math.isnan(loss.value)
+    assert loss.labels["process"] == "rank 0"
+    assert families["holdfast_step"].samples[0].value == 2
+    assert families["holdfast_wait_ratio"].samples[0].value == pytest.approx(0.2)
+    counts = [each for each in families["holdfast_events"].samples if each.name == "holdfast_events_total"]
+    assert sum(each.value for each in counts) == len(HOSTILE)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("holdfast")) == ["holdfast.prom"]
+
+
+def test_a_prometheus_endpoint_serves_while_the_run_goes_on_and_is_gone_afterwards(tmp_path):
+    """A real scrape over HTTP shows a step that was made after the start; closing frees the port."""
+    pytest.importorskip("prometheus_client")
+    run = tmp_path / "run"
+    folder = add_process(run, [sample(1)])
+    (sink,) = open_sinks(["prometheus=:0"], run)
+    stop = threading.Event()
+    thread = threading.Thread(target=follow, args=(run, [sink], stop), kwargs={"poll_seconds": 0.02})
+    thread.start()
+    ring = SampleRing(folder / SAMPLES_FILE)
+    ring.append(sample(2))
+    address = f"http://127.0.0.1:{sink.port}/metrics"
+    try:
+        for _ in range(500):
+            if 'holdfast_step{process="trainer",run="run"} 2.0' in _get(address):
+                break
+        else:
+            pytest.fail("the new step was never served")
+    finally:
+        stop.set()
+        thread.join()
+        ring.close()
+    with pytest.raises(urllib.error.URLError):
+        _get(address)
+
+
+def _get(address: str) -> str:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(address, timeout=10) as answer:
+        return answer.read().decode()
+
+
+def test_a_failing_sink_is_set_aside_and_the_others_go_on(tmp_path, caplog):
+    """A client that raises is closed and named once, in text that does nothing, and nothing is raised."""
+    bad, good = _Kept("bad", fails_at=1), _Kept("good")
+    at_once = threading.Event()
+    at_once.set()
+    result = follow(_with_nan(tmp_path), [bad, good], at_once)
+    assert (len(good.points), len(good.events), good.closed, bad.closed) == (6, 1, 1, 1)
+    (failure,) = result.failures
+    assert failure == "bad: RuntimeError: the server is gone "
+    assert [record.message for record in caplog.records] == [f"metrics are not written any more to {failure}"]
+
+
+def test_following_starts_before_the_run_and_misses_nothing(tmp_path):
+    """A run that begins, restarts and goes on while it is followed arrives whole and in order, under one name."""
+    run, sink, stop = tmp_path / "run", _Kept(), threading.Event()
+    thread = threading.Thread(target=follow, args=(run, [sink], stop), kwargs={"poll_seconds": 0.001})
+    thread.start()
+    for attempt in range(2):
+        folder = add_process(run, pid=GONE + attempt, attempt=attempt, started=BEGAN + attempt)
+        ring = SampleRing(folder / SAMPLES_FILE)
+        for step in range(1, 501):
+            ring.append(sample(step))
+        ring.close()
+    stop.set()
+    thread.join()
+    assert [(point.attempt, point.step) for point in sink.points] == [
+        (attempt, step) for attempt in range(2) for step in range(1, 501)
+    ]
+    assert {point.process for point in sink.points} == {"trainer"}
+
+
+def test_a_guard_inside_an_observed_process_is_not_counted_twice(tmp_path):
+    """Its steps are those of the process; its events are told."""
+    run = tmp_path / "run"
+    add_process(run, [sample(step) for step in range(1, 4)])
+    from holdfast.recorder.black_box import BlackBox, StepMark
+
+    box = BlackBox(run / "recorder" / "rank0")
+    box.step(StepMark.COMMITTED, 1, 4, 0.5, 1.0, 0.1)
+    box.close()
+    write_events(run / "recorder" / "rank0", happened("checkpoint_saved", 1, 1))
+    sink, at_once = _Kept(), threading.Event()
+    at_once.set()
+    follow(run, [sink], at_once)
+    assert [point.step for point in sink.points] == [1, 2, 3]
+    assert [each.event.kind for each in sink.events] == ["checkpoint_saved"]
+
+
+@pytest.mark.parametrize(
+    "wanted", ["nonsense", "tensorboard", "jsonl=", "prometheus=:http", "prometheus=:99999", "jsonl=/none/x/y", "x=y"]
+)
+def test_a_target_that_cannot_be_is_refused_at_the_start(tmp_path, wanted):
+    """A typing error is an H743 before anything is followed, and sinks that were open are closed."""
+    with pytest.raises(PolicyError) as caught:
+        open_sinks([f"jsonl={tmp_path / 'x'}", wanted], tmp_path)
+    assert caught.value.rule == "H743"
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path):
+    """The error comes at the start and names the target."""
+    pytest.importorskip("prometheus_client")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(PolicyError, match="cannot be opened") as caught:
+            open_sinks([f"prometheus=:{taken.getsockname()[1]}"], tmp_path)
+    assert caught.value.rule == "H743"
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "extra"),
+    [
+        ("tensorboard", "tensorboardX", "metrics"),
+        ("prometheus", "prometheus_client", "metrics"),
+        ("wandb", "wandb", "wandb"),
+        ("mlflow", "mlflow", "mlflow"),
+    ],
+)
+def test_a_missing_client_names_its_extra(tmp_path, monkeypatch, kind, module, extra):
+    """Each optional client that is not there is an H742 that says what to install."""
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(PolicyError, match=rf"holdfast\[{extra}\]") as caught:
+        open_sinks([f"{kind}={tmp_path / 'target'}"], tmp_path)
+    assert caught.value.rule == "H742"
+
+
+def test_weights_and_biases_gets_every_step(tmp_path, monkeypatch):
+    """Its own client, offline, keeps the newest values of each curve in its summary."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = make_run(tmp_path / "run", steps=5)
+    seen, at_once = _Kept(), threading.Event()
+    at_once.set()
+    follow(run, [seen], at_once)
+    (sink,) = open_sinks(["wandb=speech"], run)
+    sink.write(seen.points, seen.events)
+    summary = dict(sink._run.summary)
+    sink.close()
+    assert summary["trainer/loss"] == pytest.approx(2.5 / math.sqrt(5))
+    assert summary["step"] == 5
+    assert summary["events/exception"] == 1
+
+
+def test_mlflow_gets_every_step(tmp_path, monkeypatch):
+    """Read back with its own client from a store in files, which is all that the skinny client has."""
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow import MlflowClient
+
+    uri = (tmp_path / "mlruns").as_uri()
+    run = make_run(tmp_path / "run", steps=5)
+    assert copied(run, f"mlflow={uri}").failures == ()
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("holdfast")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.status == "FINISHED"
+    history = client.get_metric_history(found.info.run_id, "trainer/loss")
+    assert [metric.step for metric in history] == [1, 2, 3, 4, 5]
+    assert found.data.metrics["events/exception"] == 1

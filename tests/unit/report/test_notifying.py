@@ -1,0 +1,170 @@
+"""Webhooks against a real server on this machine: what arrives, what is tried again, and that nothing raises."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import math
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.unit.report.made_runs import VERDICT
+from tests.unit.report.test_page import HOSTILE
+
+from holdfast.core.errors import PolicyError
+from holdfast.report.notifying import check_webhook, notify, stop_message
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Answer with the given statuses, the last one for ever; 0 hangs up without an answer."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.statuses = [200]
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[str, str]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/hook/secret"
+
+    def handle_error(self, request, client_address):
+        """Say nothing of clients that have gone."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_POST(self):
+        self.server.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.headers.append(dict(self.headers))
+        self.server.gate.wait(30)
+        status = self.server.statuses.pop(0) if len(self.server.statuses) > 1 else self.server.statuses[0]
+        if status:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    def log_message(self, *arguments):
+        """Say nothing."""
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    server = _Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.gate.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_verdict_arrives_as_json(server):
+    """One POST with the text for people and the whole verdict for machines, also where it is not finite."""
+    waits: list[float] = []
+    payload = stop_message(Path("/runs/speech-1"), {**VERDICT, "extra": math.nan})
+    assert notify(server.url, payload, wait=waits.append)
+    (body,) = server.bodies
+    message = json.loads(body)
+    assert message["verdict"]["cause"] == "H970"
+    assert message["verdict"]["extra"] == "NaN"
+    assert message["text"].splitlines()[0].startswith("speech-1 on ")
+    assert "[H970], very likely (93%)" in message["text"]
+    assert message["text"].splitlines()[-1] == "holdfast explain /runs/speech-1"
+    assert server.headers[0]["Content-Type"] == "application/json"
+    assert waits == []
+
+
+def test_what_may_pass_is_tried_three_times(server, caplog):
+    """An overloaded server and a broken connection are tried again after a pause; the third answer counts."""
+    waits: list[float] = []
+    server.statuses = [503, 0, 204]
+    assert notify(server.url, {}, wait=waits.append)
+    assert (len(server.bodies), waits) == (3, [1.0, 3.0])
+    server.statuses = [500]
+    assert not notify(server.url, {}, wait=waits.append)
+    assert len(server.bodies) == 6
+    assert caplog.records[-1].message == "the message to 127.0.0.1 was not delivered: status 500"
+    assert "secret" not in caplog.text
+
+
+def test_what_will_not_pass_is_tried_once(server):
+    """A refusal such as 404 is an answer."""
+    server.statuses = [404]
+    assert not notify(server.url, {}, wait=pytest.fail)
+    assert len(server.bodies) == 1
+
+
+def test_a_server_that_never_answers_is_given_up(server):
+    """The time of each try is bounded."""
+    server.gate.clear()
+    assert not notify(server.url, {}, timeout_seconds=0.05, wait=lambda seconds: None)
+    assert len(server.bodies) == 3
+
+
+def test_a_server_that_answers_byte_by_byte_is_given_up_too(caplog):
+    """Each byte comes within the limit of a read, the answer never: the message is given up all the same."""
+    stop = threading.Event()
+
+    def drip(listening: socket.socket) -> None:
+        while not stop.is_set():
+            connection, _ = listening.accept()
+            threading.Thread(target=feed, args=(connection,), daemon=True).start()
+
+    def feed(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+            while not stop.wait(0.01):
+                connection.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=drip, args=(listening,), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        assert not notify(url, {}, timeout_seconds=0.1, wait=lambda seconds: None)
+        stop.set()
+        socket.create_connection(listening.getsockname()).close()
+        thread.join()
+    assert "no whole answer in time" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["file:///etc/passwd", "ftp://x/y", "hooks", "", "http://", "http://x:99999999/", "http://a b/", "http://[/"],
+)
+def test_an_address_that_is_none_is_refused_at_the_start_and_never_opened(url):
+    """Only http and https with a host are posted to; at the end of a run it is a line in the log."""
+    with pytest.raises(PolicyError) as caught:
+        check_webhook(url)
+    assert caught.value.rule == "H744"
+    assert not notify(url, {})
+
+
+def test_nobody_listens(caplog):
+    """A refused connection is no exception."""
+    assert not notify("http://127.0.0.1:9/x", {"a": object()}, wait=lambda seconds: None)
+    assert "was not delivered" in caplog.text
+
+
+def test_hostile_texts_give_no_command_to_a_chat(server):
+    """A log line cannot call everybody, hide a link or break the JSON."""
+    everything = " ".join((*HOSTILE, "<!channel> <https://evil.example|click> @everyone"))
+    verdict = {**VERDICT, "title": everything, "summary": everything, "fix": everything}
+    assert notify(server.url, stop_message(Path("r"), verdict))
+    text = json.loads(server.bodies[0])["text"]
+    assert not set(text) & set("<>@\x1b\u2028\u202e")
+    assert len(text.splitlines()) == 4

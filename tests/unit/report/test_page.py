@@ -1,0 +1,164 @@
+"""The page as text: whole, safe against what a run printed, loading nothing. Tests in a browser: tests/browser."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import sys
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+
+import pytest
+from tests.unit.report.made_runs import VERDICT, add_process, happened, make_run, sample, write_events
+
+from holdfast.core.errors import PolicyError
+from holdfast.recorder.run_files import OUTPUT_FILE, VERDICT_FILE
+from holdfast.report.gathering import gather
+from holdfast.report.page import render
+
+pytest.importorskip("plotly")
+
+HOSTILE = (
+    "</script><script>window.hacked=1</script>",
+    '"><img src=x onerror="window.hacked=1">',
+    "'};window.hacked=1;//",
+    '"}],"layout":{}};window.hacked=1;//',
+    "\u2028window.hacked=1\u2029",
+    "\x1b]0;title\x07\x1b[2J\x00\x07",
+    "<!--<script>",
+    "]]><svg onload=window.hacked=1>",
+    '<a href="javascript:window.hacked=1">x</a>',
+    "[x](javascript:window.hacked=1)",
+    "$plotly ${script} %{y}",
+    "\ud800 \u202e",
+)
+
+
+class _Parsed(HTMLParser):
+    """Elements, attributes and texts of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        while self._open and self._open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        self.texts.setdefault(self._open[-1] if self._open else "", []).append(data)
+
+
+def parsed(page: str) -> _Parsed:
+    parser = _Parsed()
+    parser.feed(page)
+    return parser
+
+
+def hostile_run(path):
+    """Make a run in which every text that a script can choose is hostile."""
+    everything = " ".join(HOSTILE)
+    run = make_run(path / "a <b> & '\"", steps=20, argv=["python", *HOSTILE], **{"<i>key</i>": everything})
+    verdict = {**VERDICT, "summary": everything, "fix": everything, "title": everything, "where": everything}
+    verdict["evidence"] = [{"text": text, "source": text, "role": text} for text in HOSTILE]
+    verdict |= {"tried": list(HOSTILE), "missing": list(HOSTILE), "runner_up": ["<b>", everything, 0.1]}
+    (run / VERDICT_FILE).write_text(json.dumps(verdict))
+    events = [happened(text, number, 1, **{text: text}) for number, text in enumerate(HOSTILE)]
+    write_events(run / "supervisor", *events)
+    add_process(run, [sample(1)], *events, pid=4_100_100, argv=list(HOSTILE), torch="<script>")
+    (run / OUTPUT_FILE).write_bytes(everything.encode("utf-8", "surrogatepass") + b"\xff\xfe\x00" * 50)
+    (run / "stacks" / "0002-<b>.txt").write_bytes(everything.encode("utf-8", "surrogatepass"))
+    return run
+
+
+def test_the_page_tells_what_happened(tmp_path):
+    """The verdict, how sure it is, the fix, the evidence and the environment are there as text."""
+    page = render(gather(make_run(tmp_path / "speech-run")), now=datetime(2026, 11, 21, tzinfo=UTC))
+    text = " ".join(part for parts in parsed(page).texts.values() for part in parts if len(part) < 10_000)
+    for expected in (
+        "A matrix product got shapes that do not fit",
+        "The training stopped at step 300 in the forward pass",
+        "proj",
+        "very likely (93%)",
+        "pad or drop what has 80 mel bands",
+        "mat1 and mat2 shapes cannot be multiplied (16x80 and 128x256)",
+        "model.py:31 in forward",
+        "another dtype",
+        "holdfast explain H970",
+        "python train.py --epochs 3",
+        "speech-run",
+        "/home/ada/speech",
+        "forward (model.py:31)",
+        "Written 2026-11-21 00:00 UTC",
+    ):
+        assert expected in text, expected
+
+
+def test_the_page_is_one_file_that_loads_nothing(tmp_path):
+    """No element names a file elsewhere, and the page's own policy forbids all loading."""
+    page = render(gather(make_run(tmp_path)))
+    elements = parsed(page).elements
+    assert not [attributes for tag, attributes in elements if tag in ("img", "iframe", "object", "embed", "base")]
+    assert all("src" not in attributes for _, attributes in elements)
+    assert [attributes["href"] for tag, attributes in elements if "href" in attributes] == ["data:,"]
+    policy = next(a["content"] for t, a in elements if t == "meta" and "http-equiv" in a)
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-eval" not in policy
+    assert "script-src 'unsafe-inline'" not in policy
+
+
+def test_the_policy_admits_exactly_the_two_scripts_of_the_page(tmp_path):
+    """The digests are those of the scripts as a browser reads them."""
+    page = render(gather(make_run(tmp_path)))
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert len(digests) == 2
+    assert re.findall(r"'sha256-([^']+)'", page) == digests
+    assert "\r" not in page
+
+
+def test_hostile_texts_stay_texts(tmp_path):
+    """Nothing that a run said becomes an element, an attribute or a script, and the data is still valid JSON."""
+    page = render(gather(hostile_run(tmp_path)))
+    page.encode()
+    found = parsed(page)
+    tags = [tag for tag, _ in found.elements]
+    assert tags.count("script") == 3
+    assert not set(tags) & {"img", "svg", "a", "b", "i"} - {"b"}
+    assert not [name for _, attributes in found.elements for name in attributes if name.startswith("on")]
+    (data,) = re.findall(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    assert not set(data) & set("<>&\u2028\u2029")
+    assert data.isascii()
+    figures = json.loads(data)
+    assert set(figures) == {"timeline", "steps"}
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]", page.replace(_plotly(page), ""))
+    texts = " ".join(part for parts in found.texts.values() for part in parts)
+    assert "window.hacked=1" in texts
+
+
+def _plotly(page: str) -> str:
+    return max(re.findall(r"<script>(.*?)</script>", page, re.DOTALL), key=len)
+
+
+def test_a_run_without_steps_verdict_or_anything_has_a_page(tmp_path):
+    """The page says that nothing was recorded instead of failing."""
+    (tmp_path / "supervised.json").write_text("{}")
+    page = render(gather(tmp_path))
+    assert "No step was recorded." in page
+    assert json.loads(re.findall(r'id="figures">(.*?)</script>', page)[0]) == {}
+
+
+def test_without_plotly_the_error_names_the_extra(tmp_path, monkeypatch):
+    """A missing extra is an H742 that says what to install."""
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(PolicyError, match=r"holdfast\[report\]") as caught:
+        render(gather(make_run(tmp_path)))
+    assert caught.value.rule == "H742"

@@ -1,0 +1,119 @@
+"""Thinned curves: bounded, and no dip, peak or gap is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.report.made_runs import sample, write_samples
+
+from holdfast.core.errors import RunDirectoryError
+from holdfast.recorder.progress import SampleRing, read_samples
+from holdfast.recorder.ring import HEADER_BYTES, RingWriter
+from holdfast.report.series import columns_of_samples, read_sample_array, series, thin, wait_share
+
+
+@settings(max_examples=80, deadline=None)
+@given(values=st.lists(st.floats(width=32) | st.just(math.nan), min_size=1, max_size=300), most=st.integers(4, 64))
+def test_thinning_keeps_extremes_ends_and_order(values, most):
+    """Of any curve the smallest and largest finite value, both ends and the order remain, within the bound."""
+    y = np.array(values, dtype=np.float64)
+    x = np.arange(len(y), dtype=np.float64)
+    steps, kept = thin(x, y, most)
+    assert len(kept) <= max(most, 5 * (most // 4))
+    assert (np.diff(steps) > 0).all()
+    assert steps[0] == x[0]
+    assert steps[-1] == x[-1]
+    finite, kept_finite = y[np.isfinite(y)], kept[np.isfinite(kept)]
+    if len(finite):
+        assert (finite.min(), finite.max()) == (kept_finite.min(), kept_finite.max())
+    assert (len(finite) < len(y)) == (len(kept_finite) < len(kept))
+
+
+def test_a_million_steps_become_a_few_thousand_points_with_every_spike():
+    """One bad step among a million is still there."""
+    y = np.sin(np.arange(1_000_000) / 1e4)
+    y[123_456], y[654_321], y[777_777] = 50.0, -50.0, np.nan
+    x = np.arange(1_000_000, dtype=np.float64)
+    steps, kept = thin(x, y)
+    assert len(kept) < 3000
+    assert {123_456.0, 654_321.0, 777_777.0} <= set(steps)
+
+
+def test_nan_is_a_gap_in_a_loss_and_nothing_in_a_sampled_value():
+    """A loss that became NaN breaks the line and is marked; a norm read at every tenth step is one line."""
+    x = np.arange(1.0, 101.0)
+    loss = np.where(x < 60, 1.0, np.nan)
+    drawn = series(x, loss, optional=False)
+    assert np.isnan(drawn.values).sum() == 41
+    assert list(drawn.nonfinite) == list(range(60, 101))
+    sampled = np.where(x % 10 == 0, 2.0, np.nan)
+    for optional in (True, False):
+        drawn = series(x, sampled, optional=optional)
+        assert (len(drawn.values), len(drawn.nonfinite)) == (10, 0)
+
+
+def test_infinite_values_are_marked_and_not_drawn():
+    """They would stretch the axis."""
+    drawn = series(np.arange(3.0), np.array([1.0, math.inf, 2.0]), optional=True)
+    assert list(drawn.nonfinite) == [1.0]
+    assert np.isfinite(drawn.values).sum() == 2
+
+
+def test_samples_as_an_array_are_those_of_the_reader(tmp_path):
+    """Of a ring that wrapped around and has a torn slot, every field is the same as `read_samples` gives it."""
+    ring = SampleRing(tmp_path / "r")
+    for step in range(1, 33_000):
+        ring.append(sample(step, device_peak_bytes=step))
+    ring.close()
+    with (tmp_path / "r").open("rb+") as file:
+        file.seek(HEADER_BYTES + 500 * 112)
+        file.write(b"\xff" * 8)
+    array, expected = read_sample_array(tmp_path / "r"), read_samples(tmp_path / "r")
+    assert len(array) == len(expected) == 32_767
+    for row, each in zip(array[::997], expected[::997], strict=True):
+        for field in dataclasses.fields(each):
+            if field.name != "unix_seconds":
+                assert row[field.name] == getattr(each, field.name), field.name
+        assert row["nanoseconds"] / 1e9 == each.unix_seconds
+
+
+def test_what_is_no_ring_of_samples_has_none(tmp_path):
+    """A missing file and a ring of another layout are empty; a newer version is said."""
+    assert len(read_sample_array(tmp_path / "none")) == 0
+    RingWriter(tmp_path / "r", payload_bytes=8, capacity=4).append(b"x")
+    assert len(read_sample_array(tmp_path / "r")) == 0
+    (tmp_path / "r").write_bytes(b"HOLDRING" + b"\xff" * 5000)
+    with pytest.raises(RunDirectoryError):
+        read_sample_array(tmp_path / "r")
+
+
+def test_a_loss_that_was_nan_from_the_first_step_is_shown_and_an_unread_norm_is_not(tmp_path):
+    """NaN from the start is the failure itself; an optional value that nobody read has no curve."""
+    write_samples(tmp_path / "r", [sample(1, loss=math.nan, grad_norm=math.nan)])
+    columns = columns_of_samples(read_sample_array(tmp_path / "r"))
+    assert len(columns["loss"].nonfinite) == 1
+    assert "grad_norm" not in columns
+    assert "device_allocated_bytes" not in columns
+
+
+def test_the_line_breaks_where_steps_go_back():
+    """After a rollback the curve begins anew instead of running backwards."""
+    steps = [1, 2, 3, 2, 3, 4]
+    drawn = series(np.array(steps, dtype=float), np.ones(6), optional=False)
+    assert np.isnan(drawn.steps).sum() == 1
+    assert math.isnan(drawn.values[3])
+
+
+@pytest.mark.parametrize("count", [1, 5, 5000])
+def test_the_share_of_waiting_is_of_the_time_and_not_of_the_steps(count):
+    """One long wait in a bucket counts with its seconds."""
+    steps, seconds = np.arange(1.0, count + 1), np.full(count, 0.1)
+    share = wait_share(steps, seconds, np.full(count, 0.02))
+    assert np.allclose(share.values, 0.2)
+    assert len(share.values) <= 400
+    assert wait_share(steps, np.zeros(count), np.zeros(count)) is None
