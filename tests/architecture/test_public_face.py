@@ -13,7 +13,9 @@ import typer
 import typer.main
 
 import holdfast
-from holdfast.cli.main import app
+from holdfast.cli.main import make_app
+
+app = make_app()
 
 ROOT = Path(__file__).parents[2]
 
@@ -99,7 +101,27 @@ def test_the_commands_and_their_flags() -> None:
     assert flags == {
         "demo": ["--json", "--out", "--seed"],
         "checkpoints": ["--json", "--prune", "--verify"],
-        "explain": ["--json"],
+        "explain": ["--attempt", "--json", "--status"],
+        "run": [
+            "--dry-run",
+            "--grace-seconds",
+            "--hang-limit",
+            "--json",
+            "--max-log-bytes",
+            "--max-preemptions",
+            "--max-restarts",
+            "--metrics",
+            "--no-observe",
+            "--no-watchdog",
+            "--quiet",
+            "--restart-delay",
+            "--run-dir",
+            "--webhook",
+        ],
+        "watch": ["--json", "--once"],
+        "report": ["--json", "--open", "--out"],
+        "events": ["--follow", "--json", "--kind", "--since"],
+        "metrics": ["--follow", "--json", "--jsonl", "--mlflow", "--prometheus", "--tensorboard", "--wandb"],
         "presets": ["--json"],
         "loader": ["--batch-size", "--batches", "--json", "--measure", "--step-seconds"],
         "quarantine": [
@@ -131,7 +153,7 @@ def test_the_commands_and_their_flags() -> None:
 def test_importing_holdfast_loads_no_torch() -> None:
     """`import holdfast`, a Policy and the commands that need no training start without torch."""
     code = (
-        "import sys, holdfast; holdfast.Policy(); from holdfast.cli.main import app; "
+        "import sys, holdfast; holdfast.Policy(); from holdfast.cli.main import make_app; make_app(); "
         "from holdfast.recorder import reader; from holdfast.diagnose import rules; rules.all_rules(); "
         "sys.exit('torch' in sys.modules)"
     )

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 from typing import Annotated
 
 import typer
 
-from holdfast.cli import checkpoints, demo, explain, loader, presets, quarantine, simulate, trial
 from holdfast.cli.output import ERROR
 from holdfast.core.version import __version__
 
-app = typer.Typer(
-    help="Keeps PyTorch training alive, correct and inside its memory, and says why when it cannot.\n\n"
-    "Exit codes: 0 done, 1 a check failed, 2 wrong use or an error.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("demo")(demo.run)
-app.command("checkpoints")(checkpoints.run)
-app.command("explain")(explain.run)
-app.command("presets")(presets.run)
-app.command("trial")(trial.run)
-app.command("loader")(loader.run)
-app.command("quarantine")(quarantine.run)
-app.command("simulate")(simulate.run)
+COMMANDS = (
+    "run", "watch", "explain", "report", "events", "metrics",
+    "demo", "checkpoints", "presets", "trial", "loader", "quarantine", "simulate",
+)  # fmt: skip
+_SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the command's name is the command's
+
+
+def make_app(*only: str) -> typer.Typer:
+    """Return the command line, with these commands or with all: importing all takes longer than most of them."""
+    app = typer.Typer(
+        help="Keeps PyTorch training alive, correct and inside its memory, and says why when it cannot.\n\n"
+        "Exit codes: 0 done, 1 a check failed, 2 wrong use or an error; `run` passes on that of its command, and "
+        "`explain` has one for each class of causes.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    for name in only or COMMANDS:
+        module = importlib.import_module(f"holdfast.cli.{name}")
+        app.command(name, context_settings=_SETTINGS.get(name))(module.run)
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -35,7 +42,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
@@ -47,7 +53,7 @@ def _options(
 def main() -> None:
     """Run the command line."""
     try:
-        app()
+        make_app(*[name for name in sys.argv[1:2] if name in COMMANDS])()
     except Exception as error:  # noqa: BLE001 - exit code 1 would be an answer
         place = traceback.extract_tb(error.__traceback__)[-1]
         typer.echo(f"error: {type(error).__name__}: {error} ({place.filename}:{place.lineno})", err=True)

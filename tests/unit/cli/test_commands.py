@@ -13,8 +13,10 @@ from typer.testing import CliRunner, Result
 
 import holdfast
 from holdfast.cli import demo
-from holdfast.cli.main import app
+from holdfast.cli.main import make_app
 from holdfast.testing import flip_bit
+
+app = make_app()
 
 
 def call(*arguments: object) -> Result:

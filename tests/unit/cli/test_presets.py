@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from holdfast.cli.main import app
+from holdfast.cli.main import make_app
 from holdfast.core.policy import Policy
 from holdfast.core.presets import PRESETS
+
+app = make_app()
 
 
 def _call(*arguments: str) -> str:

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast.cli.main import app
+from holdfast.cli.main import make_app
 from holdfast.core.errors import PolicyError
 from holdfast.run.comparison import Arm, Comparison, compare
+
+app = make_app()
 
 FACTORY = '''
 import torch, holdfast
