@@ -17,6 +17,7 @@ from pathlib import Path
 
 SCRIPTS = (
     "step_overhead",
+    "run_overhead",
     "malloc_threshold",
     "recorder",
     "order",
@@ -25,6 +26,7 @@ SCRIPTS = (
     "feature_cache",
     "async_saving",
     "goodput",
+    "false_alarms",
     "numerics_overhead",
     "clipping",
     "accumulation",
@@ -40,6 +42,10 @@ SCRIPTS = (
     "save_kills",
     "bit_flips",
     "full_disk",
+    "hang_detection",
+    "leak_lines",
+    "supervised_kills",
+    "verdicts",
     "gpu.step_overhead",
     "gpu.oom_recovery",
     "gpu.device_prefetch",
