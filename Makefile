@@ -24,7 +24,7 @@ check: $(INSTALLED)  ## lint, format, types, floors
 gpu: $(INSTALLED)  ## tests that need a CUDA machine; skipped, by name, elsewhere
 	$(BIN)/pytest -m "" tests/gpu
 
-benchmarks: $(INSTALLED)  ## measure every figure in the README again, about half an hour
+benchmarks: $(INSTALLED)  ## measure every figure in the README again; takes some hours
 	$(BIN)/python -m benchmarks.run_all
 
 # The environment is made anew when what goes into it has changed.
