@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from holdfast.diagnose.signatures.leaks import signature_of
 from holdfast.memory.leaks import Growth, Reading, find_growth
 from holdfast.recorder.progress import StepSample, read_samples, request_trace
 from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, read_processes
@@ -106,6 +107,7 @@ class Trends:
             grown_bytes=growth.grown_bytes,
             steps=growth.steps,
             minutes_left=None if minutes is None else round(minutes, 1),
+            signature=signature_of("trend", on_host=what == "host"),
         )
         if first:
             state.requests += 1
