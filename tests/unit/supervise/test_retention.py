@@ -213,12 +213,13 @@ def test_a_cycle_is_told_by_the_attribute_that_closes_it() -> None:
 
     gc.disable()
     try:
-        (leak,), _ = traced(lambda number: Node() and None)
+        leaks, _ = traced(lambda number: Node() and None)
     finally:
         gc.enable()
         gc.collect()
-    assert leak["form"] == "cycle"
-    assert f":{line_of('self.itself = self')} " in leak["retained_at"]
+    # Without the collector the garbage of pytest itself may grow besides.
+    told = [leak for leak in leaks if f":{line_of('self.itself = self')} " in leak["retained_at"]]
+    assert [leak["form"] for leak in told] == ["cycle"]
 
 
 def test_a_graph_that_goes_back_to_the_first_step_is_told() -> None:
