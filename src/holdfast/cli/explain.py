@@ -107,7 +107,9 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
         (f"{title[:1].upper()}{title[1:]}", f"bold {colour}"), f"  [{verdict.cause}, {verdict.family}]"
     )
     out.print(head)
-    out.print(Text(f"{words} ({verdict.confidence:.0%}), from {_safe(source)}", style="dim"))
+    # How sure it is that nothing is known would be read as how sure the verdict is.
+    sure = "" if verdict.family == "unknown" else f"{words} ({verdict.confidence:.0%}), "
+    out.print(Text(f"{sure}from {_safe(source)}", style="dim"))
     _section(out, "What happened", [verdict.summary])
     if verdict.evidence:
         out.print(Text("\nEvidence", style="bold"))

@@ -6,22 +6,30 @@ supervisor saw. Nothing that cannot be read ends it; it is named in `Facts.missi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from holdfast.core.events import Event
+from holdfast.diagnose.curves_seen import lost_since
 from holdfast.diagnose.evidence import Ending, Facts
+from holdfast.diagnose.log_files import opened
 from holdfast.diagnose.log_keeping import Readable
+from holdfast.diagnose.log_lines import plain_text
+from holdfast.diagnose.log_progress import is_progress_bar
 from holdfast.diagnose.log_text import LogText, read_log
 from holdfast.diagnose.run_recordings import Recordings, open_recordings, unreadable
 from holdfast.diagnose.run_statements import already_tried, merged, of_exceptions, of_guards, of_kernel
 from holdfast.recorder.progress import Standing
-from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, ProcessInfo
+from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, SAMPLES_FILE, ProcessInfo
 
 NO_STATUS = "no exit status: only a log"
 _CHUNK = 1 << 20
+_TAIL_BYTES = 1 << 20  # of the output of a command that ended with status 0
+_LAST_BYTES = 4096  # in which the last line is looked for
+_MOST_LAST = 300
 
 
 def collect_log(path: Path, *, status: int | None = None) -> Facts:
@@ -32,10 +40,10 @@ def collect_log(path: Path, *, status: int | None = None) -> Facts:
         status: With which its command ended, if that is known.
 
     Raises:
-        RunDirectoryError: H733 if it cannot be read.
+        RunDirectoryError: H733 if it cannot be read, or is no log.
     """
     try:
-        with path.open("rb") as stream:
+        with opened(path) as stream:
             return collect_stream(stream, name=path.name, status=status)
     except OSError as error:
         raise unreadable(path, error) from error
@@ -55,6 +63,8 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
         missing.append(f"of {log.total_lines} lines those in the middle were only searched for words of errors")
     if log.total_bytes == 0:
         missing.append("the log is empty")
+    if log.cut_off:
+        missing.append(f"the log ends inside a traceback, at {log.cut_off[:300]}")
     endings = (*log.endings, *([Ending(status=status)] if status is not None else []))
     return Facts(
         statements=log.statements,
@@ -87,8 +97,13 @@ def _of_guard(recordings: Recordings) -> Facts:
         tried=tuple(already_tried(events)),
         source=str(recordings.run),
         missing=(*recordings.missing, "no exit status and no output: it was not started with `holdfast run`"),
-        extra={"guard": True},
+        extra={"guard": True, "guard_closed": _closed(events)},
     )
+
+
+def _closed(events: Sequence[Event]) -> bool:
+    """Return whether the newest events are those that a Guard writes when it closes: a save, then its summary."""
+    return [event.kind for event in events[-2:]] == ["checkpoint_saved", "gradient_flow"]
 
 
 class _Attempt:
@@ -127,7 +142,7 @@ class _Attempt:
             tried=(*_restarts(self._all, self._number), *already_tried(of_guard)),
             source=str(self._recordings.run),
             missing=tuple(self._missing(log, endings)),
-            extra=self._extra(log, standings),
+            extra=self._extra(log, standings, told, endings),
         )
 
     def _of_attempt(self) -> list[Event]:
@@ -173,14 +188,28 @@ class _Attempt:
             missing.append("no process of it was observed")
         return missing
 
-    def _extra(self, log: LogText | None, standings: dict[int, Standing | None]) -> dict[str, Any]:
+    def _extra(
+        self,
+        log: LogText | None,
+        standings: dict[int, Standing | None],
+        said: dict[int, list[Event]],
+        endings: Sequence[Ending],
+    ) -> dict[str, Any]:
         description = self._recordings.description()
         infos = [info for _, info in self._processes]
         main = next((info for info in infos if info.role == "trainer"), None)
         standing = standings.get(main.pid) if main else None
         lost = self._recordings.lost() if not any(event.kind == "attempt_ended" for event in self._own) else None
         asked = (_integer(event.data.get("asked_by")) for event in self._own if event.kind == "attempt_ended")
+        status = next((each.status for each in endings if each.role == "command"), None)
+        left = main and status and 0 < status < 126 and any(each.pid == main.pid for each in endings)
         extra: dict[str, Any] = {
+            "loss_not_finite_since": lost_since(
+                folder / SAMPLES_FILE for folder, info in self._processes if info.role == "trainer"
+            ),
+            "exit_how": _exit_how(said.get(main.pid, [])) if main and left else None,
+            "last_line": self._last_line() if status and status > 0 else None,
+            "changed": _changed(self._all, self._number),
             "asked_by": next(asked, None),
             "supervisor_lost": lost,
             "attempt": self._number,
@@ -193,16 +222,65 @@ class _Attempt:
         }
         return {key: value for key, value in extra.items() if value is not None}
 
+    def _ended_alone(self) -> bool:
+        """Return whether the command ended with status 0 and nobody had asked it to."""
+        ended = [event.data for event in self._own if event.kind == "attempt_ended"]
+        return bool(ended) and ended[-1].get("status") == 0 and ended[-1].get("asked_by") is None
+
+    def _last_line(self) -> str | None:
+        """Return the last line of its output that is no progress bar."""
+        try:
+            with (self._recordings.run / OUTPUT_FILE).open("rb") as stream:
+                start, end, _ = _section(stream, self._number)
+                stream.seek(max(start, end - _LAST_BYTES))
+                text = plain_text(stream.read(min(_LAST_BYTES, end - start)).decode(errors="replace"))
+        except OSError:
+            return None
+        lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
+        own = ATTEMPT_LINE.format(number=self._number)
+        newest = next((line for line in reversed(lines) if line and line != own and not is_progress_bar(line)), None)
+        return newest[:_MOST_LAST] if newest else None
+
     def _log(self) -> LogText | None:
         path = self._recordings.run / OUTPUT_FILE
         try:
             with path.open("rb") as stream:
                 start, end, number = _section(stream, self._number)
+                if self._ended_alone() and end - start > _TAIL_BYTES:
+                    # Nothing failed: what its output is read for stands at its end.
+                    number += _count_lines(stream, start, end - _TAIL_BYTES)
+                    start = end - _TAIL_BYTES
                 stream.seek(start)
                 return read_log(_Part(stream, end - start), name=OUTPUT_FILE, first_number=number)
         except OSError as error:
             self._recordings.missing.append(f"{OUTPUT_FILE}: {error.strerror or error}")
             return None
+
+
+def _count_lines(stream: BinaryIO, start: int, end: int) -> int:
+    stream.seek(start)
+    part, count = _Part(stream, end - start), 0
+    while chunk := part.read(_CHUNK):
+        count += chunk.count(b"\n")
+    return count
+
+
+def _exit_how(events: Sequence[Event]) -> str | None:
+    """Return how a process left that had loaded torch; one that said nothing at all left past its interpreter."""
+    how = next((event.data.get("how") for event in reversed(events) if event.kind == "exiting"), None)
+    if how is None and any(event.kind == "torch_imported" for event in events):
+        return "os._exit"
+    return how if isinstance(how, str) else None
+
+
+def _changed(events: Iterable[Event], attempt: int) -> dict[str, Any]:
+    """Return what was changed for an attempt, by restarts before it."""
+    found: dict[str, Any] = {}
+    for event in events:
+        number, changes = _attempt_of(event), event.data.get("changes")
+        if event.kind == "restart" and isinstance(changes, dict) and number is not None and number <= attempt:
+            found.update(changes)
+    return found
 
 
 def _ending(status: int | None, event: Event, info: ProcessInfo | None, standing: Standing | None) -> Ending:

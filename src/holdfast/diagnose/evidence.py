@@ -39,6 +39,8 @@ class Statement:
         fatal: Whether it ended its process; False: it was caught or logged; None: unknown.
         cause: Whether another exception was raised from it: then it is nearer to the root than that one.
         logged: Whether a logger printed it, so somebody had caught it, at least for a while.
+        overtaken: Lines of progress stand after it, but they can have waited in a buffer, or be of another process.
+        resumed: A line of a retry or of progress stands between it and the next exception of its process.
     """
 
     text: str
@@ -53,6 +55,8 @@ class Statement:
     fatal: bool | None = None
     cause: bool = False
     logged: bool = False
+    overtaken: bool = False
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

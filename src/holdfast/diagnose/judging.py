@@ -25,6 +25,7 @@ from holdfast.diagnose.runtime_causes import FROM_OUTSIDE, End, find_end
 from holdfast.diagnose.signature import Signature
 from holdfast.diagnose.signatures import all_signatures
 from holdfast.diagnose.signatures.runtime import (
+    COLLECTIVE_TIMEOUT,
     INTERRUPTED,
     KILLED,
     OUT_OF_MEMORY_KILL,
@@ -37,7 +38,11 @@ from holdfast.diagnose.telling import Told, tell
 from holdfast.diagnose.verdict import Verdict
 from holdfast.diagnose.weighing import Candidate, find_candidates, in_order
 
+_OTHER_LINE = 3
 _CAUGHT = 4
+_OF_KILLS = frozenset({"preempted", "host out of memory", "crash"})
+"""Families whose lines a process does not survive, whatever the log says of being done."""
+_MOST_OF_A_CASCADE = 0.75  # it names what was seen, not who began
 _LEAST_SHOWN = 0.02  # confidence below which another cause is not worth a line
 _BESIDE_A_SIGNAL = frozenset(
     {"out of memory", "host out of memory", "hardware", "device", "preempted", "crash", "distributed", "hang"}
@@ -93,12 +98,17 @@ def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequen
     if _killed_for_memory(facts, end) and (root is None or root.tier >= 2 or _says_lost(root)):
         return _Chosen(signature=known[OUT_OF_MEMORY_KILL], confidence=0.93, candidate=root or _first(cascades))
     if root is not None and _beats_end(root, end):
-        return _Chosen(signature=root.signature, confidence=_adjusted(root, end, roots), candidate=root)
+        detailed = _explaining(root, roots)
+        confidence = _adjusted(root, end, [root] if detailed else roots)
+        told = detailed or root
+        return _Chosen(signature=told.signature, confidence=confidence, candidate=told)
     cascade = _first(cascades)
     if cascade is not None and cascade.tier < _CAUGHT and (end.cause is None or end.cause == STATUS_ONLY):
-        return _Chosen(
-            signature=cascade.signature, confidence=_adjusted(cascade, end, cascades) - 0.2, candidate=cascade
-        )
+        confidence = _adjusted(cascade, end, cascades)
+        # A time-out of a collective without any root is all that such a run ever says.
+        alone = not roots and cascade.signature.id == COLLECTIVE_TIMEOUT
+        confidence = min(confidence, _MOST_OF_A_CASCADE) if alone else confidence - 0.2
+        return _Chosen(signature=cascade.signature, confidence=confidence, candidate=cascade)
     if end.cause is not None and end.cause != STATUS_ONLY:
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
     weak = root or cascade
@@ -122,6 +132,20 @@ def _because_of_a_leak(facts: Facts, chosen: _Chosen) -> _Chosen:
     return chosen
 
 
+def _explaining(root: Candidate, roots: Sequence[Candidate]) -> Candidate | None:
+    """Return the root of the same process that says in detail what this one only repeats."""
+    return next(
+        (
+            each
+            for each in roots
+            if root.signature.id in each.signature.explains
+            and each.tier < _CAUGHT
+            and each.statement.rank in (None, root.statement.rank)
+        ),
+        None,
+    )
+
+
 def _first(candidates: Sequence[Candidate]) -> Candidate | None:
     return candidates[0] if candidates else None
 
@@ -135,7 +159,11 @@ def _failed_before(root: Candidate | None, began: float) -> bool:
 
 def _ends_badly(*groups: Sequence[Candidate]) -> bool:
     """Return whether something was raised after which nothing went on, although the log says that it is done."""
-    return any(candidate.tier <= 1 for group in groups for candidate in group)
+    return any(
+        each.tier <= 1 or (each.tier == _OTHER_LINE and each.signature.family in _OF_KILLS)
+        for group in groups
+        for each in group
+    )
 
 
 def _killed_for_memory(facts: Facts, end: End) -> bool:
@@ -154,7 +182,7 @@ def _says_lost(root: Candidate) -> bool:
 
 def _beats_end(root: Candidate, end: End) -> bool:
     """Return whether a root from a text explains the end better than the status alone."""
-    if root.tier == _CAUGHT:
+    if root.tier == _CAUGHT or _followed(root, end):
         return False
     number = end.signal
     if number is None:
@@ -166,6 +194,13 @@ def _beats_end(root: Candidate, end: End) -> bool:
     if root.signature.id in _NO_CAUSE:
         return end.cause in _NO_CAUSE
     return root.signature.family in _BESIDE_A_SIGNAL or root.statement.kind == "exception"
+
+
+def _followed(root: Candidate, end: End) -> bool:
+    """Return whether a root is a crash or a lost connection of a rank other than that which a signal ended first."""
+    if end.signal not in FROM_OUTSIDE or end.first_rank is None:
+        return False
+    return root.signature.family in ("crash", "distributed") and root.statement.rank != end.first_rank
 
 
 def _adjusted(candidate: Candidate, end: End, group: Sequence[Candidate]) -> float:

@@ -33,6 +33,7 @@ _WORDS = tuple(
         "non-finite", "usage:", "interrupt", "timed out", "timeout", "bus", "invalid", "illegal",
         "tried to", "what():", "exitcode", "deadlock", "expected", "mismatch",
         "double free", "corrupt", "no module", "hangup", "compatible", "instead", "duplicate", "forked",
+        "overflow", "sigterm", "sigkill", "memlimit", "no longer", "not used",
         "=inf", ":inf", " inf,", " inf ", " inf\n", " inf\r",
     )
 )  # fmt: skip

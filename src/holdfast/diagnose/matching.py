@@ -45,8 +45,14 @@ def _compiled() -> tuple[tuple[Signature, tuple[re.Pattern[str], ...], tuple[re.
             tuple(re.compile(pattern, re.IGNORECASE) for pattern in signature.frames),
         )
         for signature in all_signatures().values()
-        if signature.patterns
+        if signature.patterns or signature.in_frames
     )
+
+
+@functools.cache
+def _in_frames(signature_id: str) -> tuple[tuple[re.Pattern[str], re.Pattern[str]], ...]:
+    pairs = all_signatures()[signature_id].in_frames
+    return tuple((re.compile(text, re.IGNORECASE), re.compile(frame)) for text, frame in pairs)
 
 
 def match_all(statement: Statement) -> list[Match]:
@@ -84,6 +90,9 @@ def _order(
             without = _WITHOUT_FRAMES
         elif not any(pattern.search(place) for pattern in frames for place in places):
             return None
+    if exception and signature.in_frames:
+        places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
+        patterns += tuple(text for text, frame in _in_frames(signature.id) if any(map(frame.search, places)))
     length = _matched(statement, patterns)
     if length is None:
         return None

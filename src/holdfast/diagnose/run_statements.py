@@ -22,6 +22,10 @@ _MOST_CHAIN = 20
 _MOST_TEXT = 20_000
 _COMPARED = 120  # characters of the first line in which a log and a recording of one exception agree
 
+_KILL = re.compile(r"Killed process (\d{1,10})|oom-kill:.{0,2000}\bpid=(\d{1,10})")
+_CRASH = re.compile(r"\[(\d{1,10})\]:? (?:segfault at|general protection|trap )|^traps: .{0,64}\[(\d{1,10})\]")
+_UNNAMED_KILL = re.compile(r"invoked oom-killer|\boom_reaper\b")
+
 # What a guard did against trouble, in words; the number of times is put before.
 _REMEDIES = {
     "split": "passed the batch in smaller parts for want of memory",
@@ -100,17 +104,26 @@ def _text(value: Any) -> str:
 
 
 def of_kernel(events: Iterable[Event], pids: Collection[int]) -> list[Statement]:
-    """Return what the kernel wrote meanwhile; that it killed a process only if it was one of these."""
+    """Return what the kernel wrote meanwhile; of a kill or a crash only if it met one of these processes."""
     found = []
     for event in events:
-        lines = event.data.get("lines")
-        if event.kind != "kernel_log" or not isinstance(lines, list):
+        told = event.data.get("lines")
+        if event.kind != "kernel_log" or not isinstance(told, list):
             continue
-        for line in map(_text, lines):
-            killed = re.search(r"Killed process (\d+)", line)
-            if line and (killed is None or int(killed[1]) in pids):
-                found.append(Statement(text=line, source="kernel log", unix_seconds=event.unix_seconds))
+        lines = [_text(line) for line in told]
+        about = [_pid_of(line) for line in lines]
+        killed = any(pid in pids and _KILL.search(line) for pid, line in zip(about, lines, strict=True))
+        for pid, line in zip(about, lines, strict=True):
+            if not line or (pid is not None and pid not in pids) or (_UNNAMED_KILL.search(line) and not killed):
+                continue
+            found.append(Statement(text=line, source="kernel log", unix_seconds=event.unix_seconds))
     return found
+
+
+def _pid_of(line: str) -> int | None:
+    """Return the process that the kernel says it killed or that crashed; None: the line is about no one process."""
+    match = next((match for each in (_KILL, _CRASH) if (match := each.search(line))), None)
+    return int(match[1] or match[2]) if match is not None else None
 
 
 def of_guards(events: Iterable[Event]) -> list[Statement]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.core.events import Event
 from holdfast.diagnose.evidence import Ending, Facts
+from holdfast.diagnose.remarks import hang_left_alone, kills_counted, leak_place, lost_loss
 from holdfast.diagnose.signatures import all_signatures
 from holdfast.diagnose.signatures.runtime import (
     ABORTED,
@@ -83,12 +84,13 @@ class End:
 
 def find_end(facts: Facts) -> End:
     """Return how an attempt ended."""
-    command = next((ending for ending in reversed(facts.endings) if ending.pid is None), None)
+    whole = [ending for ending in facts.endings if ending.pid is None and ending.role != "trainer"]
+    command = whole[-1] if whole else None
     child = _first_failed(facts.endings)
     status = _as_signal(command.status) if command is not None else None
     if child is not None and (status is None or status > 0):
         status = _as_signal(child.status)
-    kills = max((ending.oom_kills for ending in facts.endings if ending.oom_kills is not None), default=None)
+    kills = kills_counted(facts.endings)
     exhibits = _exhibits(command, child, kills, facts)
     first_rank = child.rank if child is not None else None
     hang = _hang(facts.events, command)
@@ -96,7 +98,7 @@ def find_end(facts: Facts) -> End:
         return _without_status(facts, exhibits)
     if status == 0 and hang is None:
         return _ended_with_zero(facts, exhibits)
-    cause, confidence, why = _of_status(status, kills, facts)
+    cause, confidence, why = _of_status(status, kills, facts, _ended_by(status, command, first_rank))
     if hang is not None:
         cause, confidence, why = _of_hang(hang)
         exhibits = (_hang_exhibit(hang), *exhibits)
@@ -109,7 +111,7 @@ def find_end(facts: Facts) -> End:
 
 def _first_failed(endings: Iterable[Ending]) -> Ending | None:
     """Return the trainer that failed first, as a launcher or the supervisor saw it."""
-    failed = [ending for ending in endings if ending.pid is not None and ending.role == "trainer" and ending.status]
+    failed = [ending for ending in endings if ending.role == "trainer" and ending.status]
     return min(failed, key=lambda ending: ending.unix_seconds or 0.0, default=None)
 
 
@@ -141,12 +143,27 @@ def _without_status(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
             cause=SUPERVISOR_LOST, confidence=0.95, status=None, well=False, why="the supervisor was killed",
             exhibits=(exhibit, *exhibits), asked=_lost_at(lost),
         )  # fmt: skip
+    if facts.extra.get("guard_closed"):
+        return _guard_closed(facts, exhibits)
     if facts.extra.get("log_says_done"):
         exhibits = (Exhibit(text="its last lines say that the training is done", source=facts.source), *exhibits)
         return End(
             cause=ENDED_WELL, confidence=0.8, status=None, well=False, why="its last lines say so", exhibits=exhibits
         )
     return End(cause=None, confidence=0.0, status=None, well=False, why="", exhibits=exhibits)
+
+
+def _guard_closed(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
+    """Return the end of a run of which only a Guard tells: it closed in order, on request or because all was done."""
+    stop = next((event for event in reversed(facts.events) if event.kind == "stop_requested"), None)
+    why = "the Guard wrote its last checkpoint and closed"
+    if stop is not None:
+        why = f"a Guard saved and stopped on request ({stop.data.get('reason', 'not recorded')})"
+    said = Exhibit(text="its newest events are those of a Guard that closes", source="guard")
+    return End(
+        cause=ENDED_WELL if stop is None else TERMINATED, confidence=0.7, status=None, well=False, why=why,
+        exhibits=(said, *exhibits),
+    )  # fmt: skip
 
 
 def _lost_at(lost: dict[str, Any]) -> float | None:
@@ -172,28 +189,40 @@ def _ended_with_zero(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
     return End(cause=cause, confidence=0.85, status=0, well=True, exhibits=exhibits, why=why)
 
 
-def _of_status(status: int, kills: int | None, facts: Facts) -> tuple[str, float, str]:
+def _by_holdfast(ending: Ending, status: int) -> bool:
+    return ending.sent_by == "supervisor" and status in (-signal.SIGTERM, -signal.SIGKILL)
+
+
+def _ended_by(status: int, command: Ending | None, rank: int | None) -> str:
+    """Return the beginning of a sentence about the signal that ended a process."""
+    name = _signal_name(-status) or status_text(status)
+    if command is not None and _by_holdfast(command, status):
+        return f"it was ended by holdfast with {name}"
+    return f"{'it' if rank is None else f'rank {rank}'} was ended by {name}"
+
+
+def _of_status(status: int, kills: int | None, facts: Facts, ended: str) -> tuple[str, float, str]:
     """Return id, confidence and words for a status that is not 0."""
     asked = facts.extra.get("asked_by")
     if isinstance(asked, int):
         cause = next((cause for each, cause in _BY_SIGNAL.items() if each == asked), TERMINATED)
-        return cause, 0.95, f"{_signal_name(asked)} was sent by the user, and it ended: {status_text(status)}"
+        how = "was ended by it" if status == -asked else f"ended with {status_text(status)}"
+        return cause, 0.95, f"{_signal_name(asked)} was sent by the user, and the command {how}"
     if status > 0:
         started = facts.extra.get("phase") is not None
         if status in _CANNOT_EXECUTE and not started:
             return NEVER_STARTED, 0.8, f"it ended with status {status}"
         return STATUS_ONLY, 0.5, f"it ended with status {status}"
     number = -status
-    name = _signal_name(number)
     if number == signal.SIGKILL and kills:
-        return OUT_OF_MEMORY_KILL, 0.95, f"{name}, and the kernel's counter of kills for memory rose by {kills}"
+        return OUT_OF_MEMORY_KILL, 0.95, f"{ended}, and the kernel's counter of kills for memory rose by {kills}"
     if number == signal.SIGKILL and kills is None and _predicted(facts.events):
-        return PREDICTED_OUT_OF_MEMORY, 0.75, f"{name} while memory was running out"
+        return PREDICTED_OUT_OF_MEMORY, 0.75, f"{ended} while memory was running out"
     confidence = 0.75
     if number == signal.SIGKILL:
         confidence = 0.7 if kills == 0 else 0.5  # without the counter it may have been the kernel, for memory
     cause = next((cause for each, cause in _BY_SIGNAL.items() if each == number), OTHER_SIGNAL)
-    return cause, confidence, name or status_text(status)
+    return cause, confidence, ended
 
 
 def _predicted(events: Iterable[Event]) -> Event | None:
@@ -241,8 +270,9 @@ def _exhibits(command: Ending | None, child: Ending | None, kills: int | None, f
     for ending, who in ((command, "the command"), (child, "the process that failed first")):
         if ending is not None and ending.status is not None:
             place = f", in phase {ending.phase}" if ending.phase not in (None, "ending") else ""
-            step = f", after {ending.step} steps" if ending.step else ""
-            text = f"{who} ended: {status_text(ending.status)}{place}{step}"
+            step = f", after {ending.step} step{'s' if ending.step > 1 else ''}" if ending.step else ""
+            how = "was ended by holdfast with" if _by_holdfast(ending, ending.status) else "ended:"
+            text = f"{who} {how} {status_text(ending.status)}{place}{step}"
             found.append(Exhibit(text=text, source="exit status", unix_seconds=ending.unix_seconds, rank=ending.rank))
     if kills is not None:
         role = "confirmation" if kills else "fact"
@@ -253,8 +283,17 @@ def _exhibits(command: Ending | None, child: Ending | None, kills: int | None, f
                 Exhibit(text=_trend_text(event.data), source="memory trend", unix_seconds=event.unix_seconds)
             )
         elif event.kind == "leak":
-            found.append(Exhibit(text=_leak_text(event.data), source="leak trace", unix_seconds=event.unix_seconds))
-    return (*found[:2], *found[2:][-4:])
+            found.append(Exhibit(text=_leak_text(event), source="leak trace", unix_seconds=event.unix_seconds))
+    return (*found[:2], *found[2:][-4:], *_beside(facts))
+
+
+def _beside(facts: Facts) -> Iterable[Exhibit]:
+    """Yield what the samples and the watchdog say that need not have ended it."""
+    lost, hang = lost_loss(facts), hang_left_alone(facts)
+    if lost is not None:
+        yield Exhibit(text=f"the loss is not finite from step {lost} to the end", source="samples of steps")
+    if hang is not None:
+        yield replace(_hang_exhibit(hang), role="fact")
 
 
 def _trend_text(data: Any) -> str:
@@ -265,8 +304,11 @@ def _trend_text(data: Any) -> str:
     return f"{data.get('what', 'host')} memory grew by {amount} a step{until}"
 
 
-def _leak_text(data: Any) -> str:
-    return f"{data.get('what', 'objects')} are kept by {data.get('held_by', '?')}, at {data.get('retained_at', '?')}"
+def _leak_text(event: Event) -> str:
+    data = event.data
+    held = f" by {data['held_by']}" if data.get("held_by") else ""
+    place = leak_place(event)
+    return f"{data.get('what', 'objects')} are kept{held}" + (f", at {place}" if place else "")
 
 
 def status_text(status: int) -> str:

@@ -55,6 +55,9 @@ class Signature:
         frames: Regular expressions on ``path:function`` of frames; if given, one must match in the traceback of an
             exception.
         only_exceptions: Whether lines that are no exception do not count: for words that people also print.
+        in_frames: Further patterns that count only in an exception, each with one on ``path:function`` that a
+            frame of it must match.
+        explains: Ids of signatures that only repeat, later and with less detail, what this one says.
         role: See `Role`.
         rank: Order of trust, the smaller first, when several match: 10 hardware, 20 out of memory, 30 device assert,
             40 storage and environment, 50 loader, 60 checkpoint, 70 everything specific, 90 generic.
@@ -76,6 +79,8 @@ class Signature:
     exceptions: tuple[str, ...] = ()
     frames: tuple[str, ...] = ()
     only_exceptions: bool = False
+    in_frames: tuple[tuple[str, str], ...] = ()
+    explains: tuple[str, ...] = ()
     role: Role = "root"
     rank: int = 70
     restart: Restart = "stop"

@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.core.events import Event
 from holdfast.diagnose.evidence import Facts, Frame, Statement
 from holdfast.diagnose.log_text import quoted
+from holdfast.diagnose.remarks import (
+    LOST_LOSS_FIX,
+    WORKER_KILLED,
+    kills_counted,
+    leak_place,
+    lost_loss,
+    newest_leak,
+    of_good_end,
+    of_interruption,
+    way_out,
+)
 from holdfast.diagnose.runtime_causes import End
 from holdfast.diagnose.signature import Signature
-from holdfast.diagnose.signatures.runtime import UNCAUGHT, UNKNOWN
+from holdfast.diagnose.signatures.runtime import ENDED_WELL, INTERRUPTED, STATUS_ONLY, TERMINATED, UNCAUGHT, UNKNOWN
 from holdfast.diagnose.verdict import Exhibit, Verdict
 from holdfast.diagnose.weighing import Candidate
 
@@ -24,7 +35,7 @@ _MOST_QUOTED = 160  # characters of a message inside the paragraph
 # Installed code and what ships with Python: not where a user looks first.
 _FOREIGN = re.compile(
     r"(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen |^<string>$|/torch/(?:nn|utils|optim|distributed)/"
-    r"|runpy\.py$|/holdfast/(?:run|data|memory|numerics|checkpoint|supervise|recorder)/"
+    r"|runpy\.py$|/holdfast/(?:run|data|memory|numerics|checkpoint|supervise|recorder)/|/tqdm/"
 )
 
 
@@ -53,6 +64,7 @@ class Told:
 
 def tell(told: Told) -> Verdict:
     """Return the verdict in words."""
+    told = replace(told, signature=_as_counted(told))
     signature, candidate = told.signature, told.candidate
     place = _place(candidate)
     if told.end.hang is not None and candidate is None:
@@ -62,7 +74,7 @@ def tell(told: Told) -> Verdict:
     return Verdict(
         cause=signature.id,
         family=signature.family,
-        title=_title(signature, statement),
+        title=_title(told, statement),
         summary=_summary(told, place),
         fix=_fix(told),
         confidence=told.confidence,
@@ -71,14 +83,40 @@ def tell(told: Told) -> Verdict:
         tried=told.facts.tried,
         missing=tuple(_missing(told)),
         restart=signature.restart,
-        changes=tuple(signature.changes.items()),
+        changes=_changes(told),
         where=place,
         rank=rank,
         step=_step(told),
     )
 
 
-def _title(signature: Signature, statement: Statement | None) -> str:
+def _as_counted(told: Told) -> Signature:
+    """Return the signature, without the kernel where its counter says that it killed nothing for memory."""
+    signature = told.signature
+    if signature.id != WORKER_KILLED or kills_counted(told.facts.endings) != 0:
+        return signature
+    return replace(
+        signature,
+        title="a loader worker was killed (SIGKILL) by somebody, not for want of memory",
+        family="preempted",
+        means="Somebody sent SIGKILL to a worker. The kernel did not: its counter of kills for memory did not rise.",
+        fix="Find out who ended it: a person, a clean-up script, or a limit of the scheduler. Then start it again.",
+    )
+
+
+def _changes(told: Told) -> tuple[tuple[str, str], ...]:
+    """Return what the next attempt is to change, without what this one had already."""
+    had = told.facts.extra.get("changed")
+    had = had if isinstance(had, dict) else {}
+    return tuple((name, value) for name, value in told.signature.changes.items() if had.get(name) != value)
+
+
+def _title(told: Told, statement: Statement | None) -> str:
+    signature, lost = told.signature, lost_loss(told.facts)
+    if signature.id == ENDED_WELL and lost is not None:
+        return f"ended with status 0, but the loss is not finite since step {lost}"
+    if signature.id == STATUS_ONLY and told.facts.extra.get("exit_how") == "sys.exit":
+        return f"ended itself by sys.exit with status {told.end.status}"
     if signature.id == UNCAUGHT and statement is not None and statement.exception:
         return f"{signature.title}: {statement.exception}"
     return signature.title
@@ -92,35 +130,47 @@ def _summary(told: Told, place: str) -> str:
         first = first if len(first) <= _MOST_QUOTED else f"{first[: _MOST_QUOTED - 3]}..."
         who = f"Rank {candidate.statement.rank}" if candidate.statement.rank is not None else "It"
         at = f" at {place}" if place else ""
-        parts.append(f"{who} failed{at}: {first}{'' if first.endswith('.') else '.'}")
+        parts.append(_sentence(f"{who} failed{at}: {first}"))
     elif signature.id != UNKNOWN and told.end.why:
-        parts.append(f"{told.end.why[:1].upper()}{told.end.why[1:]}.")
+        parts.append(_sentence(told.end.why))
     step = _step(told)
     if step and not told.end.well:
         phase = told.facts.extra.get("phase")
         stood = f" and stood in phase {phase}" if phase and phase != "ending" else ""
-        parts.append(f"It had made {step} steps{stood}.")
-    parts.append(signature.means)
+        parts.append(f"It had made {step} step{'' if step == 1 else 's'}{stood}.")
+    if signature.id in (TERMINATED, INTERRUPTED):
+        parts += of_interruption(told.facts)
+    left = way_out(told.facts) if signature.id == STATUS_ONLY else ""
+    parts.append(_sentence(left) if left else signature.means)
+    if signature.id == ENDED_WELL:
+        parts += of_good_end(told.facts)
     leak = _leak(told)
-    if leak is not None:
-        parts.append(f"Memory was kept at {leak.data.get('retained_at', '?')}.")
+    if leak is not None and leak_place(leak):
+        parts.append(_sentence(f"Memory was kept at {leak_place(leak)}"))
     return " ".join(parts)
 
 
+def _sentence(text: str) -> str:
+    """Return a text as one sentence: with a capital and one full stop."""
+    text = text.rstrip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+
+
 def _fix(told: Told) -> str:
-    leak = _leak(told)
-    if leak is not None and leak.data.get("retained_at"):
-        return (
-            f"Look first at {leak.data['retained_at']}, where memory is kept from step to step. {told.signature.fix}"
-        )
-    return told.signature.fix
+    well = told.signature.id == ENDED_WELL
+    if well and lost_loss(told.facts) is not None:
+        return LOST_LOSS_FIX
+    leak = newest_leak(told.facts) if well else _leak(told)
+    place = leak_place(leak) if leak is not None else ""
+    if not place:
+        return told.signature.fix
+    rest = "A longer run would end for want of memory." if well else told.signature.fix
+    return f"Look first at {place}, where memory is kept from step to step. {rest}"
 
 
 def _leak(told: Told) -> Event | None:
     """Return the newest leak that was traced, if memory is what the verdict is about."""
-    if "memory" not in told.signature.family:
-        return None
-    return next((event for event in reversed(told.facts.events) if event.kind == "leak"), None)
+    return newest_leak(told.facts) if "memory" in told.signature.family else None
 
 
 def _exhibits(told: Told) -> Iterator[Exhibit]:
@@ -165,11 +215,12 @@ def _place(candidate: Candidate | None) -> str:
     """Return the innermost frame of the user's own code, else the innermost of all."""
     if candidate is None:
         return ""
-    for statement in (candidate.statement, *candidate.chain):
-        if statement.frames:
-            own = own_frame(statement.frames)
-            return f"{own.file}:{own.line}" + (f" in {own.function}" if own.function else "")
-    return ""
+    chain = [each.frames for each in (candidate.statement, *candidate.chain) if each.frames]
+    if not chain:
+        return ""
+    # An exception of a handler has none: then that of what it broke into.
+    frame = own_frame(next((frames for frames in chain if not _FOREIGN.search(own_frame(frames).file)), chain[0]))
+    return f"{frame.file}:{frame.line}" + (f" in {frame.function}" if frame.function else "")
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame:

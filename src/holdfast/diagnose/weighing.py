@@ -5,7 +5,8 @@ Every statement that a signature fits is a candidate; of a chain of exceptions, 
     tier 0  an exception that is known to have ended its process, or what a Guard stopped for
     tier 1  a traceback after which the process did not go on; a line about hardware or a killing kernel
     tier 2  the last line of a traceback alone, or an exception that a logger printed
-    tier 3  any other line after which the process did not go on
+    tier 3  any other line after which the process did not go on; the newest traceback of a process that left its main
+            module, where lines of progress after it can have waited in a buffer
     tier 4  what was caught, warned of, or followed by progress: a cause only where nothing else is
 
 Does not: look at how processes ended (see ``runtime_causes``), or choose (see ``judging``).
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.diagnose.evidence import Facts, Statement
 from holdfast.diagnose.matching import Match, match_all
@@ -182,26 +183,37 @@ def _confidence(signature: Signature, tier: int) -> float:
 
 
 def _without_early(candidates: list[Candidate]) -> list[Candidate]:
-    """Return candidates with tracebacks put into the last tier that stand long before the one that ended a process.
+    """Return candidates with tracebacks put into the last tier that stand before the one that ended a process.
 
-    Two tracebacks of one process that nobody saw go on: the later ended it, and the earlier belongs to it only if it
-    stands close by.
+    Two tracebacks of one process that nobody saw go on: the later ended it. The earlier belongs to it only if it
+    stands close by, and nothing between them says that the run began again. One that was overtaken can be the cause
+    only if no root came later.
     """
     begins: dict[int | None, int] = {}
+    roots: set[int | None] = set()  # ranks of which a root came later
     found = []
     for candidate in reversed(candidates):
         statement = candidate.statement
-        if candidate.tier == 1 and statement.kind == "exception" and statement.source:
-            later = begins.get(statement.rank)
-            if later is not None and later - statement.position > _BURST_LINES:
-                candidate = Candidate(
-                    signature=candidate.signature, statement=statement, tier=_CAUGHT,
-                    confidence=_CERTAIN[_CAUGHT], chain=candidate.chain, also=candidate.also,
-                )  # fmt: skip
+        rank = statement.rank
+        raised = statement.kind == "exception" and statement.source
+        last = candidate.chain[-1] if candidate.chain else statement
+        if raised and candidate.tier == 1:
+            later = begins.get(rank)
+            far = later is not None and later - statement.position > _BURST_LINES
+            if far or (last.resumed and rank in roots):
+                candidate = _moved(candidate, _CAUGHT)
             else:
-                begins[statement.rank] = statement.position
+                begins[rank] = statement.position
+        elif raised and last.overtaken and rank not in roots:
+            candidate = _moved(candidate, 3)
+        if raised and candidate.tier < _CAUGHT and candidate.signature.role == "root":
+            roots.add(rank)
         found.append(candidate)
     return found[::-1]
+
+
+def _moved(candidate: Candidate, tier: int) -> Candidate:
+    return replace(candidate, tier=tier, confidence=_confidence(candidate.signature, tier))
 
 
 # Families of our own errors, by the beginning of the rule.

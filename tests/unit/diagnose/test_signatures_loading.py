@@ -32,7 +32,8 @@ def cause(text: str, exception: str | None = "RuntimeError", *places: str) -> st
 def test_every_text_fits_its_own_patterns(signature: Signature) -> None:
     """The example and every other wording of a signature are found by one of its own patterns."""
     for text in (signature.example, *signature.also.values()):
-        assert any(re.search(pattern, text, re.IGNORECASE) for pattern in signature.patterns), text
+        patterns = (*signature.patterns, *(pattern for pattern, _ in signature.in_frames))
+        assert any(re.search(pattern, text, re.IGNORECASE) for pattern in patterns), text
 
 
 @pytest.mark.parametrize(

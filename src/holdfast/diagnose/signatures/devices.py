@@ -38,6 +38,7 @@ _FAULTS: tuple[Signature, ...] = (
         title="a label lies outside the classes, or an index outside its table, said by a GPU kernel",
         family="shape or type",
         rank=29,
+        explains=("H911",),
         patterns=(
             r"Assertion `t >= 0 && t < n_classes` failed",
             r"Assertion `cur_target >= 0 && cur_target < n_classes` failed",

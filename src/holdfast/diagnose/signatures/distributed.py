@@ -25,6 +25,9 @@ _COLLECTIVES: tuple[Signature, ...] = (
             r"\bfailed to pass monitoredBarrier in \d+ ms",
             r"\btimed out in monitoredBarrier after \d+ ?ms",
             r"\bProcessGroupWrapper: Monitored Barrier encountered error",
+            r"\bFuture for ProcessGroup abort timed out\b",
+            r"\bHeartbeat monitor timed out\b",
+            r"\bwatchdog got stuck for \d+ seconds",
             r"\bReceived a dump signal (?:from this local rank|due to a collective timeout)",
         ),
         restart="retry",
@@ -144,7 +147,10 @@ _COLLECTIVES: tuple[Signature, ...] = (
         id="H925",
         title="DDP: some parameters got no gradient",
         family="distributed",
-        patterns=(r"\bExpected to have finished reduction in the prior iteration before starting a new one",),
+        patterns=(
+            r"\bExpected to have finished reduction in the prior iteration before starting a new one",
+            r"\bLightningModule has parameters that were not used in producing the loss",
+        ),
         restart="stop",
         means="DistributedDataParallel waits for a gradient of every parameter, and the last backward left some "
         "out: a branch or head that was not used, or an output that is not part of the loss.",

@@ -67,6 +67,25 @@ _PROCESSES: tuple[Signature, ...] = (
         seen="reproduced on torch 2.13",
     ),
     Signature(
+        id="H1224",
+        title="a process that was being started ended before it was handed its work",
+        family="loader",
+        role="cascade",
+        rank=49,
+        patterns=(),
+        in_frames=((r"\[Errno 32\] Broken pipe", r"[/\\]reduction\.py:dump$|popen_spawn_\w+\.py:__init__$"),),
+        exceptions=("BrokenPipeError",),
+        only_exceptions=True,
+        means="The parent wrote the pickled work into a pipe whose reader had ended: the new process failed while it "
+        "imported the main module, and said so itself.",
+        fix="Read the error of the child above or below this one; without one, run the import of the main module "
+        "alone. Mostly a missing `if __name__ == '__main__':`.",
+        example='Traceback (most recent call last):\n  File "train.py", line 60, in <module>\n  File '
+        '"/usr/lib/python3.11/multiprocessing/reduction.py", line 60, in dump\nBrokenPipeError: [Errno 32] '
+        "Broken pipe",
+        seen="pytorch#31465",
+    ),
+    Signature(
         id="H1215",
         title="a spawned process cannot find a class or function of the main module",
         family="user code",

@@ -18,7 +18,10 @@ _DEATHS: tuple[Signature, ...] = (
         family="loader",
         rank=90,
         restart="retry",
-        patterns=(r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly",),
+        patterns=(
+            r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly",
+            r"\bbackground workers are no longer alive\b",  # batchgenerators
+        ),
         means="A worker process of the DataLoader is gone. The exception that this one was raised from names the "
         "signal or exit code; here it was not printed.",
         fix="Print the whole traceback with its cause instead of the message alone. Then run once with "

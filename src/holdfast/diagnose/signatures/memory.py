@@ -36,6 +36,8 @@ SIGNATURES: tuple[Signature, ...] = (
             r"\bAllocation on device \d* ?would exceed allowed memory",
             r"\bcuda runtime error \(2\) : out of memory",
         ),
+        # In the middle of a step the context is there already: it is the training that needs more.
+        in_frames=((r"^CUDA error: out of memory\b", r":(?:backward|forward|_call_impl)$|/optim/\w+\.py:step$"),),
         restart="remedy",
         changes=_EXPANDABLE,
         means="The caching allocator of torch found no free block on the GPU and got none from the driver. "
@@ -217,17 +219,20 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         id="H910",
-        title="Slurm's memory limit killed a process of the job",
+        title="the scheduler's memory limit killed a process of the job",
         family="host out of memory",
         rank=20,
         patterns=(
             r"Detected \d+ oom[-_ ]kill events? in (?:StepId|step)",
             r"Detected \d+ oom[-_ ]kill event\(s\)",
             r"\bsrun: error: [\w.-]+: tasks? [\d,-]+: Out Of Memory",
+            r"\bexceeded (?:job )?memory limit\b",
+            r"\bPBS: job killed: (?:p?v|p)?mem \w+ exceeded limit",
+            r"\bTERM_MEMLIMIT\b",
         ),
         restart="remedy",
         changes=_RETURNING,
-        means="The job used more host memory than it asked Slurm for; its control group killed the largest process. "
+        means="The job used more host memory than it asked the scheduler for; the largest process was killed. "
         "With no `--mem` the site's default applies, which is often a few GiB per core.",
         fix="Ask for more with `--mem` or `--mem-per-cpu`; fewer loader workers; `sacct -j JOB -o MaxRSS` shows "
         "what the job had.",

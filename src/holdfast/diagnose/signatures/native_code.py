@@ -42,7 +42,7 @@ SIGNATURES: tuple[Signature, ...] = (
         patterns=(
             r"^Fatal Python error: Segmentation fault",
             r"^(?:\S+: line \d+:\s+\d+ )?Segmentation fault(?: {2,}\S.*|\s*\(core dumped\).*)?$",
-            r"\bSegmentation fault \(core dumped\)",
+            r"\bSegmentation fault\s+\(core dumped\)",
             (
                 r"\bexited on signal 11\b|\bSIGSEGV\b[^\n]{0,60}(?:received|caught|Segmentation)|\*\*\* (?:Process "
                 r"received signal|SIGSEGV)"

@@ -104,7 +104,9 @@ _SCALING: tuple[Signature, ...] = (
         id="H1280",
         title="the loss scale fell to its minimum: every step overflowed",
         family="numerics",
+        explains=("H1302",),  # apex divides by the scale, which has become 0
         patterns=(
+            r"\breducing loss scale to \d[\d.]*e-(?:[3-9]\d|\d{3})\b",
             r"Minimum loss scale reached \(",
             r"Current loss scale already at minimum - cannot decrease scale anymore",
         ),

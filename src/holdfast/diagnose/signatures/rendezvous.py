@@ -279,7 +279,7 @@ SIGNATURES: tuple[Signature, ...] = (
         patterns=(
             r"\bSignalException: Process \d+ got signal: \d+",
             r"^Process \d+ got signal: \d+$",
-            r"\bReceived (?:Signals\.)?SIG\w+ death signal, shutting down workers",
+            r"\bReceived (?:(?:Signals\.)?SIG\w+|\d+) death signal, shutting down workers",
         ),
         restart="preempted",
         means="The launcher itself got SIGTERM (15), SIGHUP (1) or SIGINT (2) and ended its workers: the scheduler "

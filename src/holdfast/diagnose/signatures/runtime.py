@@ -28,6 +28,7 @@ SUPERVISOR_LOST = "H1616"
 OUT_OF_MEMORY_KILL = "H909"
 SEGMENTATION_FAULT = "H991"
 SCHEDULER = "H990"
+COLLECTIVE_TIMEOUT = "H921"
 
 SIGNATURES: tuple[Signature, ...] = (
     Signature(
@@ -49,9 +50,7 @@ SIGNATURES: tuple[Signature, ...] = (
         family="ended well",
         patterns=(),
         rank=90,
-        means="The command ended with status 0, or the end of the log says that the training is done. Errors "
-        "before that "
-        "were caught: the run went on after them.",
+        means="The run came to its own end.",
         fix="Nothing is to be done.",
         false_positives="A script that catches its own failure and exits with 0 looks the same.",
         example="",
@@ -82,7 +81,12 @@ SIGNATURES: tuple[Signature, ...] = (
         id=TERMINATED,
         title="terminated from outside",
         family="preempted",
-        patterns=(r"^Terminated$", r"^\S+: line \d+:\s+\d+ Terminated\b", r"\bReceived (?:SIGTERM|signal 15)\b"),
+        patterns=(
+            r"^Terminated$",
+            r"^\S+: line \d+:\s+\d+ Terminated\b",
+            r"\bReceived (?:SIGTERM|signal 15)\b",
+            r"\*\*\* SIGTERM received at time=",
+        ),
         rank=80,
         restart="preempted",
         means="The process was asked to end by SIGTERM: by a scheduler at its time limit or for another job, by "

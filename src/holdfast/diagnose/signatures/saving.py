@@ -16,6 +16,7 @@ SIGNATURES: tuple[Signature, ...] = (
         patterns=(
             r"\bunexpected pos \d+ vs \d+",
             r"\bPytorchStreamWriter failed (?:writing|closing|to)",
+            r"\bf?write\(\): fd \d+ failed with\b",
             r"\bbasic_ios::clear: iostream error\b",
             r"\binline_container\.cc:\d+\b[^\n]{0,40}\bunexpected pos\b",
         ),

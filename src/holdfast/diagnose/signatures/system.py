@@ -85,7 +85,7 @@ SIGNATURES: tuple[Signature, ...] = (
             r"\bJob step aborted: Waiting up to \d+ seconds for job step to finish\b",
             r"\bPBS: job killed: walltime \d+ exceeded limit \d+",
             r"\bTERM_RUNLIMIT: job killed after reaching LSF run time limit",
-            r"\bjob killed after reaching LSF\b",
+            r"\bjob killed after reaching LSF (?!memory)",
             r"\b(?:instance|node|machine|VM) (?:is being|was|will be) (?:preempted|reclaimed|evicted)\b",
             r"\bThe node was low on resource: ",
         ),

@@ -24,6 +24,10 @@ SIGNATURES: tuple[Signature, ...] = (
                 r"with|encountered) (?:a )?(?:value )?(?:nan|infinite|infinity|inf|not finite|non-?finite)\b"
             ),
             (
+                r"(?<!if )(?<!when )(?<!unless )(?<!whether )(?<!no )\b(?:outputs?|predictions|logits) (?:"
+                r"is|are|became|contains?) (?:all )?nan\b"
+            ),
+            (
                 r"(?<!if )(?<!when )(?<!no )(?<!without )(?<!on )(?<!for )(?<!skip )\b(?:nan|infinite|inf|"
                 r"non-?finite)(?:(?: or |/)(?:nan|inf|infinite))? (?:\w+ )?loss(?:es)?\b(?:, (?:stopp|end|abort|"
                 r"skipp|exit|terminat)\w*| (?:detected|encountered|found|at|in|during|value|of)\b|[:,]? "

@@ -1,0 +1,96 @@
+"""What is worth saying beside the cause: a loss that was lost, memory that grew, a hang left alone, how it left.
+
+Does not: choose the cause (see ``judging``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.core.events import Event
+from holdfast.diagnose.evidence import Ending, Facts
+
+WORKER_KILLED = "H930"
+
+LOST_LOSS_FIX = (
+    "Do not use what it saved since that step. Start it again under `holdfast.watch`, which names the batch and the "
+    "layer where the first value was not finite, or train with a Guard, which skips such steps and goes back to a "
+    "good checkpoint; `torch.autograd.set_detect_anomaly(True)` names the operation of the forward pass."
+)
+
+
+def lost_loss(facts: Facts) -> int | None:
+    """Return the step since which the loss was not finite, to the end; None: it was, or nobody knows."""
+    step = facts.extra.get("loss_not_finite_since")
+    return step if isinstance(step, int) else None
+
+
+def leak_place(event: Event) -> str:
+    """Return where leaked memory is kept, else where it was made; an empty text if neither is known."""
+    for key in ("retained_at", "allocated_at"):
+        place = event.data.get(key)
+        if isinstance(place, str) and place.strip(" ?"):
+            return place
+    return ""
+
+
+def newest_leak(facts: Facts) -> Event | None:
+    """Return the newest leak that was traced."""
+    return next((event for event in reversed(facts.events) if event.kind == "leak"), None)
+
+
+def growth(facts: Facts) -> Event | None:
+    """Return the newest trend of memory, if it had not ended."""
+    newest = next((event for event in reversed(facts.events) if event.kind == "memory_trend"), None)
+    return newest if newest is not None and newest.data.get("bytes_per_step") else None  # 0: over
+
+
+def hang_left_alone(facts: Facts) -> Event | None:
+    """Return the newest hang that nobody acted on, if no step was made after it."""
+    hangs = [event for event in facts.events if event.kind == "hang" and event.data.get("remedy") == "wait"]
+    if not hangs:
+        return None
+    steps, step = facts.extra.get("steps"), hangs[-1].data.get("step")
+    moved = isinstance(steps, int) and isinstance(step, int) and steps > step
+    return None if moved else hangs[-1]
+
+
+def kills_counted(endings: tuple[Ending, ...]) -> int | None:
+    """Return how far the kernel's counter of kills for memory rose; None: nobody could read it."""
+    return max((ending.oom_kills for ending in endings if ending.oom_kills is not None), default=None)
+
+
+def way_out(facts: Facts) -> str:
+    """Return how a process left that ended with a status of its own, as it was recorded; or an empty text."""
+    how, line = facts.extra.get("exit_how"), facts.extra.get("last_line")
+    if how == "sys.exit":
+        said = f", and its last line is: {line}" if line else ""
+        return f"It left by `sys.exit`{said}"
+    if how == "os._exit":
+        return "Its interpreter did not end in order: it left as by `os._exit`"
+    return ""
+
+
+def of_good_end(facts: Facts) -> Iterator[str]:
+    """Yield the sentences about a run that ended with status 0."""
+    step = lost_loss(facts)
+    if step is not None:
+        yield f"But its loss is not finite since step {step}."
+    leak, grows = newest_leak(facts), growth(facts)
+    if leak is not None:
+        place = leak_place(leak)
+        yield f"But memory leaks: {leak.data.get('what', 'objects')} are kept" + (f" at {place}." if place else ".")
+    elif grows is not None:
+        yield f"But {grows.data.get('what', 'host')} memory grew from step to step."
+    raised = any(each.kind == "exception" for each in facts.statements)
+    if raised:
+        yield "Errors that it printed before were caught: it went on after them."
+
+
+def of_interruption(facts: Facts) -> Iterator[str]:
+    """Yield the sentences about a run that was ended by a signal on request."""
+    hang = hang_left_alone(facts)
+    if hang is not None:
+        place = f" at {hang.data['frame']}" if hang.data.get("frame") else ""
+        kind = hang.data.get("kind") or "of an unknown kind"
+        yield f"Before that it hung{place} ({kind}), for {hang.data.get('seconds', '?')} s when last looked at."
