@@ -170,6 +170,7 @@ def test_dry_run_says_everything_and_runs_nothing(supervise, tmp_path):
     code, out, _ = run.end()
     assert code == 0
     assert re.search(r"data wait = 7 s", out)
+    assert re.search(r"moving = 3600 s, for which", out)
     assert "at most 5" in out
     assert "PYTHONPATH" in out
     assert not (tmp_path / "made").exists()
@@ -265,8 +266,30 @@ def test_what_does_not_listen_is_killed_after_the_time_of_grace(supervise):
     code, _, err = run.end()
     assert code == 137
     assert "SIGTERM passed on" in err
+    assert "holdfast: killed with SIGKILL" in err
     assert not marked_processes(mark, [])
     assert run.events("attempt_ended")[0]["signal_sent_by_us"] == signal.SIGKILL
+
+
+@pytest.mark.parametrize("apart_seconds", [0.6, 0.1])
+def test_a_second_ctrl_c_is_the_last(supervise, apart_seconds):
+    """Who ignores SIGINT is killed at the second one; what a shell and a wrapper pass on of one key counts once."""
+    ignoring = "trap '' INT; echo ready; while :; do sleep 1; done"
+    run = supervise("--grace-seconds", "1000", command=["sh", "-c", ignoring])
+    run.wait_for_text("ready")
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for(lambda: run.events("signal"))
+    time.sleep(apart_seconds)
+    run.process.send_signal(signal.SIGINT)
+    if apart_seconds < 0.5:
+        run.wait_for(lambda: len(run.events("signal")) == 2)
+        time.sleep(0.5)
+        assert run.process.poll() is None
+        run.process.send_signal(signal.SIGINT)
+    code, _, err = run.end()
+    assert code == 137
+    assert "at once after a second one" in err
+    assert "holdfast: killed with SIGKILL" in err
 
 
 def test_under_nohup_a_hang_up_is_nobodys_business(supervise):
@@ -438,6 +461,17 @@ def test_a_scheduler_may_start_the_same_run_again(supervise, tmp_path):
         assert ended.stdout == f"attempt {number}\n"
     log = (tmp_path / "same" / "output.log").read_text()
     assert log.count("--- holdfast: attempt ") == 2
+
+
+def test_the_directory_of_another_command_is_continued_with_a_word(supervise, tmp_path):
+    """Another command in the same directory is told so, once; the same one is not."""
+    said = []
+    for command in (["true"], ["true"], ["sh", "-c", "printf unfinished >&2"]):
+        arguments = [*CLI, "--run-dir", str(tmp_path / "same"), "--", *command]
+        said.append(subprocess.run(arguments, capture_output=True, text=True, check=True).stderr)
+    assert ["another command" in each for each in said] == [False, False, True]
+    assert "another command, 'true'; it is continued as attempt 2\n" in said[2]
+    assert "\nunfinished\nholdfast: " in said[2]
 
 
 def test_without_a_directory_runs_last_leads_to_the_run(tmp_path):

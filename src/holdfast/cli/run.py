@@ -29,7 +29,12 @@ _RunDir = Annotated[
 _Delay = Annotated[float, typer.Option(min=0, help="Seconds before the first restart; doubled up to 5 minutes.")]
 _Limits = Annotated[
     list[str] | None,
-    typer.Option(metavar="PHASE=SECONDS", help="Longest stand-still of a phase; may be repeated."),
+    typer.Option(
+        metavar="PHASE=SECONDS",
+        help="Longest stand-still of a phase, or of all of them (all=SECONDS); may be repeated. floor=SECONDS: the "
+        "least for the phases of a step. factor=NUMBER: times the longest so far. moving=SECONDS: how long a process "
+        "that still computes is left alone. SECONDS may be 'off'; --dry-run lists all.",
+    ),
 ]
 _Blind = Annotated[bool, typer.Option("--no-observe", help="Record nothing inside Python processes; nor watch them.")]
 _Grace = Annotated[float, typer.Option(min=0, help="From SIGINT or SIGTERM to SIGKILL. Schedulers leave 30 s.")]
@@ -81,9 +86,11 @@ def run(
         with _metrics_to(metrics or [], supervisor.run_path):
             outcome = supervisor.run()
     if not quiet:
+        supervisor.begin_line(2)
         _print_end(outcome)
     _post(webhook, outcome)
     if as_json:
+        supervisor.begin_line(1)
         _echo(json.dumps(_summary(outcome)), 1)
     raise typer.Exit(outcome.status)
 

@@ -29,6 +29,7 @@ from holdfast.report.verdicts import verdict_from
 _KEPT_SAMPLES = 600
 _KEPT_EVENTS = 50
 _RATE_SAMPLES = 50
+_LOST_FILE = "lost.json"  # in the supervisor's folder; report does not import supervise
 LOCK_FILE = "lock"  # in the supervisor's folder and in a guard's run directory
 # A run has ended when nobody holds its lock, its processes are gone and it says nothing any more for this long.
 _SILENT_SECONDS = 5.0
@@ -137,7 +138,9 @@ class Watched:
         self._attempt = max([self._attempt, *(source.attempt for source in sources)])
         here = supervised.get("hostname", socket.gethostname()) == socket.gethostname()
         glances = [(source, self._process(source, here=here)) for source in self._shown(sources)]
-        state = self._state([glance for _, glance in glances])
+        lost = self._supervisor_is_lost(supervised.get("supervisor_pid"), here=here)
+        state = self._state([glance for _, glance in glances], lost=lost)
+        problems = [*self._follower.problems.values(), *(["its supervisor was killed"] if lost else [])]
         verdict = read_json(self._run / VERDICT_FILE) if state != "running" else {}
         argv, began = supervised.get("argv"), supervised.get("started")
         return Glance(
@@ -151,7 +154,7 @@ class Watched:
             events=tuple(self._events),
             limits=_limits(supervised.get("limits")),
             verdict=verdict_from(verdict) if verdict else None,
-            problems=tuple(self._follower.problems.values()),
+            problems=tuple(problems),
         )
 
     def _take_news(self) -> None:
@@ -194,7 +197,16 @@ class Watched:
         history = list(self._history.get(source.directory, ()))
         return _glance(source, standing, history, alive, since, self._clock.unix_seconds())
 
-    def _state(self, processes: list[ProcessGlance]) -> State:
+    def _supervisor_is_lost(self, pid: object, *, here: bool) -> bool:
+        """Return whether the supervisor has gone without a word: that was noted, or its process is gone."""
+        if self._supervisor_said in ("", "stopped"):
+            return False
+        if (self._run / SUPERVISOR_FOLDER / _LOST_FILE).exists():
+            return True
+        locked = _is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
+        return here and locked is False and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()
+
+    def _state(self, processes: list[ProcessGlance], *, lost: bool) -> State:
         supervised = _is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
         if self._supervisor_said == "restart" and supervised is not False:
             return "waits to restart"
@@ -204,9 +216,9 @@ class Watched:
         if any(process.alive for process in processes):
             self._silent_since = self._clock.monotonic_seconds()
             return "running"
-        if any(process.alive is None for process in processes):
+        if any(process.alive is None for process in processes) and not lost:
             return "running"  # on another machine: nobody here can tell
-        if self._supervisor_said == "stopped":
+        if self._supervisor_said == "stopped" or lost:
             return "ended"
         silent = self._clock.monotonic_seconds() - self._silent_since
         known = bool(processes or self._supervisor_said)

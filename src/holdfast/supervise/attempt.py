@@ -33,7 +33,9 @@ _LEFTOVER_SECONDS = 0.4  # after the command itself has ended; no process is lef
 _KILL_SECONDS = 5.0  # SIGKILL takes milliseconds, unless the kernel waits for a device or a network disk
 _QUIET_SECONDS = 0.1  # a terminal passes its last bytes on through a work queue of the kernel
 _FLUSH_SECONDS = 5.0  # for a slow reader of our own output
-_MOST_ASKED = 3  # whoever presses Ctrl-C a third time means it
+_MOST_ASKED = 3  # whoever asks a third time means it, and who presses Ctrl-C a second time
+_KILLED = "killed with SIGKILL, since it had not ended when it was told to"
+_TWICE_SECONDS = 0.5  # a shell and a wrapper around us may both pass one Ctrl-C on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +95,10 @@ class Attempt:
         self._grace = grace_seconds
         self._tell = tell
         self._hangs: SimpleQueue[Hang] = SimpleQueue()
+        self._lines: SimpleQueue[str] = SimpleQueue()
         self._hang: Hang | None = None
         self._asked: list[int] = []
+        self._interrupted: float | None = None
         self._sent: int | None = None
         self._deadline: float | None = None
         self._doomed: tuple[float, list[ProcessInfo]] | None = None
@@ -105,12 +109,18 @@ class Attempt:
         self._hangs.put(hang)
         self._signals.rouse()
 
+    def take_line(self, text: str) -> None:
+        """Print a line of ours; from any thread."""
+        self._lines.put(text)
+        self._signals.rouse()
+
     def serve(self) -> End:
         """Wait until the command has ended, end what it leaves, and return how it went."""
         self._signals.attach(self._child.pid)
         while not self._has_ended():
             while not self._wait_once(_TICK_SECONDS):
                 continue  # only output, of which there may be much
+            self._say_lines()
             self._look_at_hangs()
             self._keep_deadlines()
             if self._sentinel.revive():
@@ -120,6 +130,7 @@ class Attempt:
         status = self._child.wait()
         self._end_leftovers()
         self._copier.drain(quiet_seconds=_QUIET_SECONDS, flush_seconds=max(self._grace, _FLUSH_SECONDS))
+        self._say_lines()
         return End(
             status=status,
             seconds=seconds,
@@ -161,12 +172,20 @@ class Attempt:
         else:
             self._tell("signal", **{"number": number, "from": "user"})
             if number in ASKING_TO_END:
-                self._asked.append(number)
-                grace = 0.0 if len(self._asked) >= _MOST_ASKED else self._grace
-                self._limit(grace)
-                if len(self._asked) == 1:
-                    name = signal.Signals(number).name
-                    self._copier.say(f"{name} passed on; what still runs in {grace:g} s is killed")
+                self._on_asked(number)
+
+    def _on_asked(self, number: int) -> None:
+        now = time.monotonic()
+        again = number == signal.SIGINT and self._interrupted is not None
+        again = again and now - (self._interrupted or now) >= _TWICE_SECONDS
+        if number == signal.SIGINT and self._interrupted is None:
+            self._interrupted = now
+        self._asked.append(number)
+        self._limit(0.0 if again or len(self._asked) >= _MOST_ASKED else self._grace)
+        if len(self._asked) == 1:
+            at_once = ", or at once after a second one" if number == signal.SIGINT else ""
+            name = signal.Signals(number).name
+            self._copier.say(f"{name} passed on; what still runs in {self._grace:g} s is killed{at_once}")
 
     def _limit(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -176,6 +195,11 @@ class Attempt:
         for pid in self._tree.ended_orphans({self._child.pid}):
             with suppress(OSError):
                 os.waitpid(pid, os.WNOHANG)
+
+    def _say_lines(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._copier.say(self._lines.get_nowait())
 
     def _look_at_hangs(self) -> None:
         try:
@@ -212,6 +236,8 @@ class Attempt:
             signal_all([each.pid for each in self._doomed[1] if _lives(each)], signal.SIGKILL)
             self._doomed = None
         if self._deadline is not None and now >= self._deadline:
+            if self._asked or self._sent is not None:
+                self._copier.say(_KILLED)
             self._sent = signal.SIGKILL
             self._deadline = None
             self._kill()
@@ -229,6 +255,8 @@ class Attempt:
         while left and self._deadline is not None and time.monotonic() < self._deadline:
             self._wait_once(0.02)
             left = self._tree.processes()
+        if left and self._asked:
+            self._copier.say(_KILLED)
         self._deadline = None
         self._kill()
         self._reap()

@@ -27,6 +27,7 @@ _WRITE_BYTES = select.PIPE_BUF  # poll says "writable" when this much goes into 
 _MOST_PENDING = 1 << 20
 _REST_SECONDS, _REST_SECONDS_ON_A_TERMINAL = 0.1, 0.03  # tqdm draws 10 times a second; typed letters come faster
 _FEW_BYTES = 1024  # in that time: a terminal holds 4 KiB for us
+_FEW_LATELY = 4 * _FEW_BYTES  # who prints more must not find its pipe full: a full one leaves small pieces too
 _TAIL_BYTES = 1 << 16  # a traceback with its causes is a few KiB
 _HEAD_SHARE, _NEWEST_SHARE = 4, 2  # of a full log: its first quarter and its newest half are kept
 _CUT_LINE = b"\n--- holdfast: %d bytes left out ---\n"
@@ -140,6 +141,8 @@ class Sink:
         self.descriptor = descriptor
         self.pending = bytearray()
         self.broken = False
+        self.at_line_start = True
+        """Whether the last that was passed on ended with a line feed."""
         self._terminal = os.isatty(descriptor)
         self.rest_seconds = _REST_SECONDS_ON_A_TERMINAL if self._terminal else _REST_SECONDS
         """How long output may wait, so that many lines are one wake-up."""
@@ -152,6 +155,7 @@ class Sink:
 
     def add(self, data: bytes) -> None:
         """Take data to be written when the stream is ready."""
+        self.at_line_start = data.endswith(b"\n")
         if not self.broken:
             self.pending += data
             if self._terminal and self.full:
@@ -181,7 +185,7 @@ class Copier:
     def __init__(self, log: OutputLog, *, quiet: bool = False) -> None:
         self.log = log
         self._quiet = quiet
-        self._rests_until = self._last_read = 0.0
+        self._rests_until = self._last_read = self._lately = 0.0
         self._sources: dict[int, Sink] = {}
         self._sinks: dict[int, Sink] = {}
 
@@ -200,11 +204,17 @@ class Copier:
         if self._quiet:
             return
         text = "holdfast: " + "".join(each if each.isprintable() else "?" for each in text)
-        sink = self._sinks.setdefault(2, Sink(2))
-        start = b"" if self.log.at_line_start else b"\n"
-        sink.add(start + text.encode(errors="replace") + b"\n")
-        while sink.pending and _writable(sink.descriptor):
-            sink.flush_ready()
+        self.begin_line(2)
+        self._pass_on(self._sinks[2], text.encode(errors="replace") + b"\n")
+
+    def begin_line(self, descriptor: int) -> None:
+        """End a line that the command has left unfinished there, such as a progress bar."""
+        own = self._sinks.setdefault(descriptor, Sink(descriptor))
+        same = [each for each in self._sinks.values() if each is own or _same_file((each.descriptor, descriptor))]
+        if not all(each.at_line_start for each in same):
+            self._pass_on(own, b"\n")
+            for each in same:
+                each.at_line_start = True
 
     def rests(self, now: float) -> float:
         """Return how many seconds it is until `wishes` says more than now."""
@@ -245,8 +255,14 @@ class Copier:
         self.log.write(data)
         sink = self._sources[source]
         now = time.monotonic()
+        self._lately = self._lately * 0.5 ** ((now - self._last_read) / sink.rest_seconds) + len(data)
         often = now - self._last_read < 2 * sink.rest_seconds and len(data) < _FEW_BYTES
-        self._rests_until, self._last_read = now + sink.rest_seconds if often else 0.0, now
+        rests = often and self._lately < _FEW_LATELY
+        self._rests_until, self._last_read = now + sink.rest_seconds if rests else 0.0, now
+        self._pass_on(sink, data)
+
+    @staticmethod
+    def _pass_on(sink: Sink, data: bytes) -> None:
         sink.add(data)
         while sink.pending and _writable(sink.descriptor):  # the common case, without another round of the loop
             sink.flush_ready()

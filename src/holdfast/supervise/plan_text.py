@@ -52,6 +52,11 @@ def _limits(plan: Plan) -> dict[str, str]:
         seconds = plan.limits.floor(phase)
         learned = "" if plan.limits.limit(phase, 1e9) == seconds else f", or {plan.limits.factor:g} x its longest"
         found[name_of(phase)] = "no limit" if math.isinf(seconds) else f"{seconds:g} s{learned}"
+    least, moving = plan.limits.floor_seconds, plan.limits.moving_seconds
+    found["floor"] = "30 s for each phase of a step" if least is None else f"{least:g} s for each phase of a step"
+    found["factor"] = f"{plan.limits.factor:g} x the longest that a phase took lately"
+    left_alone = "for ever" if math.isinf(moving) else f"{moving:g} s"
+    found["moving"] = f"{left_alone}, for which a process that still computes is left alone"
     return found
 
 

@@ -98,6 +98,14 @@ class RunFolder:
         numbers = [event.data.get("attempt") for event in events if event.kind == "attempt_started"]
         return max((number for number in numbers if isinstance(number, int)), default=-1) + 1
 
+    def command_before(self) -> tuple[str, ...] | None:
+        """Return the words of the command that was run here before; None if there was none, or it cannot be read."""
+        try:
+            words = json.loads((self.path / SUPERVISED_FILE).read_bytes())["argv"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return tuple(map(str, words)) if isinstance(words, list) else None
+
     def describe(
         self, command: Sequence[str], started: float, limits: Mapping[str, float] | None = None
     ) -> dict[str, Any]:

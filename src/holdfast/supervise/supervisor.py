@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import signal
 import threading
 import time
@@ -33,6 +34,7 @@ from holdfast.supervise.restarts import Again, Budgets, Past, Stop, decide_resta
 from holdfast.supervise.run_folder import LOST_FILE, RunFolder, unusable
 from holdfast.supervise.signals import ASKING_TO_END, Signals
 
+_MOST_SHOWN = 100
 _ENDING = ASKING_TO_END | {signal.SIGHUP}  # between attempts nobody handles the hang-up
 
 
@@ -104,6 +106,7 @@ class Supervisor:
         self.run_path = self._folder.path
         try:
             self._number = self._folder.next_attempt()
+            self._continued = self._folder.command_before()
             floors = {name_of(phase): plan.limits.floor(phase) for phase in Phase} if plan.limits else None
             self._folder.describe(plan.command, time.time(), floors)
             self._box = BlackBox(self._folder.supervisor)
@@ -130,6 +133,7 @@ class Supervisor:
             sentinel = Sentinel(mark, self._folder.supervisor / LOST_FILE)
             stack.callback(sentinel.release)
             signals = stack.enter_context(Signals(tree))
+            self._say_what_is_continued()
             while True:
                 end = self._attempt(mark, tree, sentinel, signals)
                 verdict = self._judge()
@@ -148,6 +152,18 @@ class Supervisor:
             verdict=verdict,
             run=self.run_path,
         )
+
+    def begin_line(self, descriptor: int) -> None:
+        """End a line that the command has left unfinished on one of our own streams; after the run."""
+        self._copier.begin_line(descriptor)
+
+    def _say_what_is_continued(self) -> None:
+        before = self._continued
+        if self._number and before is not None and before != self._plan.command:
+            self._copier.say(
+                f"{self.run_path} holds a run of another command, {shlex.join(before)[:_MOST_SHOWN]!r}; "
+                f"it is continued as attempt {self._number}"
+            )
 
     def tell(self, kind: str, /, **facts: Any) -> None:
         """Record an event; from any thread."""
@@ -191,7 +207,14 @@ class Supervisor:
             return nullcontext()
         from holdfast.supervise.watching import Watching
 
-        return Watching(self.run_path, number, limits=self._plan.limits, tell=self.tell, on_hang=attempt.take_hang)
+        return Watching(
+            self.run_path,
+            number,
+            limits=self._plan.limits,
+            tell=self.tell,
+            on_hang=attempt.take_hang,
+            say=attempt.take_line,
+        )
 
     def _steps(self) -> int | None:
         """Return the most steps that a process of this attempt has made; None if none was observed."""

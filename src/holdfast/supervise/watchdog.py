@@ -7,6 +7,7 @@ nothing moved meanwhile, it is told. Does not: act on it (the supervisor does), 
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -41,6 +42,7 @@ class Watchdog:
         limits: How long is too long.
         tell: Records an event, ``tell(kind, **facts)``; called from the watchdog's thread.
         on_hang: Takes each hang, also one that needs nothing but patience; called from the watchdog's thread.
+        say: Prints a line, about what is left alone; called from the watchdog's thread.
         attempt: Number of the attempt; processes of others are passed over.
         clock: Monotonic seconds, the same clock as that of the boards.
         stacks: Takes stacks; None for one that looks at real processes.
@@ -53,13 +55,15 @@ class Watchdog:
         limits: HangLimits,
         tell: Callable[..., None],
         on_hang: Callable[[Hang], None],
+        say: Callable[[str], None] = lambda _: None,
         attempt: int = 0,
         clock: Callable[[], float] = time.monotonic,
         stacks: Stacks | None = None,
     ) -> None:
         self._limits = limits
         self._tell = tell
-        self._on_hang = on_hang
+        self._on_hang, self._say = on_hang, say
+        self._said: set[tuple[str, str]] = set()
         self._clock = clock
         self._stop = threading.Event()
         self._stacks = Stacks(run, pause=self._pause) if stacks is None else stacks
@@ -158,6 +162,20 @@ class Watchdog:
         self._tell("stacks", pid=hang.blamed_pid, files=list(hang.files), seconds=round(taken.seconds, 3))
         self._tell("hang", **hang.facts())
         self._on_hang(hang)
+        if hang.remedy == "wait" and found.moving and process.info.torch is not None:
+            self._say_left_alone(hang, starting=process.phase is Phase.STARTING)
+
+    def _say_left_alone(self, hang: Hang, *, starting: bool) -> None:
+        """Say once for each place what computes without progress, and until when it may."""
+        if (hang.kind, hang.frame) in self._said:
+            return
+        self._said.add((hang.kind, hang.frame))
+        seems = "seems to loop" if hang.kind == "Python loop" else "computes without progress"
+        where = f" at {hang.frame}" if hang.frame else ""
+        seconds = self._limits.moving_seconds
+        until = f" for {seconds / 60:.3g} min" if seconds < math.inf and not starting else ""
+        changes = "" if starting else "; --hang-limit moving=SECONDS changes that"
+        self._say(f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s now; left alone{until}{changes}")
 
     def _any_moves(self, process: Watched) -> bool:
         now = self._clock()

@@ -34,6 +34,7 @@ class Watching:
         limits: Of hangs.
         tell: Records an event; from any thread.
         on_hang: Takes a hang; from any thread.
+        say: Prints a line; from any thread.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Watching:
         limits: HangLimits,
         tell: Callable[..., None],
         on_hang: Callable[[Hang], None],
+        say: Callable[[str], None],
     ) -> None:
         self._run, self._attempt, self._limits = run, attempt, limits
-        self._tell, self._on_hang = tell, on_hang
+        self._tell, self._on_hang, self._say = tell, on_hang, say
         self._stop = threading.Event()
         self._threads = [
             self._thread("watchdog", self._watch_progress),
@@ -79,13 +81,25 @@ class Watching:
         from holdfast.supervise.watchdog import Watchdog  # here, while the command starts, which is not kept waiting
 
         watchdog = Watchdog(
-            self._run, limits=self._limits, tell=self._tell, on_hang=self._on_hang, attempt=self._attempt
+            self._run,
+            limits=self._limits,
+            tell=self._tell,
+            on_hang=self._on_hang,
+            say=self._say,
+            attempt=self._attempt,
         )
         watchdog.run(self._stop)
 
     def _follow_memory(self) -> None:
         from holdfast.supervise.trends import Trends
 
-        trends = Trends(self._run, tell=self._tell, clock=time.monotonic, available_bytes=memory_available_bytes)
+        trends = Trends(
+            self._run,
+            tell=self._tell,
+            clock=time.monotonic,
+            available_bytes=memory_available_bytes,
+            say=self._say,
+            attempt=self._attempt,
+        )
         while not self._stop.wait(_TREND_SECONDS):
             trends.look()

@@ -6,6 +6,7 @@ A snapshot that is missing is written, and the test then fails: look at it, and 
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import re
@@ -205,6 +206,22 @@ def test_a_run_that_waits_to_restart_says_so_until_its_supervisor_is_gone(tmp_pa
         holder.wait()
     clock.monotonic += 100
     assert watched.look().state == "ended"
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_run_whose_supervisor_was_killed_has_ended(tmp_path, noted):
+    """At the first look: the sentinel wrote it down, or there is no process of the supervisor's number any more."""
+    write_events(tmp_path / "supervisor", happened("attempt_started", 5, attempt=0))
+    (tmp_path / "supervisor" / "lock").touch()
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    pid = os.getpid() if noted else gone.pid
+    (tmp_path / "supervised.json").write_text(json.dumps({"supervisor_pid": pid}))
+    if noted:
+        assert Watched(tmp_path, Clock()).look().state == "running"
+        (tmp_path / "supervisor" / "lost.json").write_text("{}")
+    glance = Watched(tmp_path, Clock()).look()
+    assert (glance.state, glance.problems) == ("ended", ("its supervisor was killed",))
 
 
 def test_following_ends_when_the_run_does_and_shows_the_verdict(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import struct
 import termios
 from pathlib import Path
@@ -182,4 +183,46 @@ def test_two_streams_into_one_file_stay_in_order():
     assert os.path.sameopenfile(*streams.theirs)
     streams.close_theirs()
     for each in (reading, writing, again, streams.sources[0][0]):
+        os.close(each)
+
+
+def test_small_pieces_are_waited_for_only_where_little_is_printed(log, tmp_path):
+    """No rest follows a small piece after 64 KiB, since it would hold the writer up; one follows two small pieces."""
+    reading, writing = os.pipe()
+    with (tmp_path / "ours").open("wb") as ours:
+        copier = Copier(log)
+        copier.take([(reading, ours.fileno())])
+        for sizes, rests in (((100, 100), True), ((1 << 16, 100), False)):
+            copier._last_read = copier._rests_until = copier._lately = 0.0
+            for size in sizes:
+                os.write(writing, b"x" * size)
+                copier.serve([(reading, select.POLLIN)])
+            assert (not copier.wishes()) == rests
+    os.close(writing)
+    os.close(reading)
+
+
+def test_a_line_of_ours_never_continues_an_unfinished_one(log, tmp_path):
+    """Each stream counts by itself, and two that lead to the same file count as one."""
+    (bar, bar_writes), (rest, rest_writes) = os.pipe(), os.pipe()
+    one, two = ((tmp_path / name).open("wb") for name in ("one", "two"))
+    with one, two:
+        copier = Copier(log)
+        copier._sinks[2] = Sink(two.fileno())
+        copier._sinks[two.fileno()] = copier._sinks[2]
+        copier.take([(bar, two.fileno()), (rest, one.fileno())])
+        os.write(bar_writes, b"\r 50%")
+        copier.serve([(bar, select.POLLIN)])
+        os.write(rest_writes, b"printed\n")
+        copier.serve([(rest, select.POLLIN)])
+        copier.say("a")
+        copier.say("b")
+        os.write(rest_writes, b"unfinished")
+        copier.serve([(rest, select.POLLIN)])
+        copier.say("c")
+        copier.begin_line(one.fileno())
+        copier.begin_line(one.fileno())
+    assert (tmp_path / "two").read_bytes() == b"\r 50%\nholdfast: a\nholdfast: b\nholdfast: c\n"
+    assert (tmp_path / "one").read_bytes() == b"printed\nunfinished\n"
+    for each in (bar, bar_writes, rest, rest_writes):
         os.close(each)

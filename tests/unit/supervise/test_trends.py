@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.events import Event
+from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import ProgressBoard, SampleRing, StepSample
 from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, ProcessInfo, write_process
-from holdfast.supervise.trends import Trends
+from holdfast.supervise.trends import Trends, _left_of_limits
 from holdfast.testing import FakeClock
 
 _MIB = 2**20
@@ -25,7 +30,14 @@ class _Run:
         self.told: list[dict[str, Any]] = []
         self.left = 4000 * _MIB
         clock = FakeClock()
-        self.trends = Trends(run, tell=self.tell, clock=clock.unix_seconds, available_bytes=lambda: self.left)
+        self.said: list[str] = []
+        self.trends = Trends(
+            run,
+            tell=self.tell,
+            clock=clock.unix_seconds,
+            available_bytes=lambda: self.left,
+            say=self.said.append,
+        )
 
     def tell(self, kind: str, **facts: Any) -> None:
         assert kind == "memory_trend"
@@ -53,11 +65,14 @@ def test_a_leak_is_told_once_and_traced(tmp_path: Path) -> None:
     assert abs(run.told[0]["bytes_per_step"] - _MIB) < 0.05 * _MIB
     assert run.told[0]["minutes_left"] is not None
     assert run.board.trace_requested() == 1
+    assert len(run.said) == 1
+    assert run.said[0].startswith("memory grows by 1.0 MiB a step, used up in about ")
     run.train(100, host_bytes=1100 * _MIB, grows_bytes=_MIB)
     assert len(run.told) == 1
     run.left //= 1000
     run.train(100, host_bytes=1200 * _MIB, grows_bytes=_MIB)
     assert len(run.told) == 2, "the end has come much nearer"
+    assert len(run.said) == 1
 
 
 def test_growth_that_ends_is_told(tmp_path: Path) -> None:
@@ -78,3 +93,34 @@ def test_healthy_and_damaged_recordings_tell_nothing(tmp_path: Path) -> None:
     run.trends.look()
     assert run.told == []
     assert run.board.trace_requested() == 0
+
+
+def test_what_holds_the_memory_is_said_once_for_each_place(tmp_path: Path) -> None:
+    """A leak that a process has found is read from its events; the same one again, of another rank, is not said."""
+    run = _Run(tmp_path)
+    other = write_process(tmp_path, ProcessInfo(pid=2, ticks=2, ppid=1, argv=[], role="trainer"))
+    earlier = write_process(tmp_path, ProcessInfo(pid=3, ticks=3, ppid=1, argv=[], role="trainer", attempt=7))
+    for folder, held in ((run.folder, "losses[...]"), (other, "losses[...]"), (earlier, "old[...]")):
+        box = BlackBox(folder)
+        data = {"held_by": held, "retained_at": "leak.py:6 in <module>"}
+        box.event(Event(kind="leak", global_step=3, unix_seconds=1.0, data=data))
+        box.close()
+    run.trends.look()
+    run.trends.look()
+    assert run.said == ["what holds it: losses[...] at leak.py:6"]
+
+
+def test_a_limit_of_the_process_itself_counts() -> None:
+    """What ``ulimit -v`` leaves is told, what is not limited is not, and a process that is gone has no limits."""
+    code = "print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        hard = resource.prlimit(child.pid, resource.RLIMIT_AS)[1]
+        if resource.prlimit(child.pid, resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+            assert _left_of_limits(child.pid) == []
+        resource.prlimit(child.pid, resource.RLIMIT_AS, (1 << 30, hard))
+        (left,) = _left_of_limits(child.pid)
+        assert (1 << 30) - (256 << 20) < left < 1 << 30
+        child.communicate(b"\n")
+    assert _left_of_limits(child.pid) == []

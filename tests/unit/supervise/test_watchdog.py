@@ -34,6 +34,7 @@ class Scene:
         self.run = run
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.hangs: list[Hang] = []
+        self.said: list[str] = []
         self.children: list[subprocess.Popen[bytes]] = []
         self.boards: dict[int, ProgressBoard] = {}
         self.during: Callable[[], Any] = lambda: None  # between the two looks at stacks
@@ -46,6 +47,7 @@ class Scene:
             limits=HangLimits.parse([f"all={LIMIT}", *settings]),
             tell=self.tell,
             on_hang=self.hangs.append,
+            say=self.said.append,
             attempt=attempt,
             clock=lambda: self.now,
             stacks=Stacks(self.run, pause=self._pause),
@@ -177,6 +179,9 @@ def test_who_computes_is_left_alone_for_longer_each_time(scene: Scene) -> None:
     assert [hang.remedy for hang in scene.hangs] == ["wait", "wait", "wait", "restart"]
     assert all(hang.kind in ("Python loop", "native code", "merely slow") for hang in scene.hangs)
     assert [round(hang.seconds / LIMIT) for hang in scene.hangs] == [1, 2, 4, 8]
+    waited = {(hang.kind, hang.frame) for hang in scene.hangs if hang.remedy == "wait"}
+    assert len(scene.said) == len(waited), "once for each place"
+    assert all("left alone for 1.17 min; --hang-limit moving=SECONDS" in line for line in scene.said)
 
 
 @pytest.mark.parametrize(
