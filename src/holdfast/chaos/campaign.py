@@ -24,7 +24,7 @@ from holdfast.recorder.black_box import StepMark
 from holdfast.testing import flip_random_bit
 
 _SAMPLE = {"from_step": 12}
-_LOST_WORKERS = 2  # the third fault is an error that only has to be tried again
+_WORKER_FAULTS = 3
 _ROUNDING = 1e-4  # fp32 rounds a weight to 6e-8 of itself, and an update here is about 1 % of a weight
 
 
@@ -274,15 +274,17 @@ class Campaign:
     def _workers(self, reference: Lives) -> list[Row]:
         self._say("workers: one is killed, one hangs, one raises what cannot be pickled")
         run = self._new("workers")
-        run.finish(run.start(workers=str(self._directory / "workers" / "marks")))
-        healed = run.events("loader_healed")
+        marks = self._directory / "workers" / "marks"
+        run.finish(run.start(workers=str(marks)))
+        healed = run.events("loader_healed")  # one, if both workers were lost at the same batch
+        struck = len(list(marks.iterdir()))
         return [
             Row(
                 fault="killed and stuck workers",
                 happened="; ".join(str(event.data["cause"]) for event in healed),
                 remedy="new workers go on where the last batch was handed out",
                 promise="bit-exact",
-                held=len(healed) == _LOST_WORKERS and run.same_as(reference),
+                held=struck == _WORKER_FAULTS and len(healed) > 0 and run.same_as(reference),
                 evidence="bit-identical to the plain loop, which loads without workers",
                 lost_steps=0,
                 seconds=sum(float(event.data["seconds"]) for event in healed),
