@@ -14,9 +14,8 @@ import time
 from pathlib import Path
 
 from holdfast.core.events import Event
-from holdfast.recorder.black_box import PART, STEP, StepMark
-from holdfast.recorder.progress import _SAMPLE, StepSample
-from holdfast.recorder.reader import StepRecord, _decode
+from holdfast.recorder.progress import StepSample, sample_of
+from holdfast.recorder.reader import EventParts, StepRecord, mark_of
 from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, Record, read_ring, slot_struct
 
 _BLOCK = 256
@@ -124,14 +123,14 @@ class SampleFollower:
         Raises:
             RunDirectoryError: H305, as `read_ring`.
         """
-        records = [record for record in self._ring.new() if len(record.payload) == _SAMPLE.size]
-        samples = [_sample(record) for record in records]
+        pairs = [(record, sample) for record in self._ring.new() if (sample := sample_of(record)) is not None]
+        samples = [sample for _, sample in pairs]
         if hold_back:
             recent = time.time() - _HELD_SECONDS
             start = max(0, len(samples) - _HELD_SAMPLES)
             for index in range(start, len(samples)):
                 if math.isnan(samples[index].loss) and samples[index].unix_seconds > recent:
-                    self._ring.unread(records[index].sequence)
+                    self._ring.unread(pairs[index][0].sequence)
                     return samples[:index]
         return samples
 
@@ -157,7 +156,7 @@ class MarkFollower:
         Raises:
             RunDirectoryError: H305, as `read_ring`.
         """
-        return [mark for mark in map(_mark, self._ring.new()) if mark is not None]
+        return [mark for mark in map(mark_of, self._ring.new()) if mark is not None]
 
 
 class EventFollower:
@@ -169,8 +168,7 @@ class EventFollower:
 
     def __init__(self, path: Path) -> None:
         self._ring = RingFollower(path)
-        self._parts: list[bytes] = []
-        self._previous = 0
+        self._parts = EventParts()
 
     def new(self) -> list[Event]:
         """Return the events that were finished since the last call, oldest first.
@@ -178,43 +176,4 @@ class EventFollower:
         Raises:
             RunDirectoryError: H305, as `read_ring`.
         """
-        found = []
-        for record in self._ring.new():
-            if len(record.payload) < PART.size:
-                continue
-            index, count = PART.unpack_from(record.payload)
-            if index == 0:
-                self._parts = []
-            elif len(self._parts) != index or record.sequence != self._previous + 1:
-                self._parts = []  # the beginning is gone: overwritten or torn
-                continue
-            self._previous = record.sequence
-            self._parts.append(record.payload[PART.size :])
-            if len(self._parts) == count:
-                event = _decode(b"".join(self._parts))
-                if event is not None:
-                    found.append(event)
-        return found
-
-
-def _sample(record: Record) -> StepSample:
-    step, micro_steps, loss, norm, rate, seconds, wait, host, allocated, reserved, peak = _SAMPLE.unpack(
-        record.payload
-    )
-    return StepSample(
-        step=step, micro_steps=micro_steps, unix_seconds=record.nanoseconds / 1e9, loss=loss, grad_norm=norm,
-        learning_rate=rate, seconds=seconds, wait_seconds=wait, host_bytes=host,
-        device_allocated_bytes=allocated, device_reserved_bytes=reserved, device_peak_bytes=peak,
-    )  # fmt: skip
-
-
-def _mark(record: Record) -> StepRecord | None:
-    if len(record.payload) != STEP.size:
-        return None
-    mark, _, micro_batch_size, global_step, loss, norm, seconds = STEP.unpack(record.payload)
-    if mark not in set(StepMark):
-        return None
-    return StepRecord(
-        mark=StepMark(mark), global_step=global_step, micro_batch_size=micro_batch_size, loss=loss, grad_norm=norm,
-        seconds=seconds, unix_seconds=record.nanoseconds / 1e9,
-    )  # fmt: skip
+        return [event for record in self._ring.new() if (event := self._parts.add(record)) is not None]

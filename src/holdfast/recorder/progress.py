@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
-from holdfast.recorder.ring import HEADER_BYTES, RingWriter, read_ring
+from holdfast.recorder.ring import HEADER_BYTES, Record, RingWriter, read_ring
 
 BOARD_BYTES = 4096
 _MAGIC = b"HOLDPROG"
@@ -279,18 +279,18 @@ def read_samples(path: Path) -> list[StepSample]:
     Raises:
         RunDirectoryError: H305, as `read_ring`.
     """
-    found = []
-    for record in read_ring(path):
-        if len(record.payload) != _SAMPLE.size:
-            return []  # another kind of ring, or a damaged header
-        step, micro_steps, loss, norm, rate, seconds, wait, host, allocated, reserved, peak = _SAMPLE.unpack(
-            record.payload
-        )
-        found.append(
-            StepSample(
-                step=step, micro_steps=micro_steps, unix_seconds=record.nanoseconds / 1e9, loss=loss,
-                grad_norm=norm, learning_rate=rate, seconds=seconds, wait_seconds=wait, host_bytes=host,
-                device_allocated_bytes=allocated, device_reserved_bytes=reserved, device_peak_bytes=peak,
-            )
-        )  # fmt: skip
-    return found
+    return [sample for sample in map(sample_of, read_ring(path)) if sample is not None]
+
+
+def sample_of(record: Record) -> StepSample | None:
+    """Return what a record of a ring of samples says, None if it is of another kind of ring or a damaged one."""
+    if len(record.payload) != _SAMPLE.size:
+        return None
+    step, micro_steps, loss, norm, rate, seconds, wait, host, allocated, reserved, peak = _SAMPLE.unpack(
+        record.payload
+    )
+    return StepSample(
+        step=step, micro_steps=micro_steps, unix_seconds=record.nanoseconds / 1e9, loss=loss, grad_norm=norm,
+        learning_rate=rate, seconds=seconds, wait_seconds=wait, host_bytes=host,
+        device_allocated_bytes=allocated, device_reserved_bytes=reserved, device_peak_bytes=peak,
+    )  # fmt: skip

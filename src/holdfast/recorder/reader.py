@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holdfast.core.events import Event
 from holdfast.recorder.black_box import EVENTS_FILE, PART, STEP, STEPS_FILE, StepMark
-from holdfast.recorder.ring import read_ring
+from holdfast.recorder.ring import Record, read_ring
 
 _MARKS = frozenset(StepMark)
 
@@ -46,23 +46,20 @@ def read_steps(directory: Path) -> list[StepRecord]:
     Raises:
         RunDirectoryError: H305, as `read_ring`.
     """
-    found = []
-    for record in read_ring(directory / STEPS_FILE):
-        mark, _, micro_batch_size, global_step, loss, norm, seconds = STEP.unpack(record.payload)
-        if mark not in _MARKS:
-            continue
-        found.append(
-            StepRecord(
-                mark=StepMark(mark),
-                global_step=global_step,
-                micro_batch_size=micro_batch_size,
-                loss=loss,
-                grad_norm=norm,
-                seconds=seconds,
-                unix_seconds=record.nanoseconds / 1e9,
-            )
-        )
-    return found
+    return [mark for mark in map(mark_of, read_ring(directory / STEPS_FILE)) if mark is not None]
+
+
+def mark_of(record: Record) -> StepRecord | None:
+    """Return what a record of the ring of steps says, None if it is of another kind."""
+    if len(record.payload) != STEP.size:
+        return None  # of a damaged header
+    mark, _, micro_batch_size, global_step, loss, norm, seconds = STEP.unpack(record.payload)
+    if mark not in _MARKS:
+        return None
+    return StepRecord(
+        mark=StepMark(mark), global_step=global_step, micro_batch_size=micro_batch_size, loss=loss, grad_norm=norm,
+        seconds=seconds, unix_seconds=record.nanoseconds / 1e9,
+    )  # fmt: skip
 
 
 def read_events(directory: Path) -> list[Event]:
@@ -71,23 +68,30 @@ def read_events(directory: Path) -> list[Event]:
     Raises:
         RunDirectoryError: H305, as `read_ring`.
     """
-    found: list[Event] = []
-    parts: list[bytes] = []
-    previous = 0
-    for record in read_ring(directory / EVENTS_FILE):
+    parts = EventParts()
+    return [event for record in read_ring(directory / EVENTS_FILE) if (event := parts.add(record)) is not None]
+
+
+class EventParts:
+    """Put the parts of events together; what is overwritten, torn or damaged is passed over."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._previous = 0
+
+    def add(self, record: Record) -> Event | None:
+        """Take the next record; return the event that it completes, if it does."""
+        if len(record.payload) < PART.size:
+            return None
         index, count = PART.unpack_from(record.payload)
         if index == 0:
-            parts = []
-        elif len(parts) != index or record.sequence != previous + 1:
-            parts = []  # the beginning is gone: overwritten or torn
-            continue
-        previous = record.sequence
-        parts.append(record.payload[PART.size :])
-        if len(parts) == count:
-            event = _decode(b"".join(parts))
-            if event is not None:
-                found.append(event)
-    return found
+            self._parts = []
+        elif len(self._parts) != index or record.sequence != self._previous + 1:
+            self._parts = []  # the beginning is gone: overwritten or torn
+            return None
+        self._previous = record.sequence
+        self._parts.append(record.payload[PART.size :])
+        return _decode(b"".join(self._parts)) if len(self._parts) == count else None
 
 
 def _decode(data: bytes) -> Event | None:
