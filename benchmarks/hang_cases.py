@@ -4,7 +4,8 @@
 
 trains a few steps and then hangs for ever, until killed. The line that hangs is marked with ``# here``; it is what a
 watchdog must name. NFS that does not answer cannot be had without a server: the opening of a named pipe that nobody
-opens at its other end, and a lock on a file that another descriptor holds, block in the kernel likewise.
+opens at its other end, and a lock on a file that another descriptor holds, block in the kernel too, but can be
+interrupted, which NFS cannot: no process here is in state D.
 """
 
 from __future__ import annotations
@@ -596,15 +597,21 @@ def marked_lines() -> dict[str, set[int]]:
     return found
 
 
+def struck(act: Callable[[Path], Any], folder: Path) -> Any:
+    """Note when it hangs, by a clock that all processes share, and hang."""
+    (folder / f"struck-{os.getpid()}").write_text(repr(time.monotonic()))
+    return act(folder)
+
+
 def main(case: str, folder: Path) -> None:
     """Run one case."""
     torch.set_num_threads(1)
     if case in RANKS:
-        train_ranks(partial(RANKS[case].act, folder))
+        train_ranks(partial(struck, RANKS[case].act, folder))
         return
     name, _, place = case.partition("/")
     mechanism = MECHANISMS[name]
-    strike = partial(mechanism.act, folder)
+    strike = partial(struck, mechanism.act, folder)
     if mechanism.prepare is not None:
         mechanism.prepare()
     if place == "start":

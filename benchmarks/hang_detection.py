@@ -1,7 +1,10 @@
 """How fast the watchdog notices a hang, and whether it names the kind, the phase and the line: on real hangs.
 
-Each case trains in a process of its own, observed as `holdfast run` observes, and hangs at a known line. The time is
-that between the limit and the notice; that the stacks are taken twice, a second apart, comes after it.
+Each case trains in a process of its own, observed as `holdfast run` observes, and hangs at a known line. Two times:
+that by which the watchdog's own clock is over the limit when it notices, and the time from the moment at which the
+process noted that it will now hang to the notice, less the limit. In the second a worker that runs ahead of its
+trainer hangs before the trainer waits, so it is an upper bound; an import and an end that hang have no such moment.
+That the stacks are taken twice, a second apart, comes after it.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Row:
     Args:
         case: Its name.
         found: Whether a hang was told at all.
-        late_seconds: Between limit and notice.
+        late_seconds: Between limit and notice, by the watchdog's clock.
+        since_strike_seconds: From the moment of the hang to the notice, less the limit; None: it has no such moment.
         examined_seconds: Between notice and verdict.
         kind_right: Whether the kind is that which was planted.
         phase_right: Likewise, the phase.
@@ -58,6 +62,7 @@ class Row:
     case: str
     found: bool
     late_seconds: float = 0.0
+    since_strike_seconds: float | None = None
     examined_seconds: float = 0.0
     kind_right: bool = False
     phase_right: bool = False
@@ -150,6 +155,7 @@ def row_of(case: str, py_spy: str | None = None) -> Row:
         if not hangs:
             errors = (Path(folder) / "stderr.txt").read_text(errors="replace")[-300:]
             return Row(case=case, found=False, told=f"{[kind for _, kind, _ in events]} {errors}")
+        struck = [float(path.read_text()) for path in Path(folder).glob("struck-*")]
     hang = hangs[0]
     kind, phase, function = expected(case)
     noticed = [(at, facts) for at, name, facts in events if name == "hang_suspected"][-1]
@@ -166,6 +172,11 @@ def row_of(case: str, py_spy: str | None = None) -> Row:
         case=case,
         found=True,
         late_seconds=noticed[1]["seconds"] - noticed[1]["limit"],
+        since_strike_seconds=(
+            noticed[0] - min(struck) - noticed[1]["limit"]
+            if struck and not case.endswith(("/start", "/ending"))
+            else None
+        ),
         examined_seconds=told_at - noticed[0],
         kind_right=hang.kind == kind,
         phase_right=phase in (None, hang.phase),
@@ -188,7 +199,9 @@ def main() -> None:
             "of_ranks": len(RANKS),
         },
     )  # fmt: skip
-    result.notes.append("NFS that does not answer is stood in for by the opening of a named pipe and by flock")
+    result.notes.append(
+        "NFS that does not answer is stood in for by the opening of a named pipe and by flock, without state D"
+    )
     rows = []
     for case in cases:
         rows.append(row_of(case))
@@ -207,19 +220,23 @@ def main() -> None:
 def add(result: Result, rows: list[Row]) -> None:
     """Add the figures."""
     found = [row for row in rows if row.found]
-    result.add_samples(
-        "time between limit and notice", "s", [row.late_seconds for row in found], at_most=_LATE_SECONDS
-    )
+    result.add_samples("time between limit and notice", "s", [row.late_seconds for row in found])
     in_time = sum(row.late_seconds <= _LATE_SECONDS for row in found)
     result.add_count(f"noticed within {_LATE_SECONDS} s of the limit", in_time, len(rows), expected=len(rows))
+    since = [row.since_strike_seconds for row in found if row.since_strike_seconds is not None]
+    result.add_samples("time between hang + limit and notice", "s", since)
+    in_time = sum(seconds <= _LATE_SECONDS for seconds in since)
+    what = f"noticed within {_LATE_SECONDS} s of hang + limit"
+    result.add_count(what, in_time, len(since), expected=len(since))
     result.add_samples("time between notice and verdict", "s", [row.examined_seconds for row in found])
     for what, count in (
         ("told as a hang", len(found)),
         ("right kind", sum(row.kind_right for row in rows)),
-        ("right phase", sum(row.phase_right for row in rows)),
         ("right frame", sum(row.frame_right for row in rows)),
     ):
         result.add_count(what, count, len(rows))
+    of_phase = [row for row in rows if row.case not in RANKS]  # in those any phase counts
+    result.add_count("right phase", sum(row.phase_right for row in of_phase), len(of_phase))
     wrong = sum(not (row.phase_right and row.frame_right) for row in rows) / len(rows)
     result.add_samples("share with phase or frame wrong", "ratio", [wrong], at_most=_WRONG_SHARE)
     wrong = sum(not row.right for row in rows) / len(rows)

@@ -2,6 +2,7 @@
 
 Each script trains in a process of its own, observed as `holdfast run` observes. After a few steps a trace is
 requested, as the supervisor does when memory grows; that it grows is not waited for. Right is only the marked line.
+All are loops of one file, without workers, and the trace was mended against each of them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from holdfast.supervise.observe.environment import observing
 
 _STEPS_BEFORE = 5
 _PATIENCE_SECONDS = 40.0
-_RIGHT_SHARE = 0.9
+_WRONG_SHARE = 0.1
 _QUICK = 10  # every so many cases
 
 
@@ -125,8 +126,7 @@ def main() -> None:
     """Run all cases and write the result."""
     options = read_options("leak_lines", __doc__)
     every = {**CASES, **HELD_OUT}
-    chosen = os.environ.get("LEAK_CASE")
-    cases = [case for case in every if chosen in case] if chosen else list(every)[:: _QUICK if options.quick else 1]
+    cases = list(every)[:: _QUICK if options.quick else 1]
     result = Result(options=options, parameters={"cases": len(cases), "steps_before": _STEPS_BEFORE})
     result.notes.append(
         "held out: written when the trace was done; 7 of 11 were right at first, and the others were mended then"
@@ -140,8 +140,8 @@ def main() -> None:
         right = sum(row.line_right for row in of_group)
         result.add_count(f"retaining line named, {what}", right, len(of_group))
         if of_group:
-            share = [right / len(of_group)]
-            result.add_samples(f"share with the line right, wanted >= {_RIGHT_SHARE}, {what}", "ratio", share)
+            share = [1 - right / len(of_group)]
+            result.add_samples(f"share with the line wrong, {what}", "ratio", share, at_most=_WRONG_SHARE)
     result.add_count("right kind", sum(row.kind_right for row in rows), len(rows))
     result.add_count("another line told besides", sum(row.others > 0 for row in rows), len(rows), expected=0)
     result.add_samples("time in the looks of one trace", "s", [row.trace_seconds for row in rows], digits=2)

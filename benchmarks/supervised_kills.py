@@ -8,7 +8,7 @@ anything; not where a worker is killed, since torch then waits for the other one
 Left a second later: trainer, workers, sentinel, and every process that carries the mark of the supervisor in its
 environment or descends from one that does, found by a scan of /proc that shares no code with the supervisor. Where a
 worker is killed the second begins when the trainer has ended of it. A record is lost if the ring of samples lacks a
-step that the script had printed. The verdict of ``holdfast explain --json`` is right if it is:
+step that the script noted as made in a file of its own. The verdict of ``holdfast explain --json`` is right if it is:
 
 - trainer killed: killed from outside (H1602)
 - worker killed: a worker was killed (H930), died (H929), or its tensors are gone with it (H939): torch raises one of
@@ -24,7 +24,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -57,25 +56,18 @@ class Outcome:
     Args:
         victim: Who was killed.
         left: Processes that lived a second later.
-        printed: Steps that the script had printed.
-        recorded: The newest step in the ring of samples.
-        gaps: Steps that are missing in the ring.
+        made: Steps that the script had made.
+        lost: Of these, those that the ring of samples lacks.
         cause: Of the verdict.
         family: Of the verdict.
     """
 
     victim: str
     left: int
-    printed: int
-    recorded: int
-    gaps: int
+    made: int
+    lost: int
     cause: str
     family: str
-
-    @property
-    def lost(self) -> int:
-        """Return how many records are lost."""
-        return max(0, self.printed - self.recorded) + self.gaps
 
     @property
     def right(self) -> bool:
@@ -112,8 +104,11 @@ def processes_of(supervisor: int, known: list[int]) -> set[int]:
 
 def run_once(folder: Path, victim: str, chance: random.Random, *, stop_worker: bool) -> Outcome:
     """Start a run, kill somebody, and look at what is left."""
-    run, pids = folder / "run", folder / "pids"
-    request = {"steps": 10**6, "workers": 2, "step_seconds": 0.005, "pids": str(pids), "stop_worker": stop_worker}
+    run, pids, steps = folder / "run", folder / "pids", folder / "steps"
+    request = {
+        "steps": 10**6, "workers": 2, "step_seconds": 0.005, "pids": str(pids), "steps_file": str(steps),
+        "stop_worker": stop_worker,
+    }  # fmt: skip
     command = [*_CLI, "run", "--run-dir", str(run), "--max-restarts", "0", "--quiet", "--", sys.executable]
     supervisor = subprocess.Popen(
         [*command, str(_SCRIPT), json.dumps(request)],
@@ -131,8 +126,9 @@ def run_once(folder: Path, victim: str, chance: random.Random, *, stop_worker: b
     target = {"supervisor": supervisor.pid, "trainer": known["trainer"], "worker": known["workers"][-1]}[victim]
     os.kill(target, signal.SIGKILL)
     if victim == "worker":  # its death is noticed by the trainer, at its next look, which torch makes within 5 s
-        with suppress(subprocess.TimeoutExpired):
-            supervisor.wait(30)
+        until = time.monotonic() + 30
+        while _lives(known["trainer"]) and time.monotonic() < until:
+            time.sleep(0.005)
     time.sleep(_AFTER_SECONDS)
     if victim == "supervisor":
         supervisor.wait()
@@ -142,11 +138,18 @@ def run_once(folder: Path, victim: str, chance: random.Random, *, stop_worker: b
             os.kill(pid, signal.SIGKILL)
     supervisor.kill()
     supervisor.wait()
-    return _look_at(run, victim, len(left))
+    return _look_at(run, victim, len(left), made=steps.stat().st_size)
 
 
-def _look_at(run: Path, victim: str, left: int) -> Outcome:
-    steps = [int(step) for step in re.findall(r"^step (\d+) ", (run / "output.log").read_text(), re.MULTILINE)]
+def _lives(pid: int) -> bool:
+    """Return whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _look_at(run: Path, victim: str, left: int, *, made: int) -> Outcome:
     recorded: list[int] = []
     for folder, info in read_processes(run):
         if info.role == "trainer" and (folder / SAMPLES_FILE).exists():
@@ -160,9 +163,8 @@ def _look_at(run: Path, victim: str, left: int) -> Outcome:
     return Outcome(
         victim=victim,
         left=left,
-        printed=max(steps, default=-1) + 1,
-        recorded=max(recorded, default=0),
-        gaps=max(recorded, default=0) - min(recorded, default=1) + 1 - len(recorded),
+        made=made,
+        lost=len(set(range(1, made + 1)) - set(recorded)),
         cause=cause,
         family=family,
     )
@@ -190,8 +192,8 @@ def main(options: Options) -> None:
         ours = [each for each in outcomes if each.victim == victim]
         result.add_count(f"right verdicts, {victim} killed", sum(each.right for each in ours), len(ours))
         result.samples[f"causes, {victim} killed"] = dict(Counter(each.cause for each in ours))
-    result.samples["steps recorded"] = [each.recorded for each in outcomes]
-    result.samples["steps printed"] = [each.printed for each in outcomes]
+    result.samples["steps made"] = [each.made for each in outcomes]
+    result.samples["records lost"] = [each.lost for each in outcomes]
     result.write()
 
 

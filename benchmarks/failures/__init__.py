@@ -46,7 +46,7 @@ class Failure:
         limit_bytes: RLIMIT_DATA while it runs; None: 4 GiB.
         timeout: Seconds after which it is killed, and counts as not reproduced.
         also: Ids that are as right as the label.
-        exits: Exit status that it ends with if that is 0, for failures that no status tells; None: any but 0.
+        silent: Whether its log says nothing of it, so that only the exit status does.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Failure:
     limit_bytes: int | None = None
     timeout: float = 60
     also: tuple[str, ...] = ()
-    exits: int | None = None
+    silent: bool = False
 
     @property
     def possible(self) -> bool:
@@ -73,7 +73,7 @@ class Reproduced:
         text: Standard output and error together, in the order in which they came.
         status: Exit code, negative for a signal.
         seconds: How long it took.
-        failed: Whether it ended as it should: not after its time limit, and not with 0 unless that is meant.
+        failed: Whether it ended as it should: not after its time limit, and not with 0.
     """
 
     text: bytes
@@ -93,7 +93,7 @@ def failure(
     limit_bytes: int | None = None,
     timeout: float = 60,
     also: tuple[str, ...] = (),
-    exits: int | None = None,
+    silent: bool = False,
 ) -> Callable[[Callable[[], object]], Callable[[], object]]:
     """Register a function that fails; see `Failure` for the arguments.
 
@@ -107,7 +107,7 @@ def failure(
             raise ValueError(f"two failures are called {name}")
         _REGISTRY[name] = Failure(
             name=name, label=label, author=author, body=body, needs=needs, limit_bytes=limit_bytes,
-            timeout=timeout, also=also, exits=exits,
+            timeout=timeout, also=also, silent=silent,
         )  # fmt: skip
         return body
 
@@ -162,8 +162,8 @@ def reproduce(chosen: Failure) -> Reproduced:
         status = child.wait()
         output.seek(0)
         text = output.read(_MOST_LOG_BYTES)
-        as_meant = status == chosen.exits if chosen.exits is not None else status != 0
-        return Reproduced(text=text, status=status, seconds=time.monotonic() - started, failed=as_meant and not late)
+        failed = status != 0 and not late
+        return Reproduced(text=text, status=status, seconds=time.monotonic() - started, failed=failed)
 
 
 def _environment() -> dict[str, str]:

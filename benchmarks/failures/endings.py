@@ -8,7 +8,7 @@ from __future__ import annotations
 from benchmarks.failures import failure
 
 
-@failure("H1602", author="D")
+@failure("H1602", author="D", silent=True)
 def killed_by_a_neighbour_while_training() -> None:
     import os
     import subprocess
@@ -22,7 +22,7 @@ def killed_by_a_neighbour_while_training() -> None:
         killer.poll()
 
 
-@failure("H1602", author="D")
+@failure("H1602", author="D", silent=True)
 def kills_itself_from_a_thread() -> None:
     import os
     import signal
@@ -35,7 +35,7 @@ def kills_itself_from_a_thread() -> None:
         time.sleep(0.05)
 
 
-@failure("H1603", author="D")
+@failure("H1603", author="D", silent=True)
 def stopped_by_a_scheduler_during_a_step() -> None:
     import os
     import subprocess
@@ -47,7 +47,7 @@ def stopped_by_a_scheduler_during_a_step() -> None:
         time.sleep(0.1)
 
 
-@failure("H1603", author="D")
+@failure("H1603", author="D", silent=True)
 def handler_of_sigterm_that_restores_the_default() -> None:
     import os
     import signal
@@ -61,7 +61,7 @@ def handler_of_sigterm_that_restores_the_default() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@failure("H1613", author="D")
+@failure("H1613", author="D", silent=True)
 def terminal_was_closed() -> None:
     import os
     import signal
@@ -70,7 +70,7 @@ def terminal_was_closed() -> None:
     os.kill(os.getpid(), signal.SIGHUP)
 
 
-@failure("H1606", author="D")
+@failure("H1606", author="D", silent=True)
 def memory_map_of_a_file_that_was_cut() -> None:
     import mmap
     import os
@@ -84,7 +84,7 @@ def memory_map_of_a_file_that_was_cut() -> None:
         print(data[1 << 19])
 
 
-@failure("H1606", author="D", needs="numpy")
+@failure("H1606", author="D", silent=True, needs="numpy")
 def array_of_a_data_set_that_is_written_anew() -> None:
     import os
 
@@ -96,7 +96,7 @@ def array_of_a_data_set_that_is_written_anew() -> None:
     print(samples.sum())
 
 
-@failure("H1607", author="D")
+@failure("H1607", author="D", silent=True)
 def error_is_swallowed_and_the_status_is_3() -> None:
     import sys
 
@@ -106,7 +106,7 @@ def error_is_swallowed_and_the_status_is_3() -> None:
         sys.exit(3)
 
 
-@failure("H1607", author="D")
+@failure("H1607", author="D", silent=True)
 def leaves_at_once_without_a_word() -> None:
     import os
 
@@ -114,7 +114,7 @@ def leaves_at_once_without_a_word() -> None:
     os._exit(5)
 
 
-@failure("H1607", author="D")
+@failure("H1607", author="D", silent=True)
 def check_of_a_result_that_only_returns_a_status() -> None:
     import sys
 
@@ -124,7 +124,7 @@ def check_of_a_result_that_only_returns_a_status() -> None:
     sys.exit(0 if loss < 0.5 else 1)
 
 
-@failure("H1614", author="D")
+@failure("H1614", author="D", silent=True)
 def processor_time_is_used_up() -> None:
     import resource
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
-_UNLIMITED_V1 = 1 << 60  # version 1 writes the largest multiple of a page that fits 63 bits for "no limit"
+UNLIMITED_V1 = 1 << 60
+"""From here on a limit is none: version 1 writes the largest multiple of a page that fits 63 bits for that."""
 
 
 def memory_available_bytes(root: Path = _ROOT) -> int | None:
@@ -28,7 +29,7 @@ def memory_available_bytes(root: Path = _ROOT) -> int | None:
         ):
             with contextlib.suppress(OSError, ValueError):  # the other version, or "max"
                 most = int((folder / limit).read_text())
-                if most < _UNLIMITED_V1:
+                if most < UNLIMITED_V1:
                     left.append(most - int((folder / usage).read_text()) + inactive.get(cache, 0))
     return max(0, min(left)) if left else None
 

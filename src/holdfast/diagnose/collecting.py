@@ -6,12 +6,14 @@ supervisor saw. Nothing that cannot be read ends it; it is named in `Facts.missi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from holdfast.core.errors import PolicyError
 from holdfast.core.events import Event
 from holdfast.diagnose.curves_seen import lost_since
 from holdfast.diagnose.evidence import Ending, Facts
@@ -23,7 +25,7 @@ from holdfast.diagnose.log_text import LogText, read_log
 from holdfast.diagnose.run_recordings import Recordings, open_recordings, unreadable
 from holdfast.diagnose.run_statements import already_tried, merged, of_exceptions, of_guards, of_kernel
 from holdfast.recorder.progress import Standing
-from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, SAMPLES_FILE, ProcessInfo
+from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, SAMPLES_FILE, ProcessInfo, process_lives
 
 NO_STATUS = "no exit status: only a log"
 _CHUNK = 1 << 20
@@ -84,6 +86,7 @@ def collect(run: Path, attempt: int | None = None) -> Facts:
 
     Raises:
         RunDirectoryError: H731 if it holds no recording, H733 if it cannot be read, H734 if a newer holdfast made it.
+        PolicyError: H105 if it has no such attempt.
     """
     recordings = open_recordings(run)
     return _Attempt(recordings, attempt).facts() if recordings.supervised else _of_guard(recordings)
@@ -97,7 +100,7 @@ def _of_guard(recordings: Recordings) -> Facts:
         tried=tuple(already_tried(events)),
         source=str(recordings.run),
         missing=(*recordings.missing, "no exit status and no output: it was not started with `holdfast run`"),
-        extra={"guard": True, "guard_closed": _closed(events)},
+        extra={"guard_closed": _closed(events)},
     )
 
 
@@ -114,6 +117,13 @@ class _Attempt:
         self._all = recordings.supervisor()
         numbers = [n for event in self._all if (n := _attempt_of(event)) is not None]
         self._number = attempt if attempt is not None else max(numbers, default=0)
+        if self._number not in (numbers or [0]):
+            raise PolicyError(
+                f"attempt {self._number} of {recordings.run}",
+                limit=f"attempts {min(numbers, default=0)} to {max(numbers, default=0)} are recorded",
+                fix="pass one of these, or leave --attempt out for the newest.",
+                rule="H105",
+            )
         self._own = self._of_attempt()
         self._processes = [pair for pair in recordings.processes() if pair[1].attempt == self._number]
 
@@ -121,12 +131,12 @@ class _Attempt:
         told = {info.pid: self._recordings.events(folder) for folder, info in self._processes}
         standings = {info.pid: self._recordings.standing(folder) for folder, info in self._processes}
         said = _by_time(event for events in told.values() for event in events)
-        began = next((event.unix_seconds for event in self._own if event.kind == "attempt_started"), 0.0)
+        began, until = self._times()
         of_guard = [
             event
             for folder in self._recordings.guards(said)
             for event in self._recordings.events(folder)
-            if event.unix_seconds >= began
+            if began <= event.unix_seconds < until
         ]
         log = self._log()
         raised = [statement for _, info in self._processes for statement in of_exceptions(told[info.pid], info)]
@@ -157,6 +167,13 @@ class _Attempt:
                 found.append(event)
         return found
 
+    def _times(self) -> tuple[float, float]:
+        """Return when this attempt began, and when the next one did."""
+        started = [event for event in self._all if event.kind == "attempt_started"]
+        own = next((event.unix_seconds for event in self._own if event.kind == "attempt_started"), 0.0)
+        later = (event.unix_seconds for event in started if (_attempt_of(event) or 0) > self._number)
+        return own, min(later, default=math.inf)
+
     def _endings(self, standings: dict[int, Standing | None], log: LogText | None) -> list[Ending]:
         infos = {info.pid: info for _, info in self._processes}
         found = []
@@ -178,8 +195,6 @@ class _Attempt:
 
     def _missing(self, log: LogText | None, endings: Sequence[Ending]) -> list[str]:
         missing = list(self._recordings.missing)
-        if self._all and not self._own:
-            missing.append(f"no attempt {self._number} is recorded")
         if log is None:
             missing.append("no output of the command")
         if not any(ending.role == "command" for ending in endings):
@@ -195,7 +210,6 @@ class _Attempt:
         said: dict[int, list[Event]],
         endings: Sequence[Ending],
     ) -> dict[str, Any]:
-        description = self._recordings.description()
         infos = [info for _, info in self._processes]
         main = next((info for info in infos if info.role == "trainer"), None)
         standing = standings.get(main.pid) if main else None
@@ -207,16 +221,13 @@ class _Attempt:
             "loss_not_finite_since": lost_since(
                 folder / SAMPLES_FILE for folder, info in self._processes if info.role == "trainer"
             ),
-            "exit_how": _exit_how(said.get(main.pid, [])) if main and left else None,
+            **(_exit(said.get(main.pid, [])) if main and left else {}),
             "last_line": self._last_line() if status and status > 0 else None,
             "changed": _changed(self._all, self._number),
             "asked_by": next(asked, None),
             "supervisor_lost": lost,
-            "attempt": self._number,
             "log_says_done": log.ended_well if log else False,
-            "torch": next((info.torch for info in infos if info.torch), None),
-            "argv": description.get("argv"),
-            "alive": [info.pid for info in infos if _is_alive(info)],
+            "alive": [info.pid for info in infos if process_lives(info.pid, info.ticks)],
             "steps": standing.step if standing else None,
             "phase": standing.phase.name.lower().replace("_", " ") if standing else None,
         }
@@ -265,12 +276,20 @@ def _count_lines(stream: BinaryIO, start: int, end: int) -> int:
     return count
 
 
-def _exit_how(events: Sequence[Event]) -> str | None:
-    """Return how a process left that had loaded torch; one that said nothing at all left past its interpreter."""
-    how = next((event.data.get("how") for event in reversed(events) if event.kind == "exiting"), None)
-    if how is None and any(event.kind == "torch_imported" for event in events):
-        return "os._exit"
-    return how if isinstance(how, str) else None
+def _exit(events: Sequence[Event]) -> dict[str, str]:
+    """Return how a process left that had loaded torch, and with which words.
+
+    One that said nothing at all left past its interpreter.
+    """
+    data = next((event.data for event in reversed(events) if event.kind == "exiting"), None)
+    if data is None:
+        return {"exit_how": "os._exit"} if any(event.kind == "torch_imported" for event in events) else {}
+    told = {"exit_how": _text(data.get("how")), "exit_said": _text(data.get("said"))}
+    return {key: text for key, text in told.items() if text}
+
+
+def _text(value: Any) -> str:
+    return plain_text(value)[:_MOST_LAST] if isinstance(value, str) else ""
 
 
 def _changed(events: Iterable[Event], attempt: int) -> dict[str, Any]:
@@ -345,15 +364,6 @@ class _Part:
         data = self._stream.read(self._left if size < 0 else min(size, self._left))
         self._left -= len(data)
         return data
-
-
-def _is_alive(info: ProcessInfo) -> bool:
-    try:
-        found = Path(f"/proc/{info.pid}/stat").read_bytes()
-        fields = found.rpartition(b")")[2].split()
-        return fields[0] not in (b"Z", b"X") and int(fields[19]) == info.ticks
-    except (OSError, ValueError, IndexError):
-        return False
 
 
 def _by_time(events: Iterable[Event]) -> list[Event]:

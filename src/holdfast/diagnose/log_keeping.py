@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-_CHUNK_BYTES = 1 << 18
+_CHUNK_BYTES = 1 << 16
 _HEAD_BYTES = 2 << 20
 _TAIL_BYTES = 1 << 20
 _FIRST_HITS_BYTES = 1 << 20
 _NEWEST_HITS_BYTES = 3 << 20
+_OF_A_LINE = 64  # bytes that a line counts for beside its own, since it is kept as an object
 _LINE_BYTES = 1 << 14  # of one line: its beginning and its end
 _AFTER = 12  # lines that are kept after a hit: a message of several lines
 _AFTER_TRACEBACK = 300
@@ -80,7 +81,7 @@ class KeptLog:
 
 
 def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
-    """Read a log to its end and return what matters of it; never more than about 10 MiB, whatever its size.
+    """Read a log to its end and return what matters of it, in some 30 MiB at most, whatever its size and lines.
 
     Args:
         stream: Opened for reading bytes.
@@ -88,24 +89,26 @@ def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
     """
     head: list[LogLine] = []
     hits = _Hits()
-    tail: deque[tuple[int, bytes]] = deque()
+    tail: deque[tuple[int, bytes, int]] = deque()
     head_bytes = tail_bytes = total_bytes = 0
     number = first_number  # of the first line of the block
     for block, read_bytes in _blocks(stream):
         total_bytes += read_bytes
+        count = block.count(b"\n")
+        weight = len(block) + _OF_A_LINE * count
         if head_bytes < _HEAD_BYTES:
             head += _split(block, number)
-            head_bytes += len(block)
+            head_bytes += weight
         else:
             hits.search(block, number)
-            tail.append((number, block))
-            tail_bytes += len(block)
-            while tail_bytes - len(tail[0][1]) >= _TAIL_BYTES:
-                tail_bytes -= len(tail.popleft()[1])
-        number += block.count(b"\n")
+            tail.append((number, block, weight))
+            tail_bytes += weight
+            while tail_bytes - tail[0][2] >= _TAIL_BYTES:
+                tail_bytes -= tail.popleft()[2]
+        number += count
     lines = {line.number: line for line in head}
     lines |= {line.number: line for line in hits.kept()}
-    for first, block in tail:
+    for first, block, _ in tail:
         lines |= {line.number: line for line in _split(block, first)}
     ordered = tuple(lines[key] for key in sorted(lines))
     total = ordered[-1].number - first_number + 1 if ordered else 0
@@ -184,7 +187,7 @@ class _Hits:
         return times < _SAME_LINE
 
     def _keep(self, line: LogLine) -> None:
-        size = len(line.data) + 64
+        size = len(line.data) + _OF_A_LINE
         if self._first_bytes < _FIRST_HITS_BYTES:
             self._first.append(line)
             self._first_bytes += size
@@ -192,7 +195,7 @@ class _Hits:
         self._newest.append(line)
         self._newest_bytes += size
         while self._newest_bytes > _NEWEST_HITS_BYTES:
-            self._newest_bytes -= len(self._newest.popleft().data) + 64
+            self._newest_bytes -= len(self._newest.popleft().data) + _OF_A_LINE
 
     def kept(self) -> list[LogLine]:
         return [*self._first, *self._newest]

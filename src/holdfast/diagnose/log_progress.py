@@ -11,10 +11,13 @@ from collections.abc import Sequence
 
 from holdfast.diagnose.log_keeping import is_relevant
 
-_BAR = re.compile(r"\d+%\|.{0,200}\|\s*\d+/\d+|\[\d+:\d+<[^\]]{1,40}\]|\b\d+(?:\.\d+)?(?:it/s|s/it)\b")
+# Runs of digits are bounded: a line of nothing else would take time quadratic in its length.
+_BAR = re.compile(
+    r"\d{1,9}%\|.{0,200}\|\s{0,20}\d{1,18}/\d{1,18}|\[\d{1,9}:\d{1,9}<[^\]]{1,40}\]|\d{1,9}(?:\.\d{1,9})?(?:it/s|s/it)\b"
+)
 _PROGRESS = re.compile(
     r"\b(?:epochs?|steps?|iter(?:ation)?s?|batch|loss|acc(?:uracy)?|lr|eta|global_step|perplexity|ppl)\b\W{0,4}\d"
-    r"|\d+(?:\.\d+)?\s?(?:it/s|s/it|tok/s|tokens/s|samples/s|img/s)|['\"]loss['\"]:",
+    r"|\d{1,9}(?:\.\d{1,9})?\s?(?:it/s|s/it|tok/s|tokens/s|samples/s|img/s)|['\"]loss['\"]:",
     re.IGNORECASE,
 )
 _NO_PROGRESS = re.compile(

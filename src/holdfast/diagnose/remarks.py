@@ -63,6 +63,8 @@ def kills_counted(endings: tuple[Ending, ...]) -> int | None:
 def way_out(facts: Facts) -> str:
     """Return how a process left that ended with a status of its own, as it was recorded; or an empty text."""
     how, line = facts.extra.get("exit_how"), facts.extra.get("last_line")
+    if how == "sys.exit" and (said := facts.extra.get("exit_said")):
+        return f"It left by `sys.exit` with the words: {said}"
     if how == "sys.exit":
         said = f", and its last line is: {line}" if line else ""
         return f"It left by `sys.exit`{said}"

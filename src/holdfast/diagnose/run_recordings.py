@@ -18,6 +18,7 @@ from holdfast.recorder.progress import Standing, read_board
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import (
     BOARD_FILE,
+    LOST_FILE,
     PROCESSES_FOLDER,
     SUPERVISED_FILE,
     SUPERVISOR_FOLDER,
@@ -27,7 +28,6 @@ from holdfast.recorder.run_files import (
 
 FORMAT = 1
 """Of run directories that this holdfast reads."""
-_LOST_FILE = "lost.json"  # see supervise.run_folder
 _MOST_GUARDS = 64
 
 
@@ -65,7 +65,7 @@ class Recordings:
     def lost(self) -> dict[str, Any] | None:
         """Return what was left when the supervisor itself was killed, or None: it was not, or nobody noted it."""
         try:
-            found = json.loads((self.run / SUPERVISOR_FOLDER / _LOST_FILE).read_bytes())
+            found = json.loads((self.run / SUPERVISOR_FOLDER / LOST_FILE).read_bytes())
         except (OSError, ValueError, RecursionError):
             return None
         return found if isinstance(found, dict) else None

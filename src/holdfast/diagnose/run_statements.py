@@ -157,11 +157,12 @@ def merged(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[S
     The place in the log keeps its order; class, frames, time, rank and whether it was fatal come from the recording.
     """
     left = list(recorded)
-    found = []
-    for statement in logged:
-        twin = (
-            next((each for each in left if _same(each, statement)), None) if statement.kind == "exception" else None
-        )
+    found: list[Statement] = []
+    # From the end: of several exceptions that read alike, the newest recording is that of the newest text.
+    for statement in reversed(logged):
+        twin = None
+        if statement.kind == "exception":
+            twin = next((each for each in reversed(left) if _same(each, statement)), None)
         if twin is None:
             found.append(statement)
             continue
@@ -177,6 +178,7 @@ def merged(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[S
                 source=f"{statement.source} and {twin.source}",
             )
         )
+    found.reverse()
     last = max((statement.position for statement in found), default=0)
     return found + [replace(each, position=last + 1 + index) for index, each in enumerate(left)]
 

@@ -34,6 +34,7 @@ from holdfast.diagnose.signatures.runtime import (
     TERMINATED,
 )
 from holdfast.diagnose.verdict import Exhibit
+from holdfast.recorder.run_files import LOST_FILE
 
 _SHELL = 128  # a shell reports signal n as status 128 + n
 _BY_SIGNAL = {
@@ -93,7 +94,7 @@ def find_end(facts: Facts) -> End:
     kills = kills_counted(facts.endings)
     exhibits = _exhibits(command, child, kills, facts)
     first_rank = child.rank if child is not None else None
-    hang = _hang(facts.events, command)
+    hang = _hang(facts.events, command, child)
     if status is None:
         return _without_status(facts, exhibits)
     if status == 0 and hang is None:
@@ -137,7 +138,7 @@ def _without_status(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
     lost = facts.extra.get("supervisor_lost")
     if isinstance(lost, dict):
         exhibit = Exhibit(
-            text=f"left when it was killed: {len(lost.get('killed') or ())} processes", source="lost.json"
+            text=f"left when it was killed: {len(lost.get('killed') or ())} processes", source=LOST_FILE
         )
         return End(
             cause=SUPERVISOR_LOST, confidence=0.95, status=None, well=False, why="the supervisor was killed",
@@ -232,9 +233,13 @@ def _predicted(events: Iterable[Event]) -> Event | None:
     return None
 
 
-def _hang(events: Iterable[Event], command: Ending | None) -> Event | None:
-    """Return the hang for which the attempt was ended, or None if it went on."""
-    if command is None or command.sent_by != "supervisor":
+def _hang(events: Iterable[Event], command: Ending | None, child: Ending | None) -> Event | None:
+    """Return the hang for which the attempt, or the ranks of a launcher, were ended; None if it went on."""
+    events = list(events)
+    ended = next((event for event in reversed(events) if event.kind == "ranks_ended"), None)
+    pids = ended.data.get("pids") if ended is not None else None
+    of_ranks = isinstance(pids, list) and child is not None and child.pid in pids and bool(command and command.status)
+    if not of_ranks and (command is None or command.sent_by != "supervisor"):
         return None
     hangs = [event for event in events if event.kind == "hang" and event.data.get("remedy") != "wait"]
     return hangs[-1] if hangs else None

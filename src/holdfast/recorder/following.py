@@ -65,8 +65,7 @@ class RingFollower:
     def _all(self) -> list[Record]:
         found = [record for record in read_ring(self._path) if record.sequence > self._sequence]
         if found:
-            if self._read_whole:
-                self.lost += found[0].sequence - self._sequence - 1
+            self.lost += found[0].sequence - self._sequence - 1
             self._sequence = found[-1].sequence
         self._read_whole = True
         return found

@@ -16,6 +16,7 @@ SUPERVISED_FILE = "supervised.json"
 OUTPUT_FILE = "output.log"
 VERDICT_FILE = "verdict.json"
 SUPERVISOR_FOLDER = "supervisor"
+LOST_FILE = "lost.json"
 PROCESSES_FOLDER = "processes"
 STACKS_FOLDER = "stacks"
 PROCESS_FILE = "process.json"
@@ -121,6 +122,15 @@ def _is_sound(info: ProcessInfo) -> bool:
         and type(info.started) in (int, float)
         and info.started == info.started  # not NaN, which has no place in an order
     )
+
+
+def process_lives(pid: int, ticks: int) -> bool:
+    """Return whether a process of this machine is there and has not ended; ``ticks`` as in `ProcessInfo`."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return fields[0] not in (b"Z", b"X") and int(fields[19]) == ticks
+    except (OSError, ValueError, IndexError):
+        return False
 
 
 def on_recording(listener: Callable[[Path], None]) -> None:

@@ -18,10 +18,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from holdfast.recorder.run_files import ProcessInfo, read_processes
+from holdfast.recorder.run_files import ProcessInfo, process_lives, read_processes
 from holdfast.supervise.launching import Launcher, Sentinel
 from holdfast.supervise.output import Copier, Streams
-from holdfast.supervise.process_tree import Tree, kill_all, read_process, signal_all
+from holdfast.supervise.process_tree import Tree, kill_all, signal_all
 from holdfast.supervise.signals import ASKING_TO_END, Signals
 
 if TYPE_CHECKING:
@@ -217,6 +217,7 @@ class Attempt:
             self._limit(0.0)
         elif self._launcher is not None and self._launcher.restarts:  # it starts its workers again when they end
             trainers = self._live_trainers()
+            self._tell("ranks_ended", pids=[each.pid for each in trainers], signal=int(signal.SIGTERM))
             signal_all([each.pid for each in trainers], signal.SIGTERM)
             self._doomed = (time.monotonic() + self._grace, trainers)
         else:
@@ -273,5 +274,4 @@ class Attempt:
 
 
 def _lives(info: ProcessInfo) -> bool:
-    found = read_process(info.pid)
-    return found is not None and found.ticks == info.ticks and found.state != "Z"
+    return process_lives(info.pid, info.ticks)

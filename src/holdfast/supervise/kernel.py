@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from holdfast.core.control_groups import fields_of, group_folders
+from holdfast.core.control_groups import UNLIMITED_V1, fields_of, group_folders
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _READ_ALL, _SIZE_OF_BUFFER = 3, 10  # syslog(2)
@@ -57,7 +57,7 @@ def memory_limits(root: Path = _ROOT) -> dict[str, int]:
         for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
             with suppress(OSError, ValueError):  # the other version, or "max"
                 value = int((folder / name).read_text())
-                if value < 1 << 60:
+                if value < UNLIMITED_V1:
                     found[str(folder / name)] = value
     return found
 

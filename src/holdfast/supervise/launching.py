@@ -16,10 +16,10 @@ from pathlib import Path
 
 from holdfast.core.errors import PolicyError
 from holdfast.supervise import child_start, process_tree
+from holdfast.supervise.launchers import find_launcher_name
 from holdfast.supervise.output import Streams
 from holdfast.supervise.process_tree import MARK_VARIABLE
 
-_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed")
 _RESTARTS_OPTIONS = ("--max-restarts", "--max_restarts")
 _MINIMAL = (sys.executable, "-I", "-S")  # no site-packages, no sitecustomize: 15 ms
 
@@ -80,9 +80,8 @@ def find_program(command: Sequence[str]) -> str:
 
 def find_launcher(command: Sequence[str]) -> Launcher | None:
     """Return the launcher that a command starts ranks with, or None."""
-    words = [Path(command[0]).name, *command[1:4]]
-    name = next((word for word in words if word in _LAUNCHERS), None)
-    if name is None or (name == "accelerate" and "launch" not in command):
+    name = find_launcher_name(command)
+    if name is None:
         return None
     restarts = 0
     for index, word in enumerate(command):

@@ -25,12 +25,10 @@ from holdfast.core.durable import replace_file
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.version import __version__
 from holdfast.recorder.reader import read_events
-from holdfast.recorder.run_files import SUPERVISED_FILE, SUPERVISOR_FOLDER
+from holdfast.recorder.run_files import LOST_FILE, SUPERVISED_FILE, SUPERVISOR_FOLDER, read_processes
 from holdfast.supervise.kernel import memory_limits
 
 FORMAT = 1
-LOST_FILE = "lost.json"
-"""In the supervisor's folder: written by the sentinel when the supervisor was killed."""
 _RUNS, _LAST = "runs", "last"
 _VERSIONS_OF = ("torch", "numpy", "transformers", "accelerate", "lightning")
 
@@ -71,7 +69,7 @@ class RunFolder:
             raise unusable(self.path, error) from error
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except (BlockingIOError, PermissionError) as error:
             holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
             os.close(self._lock)
             raise RunDirectoryError(
@@ -80,6 +78,9 @@ class RunFolder:
                 fix="stop that one, or choose another --run-dir.",
                 rule="H723",
             ) from error
+        except OSError as error:  # such as ENOLCK: a network disk without locks
+            os.close(self._lock)
+            raise unusable(self.path, error) from error
         os.ftruncate(self._lock, 0)
         with suppress(OSError):  # a full disk: the name of the holder is a courtesy
             os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -90,12 +91,15 @@ class RunFolder:
         return self.path / SUPERVISOR_FOLDER
 
     def next_attempt(self) -> int:
-        """Return the number of the next attempt: 0, or one more than the last that was recorded here."""
-        try:
-            events = read_events(self.supervisor)
-        except (OSError, RunDirectoryError):
-            return 0
-        numbers = [event.data.get("attempt") for event in events if event.kind == "attempt_started"]
+        """Return the number of the next attempt: 0, or one more than the last that left anything here."""
+        numbers: list[Any] = []
+        with suppress(OSError, RunDirectoryError):
+            # Any event: the ring is finite, and the start of the last attempt may be gone.
+            numbers += [
+                event.data.get("attempt") for event in read_events(self.supervisor) if event.kind != "restart"
+            ]
+        with suppress(OSError):
+            numbers += [info.attempt for _, info in read_processes(self.path)]
         return max((number for number in numbers if isinstance(number, int)), default=-1) + 1
 
     def command_before(self) -> tuple[str, ...] | None:

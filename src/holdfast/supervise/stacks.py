@@ -44,6 +44,7 @@ _AT_ONCE = 8
 _MORE_LOOKS, _MORE_APART_SECONDS = 3, 0.03
 _BUSY_SHARE = 0.3
 _MOST_FRAMES = 256
+_MOST_FILES = 1000  # dumps that are kept, some 5 KB each
 _MOST_BYTES = 1 << 22
 _FAULT_THREAD = re.compile(
     r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]{1,16})(?: \[(?P<name>.*?)\])? \(most recent call first\):"
@@ -106,6 +107,7 @@ class Stacks:
             self._pause(max(0.0, _APART_SECONDS - (time.monotonic() - began)))
             current = self._look(pool, current, files, "b")
             current = list(pool.map(self._look_closer, current))
+        self._keep_newest()
         return Taken(
             processes=tuple(subject.about for subject in current),
             files={pid: tuple(names) for pid, names in files.items()},
@@ -208,6 +210,12 @@ class Stacks:
         good = isinstance(found, list) and found and all(isinstance(each, dict) for each in found)
         return found if good else None
 
+    def forget(self, taken: Taken) -> None:
+        """Delete what was written down of looks that came to nothing."""
+        for name in (name for names in taken.files.values() for name in names):
+            with suppress(OSError):
+                (self._folder / name).unlink()
+
     # --- the dumps --------------------------------------------------------------------------------------------------
 
     def _write(self, about: Examined, letter: str) -> str | None:
@@ -218,6 +226,12 @@ class Stacks:
         except OSError:
             return None  # a full disk: the event still tells the frame
         return name
+
+    def _keep_newest(self) -> None:
+        """Delete the oldest dumps of many: a limit that is too low would fill a disk in weeks."""
+        with suppress(OSError):
+            for path in sorted(self._folder.glob("*.txt"))[:-_MOST_FILES]:
+                path.unlink()
 
     def _newest_number(self) -> int:
         taken = [path.name.partition("-")[0] for path in self._folder.glob("*.txt")]

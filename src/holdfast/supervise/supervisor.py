@@ -23,7 +23,7 @@ from holdfast.core.events import Event
 from holdfast.diagnose.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Phase, Standing, read_board
-from holdfast.recorder.run_files import BOARD_FILE, OUTPUT_FILE, VERDICT_FILE, read_processes
+from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, VERDICT_FILE, read_processes
 from holdfast.supervise.attempt import Attempt, End
 from holdfast.supervise.kernel import KernelLog, become_subreaper, count_oom_kills
 from holdfast.supervise.launching import Sentinel, find_launcher, make_environment, start
@@ -31,7 +31,7 @@ from holdfast.supervise.limits import HangLimits, name_of
 from holdfast.supervise.output import Copier, OutputLog, Streams, open_missing_streams
 from holdfast.supervise.process_tree import Tree, read_process
 from holdfast.supervise.restarts import Again, Budgets, Past, Stop, decide_restart
-from holdfast.supervise.run_folder import LOST_FILE, RunFolder, unusable
+from holdfast.supervise.run_folder import RunFolder, unusable
 from holdfast.supervise.signals import ASKING_TO_END, Signals
 
 _MOST_SHOWN = 100
@@ -167,7 +167,9 @@ class Supervisor:
 
     def tell(self, kind: str, /, **facts: Any) -> None:
         """Record an event; from any thread."""
-        event = Event(kind=kind, global_step=self._steps() or 0, unix_seconds=time.time(), data=facts)
+        now, step = time.time(), facts.get("step")
+        step = step if isinstance(step, int) else self._steps() or 0
+        event = Event(kind=kind, global_step=step, unix_seconds=now, data=facts)
         with self._lock:
             self._box.event(event)
 
@@ -190,6 +192,7 @@ class Supervisor:
         )  # fmt: skip
         with self._watching(number, attempt):
             end = attempt.serve()
+        sentinel.guard_session(0)  # its number may be a stranger's from now on
         self._log.end_attempt()
         after = count_oom_kills()
         killed = None if oom_kills is None or after is None else after - oom_kills
@@ -221,7 +224,9 @@ class Supervisor:
         found = [
             standing.step
             for folder, info in read_processes(self.run_path)
-            if info.attempt == self._number and (standing := _board(folder / BOARD_FILE)) is not None
+            if info.attempt == self._number
+            and info.role == "trainer"
+            and (standing := _board(folder / BOARD_FILE)) is not None
         ]
         return max(found, default=None)
 

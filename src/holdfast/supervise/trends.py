@@ -78,7 +78,7 @@ class Trends:
         for folder, process in read_processes(self._run):
             if process.role == "trainer" and process.attempt == self._attempt:
                 self._read_leaks(folder, process.folder)
-                with suppress(OSError):
+                with suppress(OSError, RunDirectoryError):  # being made, or of a newer holdfast
                     self._look_at(folder, process.pid, self._states.setdefault(process.folder, _State()))
         # Reading a full ring takes a fifth of a second: at most 1 % of the time is spent on it.
         self._pause_until = began + 100 * (self._clock() - began)

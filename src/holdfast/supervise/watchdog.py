@@ -78,11 +78,13 @@ class Watchdog:
         while not stop.wait(_POLL_SECONDS):
             try:
                 self.look(self._clock())
+                failures = 0
             except Exception as error:  # noqa: BLE001 - whatever a stranger's process does, the supervisor goes on
                 failures += 1
                 with suppress(Exception):
                     self._tell("watchdog_failed", error=f"{type(error).__name__}: {error}"[:500], times=failures)
                 if failures >= _MOST_FAILURES:
+                    self._say(f"the watchdog has given up, after {failures} failures in a row: {error}"[:300])
                     return
                 stop.wait(1.0)
 
@@ -147,14 +149,15 @@ class Watchdog:
             each.look_again(now)
         taken = self._stacks.take(self._subjects(process, now))
         self._watched.look(self._clock())
-        if process.progress != progress or not process.alive:
-            self._tell("hang_over", pid=process.info.pid, phase=process.phase_name)
-            return
-        if not any(each.pid == process.info.pid for each in taken.processes):
+        why = self._why_no_hang(process, progress, taken)
+        if why:
+            self._over(process, taken, why)
             return
         found = diagnose_hang(taken.processes, process.info.pid, gone_ranks=self._watched.gone_ranks(process))
         if found.kind == "collective" and self._any_moves(process):
-            return  # ranks that do not say that they are ranks: who waits for a slow one is not stuck
+            # Ranks that do not say that they are ranks: who waits for a slow one is not stuck.
+            self._over(process, taken, "it waits for others, which move")
+            return
         hang = self._hang(process, found, taken, seconds, limit)
         if hang.remedy == "restart":
             for each in group:
@@ -164,6 +167,16 @@ class Watchdog:
         self._on_hang(hang)
         if hang.remedy == "wait" and found.moving and process.info.torch is not None:
             self._say_left_alone(hang, starting=process.phase is Phase.STARTING)
+
+    def _why_no_hang(self, process: Watched, progress: int, taken: Taken) -> str:
+        if process.progress != progress:
+            return "it has moved meanwhile"
+        seen = process.alive and any(each.pid == process.info.pid for each in taken.processes)
+        return "" if seen else "it has ended meanwhile"
+
+    def _over(self, process: Watched, taken: Taken, why: str) -> None:
+        self._stacks.forget(taken)
+        self._tell("hang_over", pid=process.info.pid, phase=process.phase_name, step=process.step, why=why)
 
     def _say_left_alone(self, hang: Hang, *, starting: bool) -> None:
         """Say once for each place what computes without progress, and until when it may."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from holdfast.supervise.limits import HangLimits, LearnedLimits, name_of
 from holdfast.supervise.process_tree import read_process
 
 _REFRESH_SECONDS = 0.5
+_TICK_NS = 1_000_000_000  # file times are as coarse as 10 ms, some file systems' 1 s
 _NAME = re.compile(r"\d{1,20}-\d{1,20}")
 
 
@@ -188,7 +190,8 @@ class WatchedProcesses:
             changed = self._folder.stat().st_mtime_ns
             if changed == self._changed:
                 return []
-            self._changed = changed
+            # A folder that is made within the same tick of the clock leaves the time as it is: look once more.
+            self._changed = changed if time.time_ns() - changed > _TICK_NS else 0
             with os.scandir(self._folder) as found:
                 return [each.name for each in found if _NAME.fullmatch(each.name) and each.name not in self._known]
         return []

@@ -74,6 +74,7 @@ class Watching:
             except Exception as error:  # noqa: BLE001 - training goes on unwatched, and the recording says so
                 with suppress(Exception):
                     self._tell("watching_failed", what=name, error=f"{type(error).__name__}: {error}")
+                    self._say(f"the {name} is not watched any more: {type(error).__name__}: {error}"[:300])
 
         return threading.Thread(target=run, name=f"holdfast {name}", daemon=True)
 

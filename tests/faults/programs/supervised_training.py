@@ -4,7 +4,8 @@
 
 Keys: ``steps``, ``workers``, ``step_seconds``; ``fail_at``: a mistake of the user's at that step; ``kill_at`` and
 ``hang_at``: SIGKILL to itself, or sleep, at that step, while the attempt is below ``kills``; ``stop_worker``: stop
-the first worker; ``pids``: file to write the process numbers to.
+the first worker; ``pids``: file to write the process numbers to; ``steps_file``: file that gets
+a byte at each step.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ def main() -> None:
     loader = torch.utils.data.DataLoader(Samples(), batch_size=8, num_workers=request.get("workers", 0))
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("ATTEMPT_BY_HOLDFAST") or 0)
     batches = iter(loader)
+    steps = (
+        os.open(request["steps_file"], os.O_CREAT | os.O_APPEND | os.O_WRONLY) if "steps_file" in request else None
+    )
     for step, batch in enumerate(batches):
         if step == 1:
             if request.get("stop_worker"):
@@ -63,6 +67,8 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         print(f"step {step} loss {loss.item():.4f}", flush=True)
+        if steps is not None:
+            os.write(steps, b".")
         time.sleep(request.get("step_seconds", 0))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import RunDirectoryError
+from holdfast.core.errors import PolicyError, RunDirectoryError
 from holdfast.core.events import Event
 from holdfast.diagnose.collecting import collect, collect_log
 from holdfast.diagnose.judging import judge
@@ -133,6 +133,37 @@ def test_only_the_attempt_that_is_asked_for_is_told(run):
     assert (newest.extra["steps"], first.extra["steps"]) == (5, 3)
     assert newest.tried == ("restarted: the port may be free later; changed A=b",)
     assert first.tried == ()
+
+
+def test_an_attempt_that_never_was_is_refused(run):
+    """To judge all the output as that of an attempt that is not there would name a wrong cause."""
+    run.output(traceback_of(SHAPES))
+    run.supervisor(("attempt_started", {"attempt": 0}), ended(1))
+    with pytest.raises(PolicyError, match="attempts 0 to 0 are recorded"):
+        collect(run.path, 7)
+
+
+def test_a_guard_of_the_next_attempt_is_not_told_of_this_one(run, tmp_path):
+    """What a Guard stopped for counts for the attempt in which it did."""
+    guard = tmp_path / "elsewhere"
+    run.process(7, ("guard", {"path": str(guard)}), attempt=0)
+    run.process(8, ("guard", {"path": str(guard)}), attempt=1)
+    run.output("Address already in use\n", "b\n")
+    run.supervisor(("attempt_started", {"attempt": 0}), ended(1), ("attempt_started", {"attempt": 1}))
+    run.tell(guard / "recorder" / "rank0", ("stop", {"reason": "loss is NaN", "promise": "changes training"}))
+    run.supervisor(ended(1, attempt=1))
+    assert [each.text for each in collect(run.path, 0).statements if each.source == "guard"] == []
+    assert [each.text for each in collect(run.path, 1).statements if each.source == "guard"] == ["Guard: loss is NaN"]
+
+
+def test_of_two_equal_exceptions_the_newest_text_is_that_of_the_newest_recording(run):
+    """An error that was caught at first and ended the run later is told by the line at which it ended it."""
+    run.output(traceback_of(SHAPES) + "caught, going on\n" + traceback_of(SHAPES))
+    raised = {"type": "RuntimeError", "message": SHAPES, "frames": [["train.py", 9, "step"]], "chain": []}
+    run.process(7, ("exception", {**raised, "fatal": True}))
+    run.supervisor(("attempt_started", {"attempt": 0}), ended(1))
+    first, last = collect(run.path).statements
+    assert (first.fatal, last.fatal) == (None, True)
 
 
 def test_what_a_guard_tried_is_told(run, tmp_path):

@@ -190,6 +190,16 @@ def test_a_hang_that_the_supervisor_ended_is_the_cause():
     assert judge(Facts(events=(hang,), endings=(went_on,))).cause == "H1601"
 
 
+def test_a_hang_for_which_ranks_of_a_launcher_were_ended_is_the_cause():
+    """SIGTERM to ranks, which the launcher would have started again, is told as the hang, not as one from outside."""
+    data = {"signature": "H1402", "confidence": 0.9, "sentence": "Worker 8 waits for a lock.", "remedy": "restart"}
+    hang = Event(kind="hang", global_step=5, unix_seconds=50.0, data=data)
+    ended = Event(kind="ranks_ended", global_step=5, unix_seconds=51.0, data={"pids": [7, 8], "signal": 15})
+    endings = (Ending(status=1, role="command"), Ending(status=-15, role="trainer", pid=7, rank=0))
+    assert judge(Facts(events=(hang, ended), endings=endings)).cause == "H1402"
+    assert judge(Facts(events=(hang,), endings=endings)).cause != "H1402"
+
+
 def test_a_hang_of_an_unknown_kind_is_still_a_hang():
     """An event of another version, with a signature that nobody knows, gives H1612."""
     hang = Event(kind="hang", global_step=0, unix_seconds=1.0, data={"signature": "H1499"})

@@ -228,6 +228,22 @@ def test_a_large_log_is_read_in_bounded_memory():
     assert [kept.lines[0].number, kept.lines[-1].number] == [1, kept.total_lines]
 
 
+def test_a_large_log_of_empty_lines_is_read_in_bounded_memory():
+    """Lines count for more than their bytes: of 20 million empty ones few are kept."""
+    tracemalloc.start()
+    kept = keep_lines(Endless(b"\n" * 100_000 for _ in range(200)))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 60 << 20
+    assert kept.total_lines == 20_000_000
+
+
+def test_long_lines_of_digits_are_read_in_linear_time():
+    """Masks of zeros and ones, 8 KiB a line, are judged before this test runs into its time limit."""
+    found = read_log(io.BytesIO((b"01" * 4000 + b"\n") * 300), name="run.log")
+    assert not found.ended_well
+
+
 def test_one_endless_line_is_cut():
     """A line of 50 MB without an end is kept by its beginning and its end."""
     blocks = [b"begin ", *[b"x" * (1 << 20)] * 50, b" Traceback"]

@@ -29,10 +29,10 @@ from holdfast.recorder.run_files import (
     read_processes,
     write_process,
 )
+from holdfast.supervise.launchers import find_launcher_name
 from holdfast.supervise.observe.exceptions import describe_exception
 from holdfast.supervise.observe.importing import ImportWatch
 from holdfast.supervise.observe.memory_readings import MemoryReadings
-from holdfast.supervise.observe.observer import is_launcher
 from holdfast.supervise.observe.steps import Steps
 from holdfast.supervise.observe.values import OnItsWay, ValueReader
 
@@ -524,6 +524,12 @@ def test_recordings_are_announced(tmp_path: Path) -> None:
         ("python -m accelerate.commands.launch train.py", True),
         ("python /bin/accelerate launch train.py", True),
         ("python train.py torchrun", False),
+        ("python -W ignore -m torch.distributed.run train.py", True),
+        ("python -X dev /bin/torchrun train.py", True),
+        ("python3.12 -mtorch.distributed.run train.py", True),
+        ("accelerate-launch train.py", True),
+        ("uv run torchrun train.py", True),
+        ("accelerate config", False),
         ("python -c torchrun", False),
         ("python -m train torchrun", False),
         ("python", False),
@@ -532,4 +538,4 @@ def test_recordings_are_announced(tmp_path: Path) -> None:
 )
 def test_what_a_launcher_is(line: str, launches: bool) -> None:
     """Programs that start ranks are known by their command line."""
-    assert is_launcher(line.split()) is launches
+    assert (find_launcher_name(line.split()) is not None) is launches

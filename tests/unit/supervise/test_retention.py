@@ -20,6 +20,7 @@ from holdfast.diagnose.evidence import Ending, Facts
 from holdfast.diagnose.judging import judge
 from holdfast.diagnose.signatures import all_signatures
 from holdfast.diagnose.signatures.leaks import BY_KIND
+from holdfast.supervise.observe import retention_census
 from holdfast.supervise.observe.retention import Retention
 from holdfast.supervise.observe.retention_lines import Name, Sources
 from holdfast.supervise.observe.retention_paths import Names, Walk
@@ -102,6 +103,30 @@ def test_what_is_bounded_is_no_leak() -> None:
     assert (summary["found"], summary["steps"]) == (0, 3 + 1 + 3 * 8)
 
 
+def test_a_list_that_is_emptied_does_not_hide_a_leak() -> None:
+    """A curve that is thrown away in the middle of a trace is no leak, and the leak beside it is still named."""
+    curve: list[float] = []
+    kept: list[Any] = []
+
+    def step(number: int) -> None:
+        if number == 5:
+            curve.clear()
+        curve.append(0.5 * number)
+        kept.append(torch.zeros(256))
+
+    leaks, summary = traced(step)
+    assert [leak["held_by"].split("[")[0].split(" ")[0] for leak in leaks] == ["kept"]
+    assert summary["found"] == 1
+
+
+def test_too_many_objects_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace that would itself need much memory is not begun, and says why."""
+    monkeypatch.setattr(retention_census, "_MOST_OBJECTS", 100)
+    leaks, summary = traced(lambda _: None)
+    assert leaks == []
+    assert "objects" in summary["why"]
+
+
 def test_what_leaks_seldom_is_found_in_the_wider_window() -> None:
     """A snapshot every fourth step is not seen in four steps, and is seen in those eight steps apart."""
     snapshots: list[Any] = []
@@ -141,6 +166,11 @@ def test_no_code_of_the_script_is_called() -> None:
 
     class Hostile(list):  # type: ignore[type-arg]
         value = 0
+        dtype = "float32"
+
+        @property
+        def shape(self) -> Any:
+            raise AssertionError("called")
 
         def _refuse(self, *args: object) -> Any:
             raise AssertionError("called")

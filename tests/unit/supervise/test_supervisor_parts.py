@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
 import os
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import RunDirectoryError
+from holdfast.recorder.run_files import ProcessInfo, write_process
 from holdfast.supervise import process_tree
 from holdfast.supervise.kernel import count_oom_kills, memory_limits, telling_lines
 from holdfast.supervise.launching import CommandError, find_launcher, find_program, make_environment
@@ -75,6 +78,27 @@ def test_one_supervisor_at_a_time_writes_to_a_directory(tmp_path):
     assert f"process {os.getpid()}" in refused.stderr
     first.close()
     assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_a_disk_without_locks_is_told_as_such(tmp_path, monkeypatch):
+    """A lock that the file system does not have (played: there is no such disk here) is not taken for a rival."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with pytest.raises(RunDirectoryError, match="No locks available") as found:
+        RunFolder(tmp_path / "a")
+    assert found.value.rule == "H722"
+
+
+def test_the_next_attempt_is_known_although_the_ring_has_wrapped(tmp_path):
+    """The number of attempts is found in whatever an attempt has left, not only in the event of its start."""
+    folder = RunFolder(tmp_path / "a")
+    assert folder.next_attempt() == 0
+    write_process(folder.path, ProcessInfo(pid=7, ticks=1, ppid=1, argv=[], attempt=4))
+    assert folder.next_attempt() == 5
+    folder.close()
 
 
 def test_a_directory_of_a_newer_holdfast_or_without_permission_is_refused(tmp_path):

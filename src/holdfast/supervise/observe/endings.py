@@ -15,7 +15,7 @@ from functools import wraps
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
-from holdfast.supervise.observe.exceptions import describe_exception
+from holdfast.supervise.observe.exceptions import describe_exception, printable
 from holdfast.supervise.observe.importing import ImportWatch
 
 _FIRST = 1_000_000  # before the finalizers of multiprocessing, which wait for queues and children
@@ -27,8 +27,8 @@ class Ending(Protocol):
     def tell(self, kind: str, **facts: Any) -> None:
         """Record an event."""
 
-    def leaves(self, how: str, status: Any) -> None:
-        """Record that the process leaves."""
+    def leaves(self, how: str, status: Any, said: str) -> None:
+        """Record that the process leaves; `said` is what ``sys.exit`` was told to print."""
 
 
 class Endings:
@@ -47,6 +47,7 @@ class Endings:
         self._fatal: BaseException | None = None
         self._how = "returned"
         self._status: int | None = None
+        self._said = ""
 
     def install(self, watch: ImportWatch) -> None:
         """Hook in, and into `threading` and `multiprocessing` when they are imported."""
@@ -115,13 +116,14 @@ class Endings:
 
     def _exits(self, status: Any) -> None:
         self._how, self._status = "sys.exit", status if isinstance(status, int) else int(status is not None)
+        self._said = printable(status) if type(status) is str else ""
 
     def _leave(self) -> None:
         """Record the end, each time that it is met: at the first, some things are still to be waited for."""
         last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if isinstance(last, BaseException):  # of a script whose own hook has replaced ours
             self._is_fatal(last, last.__traceback__, "MainThread")
-        self._told.leaves(self._how, self._status)
+        self._told.leaves(self._how, self._status, self._said)
 
     def _on_multiprocessing(self, util: ModuleType) -> None:
         self._finalize(util)

@@ -37,18 +37,23 @@ class MemoryReadings:
     def look(self, now: int) -> tuple[int, int, int, int]:
         """Return the resident memory, and of all devices what is allocated, reserved, and was allocated at most.
 
-        What was read a short time ago is 0.
+        What was read a short time ago is 0, and so is what the system does not tell.
 
         Args:
             now: Nanoseconds of the monotonic clock.
-
-        Raises:
-            OSError: if the system does not tell.
         """
         self.next_at = now + _HOST_NANOSECONDS
-        if self._statm is None:
-            self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        resident = int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE_BYTES
+        try:
+            if self._statm is None:
+                self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+            resident = int(os.pread(self._statm, 64, 0).split()[1]) * _PAGE_BYTES
+        except (
+            OSError,
+            ValueError,
+            IndexError,
+        ):  # a script that became a daemon has closed it
+            self._statm = None
+            return 0, 0, 0, 0
         if now < self._next_device or not self._cuda.is_initialized():
             return resident, 0, 0, 0
         return resident, *self._devices(now)

@@ -25,6 +25,7 @@ from holdfast.recorder.run_files import (
     on_recording,
     write_process,
 )
+from holdfast.supervise.launchers import find_launcher_name
 from holdfast.supervise.observe.endings import Endings
 from holdfast.supervise.observe.exceptions import printable
 from holdfast.supervise.observe.importing import ImportWatch
@@ -37,11 +38,6 @@ if TYPE_CHECKING:
 _RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 _LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 _WORLD_SIZE = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
-_LAUNCHERS = {"torchrun", "accelerate", "accelerate-launch", "deepspeed"}
-_LAUNCHER_MODULES = (
-    "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch",
-    "accelerate.commands.accelerate_cli", "deepspeed.launcher",
-)  # fmt: skip
 _MOST_NOTES = 20
 
 
@@ -80,7 +76,7 @@ class Observer:
         self._run = run
         self._attempt = attempt
         self._torch: str | None = None
-        self._role: ProcessRole = "launcher" if is_launcher(sys.orig_argv) else "other"
+        self._role: ProcessRole = "launcher" if find_launcher_name(sys.orig_argv) else "other"
         self.watch = ImportWatch(self.failed)
         self._stacks = Stacks(self._describe)
         self._forget()
@@ -188,7 +184,7 @@ class Observer:
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.failed(error)
 
-    def leaves(self, how: str, status: int | None) -> None:
+    def leaves(self, how: str, status: int | None, said: str) -> None:
         """Show that the process leaves; never an error."""
         try:
             if not self._is_open:
@@ -197,7 +193,7 @@ class Observer:
                 self._steps.finish()
             self.board.enter(Phase.ENDING)
             if not self._has_left and (self._events is not None or status):
-                self.tell("exiting", how=how, status=status)
+                self.tell("exiting", how=how, status=status, **({"said": said} if said else {}))
             self._has_left = True
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.failed(error)
@@ -236,18 +232,6 @@ class Observer:
                 self._steps.begin()
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self.failed(error)
-
-
-def is_launcher(argv: Sequence[str]) -> bool:
-    """Return whether a command line of Python is that of a program that starts the ranks of a training."""
-    for index, word in enumerate(argv[1:], start=1):
-        if word == "-m":
-            return index + 1 < len(argv) and argv[index + 1].startswith(_LAUNCHER_MODULES)
-        if not word.startswith("-"):
-            return os.path.basename(word) in _LAUNCHERS  # noqa: PTH119 - text, not a file
-        if word in ("-c", "-"):
-            return False
-    return False
 
 
 def _start_ticks() -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from holdfast.supervise.observe.retention_census import Census
+from holdfast.supervise.observe.retention_census import Census, TooManyError
 from holdfast.supervise.observe.retention_findings import Leak, find_leaks
 from holdfast.supervise.observe.retention_origin import is_ours
 
@@ -97,6 +97,10 @@ class Retention:
                 else:
                     found = find_leaks(census, frames, stride * (_LOOKS - 1))
                     census.looks += 1
+        except TooManyError as error:
+            self._end()
+            self._tell("leak_trace", found=0, steps=self._steps, why=str(error), request=self._answered)
+            return
         except BaseException:
             self._end()
             raise

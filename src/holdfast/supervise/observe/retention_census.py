@@ -26,6 +26,8 @@ _MOST_VALUES = 20_000
 _MOST_DEPTH = 3
 _MOST_ENTRIES = 64  # of a container whose entries are taken for named values
 _MOST_NODES = 20_000
+_MOST_OBJECTS = 2_000_000  # a trace keeps some 250 bytes for each container among them
+_AT_ONCE = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,11 @@ class Census:
         counted = issubclass(kind, (self.tensor, BaseException, GeneratorType, CoroutineType))
         return _COUNTED if counted or is_users(file_of_class(kind)) else _IGNORED
 
+    def length_of(self, each: object) -> int:
+        """Return the length of a container that looks have seen, -1 of anything else; it is not asked itself."""
+        role = self._roles.get(type(each))
+        return role.__len__(each) if role in _CONTAINERS else -1
+
     def is_counted(self, each: object) -> bool:
         """Return whether an object belongs to a group."""
         return self._roles.get(type(each)) is _COUNTED
@@ -154,15 +161,28 @@ class Census:
         sizes: dict[Value, int] = {}
         nodes: dict[Value, int] = {}
         for value, found in self.named(frames):
-            kind = type(found)
-            if issubclass(kind, self.tensor):
-                sizes[value] = bytes_of(found)
+            size = self.size_of(found)
+            if size is not None:
+                sizes[value] = size
+            if issubclass(type(found), self.tensor):
                 nodes[value] = count_nodes(found)
-            elif kind in _SIZED:
-                sizes[value] = len(found)
-            elif self.array is not None and issubclass(kind, self.array):
-                sizes[value] = int(found.nbytes)
         return sizes, nodes
+
+    def size_of(self, found: Any) -> int | None:
+        """Return the size of a value whose growth counts by itself, None of any other."""
+        kind = type(found)
+        if issubclass(kind, self.tensor):
+            return bytes_of(found)
+        if kind in _SIZED:
+            return len(found)
+        if self.array is not None and issubclass(kind, self.array):
+            return int(found.nbytes)
+        return None
+
+    def shape_of(self, found: Any) -> tuple[Any, ...]:
+        """Return shape and type of a tensor or an array, nothing of anything else."""
+        arrays = (self.tensor,) if self.array is None else (self.tensor, self.array)
+        return shape_of(found) if issubclass(type(found), arrays) else ()
 
     def named(self, frames: Sequence[FrameType]) -> Iterator[tuple[Value, Any]]:
         """Yield the values that have names in the script: its variables, and what these hold, three levels deep."""
@@ -194,11 +214,23 @@ class Census:
         return [] if attributes is None else list(attributes.items())
 
 
+class TooManyError(Exception):
+    """There are more objects than can be looked at without hurting a process that is short of memory."""
+
+
 def all_objects() -> Iterator[Any]:
-    """Yield every object that the collector knows, and dicts that it does not track: they hold only plain values."""
+    """Yield every object that the collector knows, and dicts that it does not track: they hold only plain values.
+
+    Raises:
+        TooManyError: if there are more than two million.
+    """
     known = gc.get_objects()
+    if len(known) > _MOST_OBJECTS:
+        raise TooManyError(f"{len(known)} objects; a trace looks at {_MOST_OBJECTS} at most")
     yield from known
-    yield from [each for each in gc.get_referents(*known) if type(each) is dict and not gc.is_tracked(each)]
+    for start in range(0, len(known), _AT_ONCE):
+        part = gc.get_referents(*known[start : start + _AT_ONCE])
+        yield from [each for each in part if type(each) is dict and not gc.is_tracked(each)]
 
 
 def _variables(frames: Sequence[FrameType]) -> Iterator[tuple[Value, Any]]:

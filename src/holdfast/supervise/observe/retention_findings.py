@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.diagnose.signatures.leaks import signature_of
 from holdfast.supervise.observe.retention_births import made_at
-from holdfast.supervise.observe.retention_census import Census, Grown, Value, all_objects
+from holdfast.supervise.observe.retention_census import Census, Grown, Value, all_objects, count_nodes
 from holdfast.supervise.observe.retention_lines import Line, Name, Sources
 from holdfast.supervise.observe.retention_origin import is_a, is_ours, is_users, user_files
 from holdfast.supervise.observe.retention_paths import Names, Path, Walk
@@ -32,7 +32,7 @@ _LEAST_BYTES = 256  # a step; a curve that is plotted has less, and is told only
 _LEAST_BYTES_OF_CYCLE = 1024
 _NODE_BYTES = 512  # a node of a graph with what it keeps of its own; what it saves of tensors comes on top
 _GRAPH_BYTES = 65_536  # stands for the activations behind a tensor, which only C++ knows
-_MOST_SECONDS = 8.0
+_MOST_SECONDS = 8.0  # of processor time
 _HOOKS = re.compile(r"_\w*hooks\w*$")
 
 
@@ -104,19 +104,21 @@ class _Search:
 
     def __init__(self, census: Census, frames: Sequence[FrameType], steps: int) -> None:
         self._census, self._frames, self._steps = census, frames, steps
-        self._sources = Sources()
+        self._until = time.thread_time() + _MOST_SECONDS
+        self._sources = Sources(self._until)
         self._files = tuple(user_files())
         self._names = Names(frames)
-        self._until = time.monotonic() + _MOST_SECONDS
 
     # --- containers -----------------------------------------------------------------------------------------------
 
     def containers(self) -> Iterable[Leak]:
         """Return the containers that grow."""
         growing = self._census.containers
-        kinds = (list, dict, set, deque)
         every = all_objects() if growing else ()
-        kept = [each for each in every if issubclass(type(each), kinds) and id(each) in growing]
+        # Only what has gone on growing: one that is emptied now and then is no leak, and an id may be another's now.
+        kept = [
+            each for each in every if id(each) in growing and self._census.length_of(each) > growing[id(each)].last
+        ]
         kept = list({id(each): each for each in kept}.values())
         weighed = sorted(
             ((self._weigh_newest(each, growing[id(each)]), each) for each in kept),
@@ -134,7 +136,7 @@ class _Search:
             kind = _kind_of_container(path, weight)
             found.append(
                 Leak(
-                    kind=kind, what=f"{type(each).__name__} of {describe(newest)}", count=count,
+                    kind=kind, what=f"{type(each).__name__} of {describe(newest, self._census)}", count=count,
                     bytes=size / self._steps, rank=_rank(weight, size) / self._steps, device=weight.device,
                     held_by=_held_by(path, entry=True), made=made,
                     line=self._line(path, ran, hooks=kind == "hooks"),
@@ -163,13 +165,16 @@ class _Search:
             for kind, grown in (("autograd chain", census.nodes.get(value)), ("value", census.values.get(value))):
                 if grown is None or id(each) in census.containers or is_ours(value.file):
                     continue
+                now = count_nodes(each) if kind == "autograd chain" else census.size_of(each)
+                if now is None or now <= grown.last:
+                    continue
                 a_step = (grown.last - grown.first) / self._steps
                 weight = weigh(each, census)
                 chain = kind == "autograd chain"
                 size = a_step * (_NODE_BYTES if chain else _bytes_of_unit(each))
                 found.append(
                     Leak(
-                        kind=kind, what=f"graph behind {describe(each)}" if chain else describe(each), count=a_step,
+                        kind=kind, what=f"{'graph behind ' if chain else ''}{describe(each, census)}", count=a_step,
                         bytes=size, rank=size + (_GRAPH_BYTES if chain else 0), device=weight.device,
                         held_by=_named(value), made=self._made(each, each)[0], line=self._line_of_value(value),
                     )
@@ -210,7 +215,7 @@ class _Search:
             made, ran = self._made(each, *others)
             found.append(
                 Leak(
-                    kind="unknown" if path.root == "unknown" else kind, what=describe(each), count=count,
+                    kind="unknown" if path.root == "unknown" else kind, what=describe(each, census), count=count,
                     bytes=count * weight.bytes, rank=count * _rank(weight, weight.bytes), device=weight.device,
                     held_by=_held_by(path, entry=False), made=made,
                     line=self._line(path, ran),
@@ -305,13 +310,12 @@ def newest_of(container: Any, count: int) -> list[Any]:
     return list(itertools.islice(container, count))
 
 
-def describe(each: Any) -> str:
-    """Return class, shape and type of an object in words."""
+def describe(each: Any, census: Census) -> str:
+    """Return class, shape and type of an object in words; of a class of the script's nothing is asked."""
     kind = type(each)
     text = kind.__qualname__
-    shape, dtype = getattr(kind, "shape", None), getattr(kind, "dtype", None)
-    if shape is not None and dtype is not None:
-        text += f" {tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}"
+    if (shape := census.shape_of(each)) and len(shape) == 2:
+        text += f" {shape[0]} {shape[1].removeprefix('torch.')}"
     elif kind in (tuple, list) and 0 < len(each) <= 8:
         text += f" ({', '.join(type(inner).__qualname__ for inner in each)})"
     return "".join(letter if letter.isprintable() else "?" for letter in text)[:120]

@@ -6,7 +6,9 @@ From the text of files that the process has loaded itself. Does not: run anythin
 from __future__ import annotations
 
 import ast
+import math
 import re
+import time
 import tokenize
 import warnings
 from collections.abc import Iterator, Sequence
@@ -81,13 +83,20 @@ class _Change:
 
 
 class Sources:
-    """Reads and parses files, each once."""
+    """Reads and parses files, each once.
 
-    def __init__(self) -> None:
+    Args:
+        until: When to read no further file, on the clock of `time.thread_time`: a script may have a thousand.
+    """
+
+    def __init__(self, until: float = math.inf) -> None:
+        self._until = until
         self._parsed: dict[str, tuple[ast.Module, list[str]] | None] = {}
 
     def _parse(self, file: str) -> tuple[ast.Module, list[str]] | None:
         if file not in self._parsed:
+            if time.thread_time() > self._until:
+                return None
             self._parsed[file] = _read(file)
         return self._parsed[file]
 
@@ -123,6 +132,8 @@ class Sources:
         """
         found = []
         for place, file in enumerate(dict.fromkeys(name.files)):
+            if time.thread_time() > self._until:
+                break
             parsed = self._parse(file)
             if parsed is not None:
                 found += [

@@ -31,7 +31,8 @@ def is_ours(file: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Return whether a file belongs to the script, as far as its place tells."""
-    installed = f"{os.sep}site-packages{os.sep}" in file or file.startswith(_INSTALLED)
+    packages = any(f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages"))  # Debian's
+    installed = packages or file.startswith(_INSTALLED)
     return bool(file) and not file.startswith("<") and not installed and not is_ours(file)
 
 

@@ -88,14 +88,16 @@ class Walk:
         names: Of the moment; nothing may be imported or run in between.
         containers: Ids of containers that grow: a path through one is explained by it.
         own: Ids of containers of ours that hold what is looked for.
-        until: When to give up, on the clock of `time.monotonic`.
+        until: When to give up, on the clock of `time.thread_time`.
     """
 
     def __init__(self, names: Names, containers: frozenset[int], own: frozenset[int], until: float) -> None:
         self._names, self._containers, self._own, self._until = names, containers, own, until
 
     def path_of(self, target: object) -> Path:
-        """Return the shortest path from a name to an object."""
+        """Return the shortest path from a name to an object; an unknown one once the time is over."""
+        if time.thread_time() > self._until:
+            return Path(steps=(), root="unknown")
         held_by: dict[int, object] = {}  # what an object refers to, on the way to the target
         kept: list[object] = [target]  # ids are of living objects only
         frontier: list[object] = [target]
@@ -119,7 +121,7 @@ class Walk:
                 else:
                     cut = True
             frontier = upper
-            if not frontier or time.monotonic() > self._until:
+            if not frontier or time.thread_time() > self._until:
                 break
         if closing and not frontier and not cut:
             circles = [_circle(_chain(held, target, held_by), holder) for holder, held in closing]
@@ -167,13 +169,13 @@ def _chain(each: Any, target: object, held_by: dict[int, object]) -> list[object
 def _holders(frontier: list[object], own: set[int], running: set[int]) -> list[tuple[object, object]]:
     """Return what refers to some objects, each with the one that it refers to."""
     found = []
+    by_id = {id(each): each for each in frontier}
     for holder in gc.get_referrers(*frontier):
-        if id(holder) in own or id(holder) in running or is_a(holder, ModuleType):
+        if holder is by_id or id(holder) in own or id(holder) in running or is_a(holder, ModuleType):
             continue
         if is_a(holder, FrameType) and is_ours(holder.f_code.co_filename):
             continue
-        refers = {id(each) for each in gc.get_referents(holder)}
-        held = next((each for each in frontier if id(each) in refers), None)
+        held = next((id(each) for each in gc.get_referents(holder) if id(each) in by_id), None)
         if held is not None:
-            found.append((holder, held))
+            found.append((holder, by_id[held]))
     return found

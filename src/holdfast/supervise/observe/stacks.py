@@ -29,6 +29,7 @@ class Stacks:
 
     def __init__(self, taken: Callable[[], None]) -> None:
         self._taken = taken
+        self._enable, self._register = faulthandler.enable, faulthandler.register
         self._at_death = not faulthandler.is_enabled()  # else the user wants them elsewhere
         free = signal.getsignal(STACKS_SIGNAL) == signal.SIG_DFL
         self.signal = STACKS_SIGNAL if free else None
@@ -43,21 +44,35 @@ class Stacks:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         file = os.open(folder / FAULTHANDLER_FILE, flags, 0o644)  # stays open: the handlers write to it
         if self._at_death:
-            faulthandler.enable(file=file, all_threads=True)
+            self._enable(file=file, all_threads=True)
         if self.signal is not None:
-            faulthandler.register(self.signal, file=file, all_threads=True)
+            self._register(self.signal, file=file, all_threads=True)
 
     def watch(self) -> None:
-        """Learn when the script handles the signal itself."""
-        original = signal.signal
+        """Learn when the script handles the signal itself, or wants stacks elsewhere; forked processes follow it."""
+        set_signal, enable, register = signal.signal, faulthandler.enable, faulthandler.register
 
-        @wraps(original)
+        @wraps(set_signal)
         def set_handler(signalnum: Any, handler: Any) -> Any:
-            previous = original(signalnum, handler)
-            if signalnum == STACKS_SIGNAL and self.signal is not None:
-                self.signal = None
-                with suppress(OSError):
-                    self._taken()
+            previous = set_signal(signalnum, handler)
+            self._is_taken(signalnum)
             return previous
 
+        @wraps(enable)
+        def enable_elsewhere(*args: Any, **options: Any) -> None:
+            enable(*args, **options)
+            self._at_death = False
+
+        @wraps(register)
+        def register_elsewhere(signum: Any, *args: Any, **options: Any) -> None:
+            register(signum, *args, **options)
+            self._is_taken(signum)
+
         signal.signal = set_handler
+        faulthandler.enable, faulthandler.register = enable_elsewhere, register_elsewhere
+
+    def _is_taken(self, number: Any) -> None:
+        if number == STACKS_SIGNAL and self.signal is not None:
+            self.signal = None
+            with suppress(OSError):
+                self._taken()

@@ -224,8 +224,7 @@ class Steps:
         self._step += 1
         if self._step == 1:
             self._training = Phase.FORWARD_BACKWARD
-        board.step, board.micro_step = self._step, self._micro_step
-        board.enter(self._training)
+        board.count(step=self._step, micro_step=self._micro_step, phase=self._training)
         if self._samples is None:
             self._samples = self._open_samples()
         number = self._samples.write(

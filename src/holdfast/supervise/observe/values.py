@@ -105,9 +105,13 @@ class ValueReader:
         if not free:
             return math.nan
         slot, event = free.pop()
-        with self._torch.cuda.device(tensor.device):
-            slot.copy_(tensor.detach().reshape(1), non_blocking=True)
-            event.record()
+        try:
+            with self._torch.cuda.device(tensor.device):
+                slot.copy_(tensor.detach().reshape(1), non_blocking=True)
+                event.record()
+        except BaseException:
+            free.append((slot, event))
+            raise
         return OnItsWay(slot, event, reader)
 
     def give_back(self, sent: OnItsWay) -> None:

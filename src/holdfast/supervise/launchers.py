@@ -1,0 +1,58 @@
+"""Which command lines are those of a program that starts the ranks of a training.
+
+Does not: import anything heavy, since observed processes ask too; or know what a launcher then does (``launching``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_PROGRAMS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed"})
+_MODULES = (
+    "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch",
+    "accelerate.commands.accelerate_cli", "deepspeed.launcher",
+)  # fmt: skip
+_PYTHON = re.compile(r"(?:python|pypy)[\d.]*\Z")
+_LOOKED_AT = 4  # words: `uv run torchrun`, `env A=1 torchrun`
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+
+
+def find_launcher_name(argv: Sequence[str]) -> str | None:
+    """Return the launcher that a command line runs, such as ``"torchrun"`` or ``"torch.distributed.run"``, or None.
+
+    Args:
+        argv: The words, with the program's own first.
+    """
+    if not argv:
+        return None
+    if _PYTHON.match(_base(argv[0])):
+        return _of_python(argv[1:])
+    for index, word in enumerate(argv[:_LOOKED_AT]):
+        name = _base(word)
+        if name in _PROGRAMS:
+            return None if name == "accelerate" and "launch" not in argv[index + 1 :] else name
+        if _PYTHON.match(name):
+            return _of_python(argv[index + 1 :])
+    return None
+
+
+def _of_python(words: Sequence[str]) -> str | None:
+    """Return the launcher that Python runs with these arguments."""
+    rest = iter(words)
+    for word in rest:
+        if word in _WITH_VALUE:
+            next(rest, None)
+        elif word.startswith("-m"):
+            module = word[2:] or next(rest, "")
+            return module if module.startswith(_MODULES) else None
+        elif word in ("-c", "-"):
+            return None
+        elif not word.startswith("-"):
+            name = _base(word)
+            return name if name in _PROGRAMS and (name != "accelerate" or "launch" in words) else None
+    return None
+
+
+def _base(word: str) -> str:
+    return word.rpartition("/")[2]
