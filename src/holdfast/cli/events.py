@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holdfast.cli.output import Json, failing_clearly, print_json
+from holdfast.core.clock import SystemClock
 from holdfast.core.events import Event
 from holdfast.diagnose.log_lines import plain_text
 from holdfast.diagnose.run_recordings import Recordings, all_rings, open_recordings
+from holdfast.report.inert import as_json_value
+from holdfast.report.sources import Source, is_sound_event
+
+if TYPE_CHECKING:
+    from holdfast.report.run_follower import RunFollower
 
 _POLL_SECONDS = 0.5
 _MOST_CHARACTERS = 400  # of one fact, for people
@@ -28,14 +35,15 @@ class _Told:
     who: str
     event: Event
 
-    def as_json(self) -> dict[str, Any]:
-        return {
+    def as_json(self) -> Any:
+        facts = {
             "unix_seconds": self.event.unix_seconds,
             "who": self.who,
             "kind": self.event.kind,
             "global_step": self.event.global_step,
             "data": dict(self.event.data),
         }
+        return as_json_value(facts)
 
 
 def run(
@@ -54,20 +62,28 @@ def run(
         recordings = open_recordings(run_dir)
         wanted = frozenset(kind or ())
         if follow:
-            _follow(recordings, wanted, since, as_json=as_json)
+            with contextlib.suppress(KeyboardInterrupt):  # the usual way to leave
+                _follow(recordings.run, wanted, since, as_json=as_json)
             return
         found = list(_chosen(_all(recordings), wanted, since))
+        unread = list(dict.fromkeys(recordings.missing))  # some rings are read twice
     if as_json:
-        print_json({"run": str(run_dir), "events": [told.as_json() for told in found], "unread": recordings.missing})
+        print_json({"run": str(run_dir), "events": [told.as_json() for told in found], "unread": unread})
         return
     for told in found:
         typer.echo(_line(told))
-    for word in recordings.missing:
-        typer.echo(f"not read: {plain_text(word)}", err=True)
+    for word in unread:
+        _say_unread(word)
 
 
 def _all(recordings: Recordings) -> list[_Told]:
-    found = [_Told(who, event) for who, folder in all_rings(recordings) for event in recordings.events(folder)]
+    found = []
+    for who, folder in all_rings(recordings):
+        events = recordings.events(folder)
+        sound = [event for event in events if is_sound_event(event)]
+        if left_out := len(events) - len(sound):
+            recordings.missing.append(f"{left_out} events of {who} without a time or a step")
+        found += [_Told(who, event) for event in sound]
     return sorted(found, key=lambda told: told.event.unix_seconds)
 
 
@@ -77,23 +93,40 @@ def _chosen(told: Iterable[_Told], kinds: frozenset[str], since: int) -> Iterato
             yield each
 
 
-def _follow(recordings: Recordings, kinds: frozenset[str], since: int, *, as_json: bool) -> None:
-    """Print events as they come, until the supervisor says that it stopped or the user interrupts."""
-    seen: set[str] = set()
+def _follow(run: Path, kinds: frozenset[str], since: int, *, as_json: bool) -> None:
+    """Print events as they come, until the run has ended."""
+    from holdfast.report.run_follower import RunFollower  # here: they take longer to import than a list to print
+    from holdfast.report.watching import Watched
+
+    follower, watched = RunFollower(run), Watched(run, SystemClock())
+    said: set[str] = set()
     while True:
-        found = _all(Recordings(run=recordings.run, supervised=recordings.supervised))
-        ended = any(told.who == "supervisor" and told.event.kind == "stopped" for told in found)
-        for told in _chosen(found, kinds, since):
-            line = json.dumps(told.as_json())
-            if line not in seen:
-                typer.echo(line if as_json else _line(told))
-        seen = {json.dumps(told.as_json()) for told in found}
+        ended = watched.look().state == "ended"  # asked before the last look at what was recorded
+        for told in _chosen(_new(follower), kinds, since):
+            typer.echo(json.dumps(told.as_json()) if as_json else _line(told))
+        for problem in [each for each in follower.problems.values() if each not in said]:
+            said.add(problem)
+            _say_unread(problem)
         if ended:
             return
-        try:
-            time.sleep(_POLL_SECONDS)
-        except KeyboardInterrupt:
-            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _new(follower: RunFollower) -> list[_Told]:
+    found = [_Told(_name(news.source), event) for news in follower.new() for event in news.events]
+    return sorted(found, key=lambda told: told.event.unix_seconds)
+
+
+def _name(source: Source) -> str:
+    """Return what `all_rings` calls it."""
+    if source.info is None:
+        return source.label
+    rank = f" rank {source.rank}" if source.rank is not None else ""
+    return f"{source.info.role} {source.info.pid}{rank}"
+
+
+def _say_unread(what: str) -> None:
+    typer.echo(f"not read: {plain_text(what)}", err=True)
 
 
 def _line(told: _Told) -> str:

@@ -18,10 +18,10 @@ from holdfast.core.errors import PolicyError
 from holdfast.diagnose.log_lines import plain_text
 from holdfast.diagnose.rules import catalogue, find_rule
 from holdfast.diagnose.verdict import Verdict
+from holdfast.report.verdicts import how_sure
 
 _RULE = re.compile(r"[Hh]\d{3,4}")
 _LIKE_A_RULE = re.compile(r"[Hh]?\d[\w-]{0,8}|[Hh]\w{0,8}")
-_SURE = ((0.9, "almost certain"), (0.75, "very likely"), (0.6, "likely"), (0.4, "a guess"), (0.0, "a weak guess"))
 
 
 def run(
@@ -48,9 +48,11 @@ def run(
     """
     with failing_clearly(as_json=as_json):
         if what is None:
+            _refuse("a list of rules", attempt=attempt, status=status)
             _list(as_json=as_json)
             return
         if _RULE.fullmatch(what) or (_LIKE_A_RULE.fullmatch(what) and not Path(what).exists()):
+            _refuse("a rule", attempt=attempt, status=status)
             _tell_rule(what, as_json=as_json)
             return
         verdict = _judged(what, attempt, status)
@@ -59,6 +61,22 @@ def run(
     else:
         print_verdict(console(), verdict, what)
     raise typer.Exit(verdict.exit_code)
+
+
+def _refuse(what: str, *, attempt: int | None = None, status: int | None = None) -> None:
+    """Refuse options that would be ignored: whoever passes one expects that it counts.
+
+    Raises:
+        PolicyError: H105.
+    """
+    given = {"--attempt": attempt, "--status": status}
+    if names := [name for name, value in given.items() if value is not None]:
+        raise PolicyError(
+            f"{' and '.join(names)} for {what}",
+            limit="--attempt is for a run directory, --status for a log",
+            fix=f"leave {' and '.join(names)} out.",
+            rule="H105",
+        )
 
 
 def _list(*, as_json: bool) -> None:
@@ -84,11 +102,14 @@ def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
     from holdfast.diagnose.judging import judge
 
     if what == "-":
+        _refuse("standard input", attempt=attempt)
         return judge(collect_stream(sys.stdin.buffer, name="standard input", status=status))
     path = Path(what).expanduser()
     if path.is_dir():
+        _refuse("a run directory", status=status)
         return judge(collect(path, attempt))
     if path.exists():
+        _refuse("a log", attempt=attempt)
         return judge(collect_log(path, status=status))
     raise PolicyError(
         f"{what!r} is not there",
@@ -100,16 +121,14 @@ def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
 
 def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
     """Print a verdict for people; nothing in it is taken for markup or for commands of the terminal."""
-    words = next(words for least, words in _SURE if verdict.confidence >= least)
     colour = "green" if verdict.family == "ended well" else "yellow" if verdict.family == "unknown" else "red"
     title = _safe(verdict.title)
     head = Text.assemble(
         (f"{title[:1].upper()}{title[1:]}", f"bold {colour}"), f"  [{verdict.cause}, {verdict.family}]"
     )
     out.print(head)
-    # How sure it is that nothing is known would be read as how sure the verdict is.
-    sure = "" if verdict.family == "unknown" else f"{words} ({verdict.confidence:.0%}), "
-    out.print(Text(f"{sure}from {_safe(source)}", style="dim"))
+    sure = how_sure(verdict)
+    out.print(Text(f"{sure}{', ' if sure else ''}from {_safe(source)}", style="dim"))
     _section(out, "What happened", [verdict.summary])
     if verdict.evidence:
         out.print(Text("\nEvidence", style="bold"))

@@ -18,6 +18,7 @@ import typer
 from holdfast.cli.output import failing_clearly
 
 if TYPE_CHECKING:
+    from holdfast.report.metrics.points import Sink
     from holdfast.supervise.supervisor import Outcome, Plan
 
 _METRICS_SECONDS = 10.0  # after the end, for clients that talk to a server
@@ -80,10 +81,14 @@ def run(
         )
         plan = replace(plan, budgets=budgets, grace_seconds=grace_seconds, most_log_bytes=max_log_bytes)
         if dry_run:
+            _check_metrics(metrics)
             _print_plan(plan, as_json=as_json)
             return
-        supervisor = Supervisor(plan, quiet=quiet)
-        with _metrics_to(metrics or [], supervisor.run_path):
+        with contextlib.ExitStack() as opened:  # a mistake in a target is told before a run directory is made
+            sinks = _open_metrics(metrics, plan.run, opened)
+            supervisor = Supervisor(plan, quiet=quiet)
+            opened.pop_all()  # whoever follows the run closes them
+        with _metrics_to(sinks, supervisor.run_path):
             outcome = supervisor.run()
     if not quiet:
         supervisor.begin_line(2)
@@ -132,16 +137,38 @@ def _make_plan(
     )
 
 
-@contextlib.contextmanager
-def _metrics_to(targets: list[str], run: Path) -> Iterator[None]:
-    """Copy metrics while the context lasts."""
+def _check_metrics(targets: list[str] | None) -> None:
+    if targets:
+        from holdfast.report.metrics import check_targets
+
+        check_targets(targets)
+
+
+def _open_metrics(targets: list[str] | None, run: Path, opened: contextlib.ExitStack) -> list[Sink]:
     if not targets:
+        return []
+    from holdfast.report.metrics import open_sinks
+
+    sinks = open_sinks(targets, run.expanduser().absolute())
+    for sink in sinks:
+        opened.callback(sink.close)
+    return sinks
+
+
+@contextlib.contextmanager
+def _metrics_to(sinks: list[Sink], run: Path) -> Iterator[None]:
+    """Copy metrics while the context lasts, of the attempts that are still to be made."""
+    if not sinks:
         yield
         return
-    from holdfast.report.metrics import follow, open_sinks
+    from holdfast.recorder.run_files import read_processes
+    from holdfast.report.metrics import follow
 
-    stop = threading.Event()
-    thread = threading.Thread(target=follow, args=(run, open_sinks(targets, run), stop), daemon=True)
+    stop, now = threading.Event(), time.time()
+    first = max((info.attempt for _, info in read_processes(run)), default=-1) + 1
+    thread = threading.Thread(
+        target=follow, args=(run, sinks, stop), kwargs={"first_attempt": first, "since": now}, daemon=True
+    )
     thread.start()
     try:
         yield
@@ -166,13 +193,15 @@ def _print_plan(plan: Plan, *, as_json: bool) -> None:
 
 def _print_end(outcome: Outcome) -> None:
     from holdfast.report.inert import inert
+    from holdfast.report.quantities import duration
+    from holdfast.report.verdicts import how_sure
 
     verdict, times = outcome.verdict, "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
     where = f", {inert(verdict.where)}" if verdict.where else ""
-    sure = "" if verdict.family == "ended well" else f", {verdict.confidence:.0%} sure"
+    sure = "" if verdict.family == "ended well" else how_sure(verdict)
     run = _shown(outcome.run)
-    _echo(f"holdfast: {inert(verdict.title)} [{verdict.cause}{sure}]{where}", 2)
-    _echo(f"holdfast: {times} in {_duration(outcome.seconds)}; {outcome.why}; recorded in {run}", 2)
+    _echo(f"holdfast: {inert(verdict.title)} [{verdict.cause}]{', ' if sure else ''}{sure}{where}", 2)
+    _echo(f"holdfast: {times} in {duration(outcome.seconds)}; {outcome.why}; recorded in {run}", 2)
     _echo(f"holdfast: holdfast explain {shlex.quote(run)}", 2)
 
 
@@ -190,14 +219,6 @@ def _shown(run: Path) -> str:
         return str(run.relative_to(Path.cwd()))
     except (ValueError, OSError):
         return str(run)
-
-
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{seconds:.1f} s"
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:

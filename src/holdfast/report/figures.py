@@ -105,9 +105,10 @@ def steps(lanes: Sequence[Lane]) -> Figure | None:
         unit, scale = _byte_unit(finite) if unit == "B" else (unit, 1.0)
         layout[f"yaxis{axis}"] = {**_value_axis(finite, title, unit), "domain": [max(top - share, 0.0), top]}
         layout["annotations"].append(_panel_title(title, top))
+        foot = float(finite.min()) / scale if len(finite) else 0.0
         for lane, name, series in drawn:
             colour = COLOURS[lanes.index(lane) % len(COLOURS)]
-            data += _curve(lane, name, replace(series, values=series.values / scale), f"y{axis}", colour, unit)
+            data += _curve(lane, name, replace(series, values=series.values / scale), f"y{axis}", colour, unit, foot)
     last = "" if len(panels) == 1 else str(len(panels))
     layout["xaxis"] = {"title": {"text": "optimizer steps"}, "anchor": f"y{last}", "showspikes": True}
     return {"data": data, "layout": layout}
@@ -137,7 +138,8 @@ def _value_axis(finite: Numbers, title: str, unit: str) -> Figure:
     return axis
 
 
-def _curve(lane: Lane, name: str, series: Series, axis: str, colour: str, unit: str) -> list[Figure]:
+def _curve(lane: Lane, name: str, series: Series, axis: str, colour: str, unit: str, foot: float) -> list[Figure]:
+    """Return a curve and its marks; ``foot`` is the panel's least finite value, where marks stand if it has none."""
     what = _NAMES.get(name)
     known = label(lane.label) + (f" {what}" if what else "")
     shown = "%{y:.1%}" if unit == "%" else "%{y:.6~g}" + (f" {unit}" if unit else "") + (f" {what}" if what else "")
@@ -163,7 +165,7 @@ def _curve(lane: Lane, name: str, series: Series, axis: str, colour: str, unit: 
         "type": "scatter",
         "mode": "markers",
         "x": _values(bad),
-        "y": [_floor(series)] * len(bad),
+        "y": [_floor(series, foot)] * len(bad),
         "yaxis": axis,
         "name": "not finite",
         "legendgroup": label(lane.label),
@@ -178,10 +180,10 @@ def _first_column(lane: Lane) -> str:
     return next((name for columns, *_ in _PANELS for name in columns if name in lane.columns), "")
 
 
-def _floor(series: Series) -> float:
-    """Return where marks without a value are drawn: at the foot of the curve."""
+def _floor(series: Series, foot: float) -> float:
+    """Return where marks without a value are drawn: at the foot of the curve, else at that of the panel."""
     finite = series.values[np.isfinite(series.values)]
-    return float(finite.min()) if len(finite) else 0.0
+    return float(finite.min()) if len(finite) else foot
 
 
 def _values(numbers: Numbers) -> list[float | int | None]:

@@ -64,8 +64,6 @@ class Lane:
 
     Args:
         label: What people call it.
-        rank: Or None.
-        attempt: Of the supervisor, from 0.
         steps: Samples that the ring still holds.
         last_step: The newest step, 0 if there is none.
         begun: Unix time of the end of the first sample, less its duration; None without samples.
@@ -74,8 +72,6 @@ class Lane:
     """
 
     label: str
-    rank: int | None
-    attempt: int
     steps: int
     last_step: int
     begun: float | None
@@ -210,7 +206,7 @@ def _all_events(sources: list[Source], reading: _Reading) -> tuple[list[EventSee
         for event in reading.listed(read_events, source.directory):
             if not is_sound_event(event):
                 continue
-            found.append(EventSeen(source=source.label, rank=source.rank, event=event))
+            found.append(EventSeen(source=source.label, event=event))
             named = guard_run_of(event)
             for guard in guard_sources(named, attempt=source.attempt) if named and source.kind == "process" else ():
                 if guard.directory.resolve() not in own:
@@ -249,8 +245,6 @@ def _lane(source: Source, most: int, reading: _Reading) -> Lane | None:
     seconds = float(first["seconds"])
     return Lane(
         label=source.label,
-        rank=source.rank,
-        attempt=source.attempt,
         steps=len(samples),
         last_step=int(newest["step"]),
         begun=float(first["nanoseconds"]) / 1e9 - (seconds if 0 <= seconds < _LONGEST_STEP else 0.0),
@@ -271,8 +265,6 @@ def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) 
             found.append(
                 Lane(
                     label=source.label,
-                    rank=source.rank,
-                    attempt=source.attempt,
                     steps=len(ended),
                     last_step=ended[-1].global_step,
                     begun=marks[0].unix_seconds,

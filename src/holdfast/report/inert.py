@@ -10,9 +10,10 @@ import re
 import unicodedata
 from typing import Any
 
-# Escape sequences of terminals (ECMA-48): CSI, the string sequences OSC, DCS, SOS, PM and APC, and short ones.
+# Escape sequences of terminals (ECMA-48): CSI, the string sequences OSC, DCS, SOS, PM and APC, and short ones. A
+# string takes at most 512 characters away: one that never ends would hide all that follows.
 _ESCAPES = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]"
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]{0,512}(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]|\x9b[0-?]*[ -/]*[@-~]"
 )
 # Controls, surrogates (which no UTF-8 file takes), private and unassigned code points, and the format characters,
 # which include those that reverse the direction of writing; line and paragraph separators.

@@ -90,7 +90,8 @@ def draw(glance: Glance, width: int) -> RenderableType:
 
 def _head(glance: Glance) -> Panel:
     style = {"running": "green", "ended": "bold", "waits to restart": "yellow"}[glance.state]
-    line = Text.assemble((glance.state, style), f", attempt {glance.attempt}")
+    attempts = "1 attempt" if glance.attempt == 0 else f"{glance.attempt + 1} attempts"
+    line = Text.assemble((glance.state, style), f", {attempts}")
     if glance.began is not None and glance.state == "ended" and glance.events:
         line.append(f", after {duration(max(0.0, glance.events[-1].event.unix_seconds - glance.began))}")
     elif glance.began is not None:
@@ -154,11 +155,11 @@ def _training(processes: Sequence[ProcessGlance], width: int) -> Table:
     if not devices:
         table.columns.pop()
     for process in processes:
-        bad = not math.isfinite(process.loss)
+        loss = process.loss
         cells = [
             Text(inert(process.label, most=40)),
-            Text(f"{process.loss:.4g}", style="bold red" if bad else ""),
-            Text(sparkline(process.losses, bars), style="cyan"),
+            Text("" if loss is None else f"{loss:.4g}", style="" if math.isfinite(loss or 0.0) else "bold red"),
+            Text("" if loss is None else sparkline(process.losses, bars), style="cyan"),
             Text(_number(process.grad_norm, 3)),
             Text(_number(process.learning_rate, 3)),
             _memory(process.host_bytes, process.host_change_bytes),
@@ -194,12 +195,11 @@ def _events(glance: Glance) -> Table:
 def _verdict(glance: Glance) -> Panel:
     verdict = glance.verdict
     assert verdict is not None
-    lines = [
-        Text(inert(verdict.summary, most=1000)),
-        Text(f"How sure: {how_sure(verdict.confidence)}", style="dim"),
-    ]
+    lines = [Text(inert(verdict.summary, most=1000))]
     if verdict.fix:
-        lines.insert(1, Text.assemble(("Fix: ", "bold"), inert(verdict.fix, most=1000)))
+        lines.append(Text.assemble(("Fix: ", "bold"), inert(verdict.fix, most=1000)))
+    if sure := how_sure(verdict):
+        lines.append(Text(f"How sure: {sure}", style="dim"))
     style = "green" if verdict.family == "ended well" else "red"
     title = Text(f"{inert(verdict.title, most=60)} [{inert(verdict.cause, most=10)}]")
     return Panel(Group(*lines), title=title, title_align="left", border_style=style, box=box.ROUNDED)

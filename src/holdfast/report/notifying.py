@@ -5,6 +5,7 @@ Does not: raise, hang or follow the run; a message that cannot be delivered is a
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import logging
@@ -62,7 +63,8 @@ def stop_message(run: Path, verdict: Mapping[str, Any]) -> dict[str, Any]:
         verdict: ``Verdict.as_json()``.
     """
     seen = verdict_from(verdict)
-    head = f"{seen.title} [{seen.cause}], {how_sure(seen.confidence)}"
+    sure = how_sure(seen)
+    head = f"{seen.title} [{seen.cause}]{', ' if sure else ''}{sure}"
     lines = [
         f"{run.name} on {socket.gethostname()}: {head}",
         seen.summary,
@@ -98,7 +100,9 @@ def notify(
         body = json.dumps(as_json_value(dict(payload)), allow_nan=False).encode()
         host = urllib.parse.urlsplit(url).hostname
     except (PolicyError, ValueError, TypeError) as error:
-        _log.warning("no message was sent: %s", getattr(error, "what", error))
+        # Not what a PolicyError says, since that names the whole address.
+        told = "its address is none" if isinstance(error, PolicyError) else inert(error, most=200)
+        _log.warning("no message was sent: %s", told)
         return False
     for pause in (*RETRY_SECONDS, None):
         problem, again = _post(url, body, timeout_seconds)
@@ -127,11 +131,22 @@ def _try(url: str, body: bytes, timeout_seconds: float) -> tuple[str, bool]:
     headers = {"Content-Type": "application/json", "User-Agent": f"holdfast/{__version__}"}
     request = urllib.request.Request(url, body, headers, method="POST")  # noqa: S310 - check_webhook: http(s) only
     try:
-        with urllib.request.urlopen(request, timeout=timeout_seconds) as answer:  # noqa: S310 - as above
+        with _opener().open(request, timeout=timeout_seconds) as answer:
             answer.read(1)
     except urllib.error.HTTPError as error:
         error.close()
-        return f"status {error.code}", error.code in _RETRIED
+        redirected = ", a redirect: give the address that it leads to" if 300 <= error.code < 400 else ""
+        return f"status {error.code}{redirected}", error.code in _RETRIED
     except (OSError, http.client.HTTPException, ValueError) as error:
         return inert(error, most=200) or type(error).__name__, True
     return "", False
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_arguments: object, **_named: object) -> None:
+        """Follow none: of a POST urllib would make a GET without the message, and its answer look like success."""
+
+
+@functools.cache
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_NoRedirect)

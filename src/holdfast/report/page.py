@@ -146,8 +146,9 @@ def _verdict(verdict: Verdict | None) -> str:
     ]
     if verdict.where:
         parts.append(f"<p>Where: <code>{_text(verdict.where)}</code></p>")
+    sure = how_sure(verdict)
     parts.append(
-        f'<p class="sure">How sure: {_text(how_sure(verdict.confidence))}. Rule {_text(verdict.cause)}; '
+        f'<p class="sure">{f"How sure: {_text(sure)}. " if sure else ""}Rule {_text(verdict.cause)}; '
         f"<code>holdfast explain {_text(verdict.cause)}</code> tells more.</p>"
     )
     if verdict.fix:

@@ -1,11 +1,15 @@
 """Follow a run: what every process recorded since the last look, whoever comes and goes.
 
+A look costs what has changed, not what has been: of a run of many epochs most folders are those of loader workers
+that ended long ago. Those are read to their end and forgotten.
+
 Does not: keep what it read, wait, draw.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +18,28 @@ from holdfast.core.events import Event
 from holdfast.recorder.black_box import EVENTS_FILE, STEPS_FILE, StepMark
 from holdfast.recorder.following import EventFollower, MarkFollower, SampleFollower
 from holdfast.recorder.progress import StepSample
-from holdfast.recorder.run_files import SAMPLES_FILE
+from holdfast.recorder.run_files import (
+    PROCESS_FILE,
+    PROCESSES_FOLDER,
+    SAMPLES_FILE,
+    SUPERVISED_FILE,
+    ProcessInfo,
+    process_lives,
+    read_process_file,
+)
 from holdfast.report.inert import inert
-from holdfast.report.sources import Source, find_sources, guard_run_of, guard_sources, is_sound_event
+from holdfast.report.sources import (
+    Source,
+    find_sources,
+    guard_run_of,
+    guard_sources,
+    is_sound_event,
+    ran_here,
+    read_json,
+)
+
+# A time of change may stand for all changes within one tick: 10 ms on Linux with HZ=100, 1 s on ext3.
+_TICK_NANOSECONDS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +64,16 @@ class RunFollower:
 
     Args:
         run: The directory; processes and guards may appear later.
+        first_attempt: Processes of earlier attempts of the supervisor are not looked at.
     """
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, *, first_attempt: int = 0) -> None:
         self._run = run
+        self._processes = _Processes(run, first_attempt)
         self._tracks: dict[Path, _Track] = {}
         self._guards: dict[Path, Source] = {}
         self.sources: list[Source] = []
-        """All that were seen at the last look."""
+        """All that were seen at the last look, without loader workers that have ended."""
         self.problems: dict[str, str] = {}
         """What cannot be read, by directory."""
 
@@ -59,29 +84,101 @@ class RunFollower:
             hold_back: As `SampleFollower.new`.
         """
         try:
-            self.sources = [*find_sources(self._run), *self._guards.values()]
+            self.sources = [*find_sources(self._run, self._processes.present()), *self._guards.values()]
         except (OSError, TypeError) as error:
             self.problems[str(self._run)] = inert(error, most=200)
-        found = []
-        for source in self.sources:
+        here = ran_here(read_json(self._run / SUPERVISED_FILE))
+        found: list[News] = []
+        over: set[Path] = set()
+        for source in self.sources:  # which grows by the guards that are named meanwhile
+            if here and _is_over(source):  # asked before it is read: nothing comes after that
+                over.add(source.directory)
             track = self._tracks.setdefault(source.directory, _Track(source))
             try:
-                news = track.new(source, hold_back=hold_back)
+                news = track.new(source, hold_back=hold_back and source.directory not in over)
             except RunDirectoryError as error:
                 self.problems[str(source.directory)] = inert(error.what, most=200)
                 continue
             if news.samples or news.events or news.lost:
                 found.append(news)
                 self._remember_guards(news)
+        self._forget(over)
         return found
 
+    def _forget(self, over: set[Path]) -> None:
+        self.sources = [source for source in self.sources if source.directory not in over]
+        for directory in over:
+            self._processes.forget(directory.name)
+            del self._tracks[directory]
+
     def _remember_guards(self, news: News) -> None:
-        own = {source.directory.resolve() for source in self.sources}
         for event in news.events:
             path = guard_run_of(event) if news.source.kind == "process" else None
             for guard in guard_sources(path, attempt=news.source.attempt) if path is not None else ():
-                if guard.directory.resolve() not in own:
+                if guard.directory.resolve() not in {source.directory.resolve() for source in self.sources}:
                     self._guards[guard.directory] = guard
+                    self.sources.append(guard)
+
+
+def _is_over(source: Source) -> bool:
+    """Return whether this is a loader worker that has ended; a trainer that has ended is still shown."""
+    info = source.info
+    return info is not None and info.role == "loader worker" and not process_lives(info.pid, info.ticks)
+
+
+class _Processes:
+    """The processes of a run: folders are listed when one came or went, and read when they were written."""
+
+    def __init__(self, run: Path, first_attempt: int) -> None:
+        self._folder = run / PROCESSES_FOLDER
+        self._first_attempt = first_attempt
+        self._listed = -1
+        self._read: dict[str, tuple[tuple[int, int, int], ProcessInfo | None]] = {}
+        self._forgotten: set[str] = set()
+
+    def present(self) -> list[tuple[Path, ProcessInfo]]:
+        """Return the folders with what their processes say, oldest first, as `read_processes`.
+
+        Raises:
+            OSError: if the folder of all cannot be read.
+        """
+        self._list()
+        found = []
+        for name in list(self._read):
+            info = self._info(name)
+            if info is not None and info.attempt < self._first_attempt:
+                self.forget(name)
+            elif info is not None:
+                found.append((self._folder / name, info))
+        return sorted(found, key=lambda pair: pair[1].started)
+
+    def forget(self, name: str) -> None:
+        """Never look into this folder again."""
+        self._forgotten.add(name)
+        self._read.pop(name, None)
+
+    def _list(self) -> None:
+        try:
+            changed = self._folder.stat().st_mtime_ns
+            if changed == self._listed:
+                return
+            settled = time.time_ns() - changed > _TICK_NANOSECONDS
+            names = sorted({path.name for path in self._folder.iterdir()} - self._forgotten)
+        except FileNotFoundError:
+            changed, settled, names = -1, False, []
+        self._read = {name: self._read.get(name, ((0, 0, 0), None)) for name in names}
+        self._listed = changed if settled else -1
+
+    def _info(self, name: str) -> ProcessInfo | None:
+        path = self._folder / name / PROCESS_FILE
+        try:
+            status = path.stat()
+        except OSError:
+            return None  # not written yet
+        written = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if self._read[name][0] != written:
+            self._read[name] = written, read_process_file(path)
+        return self._read[name][1]
 
 
 class _Track:

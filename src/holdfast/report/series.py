@@ -43,13 +43,11 @@ class Series:
         steps: Optimizer steps, in the order in which they were made; NaN in a gap where the run went back.
         values: As many values; NaN in a gap.
         nonfinite: Steps with an infinite value, or with NaN, which also stands for "not read".
-        count: Values before thinning.
     """
 
     steps: Numbers
     values: Numbers
     nonfinite: Numbers
-    count: int
 
 
 def thin(steps: Numbers, values: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:
@@ -96,11 +94,10 @@ def series(steps: Numbers, values: Numbers, *, optional: bool, most: int = MOST_
         return None
     if optional or _is_sampled(missing):
         steps, values = steps[~missing], values[~missing]
-    count = len(values)
     thinned_steps, thinned = thin(steps, values, most)
     bad = ~np.isfinite(thinned)
     x, y = _broken_where_steps_go_back(thinned_steps, np.where(bad, np.nan, thinned))
-    return Series(steps=x, values=y, nonfinite=thinned_steps[bad], count=count)
+    return Series(steps=x, values=y, nonfinite=thinned_steps[bad])
 
 
 def _is_sampled(missing: NDArray[np.bool_]) -> bool:
@@ -174,4 +171,4 @@ def wait_share(steps: Numbers, seconds: Numbers, wait: Numbers) -> Series | None
     first = np.unique(np.linspace(0, len(steps), _SHARE_BUCKETS, endpoint=False).astype(np.int64))
     share = np.clip(np.add.reduceat(wait, first) / np.add.reduceat(seconds, first), 0.0, 1.0)
     x, y = _broken_where_steps_go_back(steps[first], share)
-    return Series(steps=x, values=y, nonfinite=np.array([]), count=len(steps))
+    return Series(steps=x, values=y, nonfinite=np.array([]))

@@ -6,6 +6,9 @@ Does not: read the recordings (``gathering`` reads them whole, ``live`` and ``me
 from __future__ import annotations
 
 import json
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,7 +55,6 @@ class EventSeen:
     """One event, and who recorded it."""
 
     source: str
-    rank: int | None
     event: Event
 
 
@@ -74,13 +76,19 @@ def check_run(run: Path) -> Path:
     return run.resolve()
 
 
-def find_sources(run: Path) -> list[Source]:
-    """Return the sources of a run, the supervisor first, then processes by attempt, rank and start, then guards."""
+def find_sources(run: Path, processes: Sequence[tuple[Path, ProcessInfo]] | None = None) -> list[Source]:
+    """Return the sources of a run, the supervisor first, then processes by attempt, rank and start, then guards.
+
+    Args:
+        run: The run directory.
+        processes: What `read_processes` gives, if that is known.
+    """
     found = []
     if (run / SUPERVISOR_FOLDER).is_dir():
         found.append(Source(kind="supervisor", directory=run / SUPERVISOR_FOLDER, label="supervisor"))
     processes = sorted(
-        read_processes(run), key=lambda pair: (pair[1].attempt, -1 if pair[1].rank is None else pair[1].rank)
+        read_processes(run) if processes is None else processes,
+        key=lambda pair: (pair[1].attempt, -1 if pair[1].rank is None else pair[1].rank),
     )
     labels = _labels([info for _, info in processes])
     for (folder, info), label in zip(processes, labels, strict=True):
@@ -101,9 +109,9 @@ def _labels(infos: list[ProcessInfo]) -> list[str]:
         elif info.role != "trainer":
             label = f"{'launcher' if info.role == 'launcher' else 'process'} {info.pid}"
         labels.append(label + (f", attempt {info.attempt}" if several_attempts else ""))
+    counts = Counter(labels)
     return [
-        label if labels.count(label) == 1 else f"{label} ({info.folder})"
-        for label, info in zip(labels, infos, strict=True)
+        label if counts[label] == 1 else f"{label} ({info.folder})" for label, info in zip(labels, infos, strict=True)
     ]
 
 
@@ -133,6 +141,12 @@ def guard_run_of(event: Event) -> Path | None:
     """
     path = event.data.get("path") if event.kind == "guard" else None
     return Path(path) if isinstance(path, str) and path.startswith("/") and "\0" not in path else None
+
+
+def ran_here(supervised: Mapping[str, Any]) -> bool:
+    """Return whether the processes of a run are of this machine, as its supervisor wrote; if it did not, they are."""
+    host = socket.gethostname()
+    return bool(supervised.get("hostname", host) == host)
 
 
 def read_json(path: Path) -> dict[str, Any]:

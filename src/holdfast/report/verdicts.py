@@ -16,6 +16,9 @@ from holdfast.recorder.run_files import VERDICT_FILE
 from holdfast.report.inert import inert
 from holdfast.report.sources import read_json
 
+# Between the confidences of the tiers of evidence in ``diagnose.weighing``: 0.97 and 0.93, 0.80, 0.70, 0.40.
+_SURE = ((0.9, "almost certain"), (0.75, "very likely"), (0.6, "likely"), (0.4, "a guess"), (0.0, "a weak guess"))
+
 
 def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
     """Return why a run ended, or None if nobody can tell.
@@ -95,13 +98,12 @@ def _share(value: object) -> float:
     return min(max(float(value), 0.0), 1.0) if isinstance(value, (int, float)) and value == value else 0.0
 
 
-def how_sure(confidence: float) -> str:
-    """Return the confidence in words and as a number."""
-    words = (
-        "certain" if confidence >= 0.95
-        else "very likely" if confidence >= 0.8
-        else "likely" if confidence >= 0.6
-        else "possible" if confidence >= 0.3
-        else "a guess"
-    )  # fmt: skip
-    return f"{words} ({confidence:.0%})"
+def how_sure(verdict: Verdict) -> str:
+    """Return how sure a verdict is, in words and as a number.
+
+    Empty if the cause is unknown: how sure it is that nothing is known would be read as how sure the verdict is.
+    """
+    if verdict.family == "unknown":
+        return ""
+    words = next(words for least, words in _SURE if verdict.confidence >= least)
+    return f"{words} ({verdict.confidence:.0%})"

@@ -10,10 +10,9 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-import socket
 import struct
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,15 +20,21 @@ from holdfast.core.clock import Clock
 from holdfast.core.errors import RunDirectoryError
 from holdfast.diagnose.verdict import Verdict
 from holdfast.recorder.progress import Phase, Standing, StepSample, read_board
-from holdfast.recorder.run_files import BOARD_FILE, SUPERVISED_FILE, SUPERVISOR_FOLDER, VERDICT_FILE
-from holdfast.report.run_follower import RunFollower
-from holdfast.report.sources import EventSeen, Source, read_json
+from holdfast.recorder.run_files import (
+    BOARD_FILE,
+    LOST_FILE,
+    SUPERVISED_FILE,
+    SUPERVISOR_FOLDER,
+    VERDICT_FILE,
+    process_lives,
+)
+from holdfast.report.run_follower import News, RunFollower
+from holdfast.report.sources import EventSeen, Source, ran_here, read_json
 from holdfast.report.verdicts import verdict_from
 
 _KEPT_SAMPLES = 600
 _KEPT_EVENTS = 50
 _RATE_SAMPLES = 50
-_LOST_FILE = "lost.json"  # in the supervisor's folder; report does not import supervise
 LOCK_FILE = "lock"  # in the supervisor's folder and in a guard's run directory
 # A run has ended when nobody holds its lock, its processes are gone and it says nothing any more for this long.
 _SILENT_SECONDS = 5.0
@@ -50,7 +55,7 @@ class ProcessGlance:
         since_seconds: How long already, or None.
         step: Optimizer steps.
         steps_per_second: Over the newest 50 steps, counting the time since the last one.
-        loss: Newest.
+        loss: Newest; None if none was ever read, which is not the same as a loss that is NaN.
         losses: Kept history, oldest first.
         grad_norm: Newest that was read.
         learning_rate: Newest.
@@ -59,7 +64,6 @@ class ProcessGlance:
         host_change_bytes: Since the first one kept.
         device_bytes: Allocated; likewise.
         device_change_bytes: Likewise.
-        seen_steps: Steps between the first and the last one kept.
     """
 
     label: str
@@ -69,7 +73,7 @@ class ProcessGlance:
     since_seconds: float | None = None
     step: int = 0
     steps_per_second: float = math.nan
-    loss: float = math.nan
+    loss: float | None = None
     losses: tuple[float, ...] = ()
     grad_norm: float = math.nan
     learning_rate: float = math.nan
@@ -78,7 +82,6 @@ class ProcessGlance:
     host_change_bytes: int = 0
     device_bytes: int = 0
     device_change_bytes: int = 0
-    seen_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +128,13 @@ class Watched:
         self._clock = clock
         self._follower = RunFollower(run)
         self._history: dict[Path, deque[StepSample]] = {}
+        self._with_losses: set[Path] = set()
         self._events: deque[EventSeen] = deque(maxlen=_KEPT_EVENTS)
         self._supervisor_said = ""
         self._attempt = 0
-        self._silent_since = clock.monotonic_seconds()
+        # On the monotonic clock: when this began to look, and when the run last gave a sign of life.
+        self._began = clock.monotonic_seconds()
+        self._last_sign = -math.inf
 
     def look(self) -> Glance:
         """Return the run as it stands."""
@@ -136,7 +142,7 @@ class Watched:
         supervised = read_json(self._run / SUPERVISED_FILE)
         sources = self._follower.sources
         self._attempt = max([self._attempt, *(source.attempt for source in sources)])
-        here = supervised.get("hostname", socket.gethostname()) == socket.gethostname()
+        here = ran_here(supervised)
         glances = [(source, self._process(source, here=here)) for source in self._shown(sources)]
         lost = self._supervisor_is_lost(supervised.get("supervisor_pid"), here=here)
         state = self._state([glance for _, glance in glances], lost=lost)
@@ -160,16 +166,24 @@ class Watched:
     def _take_news(self) -> None:
         arrived: list[EventSeen] = []
         for news in self._follower.new():
-            self._silent_since = self._clock.monotonic_seconds()
             source = news.source
+            self._last_sign = max(self._last_sign, self._recorded_at(news))
             self._history.setdefault(source.directory, deque(maxlen=_KEPT_SAMPLES)).extend(news.samples)
+            if any(not math.isnan(sample.loss) for sample in news.samples):
+                self._with_losses.add(source.directory)
             for event in news.events:
-                arrived.append(EventSeen(source=source.label, rank=source.rank, event=event))
+                arrived.append(EventSeen(source=source.label, event=event))
                 attempt = event.data.get("attempt")
                 if source.kind == "supervisor":
                     self._supervisor_said = event.kind
                     self._attempt = max(self._attempt, attempt if isinstance(attempt, int) else 0)
         self._events.extend(sorted(arrived, key=lambda seen: seen.event.unix_seconds))
+
+    def _recorded_at(self, news: News) -> float:
+        """Return when the newest of it was recorded, on the monotonic clock: what is new here may be of last week."""
+        times = [sample.unix_seconds for sample in news.samples] + [event.unix_seconds for event in news.events]
+        ago = self._clock.unix_seconds() - max(times, default=0.0)
+        return self._clock.monotonic_seconds() - max(0.0, ago)
 
     def _shown(self, sources: list[Source]) -> list[Source]:
         """Return the processes of the newest attempt, trainers first; guards where nothing else trains."""
@@ -188,20 +202,21 @@ class Watched:
                 standing = read_board(source.directory / BOARD_FILE)
             except RunDirectoryError as error:
                 self._follower.problems[str(source.directory)] = error.what
-            alive = _is_alive(source.info.pid, source.info.ticks) if here else None
+            alive = process_lives(source.info.pid, source.info.ticks) if here else None
         elif here:
             alive = _is_locked(source.directory.parent.parent / LOCK_FILE)
         since = None
         if standing is not None and alive:
             since = max(0.0, self._clock.monotonic_seconds() - standing.since_seconds)
         history = list(self._history.get(source.directory, ()))
-        return _glance(source, standing, history, alive, since, self._clock.unix_seconds())
+        glance = _glance(source, standing, history, alive, since, self._clock.unix_seconds())
+        return glance if source.directory in self._with_losses else replace(glance, loss=None)
 
     def _supervisor_is_lost(self, pid: object, *, here: bool) -> bool:
         """Return whether the supervisor has gone without a word: that was noted, or its process is gone."""
         if self._supervisor_said in ("", "stopped"):
             return False
-        if (self._run / SUPERVISOR_FOLDER / _LOST_FILE).exists():
+        if (self._run / SUPERVISOR_FOLDER / LOST_FILE).exists():
             return True
         locked = _is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
         return here and locked is False and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()
@@ -211,16 +226,17 @@ class Watched:
         if self._supervisor_said == "restart" and supervised is not False:
             return "waits to restart"
         if supervised:
-            self._silent_since = self._clock.monotonic_seconds()
+            self._last_sign = self._clock.monotonic_seconds()
             return "running"
         if any(process.alive for process in processes):
-            self._silent_since = self._clock.monotonic_seconds()
+            self._last_sign = self._clock.monotonic_seconds()
             return "running"
         if any(process.alive is None for process in processes) and not lost:
             return "running"  # on another machine: nobody here can tell
         if self._supervisor_said == "stopped" or lost:
             return "ended"
-        silent = self._clock.monotonic_seconds() - self._silent_since
+        last = self._last_sign if math.isfinite(self._last_sign) else self._began
+        silent = self._clock.monotonic_seconds() - last
         known = bool(processes or self._supervisor_said)
         return "ended" if known and silent >= _SILENT_SECONDS else "running"
 
@@ -254,7 +270,7 @@ def _glance(
         since_seconds=since,
         step=standing.step if standing and standing.step else newest.step if newest else 0,
         steps_per_second=_rate(history, now if alive else None),
-        loss=newest.loss if newest else math.nan,
+        loss=newest.loss if newest else None,
         losses=tuple(each.loss for each in history),
         grad_norm=norms[-1] if norms else math.nan,
         learning_rate=newest.learning_rate if newest else math.nan,
@@ -263,7 +279,6 @@ def _glance(
         host_change_bytes=host[-1] - host[0] if host else 0,
         device_bytes=device[-1] if device else 0,
         device_change_bytes=device[-1] - device[0] if device else 0,
-        seen_steps=history[-1].step - history[0].step if history else 0,
     )
 
 
@@ -275,15 +290,6 @@ def _rate(history: list[StepSample], now: float | None) -> float:
         return math.nan
     silent = 0.0 if now is None else now - newest[-1].unix_seconds
     return len(newest) / (seconds + (silent if silent > 2 * seconds / len(newest) else 0.0))
-
-
-def _is_alive(pid: int, ticks: int) -> bool:
-    """Return whether a process runs that started at these clock ticks; a zombie has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        return fields[0] not in "ZX" and int(fields[19]) == ticks
-    except (OSError, ValueError, IndexError):
-        return False
 
 
 def _is_locked(path: Path) -> bool | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +18,7 @@ from typer.testing import CliRunner, Result
 from holdfast.cli import events, explain
 from holdfast.core.events import Event
 from holdfast.recorder.black_box import EVENTS_FILE, BlackBox
-from holdfast.recorder.run_files import SUPERVISOR_FOLDER, ProcessInfo, write_process
+from holdfast.recorder.run_files import LOST_FILE, SUPERVISOR_FOLDER, ProcessInfo, write_process
 
 app = typer.Typer()
 app.command("events")(events.run)
@@ -69,19 +72,59 @@ def test_a_guards_directory_alone_is_enough(run):
     assert json.loads(call(run / "g", "--json").output)["events"][0]["kind"] == "skip_step"
 
 
-def test_following_prints_what_comes_and_ends_with_the_run(run):
-    """--follow tells events as they are written, each once, until the supervisor stops."""
+_HOLDER = (
+    "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
+    "print('held', flush=True); sys.stdin.read()"
+)
 
-    def later() -> None:
-        time.sleep(0.3)
-        write(run / SUPERVISOR_FOLDER, (5.0, "restart", 9, {}), (6.0, "stopped", 9, {"why": "done"}))
 
-    writer = threading.Thread(target=later)
-    writer.start()
-    told = [json.loads(line) for line in call(run, "--follow", "--json").output.splitlines()]
-    writer.join()
-    assert [each["kind"] for each in told][-2:] == ["restart", "stopped"]
-    assert len(told) == 7
+def test_following_a_continued_run_prints_what_comes_and_ends_with_it(run):
+    """That an earlier supervisor stopped ends nothing: --follow tells each event once, until nobody supervises."""
+    write(run / SUPERVISOR_FOLDER, (4.5, "stopped", 9, {"why": "before"}))
+    holding = [sys.executable, "-c", _HOLDER, str(run / SUPERVISOR_FOLDER / "lock")]
+    with subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+
+        def later() -> None:
+            time.sleep(0.7)
+            write(run / SUPERVISOR_FOLDER, (5.0, "restart", 9, {}), (6.0, "stopped", 9, {"why": "done"}))
+            holder.stdin.close()
+
+        writer = threading.Thread(target=later)
+        writer.start()
+        told = [json.loads(line) for line in call(run, "--follow", "--json").output.splitlines()]
+        writer.join()
+    assert [(each["kind"], each["who"]) for each in told][2:4] == [
+        ("skip_step", "guard rank0"), ("exception", "trainer 7 rank 1"),
+    ]  # fmt: skip
+    assert [each["kind"] for each in told][-3:] == ["stopped", "restart", "stopped"]
+    assert len(told) == 8
+
+
+@pytest.mark.parametrize("what", ["a guard", "a killed supervisor"])
+def test_following_ends_where_nobody_says_that_it_stopped(run, what):
+    """A plain guard never does, nor a supervisor that was killed: what is there is told once, and that is all."""
+    if what == "a guard":
+        assert len(call(run / "g", "--follow").output.splitlines()) == 1
+    else:
+        (run / SUPERVISOR_FOLDER / LOST_FILE).write_text("{}")
+        assert len(call(run, "--follow").output.splitlines()) == 5
+
+
+@pytest.mark.parametrize("options", [(), ("--follow",)])
+def test_events_that_make_no_sense_are_passed_over(run, options):
+    """A step that is a text, or a time that is none, is no TypeError; NaN among the facts is strict JSON."""
+    write(run / "g" / "recorder" / "rank0", (3.1, "odd", "7", {}), (math.nan, "odd", 7, {}))
+    write(run / "g" / "recorder" / "rank0", (3.2, "spike", 8, {"loss": math.nan}))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    output = call(run, "--json", "--kind", "odd", "--kind", "spike", *options).output
+    found = json.loads(output, parse_constant=refuse)
+    (spike,) = [found] if options else found["events"]
+    assert (spike["kind"], spike["data"]) == ("spike", {"loss": "NaN"})
+    assert options or found["unread"] == ["2 events of guard rank0 without a time or a step"]
 
 
 def test_damaged_rings_are_named_and_the_rest_is_told(run):
@@ -91,7 +134,9 @@ def test_damaged_rings_are_named_and_the_rest_is_told(run):
     assert listed.exit_code == 0
     assert "skip_step" in listed.output
     assert "not read: events of supervisor" in listed.output
-    assert json.loads(call(run, "--json").output)["unread"]
+    (run / "processes" / "7-1" / EVENTS_FILE).write_bytes(os.urandom(9_000))
+    assert len(json.loads(call(run, "--json").output)["unread"]) == 2  # each once, though one is read twice
+    assert "not read: " in call(run, "--follow").output
 
 
 def test_hostile_events_cannot_command_the_terminal(run):

@@ -107,6 +107,21 @@ def test_what_is_neither_rule_nor_run_nor_log_is_said(what, rule):
     assert "Fix: " in call(what).output
 
 
+def test_an_option_that_would_be_ignored_is_refused(tmp_path, log):
+    """--status is for a log and --attempt for a run: elsewhere each is an H105, and nothing is explained."""
+    run = supervised(tmp_path / "run", 1)
+    for arguments in (
+        [run, "--status", 1],
+        [log, "--attempt", 3],
+        ["-", "--attempt", 0],
+        ["H965", "--status", 1],
+        ["--attempt", 0],
+    ):
+        refused = call(*arguments, "--json", stdin=LOG)
+        assert (refused.exit_code, json.loads(refused.output)["error"]["rule"]) == (2, "H105"), arguments
+    assert call(run, "--attempt", 0).exit_code == WRONG_SHAPE
+
+
 def test_directories_that_cannot_be_used_are_said(tmp_path):
     """An empty directory is H731 and one of a newer holdfast H734."""
     assert json.loads(call(tmp_path, "--json").output)["error"]["rule"] == "H731"

@@ -74,6 +74,16 @@ def test_nan_is_a_gap_with_a_mark(tmp_path):
     assert "NaN" in marks.hovertemplate
 
 
+def test_a_rank_whose_losses_are_all_nan_is_marked_at_the_foot_of_the_panel(tmp_path):
+    """On a logarithmic axis zero is nowhere: the crosses stand at the least value that any rank has."""
+    add_process(tmp_path, [sample(step, loss=10.0 ** (3 - step)) for step in range(1, 6)], rank=0)
+    add_process(tmp_path, [sample(step, loss=math.nan) for step in range(1, 6)], rank=1, pid=GONE + 1)
+    figure = figures(gather(tmp_path))["steps"]
+    assert figure["layout"]["yaxis"]["type"] == "log"
+    (marks,) = [trace for trace in figure["data"] if trace["name"] == "not finite"]
+    assert marks["y"] == [pytest.approx(0.01)] * 5
+
+
 def test_values_over_decades_get_a_logarithmic_axis(tmp_path):
     """A norm that explodes is readable below the explosion too; a loss of one magnitude stays linear."""
     add_process(tmp_path, [sample(step, grad_norm=10.0 ** (step % 7)) for step in range(1, 50)])

@@ -20,6 +20,7 @@ from holdfast.report.inert import as_json_value, inert
         ("\x1b]0;a title\x07after", "after"),
         ("\x1b]8;;https://evil.example\x1b\\link\x1b]8;;\x1b\\", "link"),
         ("\x1bPq#0\x1b\\x", "x"),
+        ("\x1b]0;" + 510 * "a" + "and the error", "and the error"),
         ("\x9b2Jx", "x"),
         ("\x1bcx", "x"),
         ("a\x00b\x07c\x7fd", "a�b�c�d"),

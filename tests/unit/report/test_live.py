@@ -103,7 +103,7 @@ def test_the_numbers_of_the_view_are_those_of_the_run(tmp_path):
     assert trainer.grad_norm == 0.62
     assert trainer.host_change_bytes == (900 << 20) - ((400 << 20) + 4096 * 601)
     assert glance.processes[1].loss != glance.processes[1].loss
-    assert [process.alive for process in glance.processes[2:]] == [False, False]
+    assert [process.alive for process in glance.processes[2:]] == [False]  # the worker has ended and is forgotten
     assert glance.state == "running"
 
 
@@ -161,6 +161,36 @@ def test_the_run_of_a_plain_guard_can_be_watched(tmp_path):
         assert "guard rank0" in drawn(watched, 80)
     clock.monotonic += 100
     assert watched.look().state == "ended"
+
+
+def test_the_run_of_a_guard_that_ended_last_week_has_ended_at_the_first_look(tmp_path):
+    """What is new to whoever looks was recorded long ago: the silence counts from then."""
+    write_events(tmp_path / "recorder" / "rank0", happened("checkpoint_saved", 60, 600))
+    assert Watched(tmp_path, Clock(unix=BEGAN + 60 + 7 * 86_400)).look().state == "ended"
+    clock = Clock(unix=BEGAN + 62)
+    watched = Watched(tmp_path, clock)
+    assert watched.look().state == "running"
+    clock.monotonic += 4
+    assert watched.look().state == "ended"
+
+
+def test_a_loss_that_nobody_read_is_an_empty_cell_and_one_that_became_nan_is_not(tmp_path):
+    """NaN from the start mostly means that it was never read; after a number it is the loss."""
+    folder = add_process(tmp_path, [sample(step, loss=math.nan) for step in range(1, 4)])
+    watched = Watched(tmp_path, Clock())
+    assert watched.look().processes[0].loss is None
+    assert "nan" not in drawn(watched, 80)
+    assert "xxx" not in drawn(watched, 80)
+    write_samples(folder / SAMPLES_FILE, [sample(1), *(sample(step, loss=math.nan) for step in range(2, 999))])
+    watched = Watched(tmp_path, Clock())
+    assert math.isnan(watched.look().processes[0].loss)
+    assert " nan  xxx" in drawn(watched, 80)
+
+
+def test_attempts_are_counted_as_on_the_page(tmp_path):
+    """The first attempt is one attempt, not attempt 0."""
+    add_process(tmp_path, [sample(7)], attempt=1)
+    assert "2 attempts" in drawn(Watched(tmp_path, Clock()), 80)
 
 
 def test_only_the_newest_attempt_is_shown(tmp_path):
@@ -243,7 +273,7 @@ def test_following_ends_when_the_run_does_and_shows_the_verdict(tmp_path):
     glance = follow(Watched(run, clock), Console(file=screen, width=100, height=50, force_terminal=True), wait)
     assert waits[:6] == [0.5] * 6
     assert glance.state == "ended"
-    assert "How sure: very likely (93%)" in screen.getvalue()
+    assert "How sure: almost certain (93%)" in screen.getvalue()
     assert (run / VERDICT_FILE).exists()
     assert time.monotonic() > 0
 

@@ -19,7 +19,7 @@ from tests.unit.report.test_page import HOSTILE
 from holdfast.core.errors import PolicyError
 from holdfast.recorder.progress import SampleRing
 from holdfast.recorder.run_files import SAMPLES_FILE
-from holdfast.report.metrics import follow, open_sinks
+from holdfast.report.metrics import check_targets, follow, open_sinks
 from holdfast.report.metrics.points import Happened, Point
 
 
@@ -83,6 +83,45 @@ def test_json_lines_hold_every_step_and_event_also_nan(tmp_path):
     assert (event["event"], event["facts"]) == ("spike", {"loss": "Infinity"})
     copied(run, f"jsonl={out}")
     assert len(out.read_text().splitlines()) == 14  # appended, nothing lost
+
+
+def test_a_loss_that_was_never_read_is_no_point(tmp_path):
+    """As of a norm: NaN before the first number is absent, NaN after it is there."""
+    run = tmp_path / "run"
+    losses = [math.nan, math.nan, 0.5, math.nan]
+    add_process(run, [sample(step, loss=loss) for step, loss in enumerate(losses, start=1)])
+    kept, at_once = _Kept(), threading.Event()
+    at_once.set()
+    follow(run, [kept], at_once)
+    assert [("loss" in point.values, point.step) for point in kept.points] == [
+        (False, 1), (False, 2), (True, 3), (True, 4),
+    ]  # fmt: skip
+    assert math.isnan(kept.points[3].values["loss"])
+
+
+def test_of_a_run_that_is_continued_only_what_is_new_is_copied(tmp_path):
+    """Processes of earlier attempts, and what the supervisor and a guard recorded before, were copied then."""
+    run = tmp_path / "run"
+    add_process(run, [sample(1)], happened("exception", 9), attempt=0)
+    add_process(run, [sample(2)], happened("exiting", 99), attempt=1, pid=GONE + 1, started=BEGAN + 50)
+    for who in ("supervisor", "recorder/rank0"):
+        write_events(run / who, happened("before", 10), happened("after", 60))
+    kept, at_once = _Kept(), threading.Event()
+    at_once.set()
+    follow(run, [kept], at_once, first_attempt=1, since=BEGAN + 50)
+    assert [point.step for point in kept.points] == [2]
+    assert [each.event.kind for each in kept.events] == ["after", "after", "exiting"]
+
+
+def test_the_guard_that_a_process_names_is_copied_at_once(tmp_path):
+    """A run that has ended is looked at once, and the events of a guard elsewhere are part of it."""
+    run = tmp_path / "run"
+    add_process(run, [sample(1)], happened("guard", 2, path=str(tmp_path / "g")))
+    write_events(tmp_path / "g" / "recorder" / "rank0", happened("checkpoint_saved", 3, 1))
+    kept, at_once = _Kept(), threading.Event()
+    at_once.set()
+    follow(run, [kept], at_once)
+    assert [each.event.kind for each in kept.events] == ["guard", "checkpoint_saved"]
 
 
 def test_json_lines_can_be_printed(tmp_path, capsys):
@@ -236,6 +275,23 @@ def test_a_target_that_cannot_be_is_refused_at_the_start(tmp_path, wanted):
     assert caught.value.rule == "H743"
 
 
+@pytest.mark.parametrize("wanted", ["nonsense", "jsonl=", "prometheus=:http", "x=y"])
+def test_a_mistake_is_found_without_opening_anything(tmp_path, wanted):
+    """A check of the targets refuses it, and has made no file of the others."""
+    with pytest.raises(PolicyError) as caught:
+        check_targets([f"jsonl={tmp_path / 'x'}", wanted])
+    assert caught.value.rule == "H743"
+    check_targets([f"jsonl={tmp_path / 'x'}", "prometheus=:9100"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_run_directory_makes_it(tmp_path):
+    """Sinks are opened before `holdfast run` makes its directory, in which their files may lie."""
+    (sink,) = open_sinks([f"jsonl={tmp_path / 'run' / 'm.jsonl'}"], tmp_path / "run")
+    sink.close()
+    assert (tmp_path / "run" / "m.jsonl").exists()
+
+
 def test_a_port_that_is_taken_is_refused(tmp_path):
     """The error comes at the start and names the target."""
     pytest.importorskip("prometheus_client")
@@ -259,9 +315,10 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
 def test_a_missing_client_names_its_extra(tmp_path, monkeypatch, kind, module, extra):
     """Each optional client that is not there is an H742 that says what to install."""
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(PolicyError, match=rf"holdfast\[{extra}\]") as caught:
-        open_sinks([f"{kind}={tmp_path / 'target'}"], tmp_path)
-    assert caught.value.rule == "H742"
+    for refused in (lambda wanted: check_targets(wanted), lambda wanted: open_sinks(wanted, tmp_path)):
+        with pytest.raises(PolicyError, match=rf"holdfast\[{extra}\]") as caught:
+            refused([f"{kind}={tmp_path / 'target'}"])
+        assert caught.value.rule == "H742"
 
 
 def test_weights_and_biases_gets_every_step(tmp_path, monkeypatch):
@@ -277,6 +334,8 @@ def test_weights_and_biases_gets_every_step(tmp_path, monkeypatch):
     (sink,) = open_sinks(["wandb=speech"], run)
     sink.write(seen.points, seen.events)
     summary = dict(sink._run.summary)
+    settings = sink._run.settings
+    assert (settings.console, settings.disable_git, settings.x_disable_meta) == ("off", True, True)
     sink.close()
     assert summary["trainer/loss"] == pytest.approx(2.5 / math.sqrt(5))
     assert summary["step"] == 5

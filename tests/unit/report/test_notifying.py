@@ -27,6 +27,7 @@ class _Server(http.server.ThreadingHTTPServer):
         self.statuses = [200]
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
+        self.fetched: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
 
@@ -48,8 +49,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         status = self.server.statuses.pop(0) if len(self.server.statuses) > 1 else self.server.statuses[0]
         if status:
             self.send_response(status)
+            if 300 <= status < 400:
+                self.send_header("Location", f"{self.server.url}/moved")
             self.send_header("Content-Length", "0")
             self.end_headers()
+
+    def do_GET(self):
+        self.server.fetched.append(self.path)
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def log_message(self, *arguments):
         """Say nothing."""
@@ -83,7 +92,7 @@ def test_the_verdict_arrives_as_json(server):
     assert message["verdict"]["cause"] == "H970"
     assert message["verdict"]["extra"] == "NaN"
     assert message["text"].splitlines()[0].startswith("speech-1 on ")
-    assert "[H970], very likely (93%)" in message["text"]
+    assert "[H970], almost certain (93%)" in message["text"]
     assert message["text"].splitlines()[-1] == "holdfast explain /runs/speech-1"
     assert server.headers[0]["Content-Type"] == "application/json"
     assert waits == []
@@ -107,6 +116,23 @@ def test_what_will_not_pass_is_tried_once(server):
     server.statuses = [404]
     assert not notify(server.url, {}, wait=pytest.fail)
     assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_told_and_not_taken_for_delivered(server, caplog, status):
+    """It is not followed, since urllib would fetch the place instead of posting to it; nothing secret is logged."""
+    server.statuses = [status]
+    assert not notify(server.url, {}, wait=pytest.fail)
+    assert (len(server.bodies), server.fetched) == (1, [])
+    (record,) = caplog.records
+    assert f"status {status}, a redirect" in record.message
+    assert "secret" not in caplog.text
+
+
+def test_an_unknown_cause_is_told_without_a_number():
+    """How sure it is that nothing is known would be read as how sure the verdict is."""
+    head = stop_message(Path("r"), {**VERDICT, "family": "unknown"})["text"].splitlines()[0]
+    assert head.endswith(f"{VERDICT['title']} [H970]")
 
 
 def test_a_server_that_never_answers_is_given_up(server):
@@ -152,6 +178,13 @@ def test_an_address_that_is_none_is_refused_at_the_start_and_never_opened(url):
         check_webhook(url)
     assert caught.value.rule == "H744"
     assert not notify(url, {})
+
+
+def test_an_address_that_is_none_is_not_logged(caplog):
+    """Its path is a secret: the log says only that it is none."""
+    assert not notify("ftp://hooks.example.org/hook/secret", {})
+    assert "its address is none" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_nobody_listens(caplog):

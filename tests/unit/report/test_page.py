@@ -87,7 +87,7 @@ def test_the_page_tells_what_happened(tmp_path):
         "A matrix product got shapes that do not fit",
         "The training stopped at step 300 in the forward pass",
         "proj",
-        "very likely (93%)",
+        "almost certain (93%)",
         "pad or drop what has 80 mel bands",
         "mat1 and mat2 shapes cannot be multiplied (16x80 and 128x256)",
         "model.py:31 in forward",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from holdfast.report.inert import inert
@@ -36,7 +36,15 @@ class Copied:
     failures: tuple[str, ...] = ()
 
 
-def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seconds: float = POLL_SECONDS) -> Copied:
+def follow(
+    run: Path,
+    sinks: Sequence[Sink],
+    stop: threading.Event,
+    *,
+    poll_seconds: float = POLL_SECONDS,
+    first_attempt: int = 0,
+    since: float = 0.0,
+) -> Copied:
     """Copy everything recorded so far, then what is new every second, until told to stop; then close the sinks.
 
     Never raises for what a sink does: one that fails is set aside with a line in the log.
@@ -46,14 +54,17 @@ def follow(run: Path, sinks: Sequence[Sink], stop: threading.Event, *, poll_seco
         sinks: From `open_sinks`.
         stop: Ends it, after a last look. Set already: one copy is made.
         poll_seconds: Between two looks.
+        first_attempt: Processes of earlier attempts are passed over.
+        since: Unix time: what the supervisor and guards recorded earlier is passed over. Each of them has one ring
+            for all attempts.
     """
-    follower, naming = RunFollower(run), Naming()
+    follower, naming = RunFollower(run, first_attempt=first_attempt), Naming()
     working = list(sinks)
     failures: list[str] = []
     counts = {"points": 0, "events": 0, "lost": 0}
     while True:
         last = stop.is_set()
-        all_news = _look(follower, failures, last=last)
+        all_news = [_later(news, since) for news in _look(follower, failures, last=last)]
         points = [point for news in all_news for point in naming.points(news)]
         events = [
             Happened(process=news.source.label, attempt=news.source.attempt, event=event)
@@ -88,6 +99,17 @@ def _look(follower: RunFollower, failures: list[str], *, last: bool) -> list[New
             failures.append(told)
             _log.warning("%s", told)
         return []
+
+
+def _later(news: News, since: float) -> News:
+    """Return the news without what the supervisor or a guard recorded before this time; of processes, all."""
+    if news.source.kind == "process":
+        return news
+    return replace(
+        news,
+        samples=[sample for sample in news.samples if sample.unix_seconds >= since],
+        events=[event for event in news.events if event.unix_seconds >= since],
+    )
 
 
 def _close(sink: Sink, failures: list[str]) -> None:

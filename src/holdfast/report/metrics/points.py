@@ -16,8 +16,9 @@ from holdfast.recorder.progress import StepSample
 from holdfast.report.run_follower import News
 from holdfast.report.sources import Source
 
-# Of these NaN means either that nobody computed it or that it is NaN; a curve of it begins with its first number.
-_OFTEN_UNREAD = ("grad_norm", "learning_rate")
+# Of these NaN means either that nobody read it or that it is NaN, so a curve of it begins with its first number. The
+# price: of a loss that is NaN from the first step on there is no curve. What that means is said by the verdict.
+_OFTEN_UNREAD = ("loss", "grad_norm", "learning_rate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class Point:
         attempt: Of the supervisor, from 0.
         step: Optimizer steps.
         unix_seconds: When the step ended.
-        values: By name; a NaN that was measured is there, what was not measured is not.
+        values: By name. A NaN is there if its process has measured that value before; else it was never read.
     """
 
     process: str
@@ -102,7 +103,7 @@ class Naming:
         return self._names[source.directory]
 
     def _values(self, process: str, sample: StepSample) -> dict[str, float]:
-        values = {"loss": sample.loss}
+        values: dict[str, float] = {}
         for name in _OFTEN_UNREAD:
             value: float = getattr(sample, name)
             if not math.isnan(value):

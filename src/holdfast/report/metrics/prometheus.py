@@ -135,9 +135,19 @@ def open_prometheus(target: str, run: str) -> Prometheus:
         ImportError: without prometheus-client.
         OSError: if the file cannot be written or the port is taken.
     """
+    endpoint = endpoint_of(target)
+    return PrometheusFile(Path(target), run) if endpoint is None else PrometheusEndpoint(*endpoint, run)
+
+
+def endpoint_of(target: str) -> tuple[str, int] | None:
+    """Return the host and port that a target names, None if it is a file.
+
+    Raises:
+        PolicyError: H743 for a port that is none.
+    """
     host, colon, port = target.rpartition(":")
     if not colon or "/" in target:
-        return PrometheusFile(Path(target), run)
+        return None
     if not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise PolicyError(
             f"prometheus={target!r}",
@@ -145,4 +155,4 @@ def open_prometheus(target: str, run: str) -> Prometheus:
             fix="write prometheus=:9100 for this machine, prometheus=0.0.0.0:9100 for all, or the path of a file.",
             rule="H743",
         )
-    return PrometheusEndpoint(host.strip("[]") or "127.0.0.1", int(port), run)
+    return host.strip("[]") or "127.0.0.1", int(port)

@@ -1,4 +1,4 @@
-"""Open sinks from what a user typed, such as ``tensorboard=DIR`` or ``prometheus=:9100``.
+"""Check and open sinks from what a user typed, such as ``tensorboard=DIR`` or ``prometheus=:9100``.
 
 Does not: write points (one module for each client does).
 """
@@ -6,6 +6,7 @@ Does not: write points (one module for each client does).
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from holdfast.report.inert import inert
 from holdfast.report.metrics.json_lines import JsonLines
 from holdfast.report.metrics.mlflow_runs import MlflowRun
 from holdfast.report.metrics.points import Sink
-from holdfast.report.metrics.prometheus import open_prometheus
+from holdfast.report.metrics.prometheus import endpoint_of, open_prometheus
 from holdfast.report.metrics.tensorboard import TensorBoard
 from holdfast.report.metrics.weights_and_biases import WandbRun
 
@@ -25,6 +26,24 @@ _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
     "wandb": lambda target, run: WandbRun(target, run.name),
     "mlflow": lambda target, run: MlflowRun(target, run.name),
 }
+_CLIENTS = {"tensorboard": "tensorboardX", "prometheus": "prometheus_client", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+def check_targets(wanted: Sequence[str]) -> None:
+    """Check what can be checked without opening anything: a file or a server is not touched.
+
+    Args:
+        wanted: As for `open_sinks`.
+
+    Raises:
+        PolicyError: H742 if a client is not installed, H743 if a sink is unknown or its port is none.
+    """
+    for each in wanted:
+        kind, target = _parts(each)
+        if kind in _CLIENTS and importlib.util.find_spec(_CLIENTS[kind]) is None:
+            raise _not_installed(kind)
+        if kind == "prometheus":
+            endpoint_of(target)
 
 
 def open_sinks(wanted: Sequence[str], run: Path) -> list[Sink]:
@@ -32,11 +51,12 @@ def open_sinks(wanted: Sequence[str], run: Path) -> list[Sink]:
 
     Args:
         wanted: Such as ``["tensorboard=tb", "prometheus=:9100", "jsonl=-"]``.
-        run: The run directory, after which runs are named.
+        run: The run directory, after which runs are named. It may not be there as yet; it is made for a file in it.
 
     Raises:
         PolicyError: H742 if a client is not installed, H743 if a sink is unknown or its target cannot be used.
     """
+    check_targets(wanted)
     with contextlib.ExitStack() as opened:
         sinks = []
         for each in wanted:
@@ -47,7 +67,7 @@ def open_sinks(wanted: Sequence[str], run: Path) -> list[Sink]:
     return sinks
 
 
-def _open(wanted: str, run: Path) -> Sink:
+def _parts(wanted: str) -> tuple[str, str]:
     kind, _, target = wanted.partition("=")
     if kind not in _OPENERS or not target:
         raise PolicyError(
@@ -56,16 +76,28 @@ def _open(wanted: str, run: Path) -> Sink:
             fix="write tensorboard=DIR, prometheus=FILE or =:PORT, jsonl=FILE, wandb=PROJECT or mlflow=URI.",
             rule="H743",
         )
+    return kind, target
+
+
+def _not_installed(kind: str, missing: str | None = None) -> PolicyError:
+    extra = kind if kind in ("wandb", "mlflow") else "metrics"
+    return PolicyError(
+        f"the client for {kind} is not installed ({missing or _CLIENTS[kind]})",
+        limit="metrics are written by the clients that their projects maintain",
+        fix=f'install the extra: pip install "holdfast[{extra}]".',
+        rule="H742",
+    )
+
+
+def _open(wanted: str, run: Path) -> Sink:
+    kind, target = _parts(wanted)
     try:
+        folder = Path(target).absolute().parent
+        if kind in ("jsonl", "prometheus") and folder.is_relative_to(run.absolute()):
+            folder.mkdir(parents=True, exist_ok=True)
         return _OPENERS[kind](target, run)
     except ImportError as error:
-        extra = kind if kind in ("wandb", "mlflow") else "metrics"
-        raise PolicyError(
-            f"the client for {kind} is not installed ({error.name})",
-            limit="metrics are written by the clients that their projects maintain",
-            fix=f'install the extra: pip install "holdfast[{extra}]".',
-            rule="H742",
-        ) from error
+        raise _not_installed(kind, error.name) from error
     except PolicyError:
         raise
     except Exception as error:  # clients raise what they like

@@ -1,6 +1,7 @@
 """Weights & Biases, by its client; ``WANDB_MODE=offline`` and its other variables mean what they mean there.
 
-Does not: upload anything but numbers.
+Does not: upload what the command prints, code, the state of git, packages, or measurements and facts of the machine,
+as far as the client has settings for that; it adds the host's name, its own version and Python's.
 """
 
 from __future__ import annotations
@@ -8,6 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.report.metrics.points import Happened, Point
+
+# All are there since wandb 0.19; those with x_ are not part of its public face.
+_ONLY_NUMBERS = {
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "x_disable_machine_info": True,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_save_requirements": False,
+}
 
 
 class WandbRun:
@@ -25,7 +37,8 @@ class WandbRun:
         import wandb
 
         self.name = f"Weights & Biases project {project}"
-        self._run: Any = wandb.init(project=project, name=name, job_type="holdfast")
+        settings = wandb.Settings(**_ONLY_NUMBERS)
+        self._run: Any = wandb.init(project=project, name=name, job_type="holdfast", settings=settings)
         # Its own step may not go back, which a rollback or a restart does; so steps are a value of their own.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
