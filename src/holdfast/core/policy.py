@@ -72,8 +72,18 @@ class Policy:
     """Clean steps before a larger micro-batch is tried again; doubled after each trial that fails.
     A failed trial costs at most two attempts, so trying once in 100 steps costs at most 2 %."""
 
-    recompute: bool = True
-    """Whether activation checkpointing of repeated blocks may be switched on when memory is short."""
+    forecast_micro_batch_size: int | None = None
+    """With ``micro_batch_size="auto"``: the size to start with, as `holdfast plan` forecast it. More is tried later,
+    and at once where the third step leaves room for it. None: the whole batch."""
+
+    forecast_peak_bytes: int | None = None
+    """Peak that `holdfast plan` forecast for ``torch.cuda.max_memory_allocated``. It is compared with that of the
+    third step, and the difference recorded as ``"forecast_compared"``."""
+
+    recompute: bool | tuple[str, ...] = True
+    """Whether activation checkpointing of repeated blocks may be switched on when memory is short. Names of modules,
+    such as ``["encoder.layers.0"]``: these are recomputed from the first step on, and no others, as `holdfast plan`
+    chose them."""
 
     check_split: bool = True
     """Whether to test, once per loss function and on at most 4 samples, that splitting a batch leaves its

@@ -62,6 +62,10 @@ def _contradictions(policy: Policy) -> Iterator[tuple[str, str, str]]:
     if policy.allow_split_with and policy.micro_batch_size is None:
         what = f"allow_split_with={policy.allow_split_with!r} with micro_batch_size=None"
         yield what, "no batch is ever split", "use micro_batch_size='auto', or allow nothing."
+    if policy.forecast_micro_batch_size is not None and policy.micro_batch_size != "auto":
+        what = f"forecast_micro_batch_size={policy.forecast_micro_batch_size} with "
+        what += f"micro_batch_size={policy.micro_batch_size!r}"
+        yield what, "a size that is given is not forecast", 'use micro_batch_size="auto", or drop the forecast.'
     by_spikes = policy.spike_action == "roll_back" and policy.objective == "minimize"
     by_nonfinite = policy.nonfinite_patience is not None and policy.max_rollbacks > 0
     if policy.rollback_lr_factor is not None and not (by_spikes or by_nonfinite):
@@ -101,6 +105,12 @@ def _check_count_or_none(value: object) -> str | None:
 
 def _check_flag(value: object) -> str | None:
     return None if isinstance(value, bool) else "true or false"
+
+
+def _check_recompute(value: object) -> str | None:
+    if isinstance(value, tuple) and value and _check_texts(value) is None:
+        return None
+    return None if isinstance(value, bool) else "true, false, or names of modules"
 
 
 def _check_rollbacks(value: object) -> str | None:
@@ -143,7 +153,9 @@ def _check_choice(*allowed: object) -> Callable[[object], str | None]:
 _CHECKS: dict[str, Callable[[object], str | None]] = {
     "micro_batch_size": _check_micro_batch_size,
     "grow_after_steps": _check_count,
-    "recompute": _check_flag,
+    "forecast_micro_batch_size": _check_count_or_none,
+    "forecast_peak_bytes": _check_count_or_none,
+    "recompute": _check_recompute,
     "check_split": _check_flag,
     "allow_split_with": _check_hazards,
     "cpu_malloc_threshold_bytes": _check_count_or_none,

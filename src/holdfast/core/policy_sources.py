@@ -254,9 +254,12 @@ def parse_value(source: str, key: str, text: str) -> Any:
     import yaml  # here, so that a process without such variables never loads it
 
     try:
-        return _plain(yaml.safe_load(text), key)
+        value = _plain(yaml.safe_load(text), key)
     except yaml.YAMLError as error:
         raise bad_value(source, text, "a YAML value such as 1.0, true, null or auto") from error
+    if key == "recompute" and isinstance(value, str):  # true, false, or a list
+        return [part.strip() for part in text.split(",") if part.strip()]
+    return value
 
 
 def _plain(value: Any, key: str = "") -> Any:

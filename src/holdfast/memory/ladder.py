@@ -5,7 +5,8 @@
     clean steps        after `grow_after_steps` of them: double the micro-batch, at last switch recompute off
 
 A larger size is a trial for one step: if it fails, the old one comes back at once and the wait doubles, up to 64
-times, so it never thrashes. The state is part of every checkpoint.
+times, so it never thrashes. Where it was measured what a sample takes, the trial is made at once, and at the size
+that this leaves room for. The state is part of every checkpoint.
 
 Does not: touch the device, free anything, or know what a batch is.
 """
@@ -16,8 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdfast.core.events import Decision, Grow, Promise, Recompute, Retry, Split, Stop
+from holdfast.core.policy import Policy
 
 _LONGEST_WAIT_FACTOR = 64
+_ROOM_SHARE = 0.9  # of the room that a measured slope leaves: there are fragments, and longer samples
+_WORTH_A_TRIAL = 1.25  # a step that fails costs more than a few percent of speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +66,45 @@ class MemoryLadder:
     Args:
         largest: Most samples per forward/backward that the policy allows; None is the whole batch.
         grow_after_steps: Clean steps before a larger micro-batch is tried.
+        start: Samples per forward/backward to begin with; None is as many as are allowed.
+        recompute: Whether activations are recomputed from the first step on, for good.
     """
 
-    def __init__(self, *, largest: int | None, grow_after_steps: int) -> None:
+    def __init__(
+        self, *, largest: int | None, grow_after_steps: int, start: int | None = None, recompute: bool = False
+    ) -> None:
         self._largest = largest
         self._grow_after_steps = grow_after_steps
-        self.plan = Plan(micro_batch_size=largest)
+        self._always_recompute = recompute
+        self.plan = Plan(micro_batch_size=largest if start is None else start, recompute=recompute)
+        self._room_for: int | None = None  # samples that fit by what was measured; used once
         self._fallback: Plan | None = None  # the plan that is known to fit, while a larger one is tried
         self._clean_steps = 0
         self._wait = grow_after_steps
         self._tight_batch = 0  # samples of the largest batch that ran out of memory
         self._means = Means()  # of the last failure: what was promised then holds for the way back too
+
+    @classmethod
+    def of(cls, policy: Policy) -> MemoryLadder:
+        """Return the ladder that a policy asks for."""
+        asked = policy.micro_batch_size
+        return cls(
+            largest=asked if isinstance(asked, int) else None,
+            grow_after_steps=policy.grow_after_steps,
+            start=policy.forecast_micro_batch_size,
+            recompute=isinstance(policy.recompute, tuple),
+        )
+
+    def note_room(self, *, samples: int, used_bytes: int, free_bytes: int) -> None:
+        """Learn from an attempt what a sample takes, and how many would fit.
+
+        Args:
+            samples: In one forward/backward of it.
+            used_bytes: What it took at its peak.
+            free_bytes: What was left then.
+        """
+        more = int(_ROOM_SHARE * free_bytes * samples / used_bytes) if used_bytes > 0 else 0
+        self._room_for = samples + more if samples + more >= _WORTH_A_TRIAL * samples else None
 
     @property
     def on_trial(self) -> bool:
@@ -133,25 +165,26 @@ class MemoryLadder:
             self._clean_steps = 0
             return None
         self._clean_steps += 1
-        larger = self._larger(max(batch_size, self._tight_batch))
-        if self._clean_steps < self._wait or larger == self.plan:
+        measured, self._room_for = self._room_for, None
+        larger = self._larger(max(batch_size, self._tight_batch), measured)
+        if larger == self.plan or (measured is None and self._clean_steps < self._wait):
             return None
         self._fallback, self.plan, self._clean_steps = self.plan, larger, 0
-        reason = f"{self._wait} clean steps"
+        reason = f"{self._wait} clean steps" if measured is None else "what was measured leaves room"
         if larger.recompute != self._fallback.recompute:
             return Recompute(reason=reason, promise=self._means.recompute_promise, modules=())
         return Grow(reason=reason, promise=self._means.split_promise, micro_batch_size=larger.micro_batch_size)
 
-    def _larger(self, batch_size: int) -> Plan:
+    def _larger(self, batch_size: int, measured: int | None) -> Plan:
         size = self.plan.micro_batch_size
         if size is None or size == self._largest:
-            return replace(self.plan, recompute=False)
-        doubled: int | None = 2 * size
+            return replace(self.plan, recompute=self._always_recompute)
+        wanted: int | None = 2 * size if measured is None else measured
         if self._largest is not None:
-            doubled = min(2 * size, self._largest)
-        elif 2 * size >= batch_size:
-            doubled = None
-        return replace(self.plan, micro_batch_size=doubled)
+            wanted = min(wanted or 0, self._largest)
+        elif (wanted or 0) >= batch_size:
+            wanted = None
+        return replace(self.plan, micro_batch_size=wanted)
 
     def _as_decision(self, reason: str, batch_size: int, means: Means) -> Decision:
         samples = self.plan.samples(batch_size)

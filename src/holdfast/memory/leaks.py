@@ -16,8 +16,8 @@ from dataclasses import dataclass
 _WARM_UP_SHARE = 0.2
 _WINDOWS = 12
 _LEAST_SAMPLES = 10 * _WINDOWS
-# Kendall's S of 12 values reaches 58 of 66 with at most 4 inversions, which 1 + 11 + 65 + 274 + 923 of 12! orders have:
-# a probability of 2.7e-6 in random order. A sawtooth's minima may swap up to four pairs.
+# Kendall's S of 12 values reaches 58 of 66 with at most 4 inversions, which 1 + 11 + 65 + 274 + 923 of 12! orders
+# have: a probability of 2.7e-6 in random order. A sawtooth's minima may swap up to four pairs.
 _LEAST_ORDER = 58
 _LEAST_PACE = 0.65  # of the last third against the first; growth like a logarithm or an exponential rest is below it
 _MOST_IN_ONE_JUMP = 0.5

@@ -8,12 +8,15 @@ statistics move once and dropout draws the same mask.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from holdfast.core.errors import PolicyError
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
@@ -30,6 +33,38 @@ def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     found = {id(block): (name, block) for name, block in reversed(list(_search(model, "")))}
     return list(reversed(found.values()))  # a block that is shared counts once, under its first name
+
+
+def find_blocks(models: Mapping[str, nn.Module], *, wanted: bool | Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Return the blocks to recompute, by name; those of a model called ``"model"`` go without that name.
+
+    Args:
+        models: By name.
+        wanted: Whether any; or the names of the modules.
+
+    Raises:
+        PolicyError: H102, for a name that no module has.
+    """
+    if isinstance(wanted, bool):
+        repeated = ((key, find_repeated_blocks(model)) for key, model in models.items() if wanted)
+        return [(_full_name(key, name), block) for key, blocks in repeated for name, block in blocks]
+    every = {_full_name(key, name): part for key, model in models.items() for name, part in model.named_modules()}
+    for name in wanted:
+        if name not in every:
+            near = difflib.get_close_matches(name, every, n=3)
+            raise PolicyError(
+                f"recompute names {name!r}, which is no module of the models",
+                limit="activations are those of a module",
+                fix=f"the nearest names are {', '.join(near)}."
+                if near
+                else "pass names as named_modules() has them.",
+                rule="H102",
+            )
+    return [(name, every[name]) for name in wanted]
+
+
+def _full_name(key: str, name: str) -> str:
+    return name if key == "model" else f"{key}.{name}"
 
 
 def _search(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -17,7 +17,7 @@ from holdfast.core.policy import Policy
 from holdfast.data.random_state import RandomState, capture, restore
 from holdfast.data.splitting import Split, micro_batches, tensors_in, versions_of
 from holdfast.memory.ladder import Plan
-from holdfast.memory.recompute import find_repeated_blocks, recomputing
+from holdfast.memory.recompute import find_blocks, recomputing
 from holdfast.numerics.gradients import Group, inspect
 from holdfast.run.buffers import BufferKeeper
 from holdfast.run.mixed_precision import LossScale
@@ -85,11 +85,7 @@ class Attempts:
         self.loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
         self.promises = Promises(parts, policy, self.buffers, record)
         self._passes = Passes(self.promises, self.loss_scale, parts.device_type(), policy.precision)
-        self.blocks = [
-            (name if key == "model" else f"{key}.{name}", block)
-            for key, model in parts.models.items()
-            for name, block in (find_repeated_blocks(model) if policy.recompute else [])
-        ]
+        self.blocks = find_blocks(parts.models, wanted=policy.recompute)
         self._all_parameters = [p for _, p in parts.named_parameters()]
         self.observing: Callable[[], contextlib.AbstractContextManager[None]] = _unobserved
         self._born: dict[str, list[torch.Tensor]] = {}

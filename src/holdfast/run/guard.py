@@ -103,10 +103,7 @@ class Guard:
         self._opened_at = self._clock.monotonic_seconds()
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
-        asked = self.policy.micro_batch_size
-        self._ladder = MemoryLadder(
-            largest=asked if isinstance(asked, int) else None, grow_after_steps=self.policy.grow_after_steps
-        )
+        self._ladder = MemoryLadder.of(self.policy)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
         self._stop = StopRequest()
         directory = RunDirectory(run_dir)

@@ -44,8 +44,10 @@ from holdfast.run.promises import LossFunction
 from holdfast.run.ranks import Ranks, Vote
 from holdfast.run.record import RunRecord
 from holdfast.run.replay import Replay
+from holdfast.run.room import RoomMeter
 
 # Of the time since the run was opened, for probes: numerics.md 5.2, tier 3.
+_COMPARED_STEP = 3  # in the first, state is made and kernels are chosen
 _SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0, 60.0
 
 
@@ -85,6 +87,7 @@ class Transaction:
         self._promises = self._attempts.promises
         self.buffers = self._attempts.buffers
         self.loss_scale = self._attempts.loss_scale
+        self._meter = RoomMeter(self._devices)
         self._replay = Replay(parts, self._attempts, record)
         self._step_id = 0
         self.spare_memory: Callable[[], None] = lambda: None  # called when memory is short on the host
@@ -179,7 +182,7 @@ class Transaction:
         while True:
             work.attempts += 1
             try:
-                return self._attempts.make(work, self._ladder.plan)
+                return self._make(work)
             except Exception as error:
                 found = find_out_of_memory(error)
                 mismatch = isinstance(error, RecomputeMismatch) and self._ladder.plan.recompute
@@ -205,6 +208,29 @@ class Transaction:
                 continue  # the same attempt with torch's own kernels: it was not the batch that did not fit
             work.out_of_memory += 1
             self._decide(work, found)
+
+    def _make(self, work: Work) -> Attempt:
+        measures = work.out_of_memory > 0 or self._is_to_be_compared()
+        if measures:
+            self._meter.begin()
+        attempt = self._attempts.make(work, self._ladder.plan)
+        room = self._meter.look() if measures else None
+        if room is not None and work.size is not None:
+            samples = self._ladder.plan.samples(work.size)
+            self._ladder.note_room(samples=samples, used_bytes=room.used_bytes, free_bytes=room.free_bytes)
+        return attempt
+
+    def _is_to_be_compared(self) -> bool:
+        return self._policy.forecast_peak_bytes is not None and self._step_id == _COMPARED_STEP
+
+    def _compare_with_forecast(self) -> None:
+        """Record how far the forecast was off, once."""
+        room, forecast = self._meter.look(), self._policy.forecast_peak_bytes
+        if room is not None and forecast is not None:
+            off = forecast / room.peak_bytes - 1 if room.peak_bytes else 0.0
+            self._record.happened(
+                "forecast_compared", forecast_bytes=forecast, peak_bytes=room.peak_bytes, off_by=round(off, 4)
+            )
 
     def _decide(self, work: Work, found: str) -> None:
         plan = self._ladder.plan
@@ -267,6 +293,8 @@ class Transaction:
         self.committing = True  # stays so if an optimizer fails
         self._step_optimizers(work.names, outcome)
         self.committing = False
+        if self._is_to_be_compared():
+            self._compare_with_forecast()
         self.loss_scale.update()
         new = self.buffers.learn()
         if new:

@@ -20,7 +20,9 @@ _NOT_A_COUNT = [0, -1, 1.0, 2.5, math.nan, math.inf, "8", True, False, [4]]
 _BAD = {
     "micro_batch_size": [*_NOT_A_COUNT, "Auto"],
     "grow_after_steps": [*_NOT_A_COUNT, None],
-    "recompute": [0, 1, "true", None],
+    "forecast_micro_batch_size": _NOT_A_COUNT,
+    "forecast_peak_bytes": _NOT_A_COUNT,
+    "recompute": [0, 1, "true", None, (), ("",), (1,)],
     "check_split": [0, 1, "false", None],
     "allow_split_with": ["batch_norm", ("batchnorm",), ("batch_norm", None), None, {"buffers"}, 1],
     "cpu_malloc_threshold_bytes": _NOT_A_COUNT,
@@ -50,7 +52,9 @@ _BAD = {
 _GOOD = {
     "micro_batch_size": ["auto", None, 1, 64],
     "grow_after_steps": [1, 10**6],
-    "recompute": [True, False],
+    "forecast_micro_batch_size": [None, 1, 64],
+    "forecast_peak_bytes": [None, 2**34],
+    "recompute": [True, False, ("encoder.layers.0",), ("a", "b.1")],
     "check_split": [True, False],
     "allow_split_with": [(), ("batch_norm",), ("buffers", "coupled_loss")],
     "cpu_malloc_threshold_bytes": [None, 1, 2**30],

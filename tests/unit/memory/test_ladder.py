@@ -7,6 +7,7 @@ import json
 import pytest
 
 from holdfast.core.events import Decision, Grow, Recompute, Retry, Split, Stop
+from holdfast.core.policy import Policy
 from holdfast.memory.ladder import Means, MemoryLadder, Plan
 
 _BLOCKS = Means(blocks=("layers.0", "layers.1"))
@@ -222,3 +223,40 @@ def test_a_short_last_batch_confirms_no_trial() -> None:
             failures, attempts = failures + 1, attempts + 1
         ladder.decide_after_step(batch_size=batch_size, attempts=attempts)
     assert failures < 30
+
+
+def test_a_forecast_is_where_it_starts() -> None:
+    """It begins with the size and the recomputation of the forecast, and grows; recomputation stays."""
+    policy = Policy(forecast_micro_batch_size=2, recompute=("layers.0",), grow_after_steps=3)
+    ladder = MemoryLadder.of(policy)
+    assert ladder.plan == Plan(micro_batch_size=2, recompute=True)
+    (grown,) = [decision for decision in _clean(ladder, 3) if decision is not None]
+    assert isinstance(grown, Grow)
+    assert ladder.plan == Plan(micro_batch_size=4, recompute=True)
+    _clean(ladder, 8)
+    assert ladder.plan == Plan(micro_batch_size=None, recompute=True)
+    assert _clean(ladder, 50)[-1] is None
+
+
+def test_what_was_measured_is_tried_at_once() -> None:
+    """With room for more by the measured slope the next step is a trial of that size, which may fail."""
+    ladder = _ladder(grow_after_steps=100)
+    _fail(ladder, 2, Means(), batch_size=64)
+    assert ladder.plan.micro_batch_size == 32
+    ladder.note_room(samples=32, used_bytes=3200, free_bytes=1600)
+    assert ladder.decide_after_step(batch_size=64, attempts=3) is None
+    decision = ladder.decide_after_step(batch_size=64, attempts=1)
+    assert isinstance(decision, Grow)
+    assert decision.micro_batch_size == 32 + int(0.9 * 16)
+    _fail(ladder, 1, Means(), batch_size=64)
+    assert ladder.plan.micro_batch_size == 32
+    assert _clean(ladder, 50, batch_size=64) == [None] * 50
+
+
+@pytest.mark.parametrize(("used", "free"), [(3200, 700), (0, 10**9), (3200, 0)])
+def test_little_room_is_no_reason_for_a_trial(used: int, free: int) -> None:
+    """A trial that fails costs a step: a gain of less than a quarter is not tried before its time."""
+    ladder = _ladder(grow_after_steps=100)
+    _fail(ladder, 2, Means(), batch_size=64)
+    ladder.note_room(samples=32, used_bytes=used, free_bytes=free)
+    assert _clean(ladder, 50, batch_size=64) == [None] * 50
