@@ -108,24 +108,10 @@ def _checkpointed(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        seen_random = capture()
-        buffers = list(block.buffers())
-        seen_buffers = [buffer.clone() for buffer in buffers]
-
-        @contextlib.contextmanager
-        def second_time() -> Iterator[None]:
-            now_random = capture()
-            now_buffers = [buffer.clone() for buffer in buffers]
-            restore(seen_random)
-            overwrite(buffers, seen_buffers)
-            try:
-                yield
-            finally:
-                overwrite(buffers, now_buffers)
-                restore(now_random)
+        again = _SeenAgain(list(block.buffers()), capture, restore)
 
         def contexts() -> Contexts:
-            return contextlib.nullcontext(), second_time()
+            return contextlib.nullcontext(), again
 
         return checkpoint(
             forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
@@ -133,6 +119,37 @@ def _checkpointed(
 
     run.__wrapped__ = forward  # type: ignore[attr-defined]
     return run
+
+
+class _SeenAgain(contextlib.AbstractContextManager[None]):
+    """Random state and buffers as they are now, put back while a context lasts: once for each backward pass.
+
+    Args:
+        buffers: Of the block.
+        capture: Returns the random state of the process.
+        restore: Puts it back.
+    """
+
+    def __init__(
+        self, buffers: Sequence[torch.Tensor], capture: Callable[[], Any], restore: Callable[[Any], None]
+    ) -> None:
+        self._buffers, self._capture, self._restore = buffers, capture, restore
+        self._seen = self._now = self._look()
+
+    def _look(self) -> tuple[Any, list[torch.Tensor]]:
+        return self._capture(), [buffer.clone() for buffer in self._buffers]
+
+    def _put_back(self, random_state: Any, values: Sequence[torch.Tensor]) -> None:
+        overwrite(self._buffers, values)
+        self._restore(random_state)
+
+    def __enter__(self) -> None:
+        self._now = self._look()
+        self._put_back(*self._seen)
+
+    def __exit__(self, *_: object) -> None:
+        self._put_back(*self._now)
+        self._now = self._seen
 
 
 def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -198,6 +198,22 @@ def test_contexts_may_be_used_again_and_again() -> None:
     _assert_equal(results[2], results[0])
 
 
+def test_one_forward_pass_may_be_recomputed_twice() -> None:
+    """A gradient penalty goes backward through a forward pass before the loss does: both see what it saw."""
+    grads = []
+    for blocks in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)) for _ in range(2)))
+        x = torch.ones(8, 4, requires_grad=True)
+        with recomputing(list(model) if blocks else [], torch.get_rng_state, torch.set_rng_state):
+            y = model(x).square().sum()
+            (first,) = torch.autograd.grad(y, x, retain_graph=True)
+            y.backward()
+        grads.append([first, *(p.grad for p in model.parameters()), *model.buffers()])
+    for plain, recomputed in zip(*grads, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
 def test_repeated_blocks_are_the_outermost_of_one_class() -> None:
     """The layers of a transformer are found, and not their parts nor single layers."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

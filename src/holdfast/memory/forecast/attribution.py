@@ -1,0 +1,144 @@
+"""Where an operation belongs: the module that runs it, and the line of the user's that led to it.
+
+In a forward pass both are on the stack. In a backward pass they are those of the forward operation whose node runs,
+found by the sequence number that autograd gave that node; a recomputation has a stack of its own again.
+
+Does not: know of memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+from torch import nn
+
+_SKIPPED, _USERS, _ENGINE = range(3)
+_OURS = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep)
+_STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
+_GENERATED = ("<frozen ", "<eval_with_key>")
+_next_sequence_number = getattr(torch.autograd, "_get_sequence_nr", None)
+
+
+class UserLines:
+    """Numbers for lines of the user's: of the innermost frame outside torch, holdfast and the standard library."""
+
+    def __init__(self) -> None:
+        self.texts = [""]
+        self._kinds: dict[CodeType, int] = {}
+        self._numbers: dict[tuple[CodeType, int], int] = {}
+        self._by_text = {"": 0}
+
+    def find(self, frame: FrameType | None) -> int:
+        """Return the number of the line that led here; 0 if none did on this side of autograd's engine."""
+        kinds = self._kinds
+        while frame is not None:
+            code = frame.f_code
+            kind = kinds.get(code)
+            if kind is None:
+                kind = kinds[code] = _kind_of(code)
+            if kind == _USERS:
+                place = (code, frame.f_lineno)
+                number = self._numbers.get(place)
+                return self._add(*place) if number is None else number
+            if kind == _ENGINE:
+                return 0
+            frame = frame.f_back
+        return 0
+
+    def _add(self, code: CodeType, line: int) -> int:
+        text = f"{Path(code.co_filename).name}:{line} in {code.co_name}"
+        number = self._by_text.setdefault(text, len(self.texts))
+        if number == len(self.texts):
+            self.texts.append(text)
+        self._numbers[code, line] = number
+        return number
+
+
+def _kind_of(code: CodeType) -> int:
+    file = code.co_filename
+    if code.co_name == "_engine_run_backward":
+        return _ENGINE
+    if file.startswith(_OURS) or file.startswith(_GENERATED):
+        return _SKIPPED
+    packages = os.sep + "site-packages" + os.sep in file or os.sep + "dist-packages" + os.sep in file
+    return _SKIPPED if file.startswith(_STANDARD) and not packages else _USERS
+
+
+class Places:
+    """The module and the line of each operation."""
+
+    def __init__(self) -> None:
+        self.modules = [""]
+        self._lines = UserLines()
+        self._models: list[nn.Module] = []  # keeps the ids below from being used again
+        self._number_of: dict[int, int] = {}
+        self._running: list[tuple[int, int]] = []
+        self._by_sequence: dict[int, tuple[int, int]] = {}
+        self._last = (0, 0)
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the texts of the lines, by number."""
+        return self._lines.texts
+
+    @property
+    def in_module(self) -> bool:
+        """Return whether a module is running."""
+        return bool(self._running)
+
+    def name_modules(self, models: Mapping[str, nn.Module]) -> None:
+        """Give every module its path; one that is shared keeps the first."""
+        for name, model in models.items():
+            self._models.append(model)
+            for path, module in model.named_modules():
+                if id(module) not in self._number_of:
+                    self._number_of[id(module)] = len(self.modules)
+                    self.modules.append(".".join(part for part in (name, path) if part))
+
+    def number_of(self, module: nn.Module) -> int:
+        """Return the number of a module's path; 0 if it has none."""
+        return self._number_of.get(id(module), 0)
+
+    def enter(self, module: nn.Module) -> None:
+        """Note that a module begins its forward pass; one without a path goes by its caller's."""
+        above = self._running[-1][1] if self._running else 0
+        self._running.append((id(module), self._number_of.get(id(module), above)))
+
+    def leave(self, module: nn.Module) -> None:
+        """Note that it ends, with whatever it called and an exception has ended."""
+        if any(number == id(module) for number, _ in self._running):
+            while self._running.pop()[0] != id(module):
+                pass
+
+    def forget(self) -> None:
+        """Begin anew, as between two steps."""
+        self._running.clear()
+        self._by_sequence.clear()
+
+    def here(self, frame: FrameType | None, *, in_backward: bool, records: bool) -> tuple[int, int]:
+        """Return the numbers of the module and the line of the operation that was just dispatched.
+
+        Args:
+            frame: Whose callers are searched.
+            in_backward: Whether autograd's engine is running.
+            records: Whether autograd records the operation: in a backward pass, a recomputation or a graph of
+                gradients.
+        """
+        line = self._lines.find(frame)
+        module = self._running[-1][1] if self._running else 0
+        if not in_backward or (records and self._running):
+            if _next_sequence_number is not None:
+                # The node is made right before its operation is dispatched, so the first to see a number is its own.
+                self._by_sequence.setdefault(_next_sequence_number() - 1, (module, line))
+            return module, line
+        self._last = self._of_node() or self._last
+        return self._last[0], line or self._last[1]
+
+    def _of_node(self) -> tuple[int, int] | None:
+        node = torch._C._current_autograd_node()
+        return None if node is None else self._by_sequence.get(node._sequence_nr())

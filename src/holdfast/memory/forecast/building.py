@@ -1,0 +1,331 @@
+"""Run the user's factory: import it, call it, read what it returns, and say with the user's own line why that fails.
+
+What a factory may return:
+
+    {"model": …, "optimizer": …, "loss_fn": f, "batch": …}    f(batch) or f(model, batch) returns the loss; a
+                                                              ``loader`` in place of ``batch``: its first batch
+    {"model": …, "optimizer": …, "step": f, "batch": …}       f(batch), f(model, batch) or f(guard, batch) is a step
+    (model, optimizer, f, batch)                              f is either, which shows when it is called
+    (model, optimizer, step)                                  step(batch_size), or step(batch_size, length=…)
+
+Models and optimizers may be dicts. A batch that is a dict needs no function: ``model(**batch).loss`` is taken. Other
+keys, such as ``scheduler``, are passed over. A factory with a parameter ``micro_batch_size`` or ``length`` is called
+with it.
+
+Does not: make steps (``jobs``) or sample batches of other sizes (``sample_batch``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from holdfast.core.errors import HoldfastError, PolicyError
+
+_LIBRARIES = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[2]),
+    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")},
+)
+_INSTALLED = ("site-packages", "dist-packages")
+_NEEDS_CUDA = re.compile(
+    r"cuda|nvidia|cudnn|libc10_hip|flash[_-]attn|triton|apex|xformers|bitsandbytes", re.IGNORECASE
+)
+_SIZE_NAMES, _LENGTH_NAMES = ("micro_batch_size", "batch_size"), ("length", "sequence_length", "seq_len")
+
+Function = Callable[..., Any]
+Loading = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What a factory returned, checked.
+
+    Args:
+        models: By name.
+        optimizers: By name.
+        function: The loss function or the step; None: ``model(**batch).loss``.
+        is_step: Whether it makes the whole step; None: that shows when it is called.
+        batch: A sample batch; None if the step makes its own.
+        has_batch: Whether there is one.
+        batch_size: Its samples, where they were said.
+        split: Its batch dimension.
+    """
+
+    models: dict[str, nn.Module]
+    optimizers: dict[str, Optimizer]
+    function: Function | None
+    is_step: bool | None
+    batch: Any
+    has_batch: bool
+    batch_size: int | None = None
+    split: int = 0
+
+
+def load_factory(name: str) -> Function:
+    """Return the function that ``module:function`` or ``file.py:function`` names.
+
+    Raises:
+        PolicyError: H411, or H410 if it needs CUDA.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute:
+        raise _unusable(name, "(there is no function after a colon)", "write package.module:build or file.py:build.")
+    sys.argv = [place]  # a script that reads its arguments gets none of ours
+    try:
+        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+        found = getattr(module, attribute)
+    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+        raise _failed(name, "while it was imported", error) from error
+    if not callable(found):
+        raise _unusable(
+            name, f"(it is a {type(found).__name__})", "name a function that returns what is to be traced."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _import_module(name: str) -> Any:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    return importlib.import_module(name)
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    spec.loader.exec_module(module)
+    return module
+
+
+def call_factory(
+    name: str,
+    factory: Function,
+    *,
+    size: int,
+    length: int | None,
+    loading: Loading,
+) -> Built:
+    """Call a factory and read what it returns.
+
+    Args:
+        name: As given by the user.
+        factory: What `load_factory` returned.
+        size: Samples, for a factory that has a parameter for it.
+        length: Of each, likewise; None: it is not told.
+        loading: Makes the context in which a loader is asked for a batch.
+
+    Raises:
+        PolicyError: H410 or H411 if it raises, H412 if it returns something else.
+    """
+    given = _accepted(factory, size, length)
+    try:
+        returned = factory(**given)
+    except HoldfastError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the user's function does
+        raise _failed(name, "when it was called", error) from error
+    built = _read(name, factory, returned, loading)
+    known = next((given[key] for key in _SIZE_NAMES if key in given), built.batch_size)
+    return dataclasses.replace(built, batch_size=known)
+
+
+def takes_length(factory: Function) -> bool:
+    """Return whether a factory has a parameter for the length of its samples."""
+    return bool(_accepted(factory, 1, 1).keys() & set(_LENGTH_NAMES))
+
+
+def _accepted(factory: Function, size: int, length: int | None) -> dict[str, int]:
+    parameters = inspect.signature(factory).parameters
+    offered = {**dict.fromkeys(_SIZE_NAMES, size), **({} if length is None else dict.fromkeys(_LENGTH_NAMES, length))}
+    return {key: value for key, value in offered.items() if key in parameters}
+
+
+def _read(name: str, factory: Function, returned: Any, loading: Loading) -> Built:
+    if isinstance(returned, Mapping):
+        return _read_mapping(name, factory, returned, loading)
+    if not isinstance(returned, (tuple, list)) or len(returned) not in (3, 4):
+        raise _wrong(name, factory, f"a {_described(returned)}")
+    model, optimizer, function, *rest = returned
+    if not callable(function):
+        raise _wrong(name, factory, f"a {type(function).__name__} where the loss function or the step belongs")
+    return Built(
+        models=_named(name, factory, model, "model", nn.Module),
+        optimizers=_named(name, factory, optimizer, "optimizer", Optimizer),
+        function=function,
+        is_step=None if rest else True,
+        batch=rest[0] if rest else None,
+        has_batch=bool(rest),
+    )
+
+
+def _read_mapping(name: str, factory: Function, returned: Mapping[str, Any], loading: Loading) -> Built:
+    missing = [key for key in ("model", "optimizer") if key not in returned]
+    loader = returned.get("loader")
+    if "batch" not in returned and loader is None:
+        missing.append("batch (or loader)")
+    if missing:
+        raise _wrong(name, factory, f"a dict with {', '.join(map(repr, returned))}, without {' and '.join(missing)}")
+    is_step = "step" in returned
+    function = returned["step"] if is_step else returned.get("loss_fn")
+    batch = returned["batch"] if "batch" in returned else _first_batch(name, loader, loading)
+    if function is None and not isinstance(batch, Mapping):
+        raise _wrong(name, factory, f"neither loss_fn nor step, and a {type(batch).__name__} as batch")
+    split = returned.get("split", 0)
+    size = returned.get("batch_size", getattr(loader, "batch_size", None))
+    return Built(
+        models=_named(name, factory, returned["model"], "model", nn.Module),
+        optimizers=_named(name, factory, returned["optimizer"], "optimizer", Optimizer),
+        function=function,
+        is_step=is_step or None,
+        batch=batch,
+        has_batch=True,
+        batch_size=size if isinstance(size, int) else None,
+        split=split if isinstance(split, int) else 0,
+    )
+
+
+def _first_batch(name: str, loader: Any, loading: Loading) -> Any:
+    """Return the first batch; a DataLoader's is loaded in this process, since fake tensors reach no other."""
+    if isinstance(loader, DataLoader):
+        loader.num_workers, loader.timeout, loader.pin_memory = 0, 0, False
+    try:
+        with loading():
+            return next(iter(loader))
+    except Exception as error:  # whatever the user's data set does
+        raise _failed(name, "when its loader was asked for a batch", error) from error
+
+
+def _named(name: str, factory: Function, given: Any, what: str, kind: type) -> dict[str, Any]:
+    found = dict(given) if isinstance(given, Mapping) else {what: given}
+    for value in found.values():
+        if not isinstance(value, kind):
+            raise _wrong(name, factory, f"a {type(value).__name__} as {what}")
+    if not found:
+        raise _wrong(name, factory, f"no {what}")
+    return found
+
+
+def keyword_parameters(function: Function) -> list[str]:
+    """Return the names of the parameters that a function can be given by name."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def positional_parameters(function: Function | None) -> list[str]:
+    """Return the names of the parameters that a function must be given."""
+    if function is None:
+        return []
+    target = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return ["batch"]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.default is parameter.empty
+    ]
+
+
+def line_of(error: BaseException) -> str:
+    """Return the user's own line that led to an error, ``"model.py:31 in forward"``; empty if none did.
+
+    Where that called into an installed package, the innermost line of that is said first.
+    """
+    own = installed = ""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if _is_installed(code):
+            installed = _place(code, trace.tb_lineno)
+        elif not _is_library(code):
+            own, installed = _place(code, trace.tb_lineno), ""
+        trace = trace.tb_next
+    return f"{installed}, from {own}" if own and installed else own or installed
+
+
+def _is_library(code: CodeType) -> bool:
+    return code.co_filename.startswith((*_LIBRARIES, "<"))
+
+
+def _is_installed(code: CodeType) -> bool:
+    ours = code.co_filename.startswith(_LIBRARIES[:2])
+    return not ours and any(part in code.co_filename for part in _INSTALLED)
+
+
+def _place(code: CodeType, line: int) -> str:
+    return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
+
+
+def place_of(function: Any) -> str:
+    """Return where a function is defined, ``"model.py:12"``, or an empty string."""
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of what it says."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}" if text else type(error).__name__
+
+
+def _failed(name: str, when: str, error: BaseException) -> PolicyError:
+    line = line_of(error)
+    why = f"{when}: {first_line(error)}" + (f", at {line}" if line else "")
+    if not _NEEDS_CUDA.search(str(error)):
+        return _unusable(name, why, "correct what the message names, in the module or in the function.")
+    return PolicyError(
+        f"factory {name!r} needs CUDA {why}",
+        limit="a forecast has no GPU, and what stands for one answers torch.cuda and device='cuda' only",
+        fix="import what needs a real GPU inside the function that uses it, or leave it out of build(): a plain "
+        "torch module in its place needs about the same memory.",
+        rule="H410",
+    )
+
+
+def _unusable(name: str, why: str, fix: str) -> PolicyError:
+    return PolicyError(
+        f"factory {name!r} cannot be used {why}",
+        limit="it names a function of a module, or of a file that ends with .py, which returns what is to be traced",
+        fix=fix,
+        rule="H411",
+    )
+
+
+def _wrong(name: str, factory: Function, what: str) -> PolicyError:
+    place = place_of(factory)
+    return PolicyError(
+        f"factory {name!r}{f' ({place})' if place else ''} returned {what}",
+        limit="a forecast needs a model, an optimizer, and a loss function with a sample batch or a step",
+        fix='return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}.',
+        rule="H412",
+    )
+
+
+def _described(value: Any) -> str:
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__

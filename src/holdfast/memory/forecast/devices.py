@@ -1,0 +1,278 @@
+"""The catalogue of devices: what a process can use of their memory, how fast they are, each figure with its source.
+
+`find_device` takes the name of one, as people or torch write it, a size such as ``24GiB``, or a file that
+``holdfast calibrate`` has written; files in the user's configuration directory come before the catalogue.
+
+Does not: measure (``calibration``), decide whether a plan fits (``fit``), or ask which device this machine has.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from holdfast.core.errors import PolicyError
+
+GIB = 1 << 30
+_ROUNDING_BYTES = 5 << 20  # messages give GiB with two digits: the true figure is up to 0.005 GiB less
+_UNITS = {"gib": GIB, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)\s*", re.IGNORECASE)
+_NOISE = re.compile(r"nvidia|geforce|rtx|tesla|amd|instinct|[\s_-]+")
+# Each thread has a cuBLAS handle of its own (thread_local PoolWindow in CublasHandlePool.cpp), and a workspace is
+# kept for each handle and stream: a step uses the thread that runs forward and the one that autograd keeps.
+_HANDLES = 2
+FORMAT = "holdfast device 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What the forecast knows of a device.
+
+    Args:
+        name: As the catalogue or the calibration writes it.
+        total_bytes: What its datasheet says.
+        usable_bytes: What `torch.cuda.mem_get_info` gives as the total: all that processes can have.
+        context_bytes: What a training process takes of it beside torch's allocator: context, kernels, libraries.
+        cublas_workspace_bytes: Of one handle, held by torch's allocator from the first matrix product on.
+        cublaslt_workspace_bytes: The same of cuBLASLt; 0 where it shares that of cuBLAS.
+        bandwidth: Of its memory, bytes per second.
+        flops: Operations per second by ``"fp32"``, ``"tf32"``, ``"bf16"`` and ``"fp16"``; see `flops_per_second`.
+        capability: CUDA's compute capability, such as ``(8, 9)``; None if unknown.
+        scratch_bytes: Measured scratch by the name of a probe of ``holdfast calibrate``; empty if not measured.
+        measured: Whether the figures come from ``holdfast calibrate`` and not from the catalogue.
+        software: Versions of torch, CUDA, cuDNN and the driver that were measured.
+        sources: Where each figure is from.
+    """
+
+    name: str
+    total_bytes: int
+    usable_bytes: int
+    context_bytes: int
+    cublas_workspace_bytes: int
+    cublaslt_workspace_bytes: int
+    bandwidth: float
+    flops: Mapping[str, float]
+    capability: tuple[int, int] | None = None
+    scratch_bytes: Mapping[str, int] = field(default_factory=dict)
+    measured: bool = False
+    software: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def available_bytes(self) -> int:
+        """What torch's allocator can get from the driver."""
+        return self.usable_bytes - self.context_bytes
+
+    @property
+    def workspace_bytes(self) -> tuple[int, ...]:
+        """The workspaces that a training process holds for good, in the order of their allocation."""
+        each = (self.cublas_workspace_bytes, self.cublaslt_workspace_bytes)
+        return tuple(size for _ in range(_HANDLES) for size in each if size)
+
+    def flops_per_second(self, dtype: str) -> float:
+        """Return the dense rate for a dtype of `trace.DTYPES`; that of fp32 where there are no units for it.
+
+        GPUs for training have 1/2 to 1/64 of that for fp64; it is taken as 1/2, since few models use it.
+        """
+        if dtype == "fp64":
+            return self.flops["fp32"] / 2
+        return self.flops.get(dtype, self.flops["fp32"])
+
+
+def find_device(text: str) -> Device:
+    """Return the device that a user means.
+
+    Args:
+        text: A name (``RTX 4090``, ``A100-80GB``, ``NVIDIA H100 PCIe``), a size (``24GiB``: all that processes can
+            have of an unknown device), a name with another size (``A100-80GB:20GiB``), or the path of a file from
+            ``holdfast calibrate``.
+
+    Raises:
+        PolicyError: Nothing is known by that name, or the file is none of ours (H416).
+    """
+    if text.endswith(".json"):
+        return load_device(Path(text))
+    name, _, size = text.rpartition(":")
+    if name:
+        return _with_size(_named(name), _parse_size(size))
+    if _SIZE.fullmatch(text):
+        return _of_unknown_kind(_parse_size(text))
+    return _named(text)
+
+
+def known_devices() -> tuple[Device, ...]:
+    """Return the user's calibrated devices and then those of the catalogue."""
+    return (*_calibrated(), *(device for device, _ in _catalogue()))
+
+
+def device_file(name: str) -> Path:
+    """Return where ``holdfast calibrate`` keeps what it measured of a device, so that `find_device` finds it.
+
+    Args:
+        name: As torch writes it.
+    """
+    return configuration_directory() / f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}.json"
+
+
+def configuration_directory() -> Path:
+    """Return where ``holdfast calibrate`` keeps its files: below ``XDG_CONFIG_HOME``, or ``~/.config``."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "holdfast" / "devices"
+
+
+def load_device(path: Path) -> Device:
+    """Read a file from ``holdfast calibrate``.
+
+    Raises:
+        PolicyError: It cannot be read, or is no such file (H416).
+    """
+    try:
+        return _from_facts(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise PolicyError(
+            f"device file {path}: {error}",
+            limit="a file that `holdfast calibrate` has written is needed",
+            fix="run `holdfast calibrate --out FILE` on a machine with that device, or name one of the catalogue.",
+            rule="H416",
+        ) from error
+
+
+def save_device(device: Device, path: Path) -> None:
+    """Write what `load_device` reads."""
+    facts = {"format": FORMAT, **asdict(device)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _from_facts(facts: object) -> Device:
+    if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
+        raise ValueError(f'it has no "format": "{FORMAT}"')
+    odd = {entry.name for entry in fields(Device)} ^ facts.keys()
+    if odd:
+        raise ValueError(f"fields that are missing or unknown: {', '.join(sorted(odd))}")
+    if facts["capability"] is not None:
+        facts["capability"] = tuple(facts["capability"])
+    device = Device(**facts)
+    if not 0 < device.context_bytes < device.usable_bytes:
+        raise ValueError(f"context_bytes={device.context_bytes} is not within 0 and usable_bytes")
+    if not (device.bandwidth > 0 and device.flops["fp32"] > 0):
+        raise ValueError("bandwidth and flops must be above 0")
+    return device
+
+
+def _named(name: str) -> Device:
+    wanted = _plain(name)
+    known = [(device, names) for device, names in _catalogue() if wanted in names]
+    names = known[0][1] if known else {wanted}
+    found = [device for device in _calibrated() if _plain(device.name) in names]
+    found += [device for device, _ in known]
+    if not found:
+        raise _unknown(name, wanted)
+    return found[0]
+
+
+def _unknown(name: str, wanted: str) -> PolicyError:
+    names = {_plain(device.name): device.name for device in known_devices()}
+    near = [key for key in names if wanted and wanted in key]
+    near += [key for key in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5) if key not in near]
+    told = ", ".join(names[key] for key in near[:4]) or ", ".join(names.values())
+    return PolicyError(
+        f"device {name!r}",
+        limit=f"nothing is known by that name; nearest: {told}" if near else f"known are: {told}",
+        fix="use such a name, a size such as 24GiB, or a file that `holdfast calibrate` wrote there.",
+        rule="H416",
+    )
+
+
+def _plain(name: str) -> str:
+    return _NOISE.sub("", name.lower())
+
+
+def _parse_size(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    size = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    if size < GIB:
+        raise PolicyError(
+            f"device size {text!r}",
+            limit="a number with GiB, GB or MiB, of 1 GiB or more, is needed",
+            fix="write it as 24GiB, or as A100-80GB:20GiB for a part of a device.",
+            rule="H416",
+        )
+    return size
+
+
+def _with_size(device: Device, size: int) -> Device:
+    return replace(
+        device,
+        name=f"{device.name}:{_told(size)}",
+        usable_bytes=size,
+        sources={**device.sources, "usable": "as given"},
+    )
+
+
+def _of_unknown_kind(size: int) -> Device:
+    near = min((device for device, _ in _catalogue()), key=lambda device: abs(device.usable_bytes - size))
+    sources = {key: f"that of {near.name}, the nearest by size: {text}" for key, text in near.sources.items()}
+    return replace(
+        near, name=_told(size), total_bytes=size, usable_bytes=size, sources={**sources, "usable": "as given"}
+    )
+
+
+def _told(size: int) -> str:
+    return f"{size / GIB:.4g}GiB"
+
+
+def _calibrated() -> tuple[Device, ...]:
+    try:
+        paths = sorted(configuration_directory().glob("*.json"))
+    except (OSError, RuntimeError):  # no home directory
+        return ()
+    return tuple(load_device(path) for path in paths)
+
+
+@functools.cache
+def _catalogue() -> tuple[tuple[Device, frozenset[str]], ...]:
+    text = resources.files(__package__).joinpath("devices.yaml").read_text(encoding="utf-8")
+    found = yaml.safe_load(text)
+    return tuple((_entry(entry, found), _aliases(entry)) for entry in found["devices"])
+
+
+def _aliases(entry: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(map(_plain, (entry["name"], *entry["aliases"])))
+
+
+def _entry(entry: Mapping[str, Any], found: Mapping[str, Any]) -> Device:
+    vendor = entry.get("vendor", "nvidia")
+    major, minor = map(int, entry["capability"].split("."))
+    cublas = _workspace(found["cublas_workspaces"], vendor, major, entry["name"])
+    cublaslt = found["cublaslt_workspaces"][vendor]
+    return Device(
+        name=entry["name"],
+        total_bytes=int(entry["total_gib"] * GIB),
+        usable_bytes=int(entry["usable_gib"] * GIB) - _ROUNDING_BYTES,
+        context_bytes=int(entry["context_gib"] * GIB) + 2 * _ROUNDING_BYTES,
+        cublas_workspace_bytes=cublas["bytes"],
+        cublaslt_workspace_bytes=cublaslt["bytes"],
+        bandwidth=entry["bandwidth_gb"] * 1e9,
+        flops={dtype: rate * 1e12 for dtype, rate in entry["tflops"].items()},
+        capability=(major, minor),
+        sources={**entry["sources"], "cublas": cublas["source"], "cublaslt": cublaslt["source"]},
+    )
+
+
+def _workspace(rules: Iterable[Mapping[str, Any]], vendor: str, major: int, name: str) -> Mapping[str, Any]:
+    return next(
+        rule
+        for rule in rules
+        if rule["vendor"] == vendor and major >= rule["from_major"] and name in rule.get("only", [name])
+    )

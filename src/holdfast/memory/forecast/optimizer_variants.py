@@ -1,0 +1,106 @@
+"""One optimizer's step in its other implementations: foreach, fused, for-loop.
+
+Each torch optimizer can compute the same step with one list operation after another (needs copies of everything),
+with one kernel, or parameter by parameter. On tensors without data all can be tried one after another.
+
+Does not: record what they do (`tracer`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from holdfast.core.errors import HoldfastError
+
+# What an implementation raises that does not suit these parameters or settings.
+REFUSALS = (AssertionError, HoldfastError, RuntimeError, TypeError, ValueError)
+
+
+def find_alternatives(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return the names of all implementations that it offers; empty if there is no choice or it cannot be tried.
+
+    It can be tried on tensors without data only: trying changes the parameters.
+    """
+    groups = optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if any(group.get("differentiable") or "foreach" not in group for group in groups):
+        return ()
+    if not hasattr(type(optimizer).step, "hooked") or not all(isinstance(one, FakeTensor) for one in parameters):
+        return ()
+    if any(one.grad is not None and one.grad.is_sparse for one in parameters if one.is_leaf):
+        return ()  # both flags are ignored then
+    return ("foreach", "fused", "for-loop") if "fused" in groups[0] else ("foreach", "for-loop")
+
+
+def implementation_of(optimizer: torch.optim.Optimizer, operations: Iterable[str]) -> str:
+    """Return the name of the implementation that ran.
+
+    Args:
+        optimizer: Whose step it was.
+        operations: Names of the operations of its step.
+    """
+    if any("foreach" not in group for group in optimizer.param_groups):
+        return "as written"
+    names = set(operations)
+    if any(name.startswith("aten._fused_") for name in names):
+        return "fused"
+    return "foreach" if any(name.startswith("aten._foreach_") for name in names) else "for-loop"
+
+
+@contextlib.contextmanager
+def arranged(optimizer: torch.optim.Optimizer, implementation: str) -> Iterator[None]:
+    """Let the optimizer use another implementation while the context lasts.
+
+    The step counters lie on the device for the fused one and on the host for the others, as if the optimizer had been
+    built so; `capturable` ones stay on the device.
+    """
+    with contextlib.ExitStack() as stack:
+        if implementation != "fused":
+            stack.enter_context(_without(optimizer, ("grad_scale", "found_inf")))
+        for group in optimizer.param_groups:
+            flags = {"foreach": implementation == "foreach"}
+            if "fused" in group:
+                flags["fused"] = implementation == "fused"
+            stack.enter_context(_replaced(group, flags))
+            on_device = implementation == "fused" or bool(group.get("capturable"))
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                if isinstance(counter := state.get("step"), torch.Tensor):
+                    device = parameter.device if on_device else torch.device("cpu")
+                    if counter.device != device:
+                        stack.enter_context(_replaced(state, {"step": counter.to(device)}))
+        yield
+
+
+def step_again(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer's step once more, without its hooks.
+
+    Raises:
+        Exception: One of `REFUSALS`, if its implementation does not take these parameters.
+    """
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _replaced(values: dict[str, Any], others: dict[str, Any]) -> Iterator[None]:
+    before = {key: values[key] for key in others}
+    values.update(others)
+    try:
+        yield
+    finally:
+        values.update(before)
+
+
+@contextlib.contextmanager
+def _without(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> Iterator[None]:
+    """Take away what a gradient scaler leaves on an optimizer that unscales by itself."""
+    found = {name: vars(optimizer).pop(name) for name in names if name in vars(optimizer)}
+    try:
+        yield
+    finally:
+        vars(optimizer).update(found)

@@ -1,0 +1,100 @@
+"""Moving modules to the fake device in place: each parameter stays the same object, so ties and optimizers hold.
+
+Torch refuses to change the device of a fake parameter in place, and would make a real one's copy anew for each use.
+
+Does not: make the device (``fake_device``) or build models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def place(module: nn.Module, device: torch.device) -> None:
+    """Bring a module's parameters, gradients and buffers to a device; real ones become fake, without being read.
+
+    On the CPU, where nothing is moved, tensors that share storage go on sharing it.
+
+    Args:
+        module: Changed in place.
+        device: The fake one. The fake mode must be active.
+    """
+    storages: dict[int, torch.Tensor] = {}
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor.to(device)
+        if device.type == "cpu":
+            return _twin_with_shared_storage(tensor, storages)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+    module._apply(placed)  # type: ignore[no-untyped-call]
+
+
+def _twin_with_shared_storage(tensor: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    elements = storage.nbytes() // tensor.element_size()
+    whole = storages.get(storage._cdata)
+    if whole is None or whole.dtype is not tensor.dtype:
+        whole = storages[storage._cdata] = torch.empty(elements, dtype=tensor.dtype, device="cpu")
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
+
+
+@contextlib.contextmanager
+def conversion_in_place() -> Iterator[None]:
+    """Let ``Module.to``, ``.cuda()``, ``.half()`` and their like work on fake parameters while the context lasts."""
+    original = nn.Module._apply
+
+    def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        recurse = args[0] if args else kwargs.get("recurse", True)
+        if recurse:
+            for child in module.children():
+                child._apply(fn)  # type: ignore[no-untyped-call]
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                _convert(parameter, fn)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+        return module
+
+    nn.Module._apply = apply  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _convert(parameter: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with torch.no_grad():
+        converted = fn(parameter)
+        gradient = None if parameter.grad is None else fn(parameter.grad)
+    if converted is not parameter:
+        if not isinstance(converted, FakeTensor):
+            parameter.data = converted
+        else:
+            parameter.grad = None
+            _become(parameter, nn.Parameter(converted, requires_grad=parameter.requires_grad))
+    if gradient is not None:
+        parameter.grad = gradient
+
+
+def _become(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Give an object another tensor's content: class, attributes and storage; ``source`` takes what it had.
+
+    Torch's ``swap_tensors`` does the same but refuses while anything refers weakly to the tensor, as trackers do.
+    """
+    kept = {name: value for name, value in vars(target).items() if name not in vars(source)}
+    target_class, source_class = type(target), type(source)
+    source_attributes, target_attributes = dict(vars(source)), dict(vars(target))
+    torch._C._swap_tensor_impl(target, source)
+    target.__class__, source.__class__ = source_class, target_class
+    for tensor, attributes in ((target, source_attributes | kept), (source, target_attributes)):
+        vars(tensor).clear()
+        vars(tensor).update(attributes)

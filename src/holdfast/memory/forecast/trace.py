@@ -1,0 +1,319 @@
+"""What one traced training step does to the memory of a device: allocations and frees in order, with who owns them.
+
+A `Trace` is a template of one *steady* step: what is resident when it begins, the events of the step, and which of
+the storages that it leaves behind take the place of which that it found (the gradients that the next step frees). So
+it can be played any number of times. Sizes belong to storages, in bytes as requested: rounding is the allocator's
+business.
+
+Does not: run anything, import torch, or know a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+PHASES = ("forward", "backward", "optimizer", "other")
+OWNERS = ("parameters", "buffers", "gradients", "optimizer state", "batch", "activations", "scratch", "other")
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp64", "other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumption:
+    """Something that the trace had to take for granted.
+
+    Args:
+        what: Such as ``"bool(tensor) was taken as True; False needs 3 % less"``.
+        line: Where in the user's code, ``"model.py:31 in forward"``; empty if nowhere.
+    """
+
+    what: str
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRun:
+    """One pass of a module that could be recomputed.
+
+    Args:
+        block: Index into `Trace.blocks`.
+        forward: First event of its forward pass, and the one after its last.
+        backward: First event of its backward pass, from the first of its nodes on that has saved something; -1 if
+            there is none.
+        kept: Storages made in it that are its outputs.
+        operations: First operation of its forward pass, and the one after its last.
+        inputs: Storages that live before it begins and are given to it, except parameters: a checkpoint holds them
+            until its backward pass is done.
+        saved: Those of `kept` that its own graph holds too (a block that ends in a ReLU or softmax); None if unknown.
+    """
+
+    block: int
+    forward: tuple[int, int]
+    backward: int
+    kept: tuple[int, ...]
+    operations: tuple[int, int]
+    inputs: tuple[int, ...] = ()
+    saved: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way in which the traced step made an optimizer's step; each step of the template uses one of them.
+
+    Args:
+        name: ``"foreach"``, ``"fused"``, ``"for-loop"``, or ``"as written"`` where the optimizer has no choice.
+        call: Which call of an optimizer's ``step`` within the training step, from 0.
+        events: First event, and the one after the last.
+        operations: First operation, and the one after the last.
+    """
+
+    name: str
+    call: int
+    events: tuple[int, int]
+    operations: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """One steady training step.
+
+    Args:
+        events: Shape ``(events,)``, int32: ``s + 1`` allocates storage ``s``, ``-(s + 1)`` frees it.
+        event_phase: Shape ``(events,)``, int8, index into `PHASES`.
+        size_bytes: Shape ``(storages,)``, int64.
+        owner: Shape ``(storages,)``, int8, index into `OWNERS`.
+        module: Shape ``(storages,)``, int32, index into `modules`: the module that was running.
+        line: Shape ``(storages,)``, int32, index into `lines`: the line of the user's.
+        operation_name: Shape ``(operations,)``, int32, index into `names`.
+        operation_event: Shape ``(operations,)``, int32: events before it, and so before what it allocates.
+        operation_phase: Shape ``(operations,)``, int8.
+        flops: Shape ``(operations,)``, int64, floating point operations.
+        moved_bytes: Shape ``(operations,)``, int64: sizes of what it reads and writes.
+        dtype: Shape ``(operations,)``, int8, index into `DTYPES`: what it computes in.
+        modules: Paths such as ``"model.encoder.layers.0"``; the first is empty.
+        lines: Such as ``"model.py:31 in forward"``; the first is empty.
+        names: Of operations, such as ``"aten.mm"``.
+        resident: Storages that live when the step begins, in the order of their allocation; all are below the ids
+            that the step allocates.
+        carried: Pairs (left by the step, found by it): the next step finds the first in place of the second.
+        growth_bytes: What a step leaves behind beyond that: a leak, or a history that the user keeps.
+        blocks: Paths of the modules that could be recomputed.
+        block_runs: Their passes, in the order of their forward passes.
+        variants: The ways in which the optimizers' steps were made; empty if no optimizer was stepped.
+        micro_batch_size: Samples in the traced batch.
+        length: Length of its samples, or None.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        route: ``"privateuse1"`` or ``"cpu"``: the fake device.
+        assumptions: What had to be taken for granted.
+        uncalibrated_bytes: By how much the peak may be higher: not of all kernels is it known what they allocate for
+            themselves.
+    """
+
+    events: npt.NDArray[np.int32]
+    event_phase: npt.NDArray[np.int8]
+    size_bytes: npt.NDArray[np.int64]
+    owner: npt.NDArray[np.int8]
+    module: npt.NDArray[np.int32]
+    line: npt.NDArray[np.int32]
+    operation_name: npt.NDArray[np.int32]
+    operation_event: npt.NDArray[np.int32]
+    operation_phase: npt.NDArray[np.int8]
+    flops: npt.NDArray[np.int64]
+    moved_bytes: npt.NDArray[np.int64]
+    dtype: npt.NDArray[np.int8]
+    modules: tuple[str, ...]
+    lines: tuple[str, ...]
+    names: tuple[str, ...]
+    resident: tuple[int, ...]
+    carried: tuple[tuple[int, int], ...]
+    growth_bytes: int
+    blocks: tuple[str, ...]
+    block_runs: tuple[BlockRun, ...]
+    variants: tuple[Variant, ...]
+    micro_batch_size: int
+    length: int | None
+    precision: str
+    route: str
+    assumptions: tuple[Assumption, ...]
+    uncalibrated_bytes: int = 0
+
+    def save(self, path: Path) -> None:
+        """Write the trace into one file (numpy's ``.npz``, without pickles), whatever the name ends with."""
+        arrays: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                arrays[field.name] = value
+            else:
+                rest[field.name] = value
+        text = json.dumps(rest, default=dataclasses.asdict)
+        with path.open("wb") as file:
+            np.savez(file, rest=np.array(text), **arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """Return what `save` wrote.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It is no trace.
+        """
+        with np.load(path, allow_pickle=False) as file:
+            if "rest" not in file.files:
+                raise ValueError(f"{path} is no trace")
+            fields: dict[str, Any] = {name: file[name] for name in file.files}
+        fields |= {name: _frozen(value) for name, value in json.loads(str(fields.pop("rest"))).items()}
+        for name, kind in (("assumptions", Assumption), ("block_runs", BlockRun), ("variants", Variant)):
+            fields[name] = tuple(kind(**{key: _frozen(value) for key, value in one.items()}) for one in fields[name])
+        return cls(**fields)
+
+
+def _frozen(value: Any) -> Any:
+    """Return lists as tuples, all the way down."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+
+
+def variants_played(trace: Trace, variant: str | None = None) -> tuple[Variant, ...]:
+    """Return one variant for each call of an optimizer's ``step``.
+
+    Args:
+        trace: A step.
+        variant: Name of the implementation; None, or one that an optimizer does not have, is the user's own.
+    """
+    calls: dict[int, Variant] = {}
+    for one in trace.variants:
+        if one.call not in calls or one.name == variant:
+            calls[one.call] = one
+    return tuple(calls.values())
+
+
+def events_played(trace: Trace, variant: str | None = None) -> npt.NDArray[np.bool_]:
+    """Return which events happen if each optimizer's step is made by this variant; shape ``(events,)``."""
+    chosen = set(variants_played(trace, variant))
+    return _outside([one.events for one in trace.variants if one not in chosen], len(trace.events))
+
+
+def operations_played(trace: Trace, variant: str | None = None) -> npt.NDArray[np.bool_]:
+    """Return which operations run if each optimizer's step is made by this variant; shape ``(operations,)``."""
+    chosen = set(variants_played(trace, variant))
+    return _outside([one.operations for one in trace.variants if one not in chosen], len(trace.operation_name))
+
+
+def _outside(ranges: list[tuple[int, int]], length: int) -> npt.NDArray[np.bool_]:
+    kept = np.ones(length, dtype=np.bool_)
+    for begin, end in ranges:
+        kept[begin:end] = False
+    return kept
+
+
+def played(
+    trace: Trace, steps: int = 3, variant: str | None = None
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Return what several steps in a row do, beginning with the allocation of what is resident.
+
+    What a step leaves behind takes the place of what it found, by `Trace.carried`; what it found and freed without
+    such a successor is gone in the later steps, and what it left without one stays.
+
+    Args:
+        trace: A step.
+        steps: How many times it is made.
+        variant: How the optimizers' steps are made (`variants_played`).
+
+    Returns:
+        Events as in `Trace.events`, with new storages in each step, and the sizes of all storages in bytes.
+    """
+    found = len(trace.resident)
+    made = len(trace.size_bytes) - found
+    events = trace.events[events_played(trace, variant)]
+    storage = np.abs(events) - 1
+    frees = events < 0
+    pairs = np.array(trace.carried, dtype=np.int32).reshape(-1, 2)
+    current = np.arange(found, dtype=np.int32)
+    parts = [current + 1]
+    for step in range(steps):
+        name = np.concatenate([current, np.arange(found + step * made, found + (step + 1) * made, dtype=np.int32)])
+        ids = name[storage] + 1
+        parts.append(np.where(frees, -ids, ids)[ids > 0])
+        current = current.copy()
+        current[storage[frees & (storage < found)]] = -1
+        current[pairs[:, 1]] = name[pairs[:, 0]]
+    sizes = np.concatenate([trace.size_bytes[:found], *[trace.size_bytes[found:]] * steps])
+    return np.concatenate(parts).astype(np.int32), sizes
+
+
+def live_bytes(
+    events: npt.NDArray[np.int32], size_bytes: npt.NDArray[np.int64], granule_bytes: int = 1
+) -> npt.NDArray[np.int64]:
+    """Return how many bytes live after each event.
+
+    Args:
+        events: As of `played`, shape ``(events,)``.
+        size_bytes: Of the storages, shape ``(storages,)``.
+        granule_bytes: What sizes are rounded up to; 512 is what CUDA's caching allocator counts as allocated.
+    """
+    rounded = -(-size_bytes // granule_bytes) * granule_bytes
+    return np.cumsum(np.sign(events) * rounded[np.abs(events) - 1], dtype=np.int64)
+
+
+def live_peak(trace: Trace, variant: str | None = None, granule_bytes: int = 1) -> int:
+    """Return the most bytes that live at once in a step, what is resident included.
+
+    Args:
+        trace: A step.
+        variant: How the optimizers' steps are made (`variants_played`).
+        granule_bytes: As of `live_bytes`.
+    """
+    return int(live_bytes(*played(trace, 1, variant), granule_bytes).max(initial=0))
+
+
+def live_by_owner(trace: Trace, variant: str | None = None) -> npt.NDArray[np.int64]:
+    """Return how many bytes of each owner live before the step and after each of its events.
+
+    Returns:
+        Shape ``(len(OWNERS), 1 + events)``, with the events of `events_played` only.
+    """
+    events, sizes = played(trace, 1, variant)
+    storage = np.abs(events) - 1
+    changes = np.sign(events) * sizes[storage]
+    owners = trace.owner[storage]
+    live = np.stack([np.cumsum(np.where(owners == owner, changes, 0)) for owner in range(len(OWNERS))])
+    found = len(trace.resident)
+    if found == 0:
+        return np.concatenate([np.zeros((len(OWNERS), 1), dtype=np.int64), live], axis=1)
+    return live[:, found - 1 :]
+
+
+def owners_at_peak(trace: Trace, by: str = "owner", variant: str | None = None) -> Mapping[str, int]:
+    """Return who owns the bytes that live at the first moment of `live_peak`.
+
+    Args:
+        trace: A step.
+        by: ``"owner"``, ``"module"`` or ``"line"``; what none is known of goes by the empty name.
+        variant: How the optimizers' steps are made (`variants_played`).
+
+    Returns:
+        Bytes by name, largest first; they add up to the peak.
+    """
+    choices: dict[str, tuple[tuple[str, ...], npt.NDArray[np.integer[Any]]]] = {
+        "owner": (OWNERS, trace.owner),
+        "module": (trace.modules, trace.module),
+        "line": (trace.lines, trace.line),
+    }
+    names, index = choices[by]
+    events, sizes = played(trace, 1, variant)
+    if not len(events):
+        return {}
+    until = events[: int(live_bytes(events, sizes).argmax()) + 1]
+    live = np.zeros(len(sizes), dtype=np.int64)
+    np.add.at(live, np.abs(until) - 1, np.sign(until))
+    totals = np.zeros(len(names), dtype=np.int64)
+    np.add.at(totals, index, live * sizes)
+    return {names[number]: int(totals[number]) for number in np.argsort(-totals, kind="stable") if totals[number]}

@@ -1,0 +1,81 @@
+"""Two ways to see allocations: of fake tensors by their storages, of real ones by kineto's allocator events."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from holdfast.memory.forecast.scratch import scratch_bytes
+
+
+class FakeAllocations(TorchDispatchMode):
+    """Live bytes of the storages made while this is active, with scratch while an operator runs."""
+
+    def __init__(self, route: str) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.sizes: list[int] = []
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._route = route
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and (tensor.device.type == "cpu") == (self._route == "cpu"):
+                self._note(tensor.untyped_storage())
+        estimate = scratch_bytes(func, args, kwargs, out, self._route)
+        self.peak = max(self.peak, self.live + estimate.bytes)
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen or size == 0:
+            return
+        self._seen[key] = weakref.ref(storage, lambda _: self._free(key, size))
+        self.live += size
+        self.sizes.append(size)
+        self.peak = max(self.peak, self.live)
+
+    def _free(self, key: int, size: int) -> None:
+        if self._seen.pop(key, None) is not None:
+            self.live -= size
+
+
+def real_allocations(run: Callable[[], Any]) -> tuple[int, int]:
+    """Run something on the real CPU, once to warm up and once watched.
+
+    Returns:
+        The most bytes that were live above the beginning, and those that its result keeps.
+    """
+    kept = run()
+    del kept
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        kept = run()
+    events = sorted(_allocations(watched.profiler.kineto_results.experimental_event_tree()))
+    del kept
+    live = peak = 0
+    for _, size in events:
+        live += size
+        peak = max(peak, live)
+    return peak, live
+
+
+def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
+    found, stack = [], list(tree)
+    while stack:
+        event = stack.pop()
+        if "Allocation" in str(event.tag):
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+        stack.extend(event.children)
+    return found

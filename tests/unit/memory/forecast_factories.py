@@ -1,0 +1,292 @@
+"""Factories that the tests of the forecast trace in child processes: small jobs, right and wrong ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+def _job(model: nn.Module, batch: Any, loss_fn: Any, **options: Any) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch, **options}
+
+
+def mlp() -> dict[str, Any]:
+    """Name no device anywhere."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10))
+    batch = (torch.randn(8, 64), torch.randint(10, (8,)))
+    return _job(model, batch, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]))
+
+
+def mlp_on_cuda() -> dict[str, Any]:
+    """Say ``cuda`` as one does on a machine that has it, and move the batch in the step."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10)).to(device)
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        x, y = (tensor.to(device) for tensor in batch)
+        return functional.cross_entropy(model(x), y)
+
+    return _job(model, (torch.randn(8, 64), torch.randint(10, (8,))), loss_fn)
+
+
+class Transformer(nn.Module):
+    """An encoder with embeddings of token ids; it makes its positions in each forward pass, without a device."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, width)
+        self.positions = nn.Embedding(512, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 100)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        positions = self.positions(torch.arange(ids.shape[1], device=ids.device))
+        logits: torch.Tensor = self.head(self.encoder(self.embedding(ids) + positions))
+        return logits
+
+
+def transformer() -> dict[str, Any]:
+    """Take a length from the sample batch."""
+    model = Transformer()
+    ids = torch.randint(100, (4, 32))
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    return _job(model, {"ids": ids, "labels": ids.clone()}, loss_fn)
+
+
+def conv_net() -> dict[str, Any]:
+    """Have buffers that move: BatchNorm."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = (torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
+    loss_fn = lambda m, b: functional.cross_entropy(m(b[0]), b[1])  # noqa: E731
+    return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
+
+
+def lstm() -> dict[str, Any]:
+    """Recur."""
+    model = nn.ModuleDict({"rnn": nn.LSTM(20, 32, num_layers=2, batch_first=True), "head": nn.Linear(32, 1)})
+    batch = {"x": torch.randn(8, 25, 20), "y": torch.randn(8, 1)}
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        return functional.mse_loss(model["head"](model["rnn"](batch["x"])[0][:, -1]), batch["y"])
+
+    return _job(model, batch, loss_fn)
+
+
+def _gan() -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
+    models: dict[str, nn.Module] = {
+        "generator": nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 32)),
+        "discriminator": nn.Sequential(nn.Linear(32, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1)),
+    }
+    return models, {name: torch.optim.Adam(model.parameters(), lr=2e-4) for name, model in models.items()}
+
+
+def gan() -> dict[str, Any]:
+    """Make a step of one's own with two optimizers, and noise in it without a device."""
+    models, optimizers = _gan()
+    generator, discriminator = models.values()
+
+    def step(batch: torch.Tensor) -> None:
+        noise = torch.randn(len(batch), 16)
+        optimizers["discriminator"].zero_grad()
+        fake = generator(noise)
+        (
+            functional.softplus(discriminator(fake.detach())) + functional.softplus(-discriminator(batch))
+        ).mean().backward()
+        optimizers["discriminator"].step()
+        optimizers["generator"].zero_grad()
+        functional.softplus(-discriminator(fake)).mean().backward()
+        optimizers["generator"].step()
+
+    return {"model": models, "optimizer": optimizers, "step": step, "batch": torch.randn(8, 32)}
+
+
+def gan_by_guard() -> dict[str, Any]:
+    """Make the same by a guard, as `holdfast trial` wants it."""
+    models, optimizers = _gan()
+    generator, discriminator = models.values()
+
+    def step(guard: Any, batch: torch.Tensor) -> None:
+        def of_discriminator(real: torch.Tensor) -> torch.Tensor:
+            fake = generator(torch.randn(len(real), 16)).detach()
+            return (functional.softplus(discriminator(fake)) + functional.softplus(-discriminator(real))).mean()
+
+        def of_generator(real: torch.Tensor) -> torch.Tensor:
+            return functional.softplus(-discriminator(generator(torch.randn(len(real), 16)))).mean()
+
+        guard.step(batch, of_discriminator, optimizer="discriminator")
+        guard.step(batch, of_generator, optimizer="generator")
+
+    return {"model": models, "optimizer": optimizers, "step": step, "batch": torch.randn(8, 32)}
+
+
+def own_step_of_a_size() -> tuple[Any, ...]:
+    """Return a step that makes its own batch."""
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch_size: int, length: int | None = None) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, length or 5, 32)).square().mean().backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def four_things() -> tuple[Any, ...]:
+    """Return model, optimizer, criterion and sample batch, as tutorials have them."""
+    model = nn.Linear(32, 10)
+    batch = [torch.randn(8, 32), torch.randint(10, (8,))]
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), batch
+
+
+def of_length(length: int = 16, micro_batch_size: int = 2) -> dict[str, Any]:
+    """Take length and size as parameters."""
+    model = (
+        nn.Linear(length, 4) if os.environ.get("FORECAST_WIDE") else nn.LazyLinear(4) if False else nn.Linear(8, 4)
+    )
+    return _job(model, torch.randn(micro_batch_size, 3, length, 8), lambda batch: model(batch).mean())
+
+
+def loader_with_workers() -> dict[str, Any]:
+    """Give a loader in place of a batch."""
+    model = nn.Linear(6, 3)
+    data = torch.utils.data.TensorDataset(torch.arange(60.0).reshape(10, 6), torch.arange(10) % 3)
+    loader = torch.utils.data.DataLoader(data, batch_size=5, shuffle=True, num_workers=2)
+    made = _job(model, None, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]), loader=loader)
+    del made["batch"]
+    return made
+
+
+def real_weights() -> dict[str, Any]:
+    """Need values while building: an initialization by numpy that looks at what is there."""
+    model = nn.Linear(32, 32)
+    weights = model.weight.detach().numpy()
+    if not (abs(weights) < 1).all() or weights.std() == 0:
+        raise ValueError("these are no weights")
+    model.weight.data = torch.from_numpy(weights * 2)
+    return _job(model, torch.randn(4, 32), lambda batch: model(batch).square().mean())
+
+
+def real_weights_on_cuda() -> dict[str, Any]:
+    """Do so, and move what was built to CUDA, as code does that is meant for one."""
+    made = real_weights()
+    model = made["model"].cuda()
+    return _job(model, made["batch"].to("cuda"), lambda batch: model(batch.to("cuda")).square().mean())
+
+
+def branches() -> dict[str, Any]:
+    """Take a way that depends on values, of which one needs more."""
+    model = nn.Linear(64, 64)
+
+    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        if out.mean() > 0.5:
+            out = torch.cat([out] * 64, dim=1).sigmoid().exp()
+        return out.square().mean()
+
+    return _job(model, torch.randn(256, 64), loss_fn)
+
+
+def frozen() -> dict[str, Any]:
+    """Train an adapter on frozen layers."""
+    base, adapter = nn.Linear(32, 32).requires_grad_(requires_grad=False), nn.Linear(32, 32)
+    model = nn.ModuleDict({"base": base, "adapter": adapter})
+    optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-3)
+    return {"model": model, "optimizer": optimizer, "batch": torch.randn(4, 32),
+            "loss_fn": lambda batch: (base(batch) + adapter(batch)).square().mean()}  # fmt: skip
+
+
+# Wrong ones.
+
+
+def needs_cuda() -> None:
+    """Import what only exists where CUDA is."""
+    import flash_attn_that_is_not_installed  # type: ignore[import-not-found]  # noqa: F401
+
+
+def raises() -> None:
+    """Have a mistake of one's own."""
+    raise KeyError("hidden_size")
+
+
+def returns_a_model() -> nn.Module:
+    """Return too little."""
+    return nn.Linear(2, 2)
+
+
+def returns_no_optimizer() -> dict[str, Any]:
+    """Return too little in a dict."""
+    return {"model": nn.Linear(2, 2), "loss_fn": print, "batch": torch.zeros(2, 2)}
+
+
+def no_batch_dimension() -> dict[str, Any]:
+    """Have a batch of nothing."""
+    model = nn.Linear(2, 2)
+    return _job(model, {"temperature": 1.0}, lambda batch: model(torch.zeros(2)).sum())
+
+
+def wrong_shapes() -> dict[str, Any]:
+    """Raise in the step."""
+    model = nn.Linear(5, 2)
+    return _job(model, torch.zeros(4, 3), lambda batch: model(batch).sum())
+
+
+def detached_loss() -> dict[str, Any]:
+    """Return a loss that leads nowhere."""
+    model = nn.Linear(3, 2)
+    return _job(model, torch.zeros(4, 3), lambda batch: model(batch).sum().detach())
+
+
+def crashes_on_the_accelerator() -> dict[str, Any]:
+    """Abort, as a fault in native code does, but only where CUDA is."""
+    model = nn.Linear(3, 2)
+
+    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        if out.is_cuda:
+            sys.stderr.write("terminate called after throwing an instance of 'c10::Error'\n")
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGABRT)
+        return out.sum()
+
+    return _job(model, torch.zeros(4, 3), loss_fn)
+
+
+def is_killed() -> None:
+    """End as the kernel ends a process when memory is short."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exits() -> None:
+    """Leave without a word."""
+    os._exit(3)
+
+
+def sleeps() -> None:
+    """Take for ever."""
+    time.sleep(600)
+
+
+def prints() -> dict[str, Any]:
+    """Print, read the input, and leave a child behind that holds the streams open."""
+    print("hello from build")  # noqa: T201
+    assert sys.stdin.read() == ""
+    return mlp()

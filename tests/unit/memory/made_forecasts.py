@@ -1,0 +1,46 @@
+"""Forecasts for the tests of what is told of them: of made steps, without a process that traces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.memory.made_steps import Block, Layer, make_step
+
+from holdfast.memory.forecast.devices import Device, find_device
+from holdfast.memory.forecast.extrapolation import fit
+from holdfast.memory.forecast.forecasting import Forecast, Order, Verification, plan_device
+from holdfast.memory.forecast.planning import Steps
+from holdfast.memory.forecast.trace import Assumption
+from holdfast.memory.forecast.tracing import TraceResult
+
+MIB = 1 << 20
+BLOCKS: list[Block] = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout", MIB))] * 4
+ASSUMED = (
+    Assumption(what="bool(tensor) was taken as True", line="model.py:31 in forward"),
+    Assumption(what="bool(tensor) was taken as True", line="model.py:40 in forward"),
+    Assumption(what="<script>window.hacked=1</script>", line="</script>.py:1 in f"),
+)
+
+
+def small_device(mib: int, name: str = "T4") -> Device:
+    """Return a device with little memory."""
+    return replace(find_device("T4"), name=name, usable_bytes=mib * MIB, context_bytes=10 * MIB)
+
+
+def make_plans(*devices: Device, total: int | None = 64, accumulates: bool = True) -> Forecast:
+    """Return the forecast of a made step for devices."""
+    traces = tuple(make_step(BLOCKS, size, optimizer_bytes=MIB) for size in (2, 4))
+    result = TraceResult(
+        traces=traces, route="privateuse1", weights="fake", optimizers={"optimizer": "AdamW"}, parameters=4_000_000,
+        trainable_parameters=4_000_000, accumulates=accumulates, sample_size=2, sample_length=None,
+        uncalibrated_scratch_bytes=(0, 0), host_bytes=1, build_seconds=0.1, trace_seconds=(0.1, 0.1),
+        assumptions=ASSUMED,
+    )  # fmt: skip
+    order = Order(
+        factory="train.py:build", devices=devices, precisions=("fp32",), global_batch_size=total, margin_bytes=0
+    )
+    step = {"fp32": Steps(whole=fit(traces), accumulates=accumulates)}
+    plans = [plan_device(order, device, step) for device in devices]
+    found = Verification(live_bytes=1000 * MIB, forecast_bytes=1001 * MIB, fits=True)
+    plans = [replace(plan, verification=found) if plan.best else plan for plan in plans]
+    return Forecast(order=order, traced={"fp32": result}, plans=tuple(plans), assumptions=ASSUMED)
