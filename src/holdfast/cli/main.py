@@ -13,7 +13,7 @@ from holdfast.cli.output import ERROR
 from holdfast.core.version import __version__
 
 COMMANDS = (
-    "run", "watch", "explain", "report", "events", "metrics",
+    "run", "watch", "explain", "report", "events", "metrics", "plan", "calibrate",
     "demo", "checkpoints", "presets", "trial", "loader", "quarantine", "simulate",
 )  # fmt: skip
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the command's name is the command's

@@ -1,37 +1,25 @@
 """The page: one HTML file that opens offline and tells why a run ended and how it went.
 
-All that a run said is data here: it is escaped where it enters the HTML, JSON in which ``<``, ``>`` and ``&`` are
-written as escapes where it enters a script, and the page's own policy runs only the two scripts that it was written
-with (by their digests) and loads nothing from anywhere.
-
-Does not: read a run (``gathering``), decide what a curve looks like (``figures``).
+Does not: read a run (``gathering``), decide what a curve looks like (``figures``), or keep what a run said from being
+more than data (``offline_page``).
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
-from html import escape
-from pathlib import Path
-from string import Template
+from datetime import datetime
 
-from holdfast.core.errors import PolicyError
-from holdfast.core.version import __version__
 from holdfast.diagnose.verdict import Exhibit, Verdict
 from holdfast.report.figures import figures
 from holdfast.report.gathering import CheckpointSeen, ProcessSeen, RunPicture
-from holdfast.report.inert import as_json_value, inert
+from holdfast.report.inert import as_json_value
+from holdfast.report.offline_page import as_html, fill_page, plot, prose
 from holdfast.report.quantities import duration, moment, size
 from holdfast.report.sources import EventSeen
 from holdfast.report.verdicts import how_sure
 
-_TEMPLATES = Path(__file__).with_name("templates")
 _MOST_EVIDENCE = 12
-_IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def render(picture: RunPicture, *, now: datetime | None = None) -> str:
@@ -45,64 +33,13 @@ def render(picture: RunPicture, *, now: datetime | None = None) -> str:
         PolicyError: H742, if plotly is not installed.
     """
     drawn = figures(picture)
-    plotly = _plotly_script()
-    script = _template("page.js").substitute()
-    name = _named(picture)
-    return _template("page.html").substitute(
-        policy=_policy(plotly, script),
-        title=_text(f"{name} - holdfast"),
-        style=_template("page.css").template,
-        name=_text(name),
-        command=_text(_command(picture), most=4000),
+    return fill_page(
+        name=_named(picture),
+        command=_command(picture),
         body="\n".join(_sections(picture, drawn)),
-        written=_text((now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC")),
-        version=_text(__version__),
-        figures=_json(drawn),
-        plotly=plotly,
-        script=script,
+        figures=drawn,
+        now=now,
     )
-
-
-def _plotly_script() -> str:
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise PolicyError(
-            "plotly is not installed",
-            limit="the page draws its curves with it",
-            fix='install the extra: pip install "holdfast[report]"; `holdfast watch RUN --once` needs nothing.',
-            rule="H742",
-        ) from error
-    # A browser reads CR LF and CR as LF, and takes the digest of what it read.
-    script: str = get_plotlyjs().replace("\r\n", "\n").replace("\r", "\n")
-    return script.replace("</script", "<\\/script")
-
-
-def _policy(*scripts: str) -> str:
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _template(name: str) -> Template:
-    return Template((_TEMPLATES / name).read_text(encoding="utf-8"))
-
-
-def _json(value: object) -> str:
-    text = json.dumps(as_json_value(value, depth=12), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return "".join(_IN_SCRIPT.get(character, character) for character in text)
-
-
-def _text(value: object, *, most: int = 2000, lines: bool = False) -> str:
-    return escape(inert(value, most=most, lines=lines), quote=True)
-
-
-def _prose(value: str) -> str:
-    """Return text in which words between backticks are set as code; they are escaped before."""
-    return re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", _text(value, most=4000))
 
 
 def _named(picture: RunPicture) -> str:
@@ -118,10 +55,10 @@ def _sections(picture: RunPicture, drawn: Mapping[str, object]) -> Iterable[str]
     yield _verdict(picture.verdict)
     yield _facts(picture)
     if "timeline" in drawn:
-        yield _plot("Timeline", "timeline", "Drag to zoom, double-click to see all.")
+        yield plot("Timeline", "timeline", "Drag to zoom, double-click to see all.")
     if "steps" in drawn:
         hint = "Drag to zoom, double-click to see all; the panels share one axis."
-        yield _plot("Steps", "steps", hint)
+        yield plot("Steps", "steps", hint)
     else:
         yield "<section><h2>Steps</h2><p>No step was recorded.</p></section>"
     yield _events(picture.events, picture.left_out_events)
@@ -131,47 +68,43 @@ def _sections(picture: RunPicture, drawn: Mapping[str, object]) -> Iterable[str]
     yield _environment(picture)
 
 
-def _plot(title: str, place: str, hint: str) -> str:
-    return f'<section><h2>{title}</h2><p class="hint">{hint}</p><div class="plot" id="{place}"></div></section>'
-
-
 def _verdict(verdict: Verdict | None) -> str:
     if verdict is None:
         return '<section class="verdict unknown"><h2>What happened</h2><p>No verdict was made.</p></section>'
     look = {"ended well": "well", "unknown": "unknown"}.get(verdict.family, "")
     parts = [
-        f'<section class="verdict {look}"><p class="kicker">What happened: {_text(verdict.family)}</p>',
-        f"<h2>{_text(verdict.title[:1].upper() + verdict.title[1:])}</h2>",
-        f'<p class="summary">{_prose(verdict.summary)}</p>',
+        f'<section class="verdict {look}"><p class="kicker">What happened: {as_html(verdict.family)}</p>',
+        f"<h2>{as_html(verdict.title[:1].upper() + verdict.title[1:])}</h2>",
+        f'<p class="summary">{prose(verdict.summary)}</p>',
     ]
     if verdict.where:
-        parts.append(f"<p>Where: <code>{_text(verdict.where)}</code></p>")
+        parts.append(f"<p>Where: <code>{as_html(verdict.where)}</code></p>")
     sure = how_sure(verdict)
     parts.append(
-        f'<p class="sure">{f"How sure: {_text(sure)}. " if sure else ""}Rule {_text(verdict.cause)}; '
-        f"<code>holdfast explain {_text(verdict.cause)}</code> tells more.</p>"
+        f'<p class="sure">{f"How sure: {as_html(sure)}. " if sure else ""}Rule {as_html(verdict.cause)}; '
+        f"<code>holdfast explain {as_html(verdict.cause)}</code> tells more.</p>"
     )
     if verdict.fix:
-        parts.append(f"<h3>What to change</h3><p>{_prose(verdict.fix)}</p>")
+        parts.append(f"<h3>What to change</h3><p>{prose(verdict.fix)}</p>")
     if verdict.evidence:
         parts.append("<h3>Evidence</h3>" + "".join(map(_exhibit, verdict.evidence[:_MOST_EVIDENCE])))
     parts += _listed("What was tried", verdict.tried)
     if verdict.runner_up is not None:
         rule, title, confidence = verdict.runner_up
-        parts.append(f"<h3>Next best cause</h3><p>{_text(title)} ({_text(rule)}), {confidence:.0%}</p>")
+        parts.append(f"<h3>Next best cause</h3><p>{as_html(title)} ({as_html(rule)}), {confidence:.0%}</p>")
     parts += _listed("What would have made it surer", verdict.missing)
     return "".join(parts) + "</section>"
 
 
 def _exhibit(exhibit: Exhibit) -> str:
     return (
-        f"<blockquote><pre>{_text(exhibit.text, lines=True)}</pre>"
-        f"<footer>{_text(exhibit.source)}, {_text(exhibit.role)}</footer></blockquote>"
+        f"<blockquote><pre>{as_html(exhibit.text, lines=True)}</pre>"
+        f"<footer>{as_html(exhibit.source)}, {as_html(exhibit.role)}</footer></blockquote>"
     )
 
 
 def _listed(title: str, sentences: Iterable[str]) -> list[str]:
-    items = "".join(f"<li>{_text(sentence)}</li>" for sentence in sentences)
+    items = "".join(f"<li>{as_html(sentence)}</li>" for sentence in sentences)
     return [f"<h3>{title}</h3><ul>{items}</ul>"] if items else []
 
 
@@ -193,7 +126,7 @@ def _facts(picture: RunPicture) -> str:
         if finite:
             facts[title] = size(max(finite))
     return (
-        '<div class="facts">' + "".join(f"<div><b>{_text(v)}</b><span>{k}</span></div>" for k, v in facts.items())
+        '<div class="facts">' + "".join(f"<div><b>{as_html(v)}</b><span>{k}</span></div>" for k, v in facts.items())
     ) + "</div>"
 
 
@@ -201,13 +134,13 @@ def _events(events: tuple[EventSeen, ...], left_out: Mapping[str, int]) -> str:
     if not events:
         return ""
     rows = "".join(
-        f'<tr><td class="number">{_text(moment(seen.event.unix_seconds))}</td><td>{_text(seen.source)}</td>'
-        f'<td class="number">{_text(seen.event.global_step)}</td><td>{_text(seen.event.kind)}</td>'
-        f'<td class="text">{_text(_told(seen))}</td></tr>'
+        f'<tr><td class="number">{as_html(moment(seen.event.unix_seconds))}</td><td>{as_html(seen.source)}</td>'
+        f'<td class="number">{as_html(seen.event.global_step)}</td><td>{as_html(seen.event.kind)}</td>'
+        f'<td class="text">{as_html(_told(seen))}</td></tr>'
         for seen in events
     )
     more = ", ".join(f"{count} of {kind}" for kind, count in left_out.items())
-    note = f'<p class="hint">Left out here: {_text(more)}. <code>holdfast events</code> lists all.</p>'
+    note = f'<p class="hint">Left out here: {as_html(more)}. <code>holdfast events</code> lists all.</p>'
     return (
         f"<section><details><summary><b>Events</b> ({len(events)})</summary>{note if more else ''}"
         '<div class="scroll"><table><tr><th>UTC</th><th>by</th><th>step</th><th>what</th><th>facts</th></tr>'
@@ -221,10 +154,10 @@ def _told(seen: EventSeen) -> str:
 
 def _checkpoints(checkpoints: tuple[CheckpointSeen, ...]) -> str:
     rows = "".join(
-        f'<tr><td class="text">{_text(each.name)}</td><td class="number">{each.global_step}</td>'
-        f'<td class="number">{_text("" if each.size_bytes is None else size(each.size_bytes))}</td>'
-        f'<td class="number">{_text("" if each.saved is None else moment(each.saved))}</td>'
-        f"<td>{_text(each.status)}</td></tr>"
+        f'<tr><td class="text">{as_html(each.name)}</td><td class="number">{each.global_step}</td>'
+        f'<td class="number">{as_html("" if each.size_bytes is None else size(each.size_bytes))}</td>'
+        f'<td class="number">{as_html("" if each.saved is None else moment(each.saved))}</td>'
+        f"<td>{as_html(each.status)}</td></tr>"
         for each in checkpoints
     )
     if not rows:
@@ -237,7 +170,7 @@ def _checkpoints(checkpoints: tuple[CheckpointSeen, ...]) -> str:
 
 def _stacks(picture: RunPicture) -> str:
     parts = "".join(
-        f"<details><summary>{_text(stack.name)}</summary><pre>{_text(stack.text, most=70_000, lines=True)}</pre>"
+        f"<details><summary>{as_html(stack.name)}</summary><pre>{as_html(stack.text, most=70_000, lines=True)}</pre>"
         "</details>"
         for stack in picture.stacks
     )
@@ -247,7 +180,7 @@ def _stacks(picture: RunPicture) -> str:
 def _output(output: str) -> str:
     if not output.strip():
         return ""
-    text = _text(output, most=40_000, lines=True)
+    text = as_html(output, most=40_000, lines=True)
     return f"<section><details><summary><b>End of the output</b></summary><pre>{text}</pre></details></section>"
 
 
@@ -256,15 +189,15 @@ def _environment(picture: RunPicture) -> str:
     if isinstance(values.get("started"), (int, float)):
         values["started"] = f"{moment(values['started'])} UTC"
     rows = [
-        f'<tr><th>{_text(key, most=80)}</th><td class="text">{_text(_shown(value))}</td></tr>'
+        f'<tr><th>{as_html(key, most=80)}</th><td class="text">{as_html(_shown(value))}</td></tr>'
         for key, value in list(values.items())[:60]
     ]
     rows += [
-        f'<tr><th>{_text(seen.label, most=80)}</th><td class="text">{_text(_process(seen), most=800)}</td></tr>'
+        f'<tr><th>{as_html(seen.label, most=80)}</th><td class="text">{as_html(_process(seen), most=800)}</td></tr>'
         for seen in picture.processes[-60:]
     ]
-    rows.append(f'<tr><th>run directory</th><td class="text">{_text(picture.path)}</td></tr>')
-    notes = "".join(f'<p class="notice">{_text(problem)}</p>' for problem in picture.problems)
+    rows.append(f'<tr><th>run directory</th><td class="text">{as_html(picture.path)}</td></tr>')
+    notes = "".join(f'<p class="notice">{as_html(problem)}</p>' for problem in picture.problems)
     return f"<section><h2>Environment</h2><table>{''.join(rows)}</table>{notes}</section>"
 
 

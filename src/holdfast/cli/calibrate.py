@@ -1,0 +1,58 @@
+"""`holdfast calibrate`: measure this machine's GPU, so that plans for it rest on its own figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from holdfast.cli.output import Json, console, failing_clearly, print_json
+from holdfast.memory.forecast.devices import GIB, Device, device_file, save_device
+
+
+def run(
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Where to write; else where `plan` looks, under the device's name."),
+    ] = None,
+    index: Annotated[int, typer.Option(min=0, help="Which of this machine's devices.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure memory, workspaces, rates and scratch of a CUDA device, in under 3 minutes, and write them to a file.
+
+    Take the file to a machine without a GPU and plan there: `holdfast plan … --device FILE.json`.
+    """
+    with failing_clearly(as_json=as_json):
+        from holdfast.memory.forecast.calibration import calibrate  # here, since torch takes seconds to import
+
+        device = calibrate(index, on_progress=lambda text: typer.echo(f"{text} …", err=True))
+        path = device_file(device.name) if out is None else out
+        save_device(device, path)
+        if as_json:
+            print_json({"file": str(path), "device": device.name})
+        else:
+            console().print(_table(device))
+            typer.echo(f"written to {path}")
+
+
+def _table(device: Device) -> Table:
+    table = Table(title=device.name)
+    table.add_column("figure")
+    table.add_column("measured", justify="right")
+    sizes = {
+        "usable memory": device.usable_bytes,
+        "context and libraries": device.context_bytes,
+        "cuBLAS workspace, each of two": device.cublas_workspace_bytes,
+        "cuBLASLt workspace, each of two": device.cublaslt_workspace_bytes,
+    }
+    for name, size in sizes.items():
+        table.add_row(name, f"{size / GIB:.3f} GiB")
+    table.add_row("bandwidth", f"{device.bandwidth / 1e9:.0f} GB/s")
+    for dtype, rate in device.flops.items():
+        table.add_row(f"matrix products, {dtype}", f"{rate / 1e12:.1f} TFLOPS")
+    for name, size in device.scratch_bytes.items():
+        if size:
+            table.add_row(f"scratch: {name}", f"{size / 2**20:.1f} MiB")
+    return table

@@ -1,0 +1,213 @@
+"""`holdfast plan FACTORY --device NAME`: what fits a GPU, and the fastest plan that does, without having one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json
+from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
+from holdfast.core.durable import replace_file
+from holdfast.core.errors import PolicyError
+from holdfast.memory.forecast import tracing
+from holdfast.memory.forecast.devices import find_device
+from holdfast.memory.forecast.forecasting import Order, Watcher, make_forecast
+from holdfast.memory.forecast.planning import Row
+from holdfast.report.offline_page import plotly_script
+
+_PRECISIONS = ("fp32", "bf16", "fp16")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
+_UNITS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
+
+
+def run(
+    factory: Annotated[
+        str, typer.Argument(help="module:function or file.py:function; it returns model, optimizer, loss and batch.")
+    ],
+    device: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME", help="A GPU such as T4, a size such as 24GiB, or a file of calibrate; repeatable."
+        ),
+    ],
+    global_batch_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Samples of one optimizer step; else what fits at once.")
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(metavar="LIST", help="Of fp32, bf16, fp16; the first is what you have now.")
+    ] = "fp32,bf16",
+    lengths: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Lengths of your samples, one a line: plans for the longest.")
+    ] = None,
+    margin: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What to keep free, such as 1GiB; else 4 %, at least 512 MiB.")
+    ] = None,
+    max_grad_norm: Annotated[float | None, typer.Option(min=0, help="If you clip gradients, at which norm.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.yaml", help="Write the recommended plan, for Policy.from_yaml.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Draw memory over one step; needs no network.")
+    ] = None,
+    verify: Annotated[bool, typer.Option(help="Trace the recommended plan once more.")] = True,
+    json: Json = False,
+) -> None:
+    """Say what fits a GPU that you need not have: micro-batch, peak and who owns it, relative time, and what to take.
+
+    Your build() and one step run on tensors without data, in a process of their own. Exit code 0: a plan fits each
+    device. 1: on one of them nothing does. 2: the forecast could not be made.
+    """
+    with failing_clearly(as_json=json):
+        order = Order(
+            factory=factory,
+            devices=tuple(find_device(name) for name in device),
+            precisions=_read_precisions(precision),
+            global_batch_size=global_batch_size,
+            longest=None if lengths is None else max(read_lengths(lengths)),
+            margin_bytes=None if margin is None else _read_margin(margin),
+            max_grad_norm=max_grad_norm,
+            verify=verify,
+        )
+        if out is not None and len(order.devices) > 1:
+            raise _wrong(f"--out for {len(order.devices)} devices", "a policy is for one", "name one --device.")
+        for file in (out, html):
+            if file is not None:  # before a minute of work
+                _check_folder(file.absolute().parent)
+        if html is not None:
+            plotly_script()  # it may be missing
+        with _progress() as watcher:
+            forecast = make_forecast(order, watcher)
+        (best, *_) = [plan.best for plan in forecast.plans]
+        if out is not None and best is not None:
+            replace_file(out, as_yaml(forecast).encode())
+        if html is not None:
+            from holdfast.report.memory_page import render
+
+            replace_file(html, render(forecast).encode())
+    if json:
+        print_json(as_json(forecast))
+    else:
+        print_forecast(forecast)
+        for file in (out if best else None, html):
+            if file is not None:
+                typer.echo(f"wrote {file}")
+    if any(plan.best is None for plan in forecast.plans):
+        raise typer.Exit(CHECK_FAILED)
+
+
+def _check_folder(folder: Path) -> None:
+    """Find out whether a file can be written there.
+
+    Raises:
+        OSError: It cannot.
+    """
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is no directory")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder} cannot be written")
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Return the lengths in a file: whole numbers, one a line.
+
+    Raises:
+        PolicyError: It holds none, or something else (H419).
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _no_lengths(path, "it is no text") from error
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        if not re.fullmatch(r"0*[1-9]\d{0,17}", line.strip(), re.ASCII):
+            raise _no_lengths(path, f"line {number} is {line.strip()[:40]!r}")
+        found.append(int(line))
+    if not found:
+        raise _no_lengths(path, "it is empty")
+    return found
+
+
+def _no_lengths(path: Path, why: str) -> PolicyError:
+    return PolicyError(
+        f"lengths file {path}: {why}",
+        limit="whole numbers above 0 are needed, one a line: the lengths of your samples",
+        fix="write one length a line, in the unit of the batch's second dimension (tokens, frames).",
+        rule="H419",
+    )
+
+
+def _read_precisions(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in _PRECISIONS]
+    if unknown or not names:
+        told = ", ".join(_PRECISIONS)
+        raise _wrong(f"--precision {text!r}", f"it is a list of {told}", "write --precision fp32,bf16.")
+    return names
+
+
+def _read_margin(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise _wrong(f"--margin {text!r}", "it is a number with GiB, GB, MiB or MB", "write --margin 1GiB.")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _wrong(what: str, limit: str, fix: str) -> PolicyError:
+    return PolicyError(what, limit=limit, fix=fix, rule="H421")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Watcher]:
+    """Show on the terminal how far it is; nothing where stderr is none."""
+    terminal = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as shown:
+        yield _Shown(shown)
+
+
+class _Shown(Watcher):
+    """Shows how far a forecast is.
+
+    Args:
+        progress: Where.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+        self._lock = threading.Lock()
+        self._rows = 0
+
+    def traced(self, precision: str, progress: tracing.Progress) -> None:
+        """Show what a child does."""
+        self._update(precision, progress.text, progress.done, progress.total)
+
+    def planned(self, row: Row) -> None:
+        """Show for which device plans are sought."""
+        for precision in list(self._tasks):
+            self._progress.update(self._tasks[precision], completed=1, total=1, visible=False)
+        self._rows += 1
+        self._update(f"plans {row.device}", f"planning for {row.device}: {self._rows} plans", None, None)
+
+    def verifies(self, row: Row) -> None:
+        """Show that a plan is traced once more."""
+        for name in self._tasks.values():
+            self._progress.update(name, visible=False)
+        self._update(f"verify {row.device}", f"tracing the plan for {row.device} once more", None, None)
+
+    def _update(self, name: str, text: str, done: int | None, total: int | None) -> None:
+        with self._lock:
+            if name not in self._tasks:
+                self._tasks[name] = self._progress.add_task(text, total=total)
+            self._progress.update(self._tasks[name], description=text, completed=done, total=total, visible=True)

@@ -1,0 +1,121 @@
+"""How a forecast is told: the words that the terminal and the page share.
+
+Does not: print, draw (``memory_page``), or make a forecast (``memory.forecast.forecasting``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.memory.forecast.devices import GIB
+from holdfast.memory.forecast.forecasting import DevicePlan, Forecast, Verification
+from holdfast.memory.forecast.planning import Row
+from holdfast.memory.forecast.trace import Assumption
+
+COLUMNS = ("precision", "optimizer", "recompute", "allocator", "micro-batch", "peak", "margin", "time")
+"""Of the table; the first four are words, the others figures."""
+
+LEGEND = (
+    "micro-batch: the largest that fits, in samples. peak: what the process takes of the device, context included;"
+    " the margin is kept free beside it. time: for a sample, as a multiple of the fastest, from the device's rates."
+)
+
+
+def cells(row: Row, relative: float) -> tuple[str, ...]:
+    """Return a row of the table, in the order of `COLUMNS`."""
+    return (
+        row.precision,
+        row.optimizer,
+        f"{len(row.modules)} blocks" if row.recompute == "some" else row.recompute,
+        row.allocator.setting().removesuffix(":True").replace("_", " ") or "default",
+        str(row.micro_batch_size) if row.fits else "none",
+        gib(row.process_bytes) if row.fits else f"{gib(row.missing_bytes)} too few",
+        gib(row.margin_bytes),
+        f"{relative:.2f}" if row.fits else "",
+    )
+
+
+def sources(plan: DevicePlan) -> str:
+    """Return where the figures of a device are from."""
+    device = plan.question.device
+    if device.measured:
+        return "measured by holdfast calibrate"
+    told = {
+        "usable": f"usable {gib(device.usable_bytes)}",
+        "context": f"context {gib(device.context_bytes)}",
+        "rates": "rates",
+    }
+    return "; ".join(f"{text} ({device.sources[name]})" for name, text in told.items() if name in device.sources)
+
+
+def named(row: Row) -> str:
+    """Return a plan in words."""
+    recomputed = {"none": "nothing", "some": f"{len(row.modules)} blocks", "all": "all blocks"}[row.recompute]
+    parts = [row.precision, row.optimizer, f"{recomputed} recomputed", row.allocator.setting()]
+    return ", ".join(part for part in parts if part)
+
+
+def gib(size: float) -> str:
+    """Return a number of bytes in GiB, a small one in MiB."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+
+
+def beside_the_policy(forecast: Forecast, row: Row) -> Iterable[str]:
+    """Yield what a plan needs that is no field of a policy."""
+    keyword = row.optimizer_keyword()
+    if keyword:
+        names = sorted(set(forecast.traced[row.precision].optimizers.values()))
+        yield f"{' and '.join(names)}(..., {keyword})"
+    if setting := row.allocator.setting():
+        yield f"export PYTORCH_ALLOC_CONF={setting}"
+
+
+def what_is_missing(plan: DevicePlan) -> str:
+    """Return why nothing fits a device, and what would do."""
+    row, device = plan.shown, plan.question.device
+    if row.fits:
+        return (
+            f"Nothing holds on {device.name}: plans were found, and traced once more none of them fitted.\n"
+            "Fix: keep more free with --margin.\n[H420] run `holdfast explain H420`"
+        )
+    needed = device.usable_bytes + row.missing_bytes
+    larger = plan.would_do or "none of the catalogue"
+    return (
+        f"Nothing fits {device.name}, not even one sample: it has {gib(device.usable_bytes)}, and what needs least"
+        f" ({named(row)}) needs {gib(needed)} with its margin, {gib(row.missing_bytes)} more.\n"
+        f"Fix: the smallest device that would do: {larger}; or a smaller model, an optimizer with less state, or"
+        " shorter samples.\n[H420] run `holdfast explain H420`"
+    )
+
+
+def assumptions(said: Iterable[Assumption]) -> list[str]:
+    """Return sentences, each with the lines of code that it is about; those of every forecast come last."""
+    lines: dict[str, list[str]] = {}
+    for one in said:
+        lines.setdefault(one.what, []).extend([one.line] if one.line else [])
+    told = [what + (f" (at {', '.join(dict.fromkeys(where))})" if where else "") for what, where in lines.items()]
+    return [
+        *told,
+        "the step runs eagerly, on one device; torch.compile would need other memory",
+        "the device was not asked: its figures are those above, and nothing else runs on it",
+    ]
+
+
+def what_to_take(row: Row) -> str:
+    """Return the recommended plan in words."""
+    samples = "sample" if row.micro_batch_size == 1 else "samples"
+    return f"{named(row)}, micro-batches of {row.micro_batch_size} {samples}: {gib(row.process_bytes)}"
+
+
+def to_paste(forecast: Forecast, row: Row) -> list[str]:
+    """Return what carries a plan out: a policy, and what is beside it."""
+    fields = ", ".join(f"{name}={value!r}" for name, value in row.policy().items())
+    return [f"Policy({fields})", *beside_the_policy(forecast, row)]
+
+
+def verified(found: Verification) -> str:
+    """Return what the last trace says."""
+    return (
+        f"traced once more with these settings: tensors hold {gib(found.live_bytes)}, the forecast said"
+        f" {gib(found.forecast_bytes)} ({found.error:+.2%})"
+    )

@@ -1,0 +1,84 @@
+"""`holdfast calibrate` on a CUDA machine: plausible figures, a file that plans read, and a simulator that agrees."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.memory.forecast.calibration import calibrate
+from holdfast.memory.forecast.devices import find_device
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device: run `make gpu` on a machine with one"
+    ),
+]
+
+RECORDING = """
+import sys, torch
+from torch import nn
+from holdfast.memory.forecast.allocator import AllocatorOptions
+from holdfast.memory.forecast.recorded_traces import compare, from_snapshot
+
+expandable, allowed = sys.argv[1] == "expandable", int(sys.argv[2])
+if allowed:
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+    allowed = int(allowed / torch.cuda.get_device_properties(0).total_memory
+                  * torch.cuda.get_device_properties(0).total_memory)  # as torch rounds it
+torch.cuda.memory._record_memory_history(context=None, max_entries=1_000_000)
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(4))).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(6):
+    optimizer.zero_grad()
+    try:
+        model(torch.randn(8 + 3 * (step % 3), 200 + 50 * (step % 2), 256, device="cuda")).square().mean().backward()
+        optimizer.step()
+    except torch.OutOfMemoryError:
+        assert allowed  # part of what is compared
+recorded = from_snapshot(torch.cuda.memory._snapshot())
+found = compare(recorded, allocator=AllocatorOptions(expandable_segments=expandable), allowed_bytes=allowed or None)
+print(found)
+assert found.segments > 3
+assert found.identical, found.first_difference
+assert not found.moved
+assert found.simulated_peak_bytes == torch.cuda.max_memory_reserved()
+"""
+
+
+def test_figures_are_plausible_and_a_plan_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration gives memory, workspaces and rates in the range of real boards, and its file is a device."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    path = tmp_path / "here.json"
+    code = "from holdfast.cli.main import make_app; make_app('calibrate')()"
+    command = [sys.executable, "-c", code, "calibrate", "--out", str(path)]
+    subprocess.run(command, check=True, timeout=180)
+    device = find_device(str(path))
+    assert device.measured
+    assert device.usable_bytes <= device.total_bytes
+    assert 0.05 * 2**30 < device.context_bytes < 2 * 2**30
+    assert 4 << 20 <= device.cublas_workspace_bytes <= 256 << 20
+    assert 1e11 < device.bandwidth < 2e13
+    assert device.flops["fp32"] < device.flops.get("bf16", float("inf"))
+    assert any(size > 0 for size in device.scratch_bytes.values())
+
+
+@pytest.mark.parametrize("mode", ["default", "expandable"])
+@pytest.mark.parametrize("allowed", [0, 400 << 20])
+def test_the_simulator_asks_for_the_same_segments(mode: str, allowed: int) -> None:
+    """What torch's allocator asked of the driver in a training run is what the simulator asks for, in its order."""
+    setting = f"expandable_segments:{mode == 'expandable'}"
+    command = [sys.executable, "-c", RECORDING, mode, str(allowed)]
+    subprocess.run(command, check=True, timeout=180, env=os.environ | {"PYTORCH_ALLOC_CONF": setting})
+
+
+def test_an_index_that_is_not_there() -> None:
+    """A device index beyond this machine's devices is refused with their count."""
+    with pytest.raises(ValueError, match="this machine has"):
+        calibrate(torch.cuda.device_count())

@@ -1,0 +1,211 @@
+"""`holdfast plan` as a user calls it: the table, the plan to paste, and what it says to each bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.unit.memory.made_forecasts import make_plans, small_device
+from typer.testing import CliRunner, Result
+
+from holdfast.cli.main import make_app
+from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
+from holdfast.memory.forecast.forecasting import Forecast
+
+FACTORIES = Path(__file__).parents[1] / "memory" / "forecast_factories.py"
+
+
+def call(*arguments: object, factory: str = "transformer") -> Result:
+    told = ["plan", f"{FACTORIES}:{factory}", *map(str, arguments)]
+    return CliRunner().invoke(make_app("plan"), told)
+
+
+def refused(*arguments: object, factory: str = "transformer") -> dict[str, Any]:
+    result = call(*arguments, "--json", factory=factory)
+    assert result.exit_code == 2, result.output
+    error: dict[str, Any] = json.loads(result.stdout)["error"]
+    return error
+
+
+def printed(forecast: Forecast, capsys: pytest.CaptureFixture[str]) -> str:
+    print_forecast(forecast)
+    return capsys.readouterr().out
+
+
+def test_an_unknown_device_names_the_nearest():
+    """Nothing is traced for a device that nobody knows."""
+    error = refused("--device", "RTX 4080Ti")
+    assert error["rule"] == "H416"
+    assert "RTX 4080" in error["limit"]
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--precision", "fp8"], "fp32, bf16, fp16"),
+        (["--precision", ","], "fp32, bf16, fp16"),
+        (["--margin", "much"], "GiB"),
+        (["--margin", "-1GiB"], "GiB"),
+        (["--device", "L4", "--out", "plan.yaml"], "for one"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_at_once(options, word):
+    """Each says what is allowed; none starts a process."""
+    error = refused("--device", "T4", *options)
+    assert error["rule"] == "H421"
+    assert word in error["limit"]
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "empty"),
+        (b"\n \n", "empty"),
+        (b"12\nseven\n", "line 2 is 'seven'"),
+        (b"0\n", "line 1"),
+        (b"-3\n", "line 1"),
+        (b"1.5\n", "line 1"),
+        (b"\xff\xfe\x00", "no text"),
+    ],
+)
+def test_a_lengths_file_without_lengths_is_refused(tmp_path, content, why):
+    """The first line that is no length is named."""
+    (tmp_path / "lengths.txt").write_bytes(content)
+    error = refused("--device", "T4", "--lengths", tmp_path / "lengths.txt")
+    assert error["rule"] == "H419"
+    assert why in error["what"]
+
+
+def test_a_lengths_file_that_is_missing_is_an_error_of_the_system(tmp_path):
+    """Its path is said."""
+    result = call("--device", "T4", "--lengths", tmp_path / "none.txt")
+    assert result.exit_code == 2
+    assert "none.txt" in result.output
+
+
+def test_the_parent_loads_no_torch():
+    """The command and the page that it draws are imported without torch, which only the child needs."""
+    code = "import sys, holdfast.cli.plan, holdfast.report.memory_page; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_table_tells_each_plan_and_what_to_take(capsys):
+    """Every row is in the table; the recommended plan is told as a policy, and what was assumed with its lines."""
+    forecast = make_plans(small_device(400))
+    (plan,) = forecast.plans
+    told = printed(forecast, capsys)
+    best = plan.best
+    assert best is not None
+    assert sum(line.startswith("│ fp32") for line in told.splitlines()) == len(plan.rows) == 12
+    assert f"Policy(precision='fp32', recompute={list(best.modules) or True!r}, micro_batch_size='auto'" in told
+    assert f"forecast_micro_batch_size={best.micro_batch_size}, forecast_peak_bytes={best.live_bytes})" in told
+    assert "tensors hold 0.98 GiB, the forecast said 0.98 GiB (+0.10%)" in told
+    assert "(at model.py:31 in forward, model.py:40 in forward)" in told
+    assert "CatVTON" in told  # where the figures of the device are from
+    assert "lines of yours: model.py:7 in forward" in told
+
+
+def test_nothing_fits_says_what_would_do(capsys):
+    """By how much it misses, what it would need, and the smallest device of the catalogue that has it."""
+    forecast = make_plans(small_device(60, "tiny"))
+    (plan,) = forecast.plans
+    assert plan.best is None
+    told = printed(forecast, capsys)
+    assert "Nothing fits tiny, not even one sample: it has 60.0 MiB" in told
+    assert plan.would_do is not None
+    assert f"the smallest device that would do: {plan.would_do}" in told
+    assert "[H420]" in told
+    facts = as_json(forecast)["devices"][0]
+    assert facts["recommended"] is None
+    assert facts["missing_bytes"] == plan.shown.missing_bytes > 0
+    assert facts["would_do"] == plan.would_do
+
+
+def test_json_holds_every_figure():
+    """The rows of all devices in one list, owners that add up to the peak, the policy and where figures are from."""
+    forecast = make_plans(small_device(400, "one"), small_device(800, "two"))
+    told = json.loads(json.dumps(as_json(forecast)))
+    assert {row["device"] for row in told["rows"]} == {"one", "two"}
+    assert min(row["relative_time"] for row in told["rows"] if row["micro_batch_size"]) == 1.0
+    for device, plan in zip(told["devices"], forecast.plans, strict=True):
+        assert plan.best is not None
+        assert sum(device["owners"]["owners"].values()) <= plan.best.live_bytes
+        assert sum(device["owners"]["owners"].values()) > 0.99 * plan.best.live_bytes
+        assert device["recommended"]["policy"] == plan.best.policy()
+        assert device["sources"]
+        assert device["verified"]["fits"] is True
+
+
+def test_yaml_is_the_policy_and_nothing_else():
+    """What is no field stands in comments; the fields are those of the recommended plan."""
+    forecast = make_plans(small_device(400))
+    best = forecast.plans[0].best
+    assert best is not None
+    text = as_yaml(forecast)
+    assert yaml.safe_load(text) == best.policy()
+    assert text.startswith("# holdfast plan train.py:build --device T4\n")
+    assert "AdamW(..., foreach=True)" in text
+
+
+@pytest.mark.slow
+def test_a_plan_is_made_written_and_drawn(tmp_path):
+    """A real job: traced in children, planned, traced once more within 0.5 %, written as a policy and as a page."""
+    pytest.importorskip("plotly")
+    out, page = tmp_path / "plan.yaml", tmp_path / "plan.html"
+    result = call(
+        "--device", "1500MiB", "--global-batch-size", 4096, "--margin", "100MiB", "--precision", "bf16",
+        "--out", out, "--html", page, "--json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    (device,) = told["devices"]
+    assert 1 <= device["recommended"]["micro_batch_size"] < 4096
+    assert device["verified"]["fits"]
+    assert abs(device["verified"]["error"]) < 0.005
+    assert {row["recompute"] for row in told["rows"]} == {"none", "some", "all"}
+    assert any("forecast_factories.py" in line for line in device["owners"]["lines"])
+    assert yaml.safe_load(out.read_text()) == device["recommended"]["policy"]
+    assert "memory-0" in page.read_text()
+
+
+@pytest.mark.slow
+def test_lengths_are_planned_for_the_longest(tmp_path):
+    """A batch of the longest samples leaves room for fewer of them than the sample batch's own length."""
+    (tmp_path / "lengths.txt").write_text("12\n256\n\n40\n")
+    common = ["--device", "1500MiB", "--precision", "fp32", "--no-verify", "--json"]
+    long, short = (
+        json.loads(call(*common, *more).stdout)["rows"][0]["micro_batch_size"]
+        for more in (["--lengths", tmp_path / "lengths.txt"], [])
+    )
+    assert 0 < 4 * long < short
+
+
+@pytest.mark.slow
+def test_a_device_too_small_is_exit_code_1(tmp_path):
+    """The table is printed all the same, then what is missing."""
+    result = call("--device", "A100-80GB:1GiB", "--margin", "900MiB", "--precision", "fp32", "--out", tmp_path / "p")
+    assert result.exit_code == 1, result.output
+    assert "[H420]" in result.stdout
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factory", "rule"), [("needs_cuda", "H410"), ("raises", "H411"), ("wrong_shapes", "H414")])
+def test_a_job_that_cannot_be_traced_says_why(factory, rule):
+    """The error of the child is that of the command, with the user's own line."""
+    error = refused("--device", "T4", "--precision", "fp32", factory=factory)
+    assert error["rule"] == rule
+    assert "forecast_factories.py" in json.dumps(error)
+
+
+@pytest.mark.parametrize("option", ["--html", "--out"])
+def test_a_folder_that_is_missing_is_said_before_anything_is_traced(tmp_path, option):
+    """The system's own error, and exit code 2."""
+    result = call("--device", "T4", option, tmp_path / "none" / "x")
+    assert result.exit_code == 2
+    assert f"{tmp_path / 'none'} is no directory" in result.output
