@@ -1,0 +1,416 @@
+"""The jobs that the forecast is measured on, each a function that `holdfast plan` takes and that also really trains.
+
+Own networks are in `forecast_networks` and `forecast_speech`; those of transformers, built from configs without
+weights, in `forecast_transformers`. Every job is small enough for one CPU core, and grows with its micro-batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - as everybody spells it
+
+from benchmarks import forecast_networks as networks
+from benchmarks.forecast_speech import MELS, Tacotron
+from holdfast.memory.forecast.tracing import TraceRequest
+
+Kind = Literal["matrix products", "convolution", "fused RNN", "Tacotron 2"]
+Family = Literal["transformer", "CNN", "RNN", "other"]
+Parts = dict[str, Any]
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One job of the zoo.
+
+    Args:
+        name: Of the function that builds it, which takes ``micro_batch_size``.
+        module: Where that function lies.
+        kind: By the kernels with scratch memory of their own: decides which accuracy is to be reached on a CPU.
+        family: Decides which accuracy is to be reached on a GPU.
+        micro_batch_size: Samples of the sample batch, and of the real step on a CPU.
+        max_grad_norm: To which gradients are clipped; None: they are not.
+        own_step: It makes the whole step itself, in fp32.
+    """
+
+    name: str
+    module: str
+    kind: Kind
+    family: Family
+    micro_batch_size: int
+    max_grad_norm: float | None = None
+    own_step: bool = False
+
+    @property
+    def factory(self) -> str:
+        """Return what names it on a command line."""
+        return f"{self.module}:{self.name}"
+
+    def request(self, **asked: Any) -> TraceRequest:
+        """Return the request that has it traced."""
+        return TraceRequest(factory=self.factory, max_grad_norm=self.max_grad_norm, **asked)
+
+    @property
+    def takes_length(self) -> bool:
+        """Return whether its function takes the ``length`` of the samples too."""
+        return "length" in inspect.signature(self.function).parameters
+
+    @property
+    def function(self) -> Callable[..., Parts]:
+        """Return the function."""
+        found: Callable[..., Parts] = getattr(importlib.import_module(self.module), self.name)
+        return found
+
+    def build(self, micro_batch_size: int | None = None) -> Parts:
+        """Build it: model, optimizer, ``loss_fn`` or ``step``, and a batch."""
+        return self.function() if micro_batch_size is None else self.function(micro_batch_size=micro_batch_size)
+
+
+def train_step(model: Model, job: Parts, batch: Any, precision: str = "fp32", scaler: Any = None) -> None:
+    """Make one real training step as a plain loop does.
+
+    Args:
+        model: What is trained.
+        job: What `Model.build` returned.
+        batch: A batch on the device of the job.
+        precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast.
+        scaler: A gradient scaler, for fp16.
+    """
+    if "step" in job:
+        job["step"](batch)
+        return
+    parameters = [parameter for module in modules_of(job) for parameter in module.parameters()]
+    kind = _AUTOCAST.get(precision)
+    job["optimizer"].zero_grad(set_to_none=True)
+    with torch.autocast(parameters[0].device.type, kind, enabled=kind is not None):
+        loss = job["loss_fn"](batch)
+    if scaler is None:
+        loss.backward()
+    else:
+        scaler.scale(loss).backward()
+        scaler.unscale_(job["optimizer"])
+    if model.max_grad_norm is not None:
+        nn.utils.clip_grad_norm_(parameters, model.max_grad_norm)
+    job["optimizer"].step()
+    if scaler is not None:
+        scaler.update()
+
+
+def modules_of(job: Parts) -> list[nn.Module]:
+    """Return the models of a job."""
+    model = job["model"]
+    return list(model.values()) if isinstance(model, Mapping) else [model]
+
+
+def optimizers_of(job: Parts) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a job."""
+    optimizer = job["optimizer"]
+    return list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def _classifier(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, classes: int = 10) -> Parts:
+    batch = {"inputs": inputs, "labels": torch.randint(classes, (len(inputs),))}
+
+    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(model(batch["inputs"]), batch["labels"])
+
+    return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
+
+
+def mlp(micro_batch_size: int = 256) -> Parts:
+    """Six wide layers with LayerNorm, GELU and dropout; gradients are clipped."""
+    model = networks.Perceptron(1024, 1024, 6, 10)
+    return _classifier(model, _adamw(model.parameters()), torch.randn(micro_batch_size, 1024))
+
+
+def accumulated(micro_batch_size: int = 128) -> Parts:
+    """Two passes forward and backward for one step of the optimizer."""
+    model = networks.Perceptron(512, 1024, 4, 10)
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4)
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        for _ in range(2):
+            (F.cross_entropy(model(batch["inputs"]), batch["labels"]) / 2).backward()
+        optimizer.step()
+
+    batch = {"inputs": torch.randn(micro_batch_size, 512), "labels": torch.randint(10, (micro_batch_size,))}
+    return {"model": model, "optimizer": optimizer, "step": step, "batch": batch}
+
+
+def contrastive(micro_batch_size: int = 256) -> Parts:
+    """One encoder called on two views, every view against every other (InfoNCE): logits of batch by batch."""
+    model = networks.Perceptron(512, 1024, 3, 128)
+    optimizer = _adamw(model.parameters())
+
+    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        first, second = F.normalize(model(batch["first"])), F.normalize(model(batch["second"]))
+        return F.cross_entropy(first @ second.T / 0.1, torch.arange(len(first), device=first.device))
+
+    batch = {"first": torch.randn(micro_batch_size, 512), "second": torch.randn(micro_batch_size, 512)}
+    return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
+
+
+def vae(micro_batch_size: int = 256) -> Parts:
+    """A variational autoencoder."""
+    model = networks.VariationalAutoencoder()
+
+    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        images = batch["images"]
+        logits, mean, log_variance = model(images)
+        divergence = -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum()
+        return (F.binary_cross_entropy_with_logits(logits, images, reduction="sum") + divergence) / len(images)
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "loss_fn": loss_fn,
+        "batch": {"images": torch.rand(micro_batch_size, 784)},
+    }
+
+
+def resnet(micro_batch_size: int = 16) -> Parts:
+    """Residual blocks as in ResNet-18, SGD with momentum."""
+    model = networks.ResNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    return _classifier(model, optimizer, torch.randn(micro_batch_size, 3, 32, 32))
+
+
+def cnn(micro_batch_size: int = 32) -> Parts:
+    """Plain convolutions as in VGG, in-place ReLU."""
+    model = networks.PlainConvolutions()
+    return _classifier(model, _adamw(model.parameters()), torch.randn(micro_batch_size, 3, 32, 32))
+
+
+def mobile(micro_batch_size: int = 16) -> Parts:
+    """Inverted bottlenecks with an autograd function of our own."""
+    model = networks.MobileBlocks()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.9)
+    return _classifier(model, optimizer, torch.randn(micro_batch_size, 3, 64, 64))
+
+
+def unet(micro_batch_size: int = 4) -> Parts:
+    """Segmentation with skips."""
+    model = networks.UNet()
+
+    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.binary_cross_entropy_with_logits(model(batch["images"]), batch["masks"])
+
+    batch = {"images": torch.randn(micro_batch_size, 1, 96, 96), "masks": torch.rand(micro_batch_size, 1, 96, 96)}
+    return {"model": model, "optimizer": _adamw(model.parameters()), "loss_fn": loss_fn, "batch": batch}
+
+
+def conv_tasnet(micro_batch_size: int = 4) -> Parts:
+    """Separation of two speakers in the time domain."""
+    model = networks.ConvTasNet()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return networks.negative_si_snr(model(batch["mixture"]), batch["sources"])
+
+    batch = {"mixture": torch.randn(micro_batch_size, 8000), "sources": torch.randn(micro_batch_size, 2, 8000)}
+    return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
+
+
+def dcgan(micro_batch_size: int = 32) -> Parts:
+    """Two networks, two optimizers, one step."""
+    generator, discriminator = networks.Generator(), networks.Discriminator()
+    optimizers = {
+        name: torch.optim.Adam(model.parameters(), lr=2e-4, betas=(0.5, 0.999))
+        for name, model in (("generator", generator), ("discriminator", discriminator))
+    }
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        real = batch["images"]
+        made = generator(torch.randn(len(real), 64, 1, 1, device=real.device))
+        optimizers["discriminator"].zero_grad(set_to_none=True)
+        on_real, on_made = discriminator(real), discriminator(made.detach())
+        loss = F.binary_cross_entropy_with_logits(on_real, torch.ones_like(on_real))
+        (loss + F.binary_cross_entropy_with_logits(on_made, torch.zeros_like(on_made))).backward()
+        optimizers["discriminator"].step()
+        optimizers["generator"].zero_grad(set_to_none=True)
+        fooled = discriminator(made)
+        F.binary_cross_entropy_with_logits(fooled, torch.ones_like(fooled)).backward()
+        optimizers["generator"].step()
+
+    models = {"generator": generator, "discriminator": discriminator}
+    batch = {"images": torch.randn(micro_batch_size, 3, 32, 32)}
+    return {"model": models, "optimizer": optimizers, "step": step, "batch": batch}
+
+
+def wgan_gp(micro_batch_size: int = 32) -> Parts:
+    """A critic with a gradient penalty, which is differentiated twice."""
+    generator, critic = networks.Generator(), networks.Discriminator(normalised=False)
+    optimizers = {
+        name: torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.0, 0.9))
+        for name, model in (("generator", generator), ("critic", critic))
+    }
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        real = batch["images"]
+        made = generator(torch.randn(len(real), 64, 1, 1, device=real.device))
+        share = torch.rand(len(real), 1, 1, 1, device=real.device)
+        between = (share * real + (1 - share) * made.detach()).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+        penalty = 10 * (slope.flatten(1).norm(dim=1) - 1).pow(2).mean()
+        optimizers["critic"].zero_grad(set_to_none=True)
+        (critic(made.detach()).mean() - critic(real).mean() + penalty).backward()
+        optimizers["critic"].step()
+        optimizers["generator"].zero_grad(set_to_none=True)
+        (-critic(made).mean()).backward()
+        optimizers["generator"].step()
+
+    models = {"generator": generator, "critic": critic}
+    batch = {"images": torch.randn(micro_batch_size, 3, 32, 32)}
+    return {"model": models, "optimizer": optimizers, "step": step, "batch": batch}
+
+
+def tacotron(micro_batch_size: int = 8) -> Parts:
+    """Text to speech, 40 frames from 48 characters."""
+    model = Tacotron()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-6)
+
+    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        before, after, stops = model(batch["text"], batch["frames"])
+        loss = F.mse_loss(before, batch["frames"]) + F.mse_loss(after, batch["frames"])
+        return loss + F.binary_cross_entropy_with_logits(stops, batch["stops"])
+
+    batch = {
+        "text": torch.randint(64, (micro_batch_size, 48)),
+        "frames": torch.randn(micro_batch_size, 40, MELS),
+        "stops": torch.rand(micro_batch_size, 40),
+    }
+    return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
+
+
+def encoder(micro_batch_size: int = 8, length: int = 256) -> Parts:
+    """The transformer encoder that torch has."""
+    model = networks.Encoder()
+    return _classifier(model, _adamw(model.parameters()), torch.randn(micro_batch_size, length, 256))
+
+
+def encoder_recomputed(micro_batch_size: int = 8, length: int = 256) -> Parts:
+    """The same, every layer checkpointed by its author."""
+    model = networks.Encoder(recomputed=True)
+    return _classifier(model, _adamw(model.parameters()), torch.randn(micro_batch_size, length, 256))
+
+
+def lstm(micro_batch_size: int = 16, length: int = 64) -> Parts:
+    """A text classifier."""
+    model = networks.RecurrentClassifier(nn.LSTM)
+    return _classifier(model, _adamw(model.parameters()), torch.randint(4000, (micro_batch_size, length)))
+
+
+def gru(micro_batch_size: int = 16, length: int = 64) -> Parts:
+    """The same with gated recurrent units."""
+    model = networks.RecurrentClassifier(nn.GRU)
+    return _classifier(model, _adamw(model.parameters()), torch.randint(4000, (micro_batch_size, length)))
+
+
+def lora(micro_batch_size: int = 8, length: int = 128) -> Parts:
+    """A frozen language model with adapters that learn."""
+    model = networks.AdaptedLanguageModel()
+    optimizer = _adamw(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(batch["ids"])
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
+
+    batch = {"ids": torch.randint(2000, (micro_batch_size, length))}
+    return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
+
+
+def vit(micro_batch_size: int = 16) -> Parts:
+    """A vision transformer of our own."""
+    model = networks.VisionTransformer()
+    return _classifier(model, _adamw(model.parameters()), torch.randn(micro_batch_size, 3, 64, 64))
+
+
+_OWN: tuple[tuple[Callable[..., Parts], Kind, Family, int], ...] = (
+    (mlp, "matrix products", "other", 256),
+    (accumulated, "matrix products", "other", 128),
+    (contrastive, "matrix products", "other", 256),
+    (vae, "matrix products", "other", 256),
+    (encoder, "matrix products", "transformer", 8),
+    (encoder_recomputed, "matrix products", "transformer", 8),
+    (lora, "matrix products", "transformer", 8),
+    (vit, "convolution", "transformer", 16),
+    (resnet, "convolution", "CNN", 16),
+    (cnn, "convolution", "CNN", 32),
+    (mobile, "convolution", "CNN", 16),
+    (unet, "convolution", "CNN", 4),
+    (conv_tasnet, "convolution", "CNN", 4),
+    (dcgan, "convolution", "CNN", 32),
+    (wgan_gp, "convolution", "CNN", 32),
+    (lstm, "fused RNN", "RNN", 16),
+    (gru, "fused RNN", "RNN", 16),
+    (tacotron, "Tacotron 2", "RNN", 8),
+)
+_CLIPPED = {"mlp": 1.0, "conv_tasnet": 5.0, "tacotron": 1.0}
+_OWN_STEPS = {"accumulated", "dcgan", "wgan_gp"}
+_TRANSFORMERS: tuple[tuple[str, Kind, int], ...] = (
+    ("pegasus", "matrix products", 4),
+    ("llama_sdpa", "matrix products", 4),
+    ("llama_eager", "matrix products", 4),
+    ("gpt2", "matrix products", 4),
+    ("bert", "matrix products", 8),
+    ("t5", "matrix products", 4),
+    ("hf_vit", "convolution", 16),
+    ("whisper", "convolution", 4),
+    ("wav2vec2", "convolution", 4),
+)
+MODELS = (
+    *(
+        Model(
+            name=build.__name__,
+            module=__name__,
+            kind=kind,
+            family=family,
+            micro_batch_size=size,
+            max_grad_norm=_CLIPPED.get(build.__name__),
+            own_step=build.__name__ in _OWN_STEPS,
+        )
+        for build, kind, family, size in _OWN
+    ),
+    *(
+        Model(
+            name=name,
+            module="benchmarks.forecast_transformers",
+            kind=kind,
+            family="transformer",
+            micro_batch_size=size,
+        )
+        for name, kind, size in _TRANSFORMERS
+    ),
+)
+"""All jobs. Those of transformers come last and can only be built where it is, see `find_models`."""
+QUICK = ("mlp", "resnet", "lora")
+
+
+def find_models(*, quick: bool) -> tuple[list[Model], list[str]]:
+    """Return the jobs that can be built here, and what is left out and why.
+
+    Args:
+        quick: Only a few, none of transformers.
+    """
+    if quick:
+        return [model for model in MODELS if model.name in QUICK], []
+    from benchmarks.forecast_transformers import find_transformers
+
+    version, why = find_transformers()
+    if version is not None:
+        return list(MODELS), [f"transformers {version}"]
+    found = [model for model in MODELS if model.module == __name__]
+    return found, [f"{model.name}: {why}" for model in MODELS if model not in found]

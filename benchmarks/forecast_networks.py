@@ -1,0 +1,406 @@
+"""The networks of our own that the forecast is measured on: small, but built as their large relatives are.
+
+Does not: choose optimizers, batches or sizes; see `forecast_models`.
+"""
+
+# ruff: noqa: D102 - the class says what its forward takes
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - as everybody spells it
+from torch.utils.checkpoint import checkpoint
+
+
+class Perceptron(nn.Module):
+    """Residual-free layers of ``Linear, LayerNorm, GELU, Dropout``; takes ``(batch, inputs)``."""
+
+    def __init__(self, inputs: int, width: int, depth: int, outputs: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for number in range(depth):
+            layers += [nn.Linear(width if number else inputs, width), nn.LayerNorm(width), nn.GELU()]
+            layers += [nn.Dropout(dropout)]
+        self.layers = nn.Sequential(*layers, nn.Linear(width, outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return outputs, shape ``(batch, outputs)``."""
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions beside a shortcut, as in ResNet-18; takes ``(batch, channels, height, width)``."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.first_norm = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.second_norm = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.relu(self.first_norm(self.first(x)), inplace=True)
+        hidden = self.second_norm(self.second(hidden))
+        hidden += self.shortcut(x)
+        return F.relu(hidden, inplace=True)
+
+
+class ResNet(nn.Module):
+    """Eight residual blocks of growing width, as ResNet-18 has; takes ``(batch, 3, height, width)``."""
+
+    def __init__(self, classes: int = 10, width: int = 64) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        blocks, channels = [], width
+        for number, outputs in enumerate((width, width, 2 * width, 2 * width, 4 * width, 4 * width)):
+            blocks.append(ResidualBlock(channels, outputs, 2 if number in (2, 4) else 1))
+            channels = outputs
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.blocks(self.stem(x))
+        found: torch.Tensor = self.head(hidden.mean(dim=(2, 3)))
+        return found
+
+
+class PlainConvolutions(nn.Module):
+    """Convolutions, normalisation, pooling and a wide classifier, as VGG; takes ``(batch, 3, 32, 32)``."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 3
+        for width in (32, 64, 128):
+            for _ in range(2):
+                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+                channels = width
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Sequential(
+            nn.Flatten(), nn.Linear(128 * 16, 512), nn.ReLU(), nn.Dropout(0.5), nn.Linear(512, classes)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.features(x))
+        return found
+
+
+class Swish(torch.autograd.Function):
+    """``x * sigmoid(x)`` that keeps only its input, as EfficientNet implementations have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return the activation."""
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the input."""
+        (x,) = ctx.saved_tensors
+        gate = torch.sigmoid(x)
+        return grad * (gate * (1 + x * (1 - gate)))
+
+
+class InvertedBottleneck(nn.Module):
+    """Widen, convolve each channel alone, excite channels, narrow; takes ``(batch, channels, height, width)``."""
+
+    def __init__(self, channels: int, widen: int = 4) -> None:
+        super().__init__()
+        width = widen * channels
+        self.widen = nn.Conv2d(channels, width, 1, bias=False)
+        self.widen_norm = nn.BatchNorm2d(width)
+        self.each = nn.Conv2d(width, width, 3, padding=1, groups=width, bias=False)
+        self.each_norm = nn.BatchNorm2d(width)
+        self.squeeze = nn.Conv2d(width, channels // 4, 1)
+        self.excite = nn.Conv2d(channels // 4, width, 1)
+        self.narrow = nn.Conv2d(width, channels, 1, bias=False)
+        self.narrow_norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = Swish.apply(self.widen_norm(self.widen(x)))
+        hidden = Swish.apply(self.each_norm(self.each(hidden)))
+        gate = Swish.apply(self.squeeze(F.adaptive_avg_pool2d(hidden, 1)))
+        hidden = torch.sigmoid(self.excite(gate)) * hidden
+        found: torch.Tensor = x + self.narrow_norm(self.narrow(hidden))
+        return found
+
+
+class MobileBlocks(nn.Module):
+    """A few inverted bottlenecks between a stem and a head; takes ``(batch, 3, height, width)``."""
+
+    def __init__(self, classes: int = 10, channels: int = 32, depth: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, channels, 3, stride=2, padding=1)
+        self.blocks = nn.ModuleList(InvertedBottleneck(channels) for _ in range(depth))
+        self.head = nn.Linear(channels, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        found: torch.Tensor = self.head(hidden.mean(dim=(2, 3)))
+        return found
+
+
+class DoubleConvolution(nn.Sequential):
+    """Two convolutions, each normalised."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(
+            nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True),
+            nn.Conv2d(outputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True),
+        )  # fmt: skip
+
+
+class UNet(nn.Module):
+    """Down and up again with concatenated skips; takes ``(batch, 1, height, width)``, sides divisible by 8."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        widths = [width, 2 * width, 4 * width, 8 * width]
+        inputs = [1, *widths]
+        self.down = nn.ModuleList(DoubleConvolution(a, b) for a, b in zip(inputs[:-1], widths, strict=True))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * a, a, 2, stride=2) for a in reversed(widths[:-1]))
+        self.merge = nn.ModuleList(DoubleConvolution(2 * a, a) for a in reversed(widths[:-1]))
+        self.head = nn.Conv2d(width, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits, shape as `x`."""
+        skips = []
+        for number, down in enumerate(self.down):
+            x = down(x if number == 0 else F.max_pool2d(x, 2))
+            skips.append(x)
+        skips.pop()
+        for up, merge in zip(self.up, self.merge, strict=True):
+            x = merge(torch.cat([up(x), skips.pop()], dim=1))
+        found: torch.Tensor = self.head(x)
+        return found
+
+
+class SeparationBlock(nn.Module):
+    """A dilated depthwise separable convolution, residual and skip outputs; takes ``(batch, channels, time)``."""
+
+    def __init__(self, channels: int, hidden: int, dilation: int) -> None:
+        super().__init__()
+        self.widen = nn.Sequential(nn.Conv1d(channels, hidden, 1), nn.PReLU(), nn.GroupNorm(1, hidden))
+        self.each = nn.Sequential(
+            nn.Conv1d(hidden, hidden, 3, padding=dilation, dilation=dilation, groups=hidden),
+            nn.PReLU(),
+            nn.GroupNorm(1, hidden),
+        )
+        self.residual = nn.Conv1d(hidden, channels, 1)
+        self.skip = nn.Conv1d(hidden, channels, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.each(self.widen(x))
+        return x + self.residual(hidden), self.skip(hidden)
+
+
+class ConvTasNet(nn.Module):
+    """A learnt basis, masks by dilated convolutions, and the basis back; takes ``(batch, time)``."""
+
+    def __init__(self, sources: int = 2, basis: int = 128, channels: int = 64, repeats: int = 2) -> None:
+        super().__init__()
+        self.sources, self.basis = sources, basis
+        self.encoder = nn.Conv1d(1, basis, 16, stride=8, bias=False)
+        self.norm = nn.GroupNorm(1, basis)
+        self.narrow = nn.Conv1d(basis, channels, 1)
+        self.blocks = nn.ModuleList(
+            SeparationBlock(channels, 2 * channels, 2**power) for _ in range(repeats) for power in range(4)
+        )
+        self.mask = nn.Sequential(nn.PReLU(), nn.Conv1d(channels, sources * basis, 1))
+        self.decoder = nn.ConvTranspose1d(basis, 1, 16, stride=8, bias=False)
+
+    def forward(self, mixture: torch.Tensor) -> torch.Tensor:
+        """Return the sources, shape ``(batch, sources, time)``."""
+        encoded = F.relu(self.encoder(mixture.unsqueeze(1)))
+        hidden = self.narrow(self.norm(encoded))
+        total = torch.zeros_like(hidden)
+        for block in self.blocks:
+            hidden, skip = block(hidden)
+            total = total + skip
+        batch, _, frames = encoded.shape
+        mask = torch.sigmoid(self.mask(total)).view(batch, self.sources, self.basis, frames)
+        masked = (mask * encoded.unsqueeze(1)).view(batch * self.sources, self.basis, frames)
+        return self.decoder(masked).view(batch, self.sources, -1)
+
+
+def negative_si_snr(estimate: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return minus the scale-invariant signal-to-noise ratio in decibels, mean over everything but time."""
+    estimate = estimate - estimate.mean(dim=-1, keepdim=True)
+    target = target - target.mean(dim=-1, keepdim=True)
+    scale = (estimate * target).sum(-1, keepdim=True) / (target.pow(2).sum(-1, keepdim=True) + 1e-8)
+    projection = scale * target
+    ratio = projection.pow(2).sum(-1) / ((estimate - projection).pow(2).sum(-1) + 1e-8)
+    return -10 * torch.log10(ratio + 1e-8).mean()
+
+
+class Encoder(nn.Module):
+    """torch's own encoder layers and a classifier of their mean; takes ``(batch, length, width)``.
+
+    Args:
+        width: Of the model.
+        depth: Layers.
+        recomputed: Every layer is checkpointed.
+    """
+
+    def __init__(self, width: int = 256, depth: int = 4, *, recomputed: bool = False) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+        self.recomputed = recomputed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.recomputed:
+            x = self.encoder(x)
+        else:
+            for layer in self.encoder.layers:
+                x = checkpoint(layer, x, use_reentrant=False)
+        found: torch.Tensor = self.head(x.mean(dim=1))
+        return found
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer beside a trainable product of two narrow ones (LoRA)."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int = 8) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(inputs, outputs).requires_grad_(requires_grad=False)
+        self.down = nn.Parameter(torch.randn(rank, inputs) / rank)
+        self.up = nn.Parameter(torch.zeros(outputs, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.frozen(x) + F.linear(F.linear(x, self.down), self.up)
+        return found
+
+
+class AttentionBlock(nn.Module):
+    """Attention and a perceptron, each normalised before and added after; takes ``(batch, length, width)``."""
+
+    def __init__(self, width: int, heads: int, linear: type[nn.Module] = nn.Linear, *, causal: bool = False) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.attention_norm, self.perceptron_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
+        self.widen, self.narrow = linear(width, 4 * width), linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        found: torch.Tensor = x + self.narrow(F.gelu(self.widen(self.perceptron_norm(x))))
+        return found
+
+
+class AdaptedLanguageModel(nn.Module):
+    """A causal language model of which only adapters learn; takes token ids, ``(batch, length)``."""
+
+    def __init__(self, vocabulary: int = 2000, width: int = 256, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width).requires_grad_(requires_grad=False)
+        self.blocks = nn.ModuleList(AttentionBlock(width, 4, Adapted, causal=True) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary, bias=False).requires_grad_(requires_grad=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return logits, shape ``(batch, length, vocabulary)``."""
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        found: torch.Tensor = self.head(hidden)
+        return found
+
+
+class VisionTransformer(nn.Module):
+    """Patches, a class token, learnt positions, attention blocks; takes ``(batch, 3, side, side)``."""
+
+    def __init__(self, side: int = 64, patch: int = 8, width: int = 192, depth: int = 4) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, stride=patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, 1 + (side // patch) ** 2, width))
+        self.blocks = nn.ModuleList(AttentionBlock(width, 3) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.patches(images).flatten(2).transpose(1, 2)
+        hidden = torch.cat([self.token.expand(len(images), -1, -1), hidden], dim=1) + self.positions
+        for block in self.blocks:
+            hidden = block(hidden)
+        found: torch.Tensor = self.head(self.norm(hidden[:, 0]))
+        return found
+
+
+class RecurrentClassifier(nn.Module):
+    """Embedded tokens, two recurrent layers both ways, a classifier; takes token ids, ``(batch, length)``."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU], vocabulary: int = 4000, width: int = 128) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.recurrent = kind(width, width, 2, batch_first=True, bidirectional=True, dropout=0.2)
+        self.head = nn.Linear(2 * width, 10)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.recurrent(self.embed(ids))
+        found: torch.Tensor = self.head(hidden.mean(dim=1))
+        return found
+
+
+class Generator(nn.Sequential):
+    """Noise to images by transposed convolutions, as DCGAN; takes ``(batch, noise, 1, 1)``."""
+
+    def __init__(self, noise: int = 64, width: int = 32) -> None:
+        super().__init__(
+            nn.ConvTranspose2d(noise, 4 * width, 4, bias=False), nn.BatchNorm2d(4 * width), nn.ReLU(inplace=True),
+            nn.ConvTranspose2d(4 * width, 2 * width, 4, 2, 1, bias=False), nn.BatchNorm2d(2 * width),
+            nn.ReLU(inplace=True),
+            nn.ConvTranspose2d(2 * width, width, 4, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False), nn.Tanh(),
+        )  # fmt: skip
+
+
+class Discriminator(nn.Sequential):
+    """Images to logits by strided convolutions; takes ``(batch, 3, 32, 32)``.
+
+    Args:
+        width: Channels of the first layer.
+        normalised: With BatchNorm, as DCGAN; a gradient penalty goes without.
+    """
+
+    def __init__(self, width: int = 32, *, normalised: bool = True) -> None:
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 2, 1), nn.LeakyReLU(0.2)]
+        for factor in (1, 2):
+            layers.append(nn.Conv2d(factor * width, 2 * factor * width, 4, 2, 1))
+            layers += [nn.BatchNorm2d(2 * factor * width)] if normalised else []
+            layers.append(nn.LeakyReLU(0.2))
+        super().__init__(*layers, nn.Conv2d(4 * width, 1, 4), nn.Flatten(0))
+
+
+class VariationalAutoencoder(nn.Module):
+    """Perceptrons around a sampled code; takes ``(batch, inputs)``."""
+
+    def __init__(self, inputs: int = 784, width: int = 512, code: int = 32) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        self.mean, self.log_variance = nn.Linear(width, code), nn.Linear(width, code)
+        self.decoder = nn.Sequential(
+            nn.Linear(code, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, inputs)
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return logits, means and logarithms of variances."""
+        hidden = self.encoder(x)
+        mean, log_variance = self.mean(hidden), self.log_variance(hidden)
+        code = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
+        return self.decoder(code), mean, log_variance

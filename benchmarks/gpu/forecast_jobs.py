@@ -1,0 +1,195 @@
+"""Jobs of `forecast_models`, really trained on a CUDA device: what they need of its memory, if they fit under a cap.
+
+    python -m benchmarks.gpu.forecast_jobs NAME PRECISION MICRO_BATCH_SIZE {default,expandable} FRACTION
+
+records the allocator of a fresh process and prints, as one JSON line, where the simulated allocator would have asked
+the driver for something else. With expandable segments ``PYTORCH_ALLOC_CONF`` has to say so too. A fraction below 1
+limits the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from benchmarks.forecast_models import MODELS, Model, Parts, modules_of, optimizers_of, train_step
+from benchmarks.results_file import without_paths
+
+STEPS = 3
+_FLAGS = {
+    "fused": {"fused": True, "foreach": False},
+    "foreach": {"fused": False, "foreach": True},
+    "for-loop": {"fused": False, "foreach": False},
+}
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a job is to run, and what the forecast says of it.
+
+    Args:
+        model: Name of the job.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        micro_batch_size: Samples.
+        optimizer: Implementation, as `Variant.name`.
+        modules: Names of those that are recomputed.
+        allocated_bytes: Forecast of ``max_memory_allocated``.
+        process_bytes: Forecast of what the process takes of the device.
+    """
+
+    model: str
+    precision: str
+    micro_batch_size: int
+    optimizer: str = ""
+    modules: tuple[str, ...] = ()
+    allocated_bytes: int = 0
+    process_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run needed.
+
+    Args:
+        ended: ``"done"``, ``"out of memory"``, or the first line of another error.
+        allocated_bytes: ``max_memory_allocated``.
+        reserved_bytes: ``max_memory_reserved``.
+        process_bytes: What is taken of the device when the run has ended, context included: right if nobody else
+            uses it.
+    """
+
+    ended: str
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+    process_bytes: int = 0
+
+
+def model_named(name: str) -> Model:
+    """Return a job."""
+    return next(model for model in MODELS if model.name == name)
+
+
+def run(plan: Plan, cap_bytes: int | None = None) -> Outcome:
+    """Train a job for a few steps in this process.
+
+    Args:
+        plan: How.
+        cap_bytes: What torch's allocator may take; None for all.
+    """
+    _free_everything()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(1.0 if cap_bytes is None else min(1.0, cap_bytes / total))
+    try:
+        job = build(plan)
+        _free_everything()  # what building left behind is not the step's
+        train(plan, job)
+        ended = "done"
+    except torch.OutOfMemoryError:
+        ended = OUT_OF_MEMORY
+    except RuntimeError as error:  # such as a grid that is too large for a kernel
+        ended = without_paths(f"{type(error).__name__}: {error}".splitlines()[0])
+    torch.cuda.synchronize()
+    free, all_bytes = torch.cuda.mem_get_info()
+    outcome = Outcome(
+        ended=ended,
+        allocated_bytes=torch.cuda.max_memory_allocated(),
+        reserved_bytes=torch.cuda.max_memory_reserved(),
+        process_bytes=all_bytes - free,
+    )
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    job = None
+    _free_everything()
+    return outcome
+
+
+def _free_everything() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def build(plan: Plan, device: str = "cuda") -> Parts:
+    """Build a job as users do: on the host, then to the device; the batch is made there, where that is quick."""
+    torch.manual_seed(0)
+    job = model_named(plan.model).build(2)
+    for module in modules_of(job):
+        module.to(device)
+    for optimizer in optimizers_of(job):
+        for group in optimizer.param_groups:
+            group.update({key: value for key, value in _FLAGS.get(plan.optimizer, {}).items() if key in group})
+    size = plan.micro_batch_size
+    job["batch"] = tree_map_only(torch.Tensor, lambda tensor: _resized(tensor, size, device), job["batch"])
+    return job
+
+
+def _resized(tensor: torch.Tensor, size: int, device: str) -> torch.Tensor:
+    """Return a batch of so many samples, all like the first, with memory of their own."""
+    return tensor[:1].to(device).expand(size, *tensor.shape[1:]).contiguous()
+
+
+def train(plan: Plan, job: Parts, device: str = "cuda") -> None:
+    """Make a few steps of a job that `build` has built."""
+    scaler = torch.amp.GradScaler(device) if plan.precision == "fp16" else None
+    with recomputing_modules(job, plan.modules, device):
+        for _ in range(STEPS):
+            train_step(model_named(plan.model), job, job["batch"], plan.precision, scaler)
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def recomputing_modules(job: Parts, names: tuple[str, ...], device: str) -> Iterator[None]:
+    """Recompute modules by name while the context lasts."""
+    from holdfast.memory.recompute import recomputing
+
+    models = job["model"] if isinstance(job["model"], dict) else {"": job["model"]}
+    known = {
+        ".".join(filter(None, (prefix, name))): module
+        for prefix, model in models.items()
+        for name, module in model.named_modules()
+    }
+    blocks: list[nn.Module] = [known[name] for name in names]
+    random = torch.cuda if device == "cuda" else torch
+    with recomputing(blocks, random.get_rng_state, random.set_rng_state):
+        yield
+
+
+def record(plan: Plan, *, expandable: bool, fraction: float) -> dict[str, Any]:
+    """Train in this process, which must be fresh, and compare what the allocator did with its simulation."""
+    from holdfast.memory.forecast.allocator import AllocatorOptions
+    from holdfast.memory.forecast.recorded_traces import compare, from_snapshot
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    if fraction < 1:
+        torch.cuda.set_per_process_memory_fraction(fraction)
+    torch.cuda.memory._record_memory_history(max_entries=4_000_000, context=None)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        train(plan, build(plan))
+    recorded = from_snapshot(torch.cuda.memory._snapshot())
+    found = compare(
+        recorded,
+        allocator=AllocatorOptions(expandable_segments=expandable),
+        allowed_bytes=int(fraction * total) if fraction < 1 else None,
+    )
+    return {**asdict(found), "identical": found.identical, "events": len(recorded.events)}
+
+
+def main() -> None:
+    """Record the job that the command line names."""
+    name, precision, size, mode, fraction = sys.argv[1:]
+    plan = Plan(model=name, precision=precision, micro_batch_size=int(size))
+    print(json.dumps(record(plan, expandable=mode == "expandable", fraction=float(fraction))))
+
+
+if __name__ == "__main__":
+    main()
