@@ -1,7 +1,7 @@
 """The jobs that the forecast is measured on, each a function that `holdfast plan` takes and that also really trains.
 
-Own networks are in `forecast_networks` and `forecast_speech`; those of transformers, built from configs without
-weights, in `forecast_transformers`. Every job is small enough for one CPU core, and grows with its micro-batch.
+Own networks are in `forecast_networks`, `forecast_generative` and `forecast_speech`; those of transformers, built
+from configs, in `forecast_transformers`. Every job is small enough for one CPU core, and grows with its micro-batch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody spells it
 
+from benchmarks import forecast_generative as generative
 from benchmarks import forecast_networks as networks
 from benchmarks.forecast_speech import MELS, Tacotron
 from holdfast.memory.forecast.tracing import TraceRequest
@@ -111,8 +112,8 @@ def modules_of(job: Parts) -> list[nn.Module]:
 
 def optimizers_of(job: Parts) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a job."""
-    optimizer = job["optimizer"]
-    return list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+    found = job["optimizer"]
+    return list(found.values()) if isinstance(found, Mapping) else [found]
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -145,7 +146,7 @@ def accumulated(micro_batch_size: int = 128) -> Parts:
             (F.cross_entropy(model(batch["inputs"]), batch["labels"]) / 2).backward()
         optimizer.step()
 
-    batch = {"inputs": torch.randn(micro_batch_size, 512), "labels": torch.randint(10, (micro_batch_size,))}
+    batch = _classifier(model, optimizer, torch.randn(micro_batch_size, 512))["batch"]
     return {"model": model, "optimizer": optimizer, "step": step, "batch": batch}
 
 
@@ -158,13 +159,13 @@ def contrastive(micro_batch_size: int = 256) -> Parts:
         first, second = F.normalize(model(batch["first"])), F.normalize(model(batch["second"]))
         return F.cross_entropy(first @ second.T / 0.1, torch.arange(len(first), device=first.device))
 
-    batch = {"first": torch.randn(micro_batch_size, 512), "second": torch.randn(micro_batch_size, 512)}
+    batch = {name: torch.randn(micro_batch_size, 512) for name in ("first", "second")}
     return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
 
 
 def vae(micro_batch_size: int = 256) -> Parts:
     """A variational autoencoder."""
-    model = networks.VariationalAutoencoder()
+    model = generative.VariationalAutoencoder()
 
     def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         images = batch["images"]
@@ -184,7 +185,7 @@ def vae(micro_batch_size: int = 256) -> Parts:
 def resnet(micro_batch_size: int = 16) -> Parts:
     """Residual blocks as in ResNet-18, SGD with momentum."""
     model = networks.ResNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return _classifier(model, optimizer, torch.randn(micro_batch_size, 3, 32, 32))
 
 
@@ -226,11 +227,9 @@ def conv_tasnet(micro_batch_size: int = 4) -> Parts:
 
 def dcgan(micro_batch_size: int = 32) -> Parts:
     """Two networks, two optimizers, one step."""
-    generator, discriminator = networks.Generator(), networks.Discriminator()
-    optimizers = {
-        name: torch.optim.Adam(model.parameters(), lr=2e-4, betas=(0.5, 0.999))
-        for name, model in (("generator", generator), ("discriminator", discriminator))
-    }
+    generator, discriminator = generative.Generator(), generative.Discriminator()
+    models = {"generator": generator, "discriminator": discriminator}
+    optimizers = {name: torch.optim.Adam(model.parameters(), lr=2e-4) for name, model in models.items()}
 
     def step(batch: dict[str, torch.Tensor]) -> None:
         real = batch["images"]
@@ -245,18 +244,15 @@ def dcgan(micro_batch_size: int = 32) -> Parts:
         F.binary_cross_entropy_with_logits(fooled, torch.ones_like(fooled)).backward()
         optimizers["generator"].step()
 
-    models = {"generator": generator, "discriminator": discriminator}
     batch = {"images": torch.randn(micro_batch_size, 3, 32, 32)}
     return {"model": models, "optimizer": optimizers, "step": step, "batch": batch}
 
 
 def wgan_gp(micro_batch_size: int = 32) -> Parts:
     """A critic with a gradient penalty, which is differentiated twice."""
-    generator, critic = networks.Generator(), networks.Discriminator(normalised=False)
-    optimizers = {
-        name: torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.0, 0.9))
-        for name, model in (("generator", generator), ("critic", critic))
-    }
+    generator, critic = generative.Generator(), generative.Discriminator(normalised=False)
+    models = {"generator": generator, "critic": critic}
+    optimizers = {name: torch.optim.Adam(model.parameters(), lr=1e-4) for name, model in models.items()}
 
     def step(batch: dict[str, torch.Tensor]) -> None:
         real = batch["images"]
@@ -272,7 +268,6 @@ def wgan_gp(micro_batch_size: int = 32) -> Parts:
         (-critic(made).mean()).backward()
         optimizers["generator"].step()
 
-    models = {"generator": generator, "critic": critic}
     batch = {"images": torch.randn(micro_batch_size, 3, 32, 32)}
     return {"model": models, "optimizer": optimizers, "step": step, "batch": batch}
 
@@ -307,16 +302,19 @@ def encoder_recomputed(micro_batch_size: int = 8, length: int = 256) -> Parts:
     return _classifier(model, _adamw(model.parameters()), torch.randn(micro_batch_size, length, 256))
 
 
+def _recurrent(kind: type[nn.LSTM | nn.GRU], size: int, length: int) -> Parts:
+    model = networks.RecurrentClassifier(kind)
+    return _classifier(model, _adamw(model.parameters()), torch.randint(4000, (size, length)))
+
+
 def lstm(micro_batch_size: int = 16, length: int = 64) -> Parts:
     """A text classifier."""
-    model = networks.RecurrentClassifier(nn.LSTM)
-    return _classifier(model, _adamw(model.parameters()), torch.randint(4000, (micro_batch_size, length)))
+    return _recurrent(nn.LSTM, micro_batch_size, length)
 
 
 def gru(micro_batch_size: int = 16, length: int = 64) -> Parts:
     """The same with gated recurrent units."""
-    model = networks.RecurrentClassifier(nn.GRU)
-    return _classifier(model, _adamw(model.parameters()), torch.randint(4000, (micro_batch_size, length)))
+    return _recurrent(nn.GRU, micro_batch_size, length)
 
 
 def lora(micro_batch_size: int = 8, length: int = 128) -> Parts:
@@ -360,41 +358,24 @@ _OWN: tuple[tuple[Callable[..., Parts], Kind, Family, int], ...] = (
 )
 _CLIPPED = {"mlp": 1.0, "conv_tasnet": 5.0, "tacotron": 1.0}
 _OWN_STEPS = {"accumulated", "dcgan", "wgan_gp"}
+_HUGGING_FACE = "benchmarks.forecast_transformers"
 _TRANSFORMERS: tuple[tuple[str, Kind, int], ...] = (
-    ("pegasus", "matrix products", 4),
-    ("llama_sdpa", "matrix products", 4),
-    ("llama_eager", "matrix products", 4),
-    ("gpt2", "matrix products", 4),
+    *((name, "matrix products", 4) for name in ("pegasus", "llama_sdpa", "llama_eager", "gpt2", "t5")),
     ("bert", "matrix products", 8),
-    ("t5", "matrix products", 4),
     ("hf_vit", "convolution", 16),
-    ("whisper", "convolution", 4),
-    ("wav2vec2", "convolution", 4),
+    *((name, "convolution", 4) for name in ("whisper", "wav2vec2")),
 )
 MODELS = (
     *(
-        Model(
-            name=build.__name__,
-            module=__name__,
-            kind=kind,
-            family=family,
-            micro_batch_size=size,
-            max_grad_norm=_CLIPPED.get(build.__name__),
-            own_step=build.__name__ in _OWN_STEPS,
-        )
+        Model(name=build.__name__, module=__name__, kind=kind, family=family, micro_batch_size=size,
+              max_grad_norm=_CLIPPED.get(build.__name__), own_step=build.__name__ in _OWN_STEPS)
         for build, kind, family, size in _OWN
     ),
     *(
-        Model(
-            name=name,
-            module="benchmarks.forecast_transformers",
-            kind=kind,
-            family="transformer",
-            micro_batch_size=size,
-        )
+        Model(name=name, module=_HUGGING_FACE, kind=kind, family="transformer", micro_batch_size=size)
         for name, kind, size in _TRANSFORMERS
     ),
-)
+)  # fmt: skip
 """All jobs. Those of transformers come last and can only be built where it is, see `find_models`."""
 QUICK = ("mlp", "resnet", "lora")
 

@@ -26,6 +26,7 @@ SCRIPTS = (
     "feature_cache",
     "async_saving",
     "goodput",
+    "forecast_large",
     "false_alarms",
     "numerics_overhead",
     "clipping",
@@ -36,6 +37,10 @@ SCRIPTS = (
     "folklore",
     "not_learning.evaluate",
     "oom_recovery",
+    "forecast_live",
+    "forecast_extrapolation",
+    "forecast_recompute",
+    "forecast_peers",
     "sigkill",
     "loader_faults",
     "loader_resume",
@@ -49,6 +54,7 @@ SCRIPTS = (
     "gpu.step_overhead",
     "gpu.oom_recovery",
     "gpu.device_prefetch",
+    "gpu.forecast",
 )
 RESULTS = {"not_learning.evaluate": ("not_learning_held_out", "not_learning_held_out_2")}
 """Names of the result files of a script, where they are not its own name."""
