@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -19,9 +19,10 @@ from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
 from holdfast.memory.forecast import tracing
-from holdfast.memory.forecast.devices import find_device
-from holdfast.memory.forecast.forecasting import Order, Watcher, make_forecast
+from holdfast.memory.forecast.devices import Device, find_device
+from holdfast.memory.forecast.forecasting import Forecast, Order, Watcher, has_bf16, make_forecast
 from holdfast.memory.forecast.planning import Row
+from holdfast.report.memory_page import render
 from holdfast.report.offline_page import plotly_script
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
@@ -29,35 +30,40 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
 _UNITS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 
 
+Factory = Annotated[
+    str, typer.Argument(help="module:function or file.py:function; it returns model, optimizer, loss and batch.")
+]
+Devices = Annotated[
+    list[str],
+    typer.Option(metavar="NAME", help="A GPU such as T4, a size such as 24GiB, or a file of calibrate; repeatable."),
+]
+GlobalBatchSize = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Samples of one optimizer step; else what fits at once.")
+]
+Precisions = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Of fp32, bf16, fp16, what you have now first; else fp32,bf16.")
+]
+Lengths = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Lengths of your samples, one a line: plans for the longest.")
+]
+Margin = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="What to keep free, such as 1GiB; else 4 %, at least 512 MiB.")
+]
+MaxGradNorm = Annotated[float | None, typer.Option(min=0, help="If you clip gradients, at which norm.")]
+Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan, for Policy.from_yaml.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE.html", help="Draw memory over one step; needs no network.")]
+
+
 def run(
-    factory: Annotated[
-        str, typer.Argument(help="module:function or file.py:function; it returns model, optimizer, loss and batch.")
-    ],
-    device: Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME", help="A GPU such as T4, a size such as 24GiB, or a file of calibrate; repeatable."
-        ),
-    ],
-    global_batch_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Samples of one optimizer step; else what fits at once.")
-    ] = None,
-    precision: Annotated[
-        str, typer.Option(metavar="LIST", help="Of fp32, bf16, fp16; the first is what you have now.")
-    ] = "fp32,bf16",
-    lengths: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Lengths of your samples, one a line: plans for the longest.")
-    ] = None,
-    margin: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What to keep free, such as 1GiB; else 4 %, at least 512 MiB.")
-    ] = None,
-    max_grad_norm: Annotated[float | None, typer.Option(min=0, help="If you clip gradients, at which norm.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE.yaml", help="Write the recommended plan, for Policy.from_yaml.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Draw memory over one step; needs no network.")
-    ] = None,
+    factory: Factory,
+    device: Devices,
+    global_batch_size: GlobalBatchSize = None,
+    precision: Precisions = None,
+    lengths: Lengths = None,
+    margin: Margin = None,
+    max_grad_norm: MaxGradNorm = None,
+    out: Out = None,
+    html: Html = None,
     verify: Annotated[bool, typer.Option(help="Trace the recommended plan once more.")] = True,
     json: Json = False,
 ) -> None:
@@ -67,41 +73,54 @@ def run(
     device. 1: on one of them nothing does. 2: the forecast could not be made.
     """
     with failing_clearly(as_json=json):
+        devices = tuple(find_device(name) for name in device)
         order = Order(
             factory=factory,
-            devices=tuple(find_device(name) for name in device),
-            precisions=_read_precisions(precision),
+            devices=devices,
+            precisions=_default_precisions(devices) if precision is None else _read_precisions(precision),
             global_batch_size=global_batch_size,
             longest=None if lengths is None else max(read_lengths(lengths)),
             margin_bytes=None if margin is None else _read_margin(margin),
             max_grad_norm=max_grad_norm,
             verify=verify,
         )
-        if out is not None and len(order.devices) > 1:
-            raise _wrong(f"--out for {len(order.devices)} devices", "a policy is for one", "name one --device.")
-        for file in (out, html):
-            if file is not None:  # before a minute of work
-                _check_folder(file.absolute().parent)
-        if html is not None:
-            plotly_script()  # it may be missing
+        _check_files(out, html, len(devices))
         with _progress() as watcher:
             forecast = make_forecast(order, watcher)
-        (best, *_) = [plan.best for plan in forecast.plans]
-        if out is not None and best is not None:
-            replace_file(out, as_yaml(forecast).encode())
-        if html is not None:
-            from holdfast.report.memory_page import render
-
-            replace_file(html, render(forecast).encode())
+        written = list(_write(forecast, out, html))
     if json:
         print_json(as_json(forecast))
     else:
         print_forecast(forecast)
-        for file in (out if best else None, html):
-            if file is not None:
-                typer.echo(f"wrote {file}")
+        for file in written:
+            typer.echo(f"wrote {file}")
     if any(plan.best is None for plan in forecast.plans):
         raise typer.Exit(CHECK_FAILED)
+
+
+def _check_files(out: Path | None, html: Path | None, devices: int) -> None:
+    """Find out whether what is to be written can be, before a minute of work.
+
+    Raises:
+        PolicyError: H421 for one policy of several devices, H742 for a page without plotly.
+        OSError: A folder cannot be written.
+    """
+    if out is not None and devices > 1:
+        raise _wrong(f"--out for {devices} devices", "a policy is for one", "name one --device.")
+    for file in (out, html):
+        if file is not None:
+            _check_folder(file.absolute().parent)
+    if html is not None:
+        plotly_script()
+
+
+def _write(forecast: Forecast, out: Path | None, html: Path | None) -> Iterator[Path]:
+    if out is not None and forecast.plans[0].best is not None:
+        replace_file(out, as_yaml(forecast).encode())
+        yield out
+    if html is not None:
+        replace_file(html, render(forecast).encode())
+        yield html
 
 
 def _check_folder(folder: Path) -> None:
@@ -145,6 +164,10 @@ def _no_lengths(path: Path, why: str) -> PolicyError:
         fix="write one length a line, in the unit of the batch's second dimension (tokens, frames).",
         rule="H419",
     )
+
+
+def _default_precisions(devices: Iterable[Device]) -> tuple[str, ...]:
+    return ("fp32", "bf16" if any(map(has_bf16, devices)) else "fp16")
 
 
 def _read_precisions(text: str) -> tuple[str, ...]:

@@ -39,8 +39,12 @@ def print_forecast(forecast: Forecast) -> None:
     """Print everything."""
     for plan in forecast.plans:
         _print_table(plan)
+    told = set()
     for plan in forecast.plans:
-        _print_owners(plan)
+        step = (named(plan.shown), plan.shown.micro_batch_size, plan.shown.live_bytes)
+        if step not in told:
+            _print_owners(plan)
+        told.add(step)
         _print_plan(forecast, plan)
     _print_assumptions(forecast)
 
@@ -61,9 +65,9 @@ def _print_owners(plan: DevicePlan) -> None:
     row = plan.shown
     shares = shares_of(plan.trace, row.optimizer)
     size = max(1, row.micro_batch_size)
-    peak = gib(sum(shares.owners.values()))
-    typer.echo(f"Who owns the peak of {peak} that tensors hold ({named(row)}, {size} samples)")
-    groups = (("", shares.owners), ("modules", shares.modules), ("lines of yours", shares.lines))
+    peak, samples = gib(sum(shares.owners.values())), "1 sample" if size == 1 else f"{size} samples"
+    typer.echo(f"Who owns the peak of {peak} that tensors hold ({named(row)}, {samples})")
+    groups = (("", shares.owners), ("modules", shares.modules), ("lines", shares.lines))
     for title, sizes in groups:
         told = ", ".join(f"{name} {gib(count)}" for name, count in sizes.items() if count >= GIB / 1000)
         if told:

@@ -26,7 +26,7 @@ def cells(row: Row, relative: float) -> tuple[str, ...]:
     return (
         row.precision,
         row.optimizer,
-        f"{len(row.modules)} blocks" if row.recompute == "some" else row.recompute,
+        _blocks(row) if row.recompute == "some" else row.recompute,
         row.allocator.setting().removesuffix(":True").replace("_", " ") or "default",
         str(row.micro_batch_size) if row.fits else "none",
         gib(row.process_bytes) if row.fits else f"{gib(row.missing_bytes)} too few",
@@ -50,9 +50,13 @@ def sources(plan: DevicePlan) -> str:
 
 def named(row: Row) -> str:
     """Return a plan in words."""
-    recomputed = {"none": "nothing", "some": f"{len(row.modules)} blocks", "all": "all blocks"}[row.recompute]
+    recomputed = {"none": "nothing", "some": _blocks(row), "all": "all blocks"}[row.recompute]
     parts = [row.precision, row.optimizer, f"{recomputed} recomputed", row.allocator.setting()]
     return ", ".join(part for part in parts if part)
+
+
+def _blocks(row: Row) -> str:
+    return "1 block" if len(row.modules) == 1 else f"{len(row.modules)} blocks"
 
 
 def gib(size: float) -> str:

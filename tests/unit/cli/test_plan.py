@@ -107,7 +107,7 @@ def test_the_table_tells_each_plan_and_what_to_take(capsys):
     assert "tensors hold 0.98 GiB, the forecast said 0.98 GiB (+0.10%)" in told
     assert "(at model.py:31 in forward, model.py:40 in forward)" in told
     assert "CatVTON" in told  # where the figures of the device are from
-    assert "lines of yours: model.py:7 in forward" in told
+    assert "lines: model.py:7 in forward" in told
 
 
 def test_nothing_fits_says_what_would_do(capsys):
@@ -209,3 +209,26 @@ def test_a_folder_that_is_missing_is_said_before_anything_is_traced(tmp_path, op
     result = call("--device", "T4", option, tmp_path / "none" / "x")
     assert result.exit_code == 2
     assert f"{tmp_path / 'none'} is no directory" in result.output
+
+
+_BRANCHING = """
+import torch
+
+def build():
+    model = torch.nn.Linear(8, 8)
+    def loss_fn(batch):
+        out = model(batch)
+        return (out.exp() if len(batch) > 2 else out).mean()
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "loss_fn": loss_fn,
+            "batch": torch.zeros(4, 8)}
+"""
+
+
+@pytest.mark.slow
+def test_a_step_that_goes_another_way_from_some_size_on_is_traced_beyond_it(tmp_path):
+    """Two and four samples differ, so four and eight are taken, and that is said among the assumptions."""
+    (tmp_path / "job.py").write_text(_BRANCHING)
+    options = ["--device", "L4", "--global-batch-size", "16", "--precision", "fp32", "--no-verify", "--json"]
+    result = CliRunner().invoke(make_app("plan"), ["plan", f"{tmp_path / 'job.py'}:build", *options])
+    assert result.exit_code == 0, result.output
+    assert any("from 4 and 8 samples" in one["what"] for one in json.loads(result.stdout)["assumptions"])

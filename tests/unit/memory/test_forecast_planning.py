@@ -14,6 +14,7 @@ from holdfast.memory.forecast.allocator import DEFAULT_ALLOCATOR, EXPANDABLE_ALL
 from holdfast.memory.forecast.devices import Device, find_device
 from holdfast.memory.forecast.extrapolation import fit
 from holdfast.memory.forecast.fit import check_fit
+from holdfast.memory.forecast.forecasting import Order, plan_device
 from holdfast.memory.forecast.planning import (
     Question,
     Row,
@@ -195,3 +196,13 @@ def test_a_trace_of_the_plan_itself_is_held_against_it():
     assert live == found.live_bytes
     larger: Trace = make_step(BLOCKS, 2 * found.micro_batch_size, optimizer_bytes=MIB)
     assert not check_row(found, larger, question)[0].fits
+
+
+def test_a_device_without_bf16_is_not_planned_for_with_it():
+    """A T4 gets rows in fp16 only, unless bf16 is all that was asked for; an L4 gets both."""
+    order = Order(factory="train.py:build", devices=(), margin_bytes=0)
+    traced = {"fp16": steps(), "bf16": steps()}
+    turing, ada = device(400), replace(device(400), capability=(8, 9))
+    assert {row.precision for row in plan_device(order, turing, traced).rows} == {"fp16"}
+    assert {row.precision for row in plan_device(order, ada, traced).rows} == {"fp16", "bf16"}
+    assert {row.precision for row in plan_device(order, turing, {"bf16": steps()}).rows} == {"bf16"}

@@ -151,6 +151,7 @@ def make_forecast(order: Order, watcher: Watcher | None = None) -> Forecast:
     results = [result for result, _ in jobs.values()]
     said = [one for result in results for one in result.assumptions]
     said += [one for plan in plans for one in plan.trace.assumptions]
+    said += [_without_bf16(device) for device in order.devices if "bf16" in steps and not has_bf16(device)]
     return Forecast(
         order=order,
         traced={precision: result for precision, (result, _) in jobs.items()},
@@ -221,7 +222,8 @@ def plan_device(order: Order, device: Device, steps: dict[str, Steps], watcher: 
         length=order.longest,
         margin_bytes=order.margin_bytes,
     )
-    rows = tuple(plan_rows(steps, question, (watcher or Watcher()).planned))
+    suited = {name: step for name, step in steps.items() if name != "bf16" or has_bf16(device)} or steps
+    rows = tuple(plan_rows(suited, question, (watcher or Watcher()).planned))
     best = recommended(rows)
     shown = best or nearest_miss(rows)
     assert shown is not None, "there is a plan for each precision"
@@ -232,6 +234,18 @@ def plan_device(order: Order, device: Device, steps: dict[str, Steps], watcher: 
         trace=step_of(shown, steps[shown.precision], question),
         shown=shown,
         would_do=None if best else _find_device(shown, steps[shown.precision], question),
+    )
+
+
+def has_bf16(device: Device) -> bool:
+    """Return whether a device computes in bf16: those of NVIDIA do from Ampere on (compute capability 8.0)."""
+    return device.capability is None or device.capability >= (8, 0)
+
+
+def _without_bf16(device: Device) -> Assumption:
+    return Assumption(
+        what=f"{device.name} has no units for bf16, and computes attention otherwise with it, in more memory: plans"
+        " with bf16 are left out for it unless nothing else was asked for; plan with --precision fp16"
     )
 
 
