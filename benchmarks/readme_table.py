@@ -40,7 +40,7 @@ def _is_shown(name: str, figure: dict[str, Any]) -> bool:
 def _row(figure: dict[str, Any]) -> str:
     if figure["unit"] == "count":
         measured = f"{figure['value']:g} of {figure['samples']}"
-    elif figure["unit"] == "share":
+    elif figure["unit"] == "share" or "p10" not in figure:
         measured = f"{figure['value']:.3f} of {figure['samples']}"
     else:
         unit = {"ratio": "", "us": " µs", "ms": " ms"}.get(figure["unit"], f" {figure['unit']}")

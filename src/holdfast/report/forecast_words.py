@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from holdfast.core.errors import OutOfMemoryError
 from holdfast.memory.forecast.devices import GIB
 from holdfast.memory.forecast.forecasting import DevicePlan, Forecast, Verification
 from holdfast.memory.forecast.planning import Row
@@ -78,18 +79,25 @@ def what_is_missing(plan: DevicePlan) -> str:
     """Return why nothing fits a device, and what would do."""
     row, device = plan.shown, plan.question.device
     if row.fits:
-        return (
-            f"Nothing holds on {device.name}: plans were found, and traced once more none of them fitted.\n"
-            "Fix: keep more free with --margin.\n[H420] run `holdfast explain H420`"
+        return _no_plan(
+            f"Nothing holds on {device.name}",
+            "plans were found, and traced once more none of them fitted",
+            "keep more free with --margin.",
         )
     needed = device.usable_bytes + row.missing_bytes
     larger = plan.would_do or "none of the catalogue"
-    return (
-        f"Nothing fits {device.name}, not even one sample: it has {gib(device.usable_bytes)}, and what needs least"
-        f" ({named(row)}) needs {gib(needed)} with its margin, {gib(row.missing_bytes)} more.\n"
-        f"Fix: the smallest device that would do: {larger}; or a smaller model, an optimizer with less state, or"
-        " shorter samples.\n[H420] run `holdfast explain H420`"
+    return _no_plan(
+        f"Nothing fits {device.name}, not even one sample",
+        f"it has {gib(device.usable_bytes)}, and what needs least ({named(row)}) needs {gib(needed)} with its "
+        f"margin, {gib(row.missing_bytes)} more",
+        f"the smallest device that would do: {larger}; or a smaller model, an optimizer with less state, or shorter "
+        "samples.",
     )
+
+
+def _no_plan(what: str, limit: str, fix: str) -> str:
+    """Return the words of an error that ends a command with an answer: exit code 1, not 2."""
+    return str(OutOfMemoryError(what, limit=limit, fix=fix, rule="H420"))
 
 
 def assumptions(said: Iterable[Assumption]) -> list[str]:

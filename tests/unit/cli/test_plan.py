@@ -116,7 +116,7 @@ def test_nothing_fits_says_what_would_do(capsys):
     (plan,) = forecast.plans
     assert plan.best is None
     told = printed(forecast, capsys)
-    assert "Nothing fits tiny, not even one sample: it has 60.0 MiB" in told
+    assert "Nothing fits tiny, not even one sample; it has 60.0 MiB" in told
     assert plan.would_do is not None
     assert f"the smallest device that would do: {plan.would_do}" in told
     assert "[H420]" in told
