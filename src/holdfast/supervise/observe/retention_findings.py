@@ -32,7 +32,8 @@ _LEAST_BYTES = 256  # a step; a curve that is plotted has less, and is told only
 _LEAST_BYTES_OF_CYCLE = 1024
 _NODE_BYTES = 512  # a node of a graph with what it keeps of its own; what it saves of tensors comes on top
 _GRAPH_BYTES = 65_536  # stands for the activations behind a tensor, which only C++ knows
-_MOST_SECONDS = 8.0  # of processor time
+_MOST_SECONDS = 8.0  # of processor time, for walks
+_MOST_SOURCE_SECONDS = 24.0  # more, for sources: without a line all else is of little use
 _HOOKS = re.compile(r"_\w*hooks\w*$")
 
 
@@ -105,7 +106,7 @@ class _Search:
     def __init__(self, census: Census, frames: Sequence[FrameType], steps: int) -> None:
         self._census, self._frames, self._steps = census, frames, steps
         self._until = time.thread_time() + _MOST_SECONDS
-        self._sources = Sources(self._until)
+        self._sources = Sources(self._until + _MOST_SOURCE_SECONDS)
         self._files = tuple(user_files())
         self._names = Names(frames)
 

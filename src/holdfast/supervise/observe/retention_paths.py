@@ -95,9 +95,7 @@ class Walk:
         self._names, self._containers, self._own, self._until = names, containers, own, until
 
     def path_of(self, target: object) -> Path:
-        """Return the shortest path from a name to an object; an unknown one once the time is over."""
-        if time.thread_time() > self._until:
-            return Path(steps=(), root="unknown")
+        """Return the shortest path from a name to an object."""
         held_by: dict[int, object] = {}  # what an object refers to, on the way to the target
         kept: list[object] = [target]  # ids are of living objects only
         frontier: list[object] = [target]
