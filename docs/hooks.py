@@ -1,0 +1,267 @@
+"""What mkdocs calls while it builds the site: pages and tables made from the code, and links that leave docs/.
+
+A page of docs/ may hold a directive, an HTML comment on a line of its own that other readers of the file do not see:
+
+    <!-- rules -->      every rule of the catalogue, each with its anchor, such as rules.md#h108
+    <!-- policy -->     every field of `Policy`
+    <!-- presets -->    every preset
+    <!-- commands -->   every command with its arguments and options
+    <!-- all figures --> the README's table of figures
+    <!-- faults -->     the README's table of faults in frameworks
+    <!-- figures: NAME  these figures of benchmarks/results/NAME.json, a line each; * is any text
+    ...
+    -->
+
+READMEs and other pages that lie elsewhere in the repository become pages of the site, and links to them lead there. A
+link to a file that is no page, such as a script, keeps its words and leads nowhere: the site is read without the
+repository. A link to a file that does not exist is a warning, which strict mode makes an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import logging
+import posixpath
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+RECIPES = ("tacotron2", "gan", "pegasus", "classifier", "separation", "asr")
+# Pages whose text lies elsewhere in the repository, by their place in the site.
+FROM_ELSEWHERE = {
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    "benchmarks.md": "benchmarks/README.md",
+    **{f"recipes/{name}.md": f"recipes/{name}/README.md" for name in RECIPES},
+}
+# Where links to these lead instead.
+STAND_INS = {
+    **{source: page for page, source in FROM_ELSEWHERE.items()},
+    "benchmarks": "benchmarks.md",
+    "benchmarks/results": "figures.md",
+    "src/holdfast/diagnose/rules.md": "rules.md",
+    **{f"recipes/{name}": f"recipes/{name}.md" for name in RECIPES},
+}
+_DIRECTIVE = re.compile(
+    r"^<!-- (rules|policy|presets|commands|all figures|faults|figures: (?P<given>.*?))\s-->$",
+    re.MULTILINE | re.DOTALL,
+)
+_LINK = re.compile(r"(?P<bang>!?)\[(?P<words>[^\]]*)\]\((?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)")
+_FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+_log = logging.getLogger("mkdocs.hooks.holdfast")
+
+# --- what mkdocs calls ------------------------------------------------------------------------------------------
+
+
+def on_startup(**_: Any) -> None:
+    """Make ``benchmarks`` importable: it is a package of the repository, and not installed."""
+    sys.path.insert(0, str(ROOT))
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages whose text lies elsewhere in the repository."""
+    for page, source in FROM_ELSEWHERE.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Carry out the directives of a page, and lead its links to where the pages are."""
+    uri = page.file.src_uri
+    source = FROM_ELSEWHERE.get(uri, f"docs/{uri}")
+    return redirected(expanded(markdown), source=source, page=uri)
+
+
+class Doctests(griffe.Extension):
+    """Has the examples of docstrings drawn as Python: griffe knows the heading ``Examples`` only."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rename the heading of a docstring."""
+        if obj.docstring is not None:
+            obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+
+
+# --- directives -------------------------------------------------------------------------------------------------
+
+
+def expanded(markdown: str) -> str:
+    """Return a page with its directives carried out."""
+    made: dict[str, Callable[[], str]] = {
+        "rules": rules,
+        "policy": policy_table,
+        "presets": presets_table,
+        "commands": commands,
+        "all figures": all_figures,
+        "faults": faults_table,
+    }
+
+    def one(match: re.Match[str]) -> str:
+        if match["given"] is None:
+            return made[match[1]]()
+        name, *wanted = match["given"].strip().splitlines()
+        return figures(name.strip(), [line.strip() for line in wanted])
+
+    return _DIRECTIVE.sub(one, markdown)
+
+
+def rules() -> str:
+    """Return a section for each rule of the catalogue: of errors, of runs that do not learn, of ways to end."""
+    from holdfast.diagnose.rules import all_rules, catalogue
+    from holdfast.diagnose.signatures import all_signatures
+
+    texts, signatures = all_rules(), all_signatures()
+    families: dict[str, list[str]] = {"Errors of holdfast": [], "Runs that do not learn": []}
+    for rule_id in catalogue():
+        if rule_id in texts:
+            families["Errors of holdfast" if int(rule_id[1:]) < 800 else "Runs that do not learn"].append(rule_id)
+        else:
+            families.setdefault(f"Ways to end: {signatures[rule_id].family}", []).append(rule_id)
+    lines = []
+    for family, ids in families.items():
+        lines.append(f"## {family}\n")
+        for rule_id in ids:
+            rule = catalogue()[rule_id]
+            lines.append(f"### {rule_id}: {_inert(rule.title)} {{#{rule_id.lower()}}}\n\n{_inert(rule.text)}\n")
+    return "\n".join(lines)
+
+
+def policy_table() -> str:
+    """Return a table of the policy's fields: name, type, default, meaning with the source of the default."""
+    from holdfast.core import policy, policy_sources
+
+    meanings = policy_sources.meanings_of(Path(policy.__file__), "Policy")
+    rows = [
+        f'| <span id="{field.name}"></span>`{field.name}` | `{field.default!r}` | {_cell(meanings[field.name])} |'
+        for field in dataclasses.fields(policy.Policy)
+    ]
+    return "\n".join(["| field | default | meaning |", "|---|---|---|", *rows])
+
+
+def presets_table() -> str:
+    """Return a table of the presets' settings, each with its source."""
+    from holdfast.core.presets import PRESETS
+
+    lines = ["| preset | field | value | source |", "|---|---|---|---|"]
+    for preset in PRESETS.values():
+        for number, (name, setting) in enumerate(preset.settings.items()):
+            shown = f"`{preset.name}`" if number == 0 else ""
+            lines.append(f"| {shown} | `{name}` | `{setting.value!r}` | {_cell(setting.source)} |")
+    return "\n".join(lines)
+
+
+def commands() -> str:
+    """Return a section for each command: what it does, how it is called, its arguments and options."""
+    import typer
+
+    from holdfast.cli.main import COMMANDS, make_app
+
+    group: Any = typer.main.get_command(make_app())
+    parts = [_inert(group.help)]
+    for name in COMMANDS:
+        command = group.commands[name]
+        context = command.make_context(name, [], resilient_parsing=True)
+        usage = " ".join(["holdfast", name, *command.collect_usage_pieces(context)])
+        told = [parameter.get_help_record(context) for parameter in command.params]
+        rows = [f"| `{call}` | {_cell(meaning)} |" for call, meaning in filter(None, told)]
+        table = ["| argument or option | meaning |", "|---|---|", *rows]
+        parts.append(f"## {name}\n\n```sh\n{usage}\n```\n\n{_inert(command.help)}\n\n" + "\n".join(table))
+    return "\n\n".join(parts)
+
+
+def figures(name: str, wanted: list[str]) -> str:
+    """Return a table of some figures of one result file.
+
+    Args:
+        name: Of the file, without its ending.
+        wanted: Words of the figures, in order; ``*`` is any text. None means all.
+
+    Raises:
+        LookupError: if there is no such figure, or no such file.
+    """
+    from benchmarks.readme_table import _row
+
+    file = RESULTS / f"{name}.json"
+    if not file.exists():
+        raise LookupError(f"benchmarks/results has no {name}.json")
+    result = json.loads(file.read_text(encoding="utf-8"))
+    chosen = []
+    for pattern in wanted or ["*"]:
+        found = [each for each in result["figures"] if fnmatch.fnmatchcase(each["what"], pattern)]
+        if not found:
+            raise LookupError(f"{name}.json has no figure {pattern!r}")
+        chosen += found
+    where = f"`{name}`, {result['date'][:10]}, commit {str(result['commit']['commit'])[:9]}"
+    return "\n".join(
+        [f"| {where} | measured | to reach |", "|---|---|---|", *(f"| {_row(each)} |" for each in chosen)]
+    )
+
+
+def all_figures() -> str:
+    """Return the README's table of figures."""
+    from benchmarks.readme_table import readme_table
+
+    return readme_table(RESULTS)
+
+
+def faults_table() -> str:
+    """Return the README's table of what faults do in frameworks."""
+    from benchmarks.readme_table import faults_table
+
+    return faults_table(RESULTS)
+
+
+# --- text -------------------------------------------------------------------------------------------------------
+
+
+def redirected(markdown: str, *, source: str, page: str) -> str:
+    """Return a page whose links lead to pages of the site, or are no links any more.
+
+    Args:
+        markdown: Of the page; its links are relative to `source`.
+        source: Where the text lies in the repository.
+        page: Where the page lies in the site's sources.
+    """
+
+    def one(match: re.Match[str]) -> str:
+        target, anchor = match["target"], match["anchor"] or ""
+        if not target or "://" in target or target.startswith("mailto:"):
+            return match[0]
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        if place in STAND_INS or place.startswith("docs/"):
+            uri = STAND_INS.get(place) or place.removeprefix("docs/")
+            to = posixpath.relpath(uri, posixpath.dirname(page) or ".")
+            return f"{match['bang']}[{match['words']}]({to}{anchor})"
+        if not (ROOT / place).exists():
+            _log.warning("%s links to %s, which does not exist", source, place)
+        return match["words"]
+
+    return "".join(part if code else _LINK.sub(one, part) for part, code in _pieces(markdown, _FENCED))
+
+
+def _pieces(text: str, code: re.Pattern[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the text in pieces, and for each whether it is code."""
+    for number, part in enumerate(code.split(text)):
+        yield part, number % 2 == 1
+
+
+def _inert(text: str) -> str:
+    """Return a text of ours in which ``<`` outside of code is no tag."""
+    lines = "".join(part if code else part.replace("<", "&lt;") for part, code in _pieces(text.strip(), _CODE))
+    return re.sub(
+        r"^    .*$", lambda line: line[0].replace("&lt;", "<"), lines, flags=re.MULTILINE
+    )  # code by indentation
+
+
+def _cell(text: str) -> str:
+    """Return a text for a cell of a table: one line, no bars."""
+    return _inert(" ".join(text.split())).replace("|", "\\|")
