@@ -4,7 +4,6 @@
 
 Does not: train; the model is built from a config of the published sizes.
 """
-# ruff: noqa: INP001 - a file that a command is told, no package
 
 from __future__ import annotations
 
@@ -12,6 +11,12 @@ from typing import Any
 
 import torch
 
+# google/pegasus-large, config.json: 568 million parameters
+LARGE = {
+    "d_model": 1024, "encoder_layers": 16, "decoder_layers": 16, "encoder_attention_heads": 16,
+    "decoder_attention_heads": 16, "encoder_ffn_dim": 4096, "decoder_ffn_dim": 4096,
+}  # fmt: skip
+LARGE_VOCABULARY = 96103
 # The authors' fine-tuning on arXiv, PubMed and BillSum cuts documents at 1024 and summaries at 256 tokens
 # (google-research/pegasus, pegasus/params/public_params.py).
 DOCUMENT_TOKENS = 1024
@@ -34,12 +39,9 @@ def build(micro_batch_size: int = 2, length: int = DOCUMENT_TOKENS) -> dict[str,
         raise ImportError(
             "transformers, which has the code of Pegasus, is not installed: pip install 'transformers>=5'"
         ) from error
-    # google/pegasus-large, config.json: 568 million parameters
     config = PegasusConfig(
-        vocab_size=96103, max_position_embeddings=1024, d_model=1024, encoder_layers=16, decoder_layers=16,
-        encoder_attention_heads=16, decoder_attention_heads=16, encoder_ffn_dim=4096, decoder_ffn_dim=4096,
-        scale_embedding=True, use_cache=False,
-    )  # fmt: skip
+        **LARGE, vocab_size=LARGE_VOCABULARY, max_position_embeddings=1024, scale_embedding=True, use_cache=False
+    )
     model = PegasusForConditionalGeneration(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.01)
 

@@ -1,0 +1,1 @@
+"""Speech recognition: characters from speech by CTC, with a small convolutional and recurrent encoder."""

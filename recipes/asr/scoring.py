@@ -1,0 +1,85 @@
+"""How much of what was said is recognised: the best path's text, and the edits to the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from recipes.asr.data import FRAMES_EACH, decode
+from recipes.asr.model import Recogniser, ctc
+
+_SHOWN_FRAMES = 250  # of the model's output in a picture: 5 s
+
+
+def best_path(scores: torch.Tensor, frames: torch.Tensor) -> list[str]:
+    """Return the text of the likeliest label of each frame, repeats and blanks removed.
+
+    Args:
+        scores: Shape ``(batch, frames, labels)``.
+        frames: Of each row, shape ``(batch,)``.
+    """
+    labels = scores.argmax(-1)
+    return [
+        decode(torch.unique_consecutive(row[:count]).tolist())
+        for row, count in zip(labels, frames.tolist(), strict=True)
+    ]
+
+
+def edits(said: Sequence[Any], heard: Sequence[Any]) -> int:
+    """Return the fewest insertions, deletions and substitutions between two sequences."""
+    row = list(range(len(heard) + 1))
+    for one in said:
+        diagonal, row[0] = row[0], row[0] + 1
+        for place, other in enumerate(heard, start=1):
+            changed = diagonal + (one != other)
+            diagonal, row[place] = row[place], min(changed, row[place] + 1, row[place - 1] + 1)
+    return row[-1]
+
+
+def evaluate(model: Recogniser, batches: Iterable[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Return mean loss, error rates of characters and words over held-out batches, and one example.
+
+    Args:
+        model: In evaluation, without gradients.
+        batches: Of `holdfast.DataLoader`, on the model's device.
+    """
+    wrong_characters = wrong_words = characters = words = 0
+    loss, example = 0.0, ("", "")
+    for batch in batches:
+        scores, frames = model(batch["features"], batch["frames"])
+        loss += float(ctc(model, batch).mean) * int(batch["characters"].sum())
+        for text, labels in zip(best_path(scores, frames), batch["labels"].tolist(), strict=True):
+            said = decode(labels)
+            wrong_characters, characters = wrong_characters + edits(said, text), characters + len(said)
+            wrong_words, words = wrong_words + edits(said.split(), text.split()), words + len(said.split())
+            example = example if example[0] else (said, text)
+    if not characters:
+        return {}
+    return {
+        "held_out_loss": loss / characters,
+        "character_error_rate": wrong_characters / characters,
+        "word_error_rate": wrong_words / words,
+        "said": example[0],
+        "heard": example[1],
+    }
+
+
+def picture(features: torch.Tensor, scores: torch.Tensor) -> NDArray[np.float32]:
+    """Return an image of a sentence's beginning: features above, probability of each label below, from 0 to 1.
+
+    Args:
+        features: Shape ``(frames, n_mels)``.
+        scores: Logarithms of probabilities, shape ``(frames / 2, labels)``.
+    """
+    scores = scores[:_SHOWN_FRAMES]
+    frames = FRAMES_EACH * len(scores)
+    shown = torch.zeros(frames, features.shape[1])
+    shown[: min(frames, len(features))] = features[:frames].cpu()
+    above = (shown.T.flip(0) + 2) / 4  # two standard deviations to either side
+    below = scores.exp().cpu().T.repeat_interleave(FRAMES_EACH, 1)
+    image = torch.cat([above, torch.ones(1, frames), below]).clamp(0, 1)
+    return image.repeat_interleave(6, 0).repeat_interleave(4, 1).numpy().astype(np.float32)

@@ -1,0 +1,184 @@
+"""Images from files: a folder of pictures for each class, or the IDX files that MNIST comes in.
+
+``train/<class>/<any name>.png`` and ``test/...`` (also .jpg, .bmp, .gif; read in grey), or
+``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-...``, ``t10k-labels-...``, also with ``.gz``.
+
+Without any data, `write_digits` makes such a folder from the 1,797 real handwritten digits of scikit-learn.
+Does not: scale, augment or collate (see ``samples``).
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+_PARTS = {True: ("train", "train"), False: ("test", "t10k")}
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif"}
+_IMAGES, _LABELS = 0x803, 0x801  # magic numbers: unsigned bytes in three dimensions, in one
+_TEST_DIGITS = 360
+
+
+class DataError(ValueError):
+    """The data as a whole cannot be used; the message says which file, and what to do."""
+
+
+class Source(Protocol):
+    """Where images come from, one at a time."""
+
+    @property
+    def labels(self) -> Sequence[int]:
+        """The class of each image."""
+
+    def name(self, index: int) -> str:
+        """Return what an image is called, for messages."""
+
+    def read(self, index: int) -> bytes:
+        """Return what is stored of an image."""
+
+    def decode(self, stored: bytes) -> np.ndarray:
+        """Return an image, shape ``(height, width)``, values 0 to 255, or raise."""
+
+
+def find_source(root: Path, *, train: bool) -> Source:
+    """Return the training or the test images of a directory.
+
+    Raises:
+        DataError: It holds neither of the two formats, or files that do not belong together.
+    """
+    folder, prefix = _PARTS[train]
+    if (root / folder).is_dir():
+        return Folder.of(root / folder)
+    images, labels = (_idx_file(root, f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+    if images is None or labels is None:
+        raise DataError(
+            f"{root} holds neither {folder}/<class>/*.png nor {prefix}-images-idx3-ubyte[.gz] with its labels.\n"
+            "Fix: name a directory of one of these two formats with --data-dir, or leave it out."
+        )
+    return Idx.of(images, labels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folder:
+    """Pictures, one folder for each class; classes are numbered in the order of their names."""
+
+    paths: Sequence[Path]
+    labels: Sequence[int]
+
+    @classmethod
+    def of(cls, root: Path) -> Folder:
+        """Return the pictures below a directory.
+
+        Raises:
+            DataError: There are none, or of one class only.
+        """
+        classes = sorted(path for path in root.iterdir() if path.is_dir())
+        found = [
+            (path, number)
+            for number, each in enumerate(classes)
+            for path in sorted(each.iterdir())
+            if path.suffix.lower() in _SUFFIXES
+        ]
+        if len({label for _, label in found}) < 2:
+            raise DataError(f"{root} holds {len(found)} pictures of fewer than two classes.\nFix: a folder for each.")
+        return cls(paths=[path for path, _ in found], labels=[label for _, label in found])
+
+    def name(self, index: int) -> str:
+        """Return the path."""
+        return str(self.paths[index])
+
+    def read(self, index: int) -> bytes:
+        """Return the bytes of the file."""
+        return self.paths[index].read_bytes()
+
+    def decode(self, stored: bytes) -> np.ndarray:
+        """Return the picture in grey; what is no whole picture raises."""
+        from PIL import Image
+
+        with Image.open(io.BytesIO(stored)) as picture:
+            return np.asarray(picture.convert("L"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idx:
+    """The two files that MNIST and its likes come in."""
+
+    images: np.ndarray
+    labels: Sequence[int]
+    path: Path
+
+    @classmethod
+    def of(cls, images: Path, labels: Path) -> Idx:
+        """Return the images of two files.
+
+        Raises:
+            DataError: One is no IDX file or is cut off, or their numbers differ.
+        """
+        found, given = _read_idx(images, _IMAGES), _read_idx(labels, _LABELS)
+        if len(found) != len(given):
+            raise DataError(f"{images} holds {len(found)} images and {labels} {len(given)} labels.\nFix: both anew.")
+        return cls(images=found, labels=given.tolist(), path=images)
+
+    def name(self, index: int) -> str:
+        """Return the file and the number."""
+        return f"image {index} of {self.path}"
+
+    def read(self, index: int) -> bytes:
+        """Return the bytes of one image."""
+        return self.images[index].tobytes()
+
+    def decode(self, stored: bytes) -> np.ndarray:
+        """Return the image; what has too few bytes raises."""
+        return np.frombuffer(stored, np.uint8).reshape(self.images.shape[1:])
+
+
+def _idx_file(root: Path, name: str) -> Path | None:
+    # Some unpack MNIST as train-images.idx3-ubyte.
+    names = [name, f"{name}.gz", name.replace("-idx", ".idx")]
+    return next((root / each for each in names if (root / each).is_file()), None)
+
+
+def _read_idx(path: Path, magic: int) -> np.ndarray:
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be read ({error}).\nFix: fetch it again.") from error
+    dimensions = 3 if magic == _IMAGES else 1
+    head = 4 + 4 * dimensions
+    if len(data) < head or struct.unpack(">I", data[:4])[0] != magic:
+        raise DataError(f"{path} is no IDX file of {dimensions} dimension(s) of bytes.\nFix: fetch it again.")
+    shape = struct.unpack(f">{dimensions}I", data[4:head])
+    if len(data) != head + int(np.prod(shape)):
+        raise DataError(f"{path} has {len(data)} bytes and announces {shape}.\nFix: fetch it again: it is cut off.")
+    return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
+
+
+def write_digits(root: Path) -> None:
+    """Write scikit-learn's handwritten digits as PNG files, 1,437 to train on and 360 to test with, or nothing."""
+    if root.exists():
+        return
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    parts = root.with_name(f"{root.name}.{os.getpid()}.part")
+    for index, (image, label) in enumerate(zip(found.images, found.target, strict=True)):
+        part = "train" if index < len(found.images) - _TEST_DIGITS else "test"
+        place = parts / part / str(label)
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((image * 255 / 16).astype(np.uint8)).save(place / f"{index:04d}.png")
+    parts.rename(root)
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    """Write bytes as an IDX file; a name that ends in ``.gz`` is compressed."""
+    magic = _IMAGES if values.ndim == 3 else _LABELS
+    data = struct.pack(f">{1 + values.ndim}I", magic, *values.shape) + values.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)

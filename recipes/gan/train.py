@@ -1,0 +1,205 @@
+"""A GAN of the DCGAN kind under a guard: two players, two optimizers, alternating steps.
+
+    python -m recipes.gan
+    python -m recipes.gan --precision bf16 --regularizer spectral --norm batch --batch-size 32
+
+Does not: define networks (``model``), losses (``players``) or figures (``quality``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812 - its usual name
+
+from holdfast import DataLoader, Guard, HoldfastError, Policy
+from recipes.classifier.images import DataError, find_source, write_digits
+from recipes.gan.data import Images
+from recipes.gan.model import Norm
+from recipes.gan.players import Players, Regularizer, play, rescale
+from recipes.gan.quality import Judge
+from recipes.options import RunOptions, read_options
+from recipes.training import Training, find_device, open_guard
+
+POLICY = Path(__file__).parent / "policy.yaml"
+_COLUMNS = 10
+_FRAME = -0.4  # grey, between images that are black at their edges
+_MOST_REAL, _MOST_TEST = 2000, 1000  # images that figures are made from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GanOptions(RunOptions):
+    """Train a generator and a discriminator on images."""
+
+    run_dir: Path = Path("runs/gan")
+    """Directory of the run: checkpoints, records, images, report.html and result.json."""
+
+    max_steps: int = 4000
+    """Optimizer steps, counted over all lives of the run; each batch makes two, one of each player."""
+
+    data_dir: Path | None = None
+    """Images in grey: train/<class>/*.png and test/<class>/*.png, or the IDX files of MNIST. None: the digits of
+    scikit-learn are written as PNG files to <run-dir>/data."""
+
+    batch_size: int = 64
+    """Images in a step."""
+
+    base_batch_size: int = 64
+    """The batch that --lr is meant for. With another --batch-size rate, decay rates and eps follow by the rule that
+    holdfast.advise_learning_rate names."""
+
+    lr: float = 1e-3
+    """Learning rate of both players."""
+
+    latent: int = 32
+    """Numbers that an image is made from."""
+
+    width: int = 32
+    """Channels at full size."""
+
+    norm: Norm = "group"
+    """What follows a convolution of the generator. With "batch" a batch is not split, since that would change
+    training."""
+
+    regularizer: Regularizer = "r1"
+    """What keeps the discriminator smooth: a penalty on its gradient at real images, spectral normalisation, or
+    nothing."""
+
+    r1_weight: float = 1.0
+    """Of the penalty."""
+
+    ema_decay: float = 0.99
+    """Of the average of the generator's weights that images are drawn with."""
+
+    sample_steps: int = 500
+    """Optimizer steps between grids of drawn images."""
+
+    quarantine: float = 0.001
+    """Share of the images that may be set aside because they cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """All that is trained, and with what."""
+
+    players: Players
+    training: DataLoader
+    images: Images
+    test: Images
+    facts: Mapping[str, Any]
+
+
+def make_players(options: GanOptions, size: int, device: torch.device) -> Players:
+    """Return the players of a run as they begin, the same at every start."""
+    torch.manual_seed(options.seed)
+    return Players(
+        size=size,
+        device=device,
+        latent=options.latent,
+        width=options.width,
+        norm=options.norm,
+        regularizer=options.regularizer,
+        r1_weight=options.r1_weight,
+        lr=options.lr,
+        ema_decay=options.ema_decay,
+    )
+
+
+def make_job(options: GanOptions) -> Job:
+    """Return the job of a run, the same at every start.
+
+    Raises:
+        DataError: The data cannot be used.
+        HoldfastError: The loader cannot be made.
+    """
+    root = options.data_dir or options.run_dir / "data"
+    if options.data_dir is None:
+        write_digits(root)
+    images = Images(find_source(root, train=True), options.latent)
+    players = make_players(options, images.size, find_device(options))
+    _, advice = (rescale(each, options.base_batch_size, options.batch_size) for each in players.optimizers.values())
+    return Job(
+        players=players,
+        training=DataLoader(
+            images,
+            batch_size=options.batch_size,
+            shuffle=True,
+            drop_last=True,
+            num_workers=options.num_workers,
+            seed=options.seed,
+            quarantine=options.quarantine,
+        ),
+        images=images,
+        test=Images(find_source(root, train=False), options.latent, images.shape),
+        facts={
+            "learning_rate": players.optimizers["generator"].param_groups[0]["lr"],
+            "learning_rate_rule": advice.rule,
+            "learning_rate_source": advice.source,
+        },
+    )
+
+
+def grid_of(images: torch.Tensor) -> torch.Tensor:
+    """Return images, shape ``(n, 1, s, s)`` from -1 to 1, side by side: shape ``(height, width)`` from 0 to 1."""
+    count = len(images) // _COLUMNS * _COLUMNS
+    framed = F.pad(images[:count, 0], (0, 1, 0, 1), value=_FRAME)
+    return torch.cat([torch.cat(list(row), dim=1) for row in framed.split(_COLUMNS)]) / 2 + 0.5
+
+
+def train(job: Job, options: GanOptions, policy: Policy) -> dict[str, Any]:
+    """Train to the end, and return what result.json holds."""
+    players = job.players
+    guard = open_guard(
+        options,
+        policy,
+        model=players.models,
+        optimizer=players.optimizers,
+        loader=job.training,
+        state={"average": players.average},
+    )
+    training = Training(guard, options)
+    with guard:
+        for batch in training.batches():
+            before = guard.global_step
+            told, fooled = play(guard, players, batch)
+            if guard.global_step // options.sample_steps > before // options.sample_steps:
+                guard.add_image("drawn", grid_of(players.draw(5 * _COLUMNS)))
+                training.show(discriminator=float(told.loss), generator=float(fooled.loss))
+    return training.finish(players.all(), figures_of(job, options, guard))
+
+
+def figures_of(job: Job, options: GanOptions, guard: Guard) -> dict[str, Any]:
+    """Return what came of a run, and keep the last images beside real ones."""
+    real, labels = job.images.some(_MOST_REAL)
+    test, _ = job.test.some(_MOST_TEST)
+    judge = Judge(real, labels)
+    drawn = judge.measure(job.players.draw(len(test)))
+    untrained = make_players(options, job.images.size, torch.device("cpu"))
+    guard.add_image("drawn", grid_of(job.players.draw(5 * _COLUMNS)))
+    guard.add_image("real", grid_of(test[:: max(1, len(test) // (5 * _COLUMNS))][: 5 * _COLUMNS]))
+    return {
+        "frechet": drawn.frechet,
+        "frechet_untrained": judge.measure(untrained.draw(len(test))).frechet,
+        "frechet_real": judge.measure(test).frechet,
+        "classes_drawn": drawn.classes,
+        "classes": int(labels.max()) + 1,
+        **job.facts,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Train as the command line says, and return what result.json holds."""
+    options, policy = read_options(GanOptions, argv, policy_file=POLICY)
+    try:
+        return train(make_job(options), options, policy)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    except HoldfastError as error:
+        print(f"{error}\nWhat was found meanwhile: holdfast explain {options.run_dir}", file=sys.stderr)
+        raise SystemExit(1) from None

@@ -1,0 +1,1 @@
+"""Pegasus of transformers, trained to summarise: ``python -m recipes.pegasus``."""

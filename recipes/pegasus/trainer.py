@@ -1,0 +1,107 @@
+"""The same training in the loop of transformers' Seq2SeqTrainer, whose every step is holdfast's transaction.
+
+It has the loop, the evaluations, the logs and the checkpoints; batches, optimizer and schedule are those of the plain
+loop, so that both end with the same weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast import Policy
+from recipes.pegasus.job import Job, tokenized
+from recipes.pegasus.scoring import ROUGE, rouge
+from recipes.training import Training
+
+_USUAL_SAVE_STEPS = 500  # of TrainingArguments
+_NAMES = {"step": "step", "held_out_loss": "eval_loss"} | {name: f"eval_{name}" for name in ROUGE}
+
+
+def train_with_trainer(job: Job, policy: Policy) -> dict[str, Any]:
+    """Train to the end, and return what result.json holds.
+
+    Raises:
+        HoldfastError: H501, H503, H401, or H311 for checkpoints none of which is whole.
+    """
+    from holdfast.integrations.transformers import last_good_checkpoint
+    from recipes.pegasus.train import finished
+
+    trainer, options = make_trainer(job, policy), job.options
+    newest = last_good_checkpoint(trainer.args.output_dir)
+    if newest is None and options.resume:
+        print(f"--resume: {trainer.args.output_dir} holds no checkpoint to go on from.", file=sys.stderr)
+        raise SystemExit(2)
+    trainer.train(resume_from_checkpoint=newest)
+    trainer.accelerator.unwrap_model(job.model, keep_fp32_wrapper=False)  # else bf16 would go on in its forward
+    job.model.eval()
+    with torch.no_grad():
+        figures = finished(job)
+    logged = [point for point in trainer.state.log_history if "eval_rouge1" in point]
+    curve = [{name: point[theirs] for name, theirs in _NAMES.items()} for point in logged]
+    return Training(trainer.trained_by, options).finish(job.model, {**figures, "curve": curve})
+
+
+def make_trainer(job: Job, policy: Policy) -> Any:
+    """Return a Seq2SeqTrainer of a job.
+
+    Args:
+        job: Its loader, optimizer and schedule are used; ``gradient_accumulation_steps`` of its batches
+            are one update.
+        policy: What TrainingArguments have too is set there: clipping, precision, the saving of checkpoints.
+    """
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from holdfast.integrations.transformers import HoldfastMixin
+
+    options, saves = job.options, policy.save_interval_steps
+
+    class SummaryTrainer(HoldfastMixin, Seq2SeqTrainer):  # type: ignore[misc]
+        """Takes its batches from holdfast's loader."""
+
+        trained_by: Any = None
+
+        def get_train_dataloader(self) -> Any:
+            """Return the loader of the plain loop, with its order, its quarantine and its workers that heal."""
+            return job.loader
+
+        def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
+            """Make a step, and remember the guard beyond the end of the training."""
+            loss: torch.Tensor = super().training_step(*arguments, **named)
+            self.trained_by = self.holdfast_guard
+            return loss
+
+        def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
+            """Evaluate; random numbers go on as if it had not been, as in the plain loop."""
+            with torch.random.fork_rng():
+                found: dict[str, float] = super().evaluate(*arguments, **named)
+            return found
+
+    arguments = Seq2SeqTrainingArguments(
+        output_dir=str(options.run_dir / "trainer"), max_steps=options.max_steps, seed=options.seed,
+        per_device_train_batch_size=options.batch_size // options.gradient_accumulation_steps,
+        gradient_accumulation_steps=options.gradient_accumulation_steps, per_device_eval_batch_size=50,
+        max_grad_norm=policy.max_grad_norm or 0.0, bf16=policy.precision == "bf16", fp16=policy.precision == "fp16",
+        eval_strategy="steps", eval_steps=options.eval_steps, predict_with_generate=True,
+        generation_max_length=options.max_target_length + 1, generation_num_beams=options.num_beams,
+        save_strategy="no" if saves is None else "steps", save_total_limit=policy.keep_latest_k,
+        save_steps=saves if isinstance(saves, int) else _USUAL_SAVE_STEPS, logging_steps=50, report_to="none",
+        remove_unused_columns=False, use_cpu=job.device.type == "cpu", disable_tqdm=not sys.stderr.isatty(),
+    )  # fmt: skip
+    trainer = SummaryTrainer(
+        model=job.model, args=arguments, processing_class=job.tokenizer, data_collator=job.loader.collate_fn,
+        train_dataset=job.loader.dataset, eval_dataset=tokenized(job.held_out.pairs(), job.tokenizer, options),
+        compute_metrics=lambda found: _metrics(job, found.predictions), optimizers=(job.optimizer, job.scheduler),
+        holdfast_policy=policy, holdfast_run_dir=str(options.run_dir),
+    )  # fmt: skip
+    torch.manual_seed(options.seed)  # as in the plain loop: making a Trainer draws
+    return trainer
+
+
+def _metrics(job: Job, predictions: Any) -> dict[str, float]:
+    """Return the scores of generated tokens, of which the Trainer fills up rows with -100."""
+    tokens = np.where(predictions < 0, job.tokenizer.pad_token_id, predictions)
+    return rouge(job.tokenizer.batch_decode(tokens, skip_special_tokens=True), job.held_out.summaries)

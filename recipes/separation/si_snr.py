@@ -1,0 +1,61 @@
+"""The scale-invariant signal-to-noise ratio, and the loss that asks for it in the best order of the sources."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from holdfast import Loss
+from recipes.separation.model import ConvTasNet
+
+_EPSILON = 1e-8  # beside energies, so that silence has a ratio too
+
+
+def si_snr(estimate: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return the ratio in dB of each wave, over the last dimension.
+
+    Args:
+        estimate: Shape ``(..., samples)``.
+        source: What it should be, of a shape that broadcasts with it.
+    """
+    estimate = estimate - estimate.mean(-1, keepdim=True)
+    source = source - source.mean(-1, keepdim=True)
+    scale = (estimate * source).sum(-1, keepdim=True) / (source.square().sum(-1, keepdim=True) + _EPSILON)
+    target = scale * source
+    noise = (estimate - target).square().sum(-1)
+    return 10 * torch.log10((target.square().sum(-1) + _EPSILON) / (noise + _EPSILON))
+
+
+def best_order(estimates: torch.Tensor, sources: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean ratio of each sample in the order of the estimates that is best, and that order.
+
+    Args:
+        estimates: Shape ``(batch, sources, samples)``.
+        sources: Likewise.
+
+    Returns:
+        Shapes ``(batch,)`` in dB, and ``(batch, sources)``: which estimate belongs to each source.
+    """
+    ratios = si_snr(estimates[:, None], sources[:, :, None])  # (batch, source, estimate)
+    many = sources.shape[1]
+    orders = torch.tensor(list(itertools.permutations(range(many))), device=sources.device)
+    means = ratios[:, torch.arange(many, device=sources.device), orders].mean(-1)  # (batch, order)
+    best = means.max(1)
+    return best.values, orders[best.indices]
+
+
+def separation_loss(
+    model: ConvTasNet, batch: tuple[torch.Tensor, torch.Tensor], threshold: float | None = None
+) -> Loss:
+    """Return the negative ratio in dB, a mean over samples in their best order.
+
+    Args:
+        model: That separates.
+        batch: Mixtures ``(batch, samples)``, and their sources ``(batch, sources, samples)``.
+        threshold: SpeechBrain's gate: a sample whose loss is below has no gradient. There the mean is over the
+            others; here over all, so that a step always has one, and any division of a batch adds up to the same.
+    """
+    mixture, sources = batch
+    losses = -best_order(model(mixture).float(), sources)[0]
+    return Loss((losses if threshold is None else losses.clamp(min=threshold)).mean(), items=len(mixture))

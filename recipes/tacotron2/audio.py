@@ -1,0 +1,192 @@
+"""WAV files, log-mel spectrograms, and Griffin-Lim, which makes a wave of one again.
+
+Not here: which files there are (``folder``), or where spectrograms are kept (``features``).
+"""
+
+from __future__ import annotations
+
+import functools
+import wave as wave_files
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+SAMPLE_RATE = 22050
+_LOUDEST = {1: 2.0**7, 2: 2.0**15, 3: 2.0**23, 4: 2.0**31}  # by bytes of a sample
+# The mel scale of Slaney's Auditory Toolbox: linear up to 1000 Hz, then 27 steps for each factor of 6.4.
+_HZ_PER_MEL, _LINEAR_TO_HZ, _LOG_STEP = 200.0 / 3, 1000.0, np.log(6.4) / 27
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MelSettings:
+    """How a spectrogram is made; the defaults are those of Tacotron 2's public recipes.
+
+    Args:
+        sample_rate: Samples in a second.
+        n_fft: Points of the Fourier transform.
+        hop_length: Samples from one frame to the next.
+        win_length: Samples of the Hann window.
+        n_mels: Bands.
+        fmin: Lowest frequency, Hz.
+        fmax: Highest frequency, Hz.
+        floor: Smaller magnitudes count as this before the logarithm.
+    """
+
+    sample_rate: int = SAMPLE_RATE
+    n_fft: int = 1024
+    hop_length: int = 256
+    win_length: int = 1024
+    n_mels: int = 80
+    fmin: float = 0.0
+    fmax: float = 8000.0
+    floor: float = 1e-5
+
+
+def read_wav(path: Path, sample_rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
+    """Return the samples of a mono PCM WAV file, shape ``(samples,)``, from -1 to 1.
+
+    Raises:
+        ValueError: What is wrong with it, and what to do: it is no WAV, cut short, empty, not mono, or has another
+            sample rate.
+        OSError: It cannot be read.
+    """
+    try:
+        with wave_files.open(str(path), "rb") as file:
+            about = file.getparams()
+            data = file.readframes(about.nframes)
+    except (wave_files.Error, EOFError) as error:
+        raise _unusable(path, f"is no WAV file that can be read ({error or 'it ends too early'})") from error
+    if about.framerate != sample_rate:
+        raise wrong_sample_rate(path, about.framerate, sample_rate)
+    if about.nchannels != 1:
+        raise _unusable(path, f"has {about.nchannels} channels; 1 is needed")
+    if about.sampwidth not in _LOUDEST:
+        raise _unusable(path, f"has {about.sampwidth} bytes a sample; 1 to 4 are known")
+    if len(data) < about.nframes * about.sampwidth or not data:
+        raise _unusable(path, f"ends after {len(data) // about.sampwidth} of {about.nframes} samples")
+    return _samples(data, about.sampwidth)
+
+
+def _samples(data: bytes, width: int) -> NDArray[np.float32]:
+    if width == 1:  # 8 bits are unsigned
+        wide = np.frombuffer(data, dtype=np.uint8).astype(np.float64) - 128
+    elif width == 3:
+        octets = np.frombuffer(data, dtype=np.uint8).reshape(-1, 3)
+        padded = np.zeros((len(octets), 4), dtype=np.uint8)
+        padded[:, 1:] = octets  # as the upper three bytes of 32 bits, so that the sign is right
+        wide = padded.reshape(-1).view("<i4").astype(np.float64) / 256
+    else:
+        wide = np.frombuffer(data, dtype=f"<i{width}").astype(np.float64)
+    return (wide / _LOUDEST[width]).astype(np.float32)
+
+
+def wrong_sample_rate(path: Path, found: int, wanted: int) -> ValueError:
+    """Return the error for a file of another sample rate."""
+    return _unusable(
+        path,
+        f"has {found} samples a second; {wanted} are needed",
+        f"resample all files once, for instance: sox in.wav -r {wanted} -c 1 -b 16 out.wav",
+    )
+
+
+def _unusable(
+    path: Path, why: str, fix: str = "take it from its source again, or leave its row out of metadata.csv."
+) -> ValueError:
+    return ValueError(f"{path} {why}.\nFix: {fix}")
+
+
+def write_wav(path: Path, wave: Tensor | NDArray[np.float32], sample_rate: int = SAMPLE_RATE) -> None:
+    """Write a mono WAV file of 16 bits; samples beyond -1 to 1 are clipped.
+
+    Args:
+        path: File; its folder is made.
+        wave: Shape ``(samples,)``.
+        sample_rate: Samples in a second.
+    """
+    samples = np.asarray(wave, dtype=np.float64).clip(-1, 1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with wave_files.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(sample_rate)
+        file.writeframes((samples * 32767).round().astype("<i2").tobytes())
+
+
+@functools.lru_cache(maxsize=8)
+def mel_filters(settings: MelSettings) -> Tensor:
+    """Return the triangles of the mel bands, each of area 1 in Hz; shape ``(n_mels, n_fft // 2 + 1)``."""
+    ends = _mel(np.array([settings.fmin, settings.fmax]))
+    corners = _hertz(np.linspace(ends[0], ends[1], settings.n_mels + 2))
+    frequencies = np.linspace(0, settings.sample_rate / 2, settings.n_fft // 2 + 1)
+    rising = (frequencies - corners[:-2, None]) / np.diff(corners)[:-1, None]
+    falling = (corners[2:, None] - frequencies) / np.diff(corners)[1:, None]
+    heights = 2 / (corners[2:] - corners[:-2])
+    filters = np.minimum(rising, falling).clip(min=0) * heights[:, None]
+    return torch.from_numpy(filters.astype(np.float32))
+
+
+def _mel(hertz: NDArray[np.float64]) -> NDArray[np.float64]:
+    bent = _LINEAR_TO_HZ / _HZ_PER_MEL + np.log(hertz.clip(min=_LINEAR_TO_HZ) / _LINEAR_TO_HZ) / _LOG_STEP
+    return np.where(hertz < _LINEAR_TO_HZ, hertz / _HZ_PER_MEL, bent)
+
+
+def _hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
+    bend = _LINEAR_TO_HZ / _HZ_PER_MEL
+    return np.where(mel < bend, mel * _HZ_PER_MEL, _LINEAR_TO_HZ * np.exp(_LOG_STEP * (mel - bend)))
+
+
+def log_mel(wave: Tensor | NDArray[np.float32], settings: MelSettings = MelSettings()) -> Tensor:
+    """Return the log-mel spectrogram of a wave: natural logarithm of magnitudes, not of power.
+
+    Args:
+        wave: Shape ``(samples,)``, from -1 to 1.
+        settings: How it is made.
+
+    Returns:
+        Shape ``(frames, n_mels)``, where frames is ``samples // hop_length + 1``.
+
+    Raises:
+        ValueError: The wave is shorter than half a window.
+    """
+    samples = torch.as_tensor(wave)
+    if samples.shape[0] <= settings.n_fft // 2:
+        raise ValueError(f"{samples.shape[0]} samples are too few; more than {settings.n_fft // 2} are needed.")
+    magnitudes = _stft(samples, settings).abs()
+    return (mel_filters(settings) @ magnitudes).clamp(min=settings.floor).log().T.contiguous()
+
+
+def _stft(wave: Tensor, settings: MelSettings) -> Tensor:
+    sizes = settings.n_fft, settings.hop_length, settings.win_length, torch.hann_window(settings.win_length)
+    return torch.stft(wave, *sizes, pad_mode="reflect", return_complex=True)
+
+
+def griffin_lim(spectrogram: Tensor, settings: MelSettings = MelSettings(), *, rounds: int = 60) -> Tensor:
+    """Return a wave with about this log-mel spectrogram (Griffin and Lim, 1984): audible, not a vocoder.
+
+    Args:
+        spectrogram: Shape ``(frames, n_mels)``.
+        settings: How it was made.
+        rounds: Of setting magnitudes and keeping phases; phases begin at random, always the same.
+
+    Returns:
+        Shape ``(samples,)``, its loudest sample at 0.95 if it was beyond 1.
+    """
+    bands = spectrogram.detach().float().cpu().T.exp()
+    magnitudes = (torch.linalg.pinv(mel_filters(settings)) @ bands).clamp(min=0)
+    sizes = settings.n_fft, settings.hop_length, settings.win_length, torch.hann_window(settings.win_length)
+    angles = torch.rand(magnitudes.shape, generator=torch.Generator().manual_seed(0)) * (2 * torch.pi)
+    phases = torch.polar(torch.ones_like(angles), angles)
+
+    def inverse(spectrum: Tensor) -> Tensor:
+        return torch.istft(spectrum, *sizes)
+
+    for _ in range(rounds):
+        spectrum = _stft(inverse(magnitudes * phases), settings)
+        phases = spectrum / spectrum.abs().clamp(min=1e-8)
+    wave = inverse(magnitudes * phases)
+    loudest = float(wave.abs().max())
+    return wave * (0.95 / loudest) if loudest > 1 else wave

@@ -1,0 +1,211 @@
+"""Tacotron 2 from a folder as LJSpeech, or from one that espeak-ng speaks: ``python -m recipes.tacotron2``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from holdfast import HoldfastError, Loss
+from recipes.options import RunOptions, read_options
+from recipes.tacotron2 import espeak
+from recipes.tacotron2.audio import MelSettings
+from recipes.tacotron2.data import Padded, Utterances, compute_features, divide, make_loader
+from recipes.tacotron2.evaluation import Evaluation, figures_of
+from recipes.tacotron2.folder import SpeechFolder
+from recipes.tacotron2.losses import Weights, losses_of
+from recipes.tacotron2.model import Tacotron2
+from recipes.tacotron2.public_weights import read_public_weights
+from recipes.tacotron2.sizes import SIZES, Sizes
+from recipes.training import Training, find_device, open_guard
+
+HERE = Path(__file__).parent
+CLIPS = HERE / "clips"
+"""A few seconds of speech that come with the recipe."""
+_FEWEST_DECAYED = 0.01  # of the learning rate: from 1e-3 to 1e-5, as in the paper
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TacotronOptions(RunOptions):
+    """Train Tacotron 2 under holdfast."""
+
+    run_dir: Path = Path("runs/tacotron2")
+    """Directory of the run: checkpoints, records, features.h5, samples/, report.html and result.json."""
+
+    max_steps: int = 400
+    """Optimizer steps, counted over all lives of the run."""
+
+    data: Path | None = None
+    """Folder with metadata.csv and wavs/, as LJSpeech. none: one that espeak-ng speaks into the run directory, or the
+    clips of the recipe where espeak-ng is not installed."""
+
+    clips: int = 240
+    """Sentences that espeak-ng speaks."""
+
+    features: Path | None = None
+    """HDF5 file of the spectrograms; none: features.h5 in the run directory. Runs over one folder may share it."""
+
+    rebuild_features: bool = False
+    """Compute all spectrograms anew, after files of the folder were changed."""
+
+    size: Literal["small", "paper", "tiny"] = "small"
+    """paper: 28 million parameters, one frame a step. small: learns on two cores in minutes. tiny: for tests."""
+
+    frames_per_step: int | None = None
+    """Frames that a decoder step makes; none: as the size says."""
+
+    recurrent_regulariser: Literal["zoneout", "dropout"] = "zoneout"
+    """zoneout as in the paper, or dropout of 0.1 as in public implementations."""
+
+    batch_size: int = 16
+    """Utterances of an update. The paper has 64."""
+
+    learning_rate: float = 1e-3
+    """Of Adam. 1e-3: the paper."""
+
+    decay_after_steps: int = 50_000
+    """From here on the learning rate falls, to a hundredth over as many steps again."""
+
+    guided_attention: float = 1.0
+    """Weight of the loss that pulls the attention to the diagonal; 0 leaves it out, as the paper does."""
+
+    last_step_weight: float = 5.0
+    """How much more the last step counts in the loss of stopping: there is only one of it in an utterance."""
+
+    segment_steps: int = 50
+    """Decoder steps of a segment; 0: one segment. Alone it changes nothing, but it is what is recomputed when memory
+    is short, and where --truncate cuts."""
+
+    truncate: bool = False
+    """Truncated backpropagation through time: the decoder's state is detached between segments."""
+
+    held_out: int = 32
+    """Most utterances that are held out, a tenth at most."""
+
+    evaluate_every: int = 50
+    """Steps between evaluations."""
+
+    max_decoder_steps: int | None = None
+    """Where free-running inference is ended; none: half as long again as the longest utterance of the folder."""
+
+    weights: Path | None = None
+    """Published weights of NVIDIA/tacotron2 to begin with; they fit --size paper --recurrent-regulariser dropout."""
+
+    say: str = "The quick brown fox follows a giant zebra."
+    """Sentence that is said at the end, into samples/sentence.wav."""
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Train, and return what ``result.json`` holds."""
+    options, policy = read_options(TacotronOptions, argv, policy_file=HERE / "policy.yaml")
+    device, settings = find_device(options), MelSettings()
+    torch.manual_seed(options.seed)
+    trained_on, held_out, longest = _utterances(options, settings)
+    model = make_model(options, trained_on).to(device)
+    per_step = model.decoder.frames_per_step
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate, eps=1e-6, weight_decay=1e-6)
+    loader = make_loader(
+        trained_on,
+        batch_size=options.batch_size,
+        frames_per_step=per_step,
+        seed=options.seed,
+        num_workers=options.num_workers,
+        on_gpu=device.type == "cuda",
+    )
+    guard = open_guard(
+        options, policy, model=model, optimizer=optimizer, scheduler=_decay(optimizer, options), loader=loader
+    )
+    weights = Weights(last_step=options.last_step_weight, guided=options.guided_attention)
+    batch = Padded(frames_per_step=per_step)([held_out[place] for place in range(len(held_out))])
+    evaluation = Evaluation(guard, model, {name: value.to(device) for name, value in batch.items()}, weights)
+    limit = options.max_decoder_steps or longest * 3 // (2 * per_step)
+    free = partial(evaluation.run_free, options.say, limit, options.run_dir, settings)
+    training = Training(guard, options)
+    with guard:
+        figures = _train(training, evaluation, lambda batch: losses_of(model(**batch), batch, weights), free)
+    return training.finish(model, {**figures_of(guard.events()), **figures})
+
+
+def _train(
+    training: Training,
+    evaluation: Evaluation,
+    loss_fn: Callable[[Mapping[str, Tensor]], dict[str, Loss]],
+    run_free: Callable[[], dict[str, Any]],
+) -> dict[str, Any]:
+    """Run the loop; return the figures of free running, which there are when the last step is made."""
+    guard, options = training.guard, training.options
+    assert isinstance(options, TacotronOptions)
+    if guard.global_step == 0:
+        evaluation.listen()
+    figures = run_free() if guard.global_step >= options.max_steps else {}  # of a run that had ended: says more
+    for batch in training.batches():
+        result = guard.step(batch, loss_fn)
+        training.show(loss=result.loss)
+        last = guard.global_step == options.max_steps
+        if not result.skipped and (last or guard.global_step % options.evaluate_every == 0):
+            evaluation.listen()
+        if last:
+            figures = run_free()
+    return figures
+
+
+def _utterances(options: TacotronOptions, settings: MelSettings) -> tuple[Utterances, Utterances, int]:
+    """Return what to train on, what is held out, and the frames of the longest utterance."""
+    try:
+        folder = SpeechFolder(_folder(options), settings.sample_rate)
+        for row in folder.unreadable:
+            print(f"{row.path} is no WAV file that can be read: the loader will set it aside.", file=sys.stderr)
+        file = options.features or options.run_dir / "features.h5"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        features = compute_features(folder, file, settings, rebuild=options.rebuild_features)
+        trained_on, held_out = divide(folder, features, options.held_out)
+    except (HoldfastError, ValueError, OSError) as error:
+        _exit(error)
+    print(f"{folder.path}: {len(trained_on)} utterances to train on, {len(held_out)} held out", file=sys.stderr)
+    return trained_on, held_out, max(row.samples for row in folder.rows) // settings.hop_length + 1
+
+
+def _folder(options: TacotronOptions) -> Path:
+    if options.data is not None:
+        return options.data
+    if espeak.is_installed():
+        return espeak.make_folder(options.run_dir / "speech", options.clips, options.seed)
+    told = f"espeak-ng is not installed: training on eight clips, too few to learn from. Fix: {espeak.INSTALL}."
+    print(told, file=sys.stderr)
+    return CLIPS
+
+
+def _exit(error: Exception) -> NoReturn:
+    print(error, file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def make_model(options: TacotronOptions, utterances: Utterances) -> Tacotron2:
+    """Return the model as the options say; its frames begin at the mean of some utterances."""
+    sizes: Sizes = SIZES[options.size]
+    if options.frames_per_step is not None:
+        sizes = replace(sizes, frames_per_step=options.frames_per_step)
+    if options.recurrent_regulariser == "dropout":
+        sizes = replace(sizes, zoneout=0.0, recurrent_dropout=0.1)
+    model = Tacotron2(sizes, segment_steps=options.segment_steps, truncate=options.truncate)
+    if options.weights is None:
+        model.start_at(utterances.mean_frame())
+        return model
+    try:
+        model.load_state_dict(read_public_weights(options.weights))
+    except (ValueError, OSError, RuntimeError) as error:
+        _exit(error)
+    return model
+
+
+def _decay(optimizer: torch.optim.Optimizer, options: TacotronOptions) -> torch.optim.lr_scheduler.LambdaLR:
+    start = max(1, options.decay_after_steps)
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: max(_FEWEST_DECAYED, _FEWEST_DECAYED ** (max(0, step - start) / start))
+    )

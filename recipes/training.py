@@ -1,0 +1,205 @@
+"""What all recipes do around their own loop: where to train, a bar while it goes, a report and figures at its end.
+
+Ctrl-C ends a loop as SIGTERM does, at the end of the batch and with a checkpoint, and the process with exit code 130;
+an error of holdfast ends it with the error's text and exit code 1. There is a report of both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from holdfast import Guard, HoldfastError, Policy
+from holdfast.core.durable import replace_file
+from holdfast.report.gathering import gather
+from holdfast.report.page import render
+from holdfast.report.sources import check_run
+from holdfast.run.stop import StopRequest
+from recipes.options import RunOptions
+
+_SECONDS_BETWEEN_LINES = 10.0  # where nobody sees a bar
+_INTERRUPTED = 130  # the exit code of what Ctrl-C has ended, as shells have it
+
+
+def find_device(options: RunOptions) -> torch.device:
+    """Return the device that was asked for, and exit with a message where there is none such."""
+    name = options.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
+        sys.exit(f"--device {name} cannot be used: {str(error).splitlines()[0]}\nFix: --device cpu, or auto.")
+    return torch.device(name)
+
+
+class RecipeGuard(Guard):
+    """A guard that ends the process clearly where an error of holdfast leaves its ``with`` block, not in a notebook.
+
+    Args:
+        options: Of the recipe.
+        policy: Of the run.
+        **parts: What else `Guard` takes.
+    """
+
+    def __init__(self, options: RunOptions, policy: Policy, **parts: Any) -> None:
+        super().__init__(options.run_dir, policy=policy, **parts)
+        self._run_dir = options.run_dir
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+        super().__exit__(kind, error, *rest)
+        if isinstance(error, HoldfastError) and not _is_interactive():
+            self._write_what_there_is(error.what)
+            print(f"{error}\nWhat was found meanwhile: holdfast explain {self._run_dir}", file=sys.stderr)
+            raise SystemExit(1) from None
+
+    def end_interrupted(self) -> NoReturn:
+        """End the process after Ctrl-C, and say how to go on."""
+        self._write_what_there_is("SIGINT")
+        saves = self.policy.save_interval_steps is not None
+        how = "the same command, or with --resume, goes on from here" if saves else "this run saves no checkpoints"
+        print(f"interrupted at step {self.global_step}: {how}", file=sys.stderr)
+        raise SystemExit(_INTERRUPTED) from None
+
+    def _write_what_there_is(self, why: str) -> None:
+        try:
+            _write_end(self, self._run_dir, {"found": found(self)}, stopped=why)
+        except (MemoryError, OSError) as error:  # memory may be what is short
+            print(f"no report: {error!r}", file=sys.stderr)
+
+
+def _is_interactive() -> bool:
+    """Say whether this is a notebook or a prompt, where errors and Ctrl-C end a cell and not the process."""
+    return hasattr(sys, "ps1")
+
+
+def open_guard(options: RunOptions, policy: Policy, **parts: Any) -> RecipeGuard:
+    """Return the guard of a recipe; what holdfast refuses ends the process with its message and exit code 2.
+
+    Args:
+        options: Of the recipe.
+        policy: Of the run.
+        **parts: What else `Guard` takes: model, optimizer, scheduler, loader, state, split.
+    """
+    try:
+        guard = RecipeGuard(options, policy, **parts)
+    except HoldfastError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    if options.resume and guard.resumed_from is None:
+        guard.close()
+        print(
+            f"--resume: {options.run_dir} holds no checkpoint to go on from.\n"
+            "Fix: name the directory of the earlier run with --run-dir, or leave --resume out.",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    if guard.resumed_from is not None:
+        print(f"going on from step {guard.global_step} ({guard.resumed_from})", file=sys.stderr)
+    return guard
+
+
+class Training:
+    """One life of a recipe's run: its batches under a bar, and what is written at its end.
+
+    The bar is drawn on stderr; where that is no terminal a line is printed now and then.
+
+    Args:
+        guard: Of the run.
+        options: Of the recipe.
+    """
+
+    def __init__(self, guard: RecipeGuard, options: RunOptions) -> None:
+        self.guard = guard
+        self.options = options
+        self._told = ""
+
+    def show(self, **values: float | str) -> None:
+        """Show values beside the bar, such as ``loss=0.25``."""
+        shown = (f"{name} {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in values.items())
+        self._told = "  ".join(shown)
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the guard's batches up to ``max_steps`` of the options; after Ctrl-C, end the process."""
+        ctrl_c = StopRequest(signal.SIGINT)
+        if not _is_interactive():
+            ctrl_c.install()
+        try:
+            for batch in self._under_a_bar():
+                yield batch
+                if ctrl_c.reason is not None:
+                    self.guard.request_stop(ctrl_c.reason)
+            if ctrl_c.reason is not None:
+                self.guard.end_interrupted()
+        finally:
+            ctrl_c.uninstall()
+
+    def _under_a_bar(self) -> Iterator[Any]:
+        guard, most = self.guard, self.options.max_steps
+        console, last = Console(stderr=True, force_jupyter=False), time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, TextColumn("{task.fields[told]}"), console=console, transient=True) as bar:
+            console.show_cursor()  # a second Ctrl-C would leave the terminal without one
+            task = bar.add_task("step", total=most, completed=guard.global_step, told="")
+            for batch in guard.batches(max_steps=most):
+                yield batch
+                bar.update(task, completed=guard.global_step, told=self._told)
+                if not console.is_terminal and time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
+                    last = time.monotonic()
+                    print(f"step {guard.global_step} of {most}  {self._told}", file=sys.stderr, flush=True)
+
+    def finish(self, model: torch.nn.Module, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """Write ``result.json`` and ``report.html`` into the run directory, and say what came of the run.
+
+        Args:
+            model: Whose weights are digested, so that two runs can be compared.
+            figures: What the recipe has learnt, by name.
+
+        Returns:
+            What ``result.json`` holds.
+        """
+        return _write_end(self.guard, self.options.run_dir, figures, weights=digest(model))
+
+
+def _write_end(guard: Guard, run_dir: Path, figures: Mapping[str, Any], **more: str) -> dict[str, Any]:
+    """Write ``result.json`` and ``report.html``, and print the figures."""
+    result: dict[str, Any] = {"global_step": guard.global_step, "stopped": guard.stop_reason, **more}
+    result |= {"figures": dict(figures), "statistics": dataclasses.asdict(guard.statistics())}
+    replace_file(run_dir / "result.json", json.dumps(result, indent=2, default=str).encode())
+    for name, value in figures.items():
+        print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
+    weights = f"weights {more['weights'][:16]}; " if "weights" in more else ""
+    print(f"step {guard.global_step}; {weights}records in {run_dir}")
+    page = run_dir / "report.html"
+    try:
+        replace_file(page, render(gather(check_run(run_dir))).encode())
+        print(f"report: {page}")
+    except HoldfastError as error:  # no plotly: the run itself is whole
+        print(f"no report: {error.what}. {error.fix}", file=sys.stderr)
+    return result
+
+
+def found(guard: Guard) -> list[str]:
+    """Return the rules by which something was found to be wrong with a run, in the order of finding."""
+    rules = (event.data["rule"] for event in guard.events() if event.kind in ("finding", "preflight"))
+    return list(dict.fromkeys(rules))
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Return the SHA-256 of a model's state, by name and by bit."""
+    found = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        found.update(name.encode())
+        found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,367 @@
+"""The recogniser: what it counts, reads, refuses and sets aside; that it learns, and goes on as if never stopped."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recipes.asr import forecast, train
+from recipes.asr.corpus import CorpusError, Utterance, hold_out, read_corpus
+from recipes.asr.data import CHARACTERS, Sound, Speech, collate, encode
+from recipes.asr.model import Recogniser, ctc
+from recipes.asr.scoring import best_path, edits, picture
+from recipes.asr.settings import read_speech_options
+from recipes.asr.speech import Plan, make_corpus, resampled
+from recipes.asr.voices import ALPHABET, Voice, speak
+from recipes.tacotron2 import espeak
+from recipes.tacotron2.audio import write_wav
+from typer.testing import CliRunner
+
+from holdfast import Guard
+from holdfast.cli.main import make_app
+from holdfast.data.quarantine import FILE_NAME, read_ledger
+from holdfast.run.images import MOST_PIXEL_BYTES
+
+SOUND = Sound(sample_rate=16000, n_mels=20)
+POLICY = Path(train.__file__).with_name("policy.yaml")
+SMALL = (
+    "--speakers", "2", "--sentences", "8", "--words", "2", "--batch-size", "4", "--channels", "16", "--n-mels", "20",
+    "--max-steps", "10", "--eval-interval-steps", "5",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a small corpus in LibriSpeech's layout."""
+    plan = Plan(speakers=2, sentences=3, words=2, sample_rate=16000, seed=0, held_out=False)
+    return make_corpus(plan, tmp_path_factory.mktemp("speech"))
+
+
+def run(run_dir: Path, *options: object) -> dict[str, Any]:
+    return train.main([*SMALL, "--run-dir", str(run_dir), *map(str, options)])
+
+
+def test_edits_are_the_fewest():
+    """Edits are counted as Levenshtein did, over characters and over words."""
+    assert edits("kitten", "sitting") == 3
+    assert edits("", "abc") == edits("abc", "") == 3
+    assert edits(["the", "big", "dog"], ["the", "dog"]) == 1
+
+
+def test_best_path_joins_repeats_that_no_blank_parts():
+    """What is heard twice without a blank between is one character, and frames behind the end do not count."""
+    labels = torch.tensor([[0, 11, 11, 0, 14, 14, 0, 14, 17, 5, 5]])
+    scores = torch.nn.functional.one_hot(labels, len(CHARACTERS) + 1).float()
+    assert best_path(scores, torch.tensor([9])) == ["illo"]
+
+
+def test_pictures_of_long_sentences_stay_small():
+    """A sentence of a minute makes a picture that a run may keep, with values from 0 to 1."""
+    image = picture(torch.randn(6000, 80), torch.randn(3000, len(CHARACTERS) + 1).log_softmax(-1))
+    assert image.shape[0] * image.shape[1] < MOST_PIXEL_BYTES
+    assert 0 <= image.min() <= image.max() <= 1
+
+
+def test_three_layouts_hold_the_same_utterances(corpus, tmp_path):
+    """The same recordings as LibriSpeech, LJSpeech and SpeechBrain's CSV have them give the same samples."""
+    utterances = read_corpus(corpus)
+    (tmp_path / "wavs").mkdir()
+    with (tmp_path / "train.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["ID", "duration", "wav", "spk_id", "wrd"])
+        writer.writerows([each.name, 1.0, each.path, each.speaker, each.text] for each in utterances)
+    for each in utterances:
+        (tmp_path / "wavs" / f"{each.name}.wav").symlink_to(each.path)
+    rows = [f"{each.name}|{each.text}|{each.text.lower()}" for each in utterances]
+    (tmp_path / "metadata.csv").write_text("\n".join(rows))
+    for place in (tmp_path, tmp_path / "train.csv"):
+        one, other = (Speech(each, SOUND, augment=False) for each in (utterances, read_corpus(place)))
+        assert len(one) == len(other) == 6
+        for index, key in itertools.product(range(6), ("features", "labels")):
+            assert torch.equal(one[index][key], other[index][key])
+    assert {each.speaker for each in utterances} == {"1", "2"}
+
+
+def test_a_corpus_that_is_none_is_refused(tmp_path):
+    """A folder without transcripts, a CSV file without a column, FLAC, and too few to hold out end with a fix."""
+    (tmp_path / "bad.csv").write_text("ID,wav,txt\n1,a.wav,hello\n")
+    (tmp_path / "empty").mkdir()
+    flac = tmp_path / "flac"
+    flac.mkdir()
+    (flac / "1-1.trans.txt").write_text("1-1-0000 HELLO\n")
+    (flac / "1-1-0000.flac").touch()
+    told = {"bad.csv": "no column 'wrd'", "empty": "no utterance", "flac": "no WAV", "no.csv": "cannot be read"}
+    for place, said in told.items():
+        with pytest.raises(CorpusError, match=rf"(?s){said}.*Fix: "):
+            read_corpus(tmp_path / place)
+    with pytest.raises(CorpusError, match="too few"):
+        hold_out([Utterance(name="a", path=tmp_path, text="a")] * 3)
+
+
+def test_made_speech_is_finished_as_it_was_begun(corpus, tmp_path):
+    """A corpus that was left half made ends with the same bytes as one that was not."""
+    plan = Plan(speakers=2, sentences=3, words=2, sample_rate=16000, seed=0, held_out=False)
+    again = make_corpus(plan, tmp_path)
+    next(again.glob("2/1/*.trans.txt")).unlink()
+    next(again.glob("2/1/*.wav")).write_bytes(b"half")
+    files = sorted(path.relative_to(corpus) for path in corpus.rglob("*.*"))
+    assert make_corpus(plan, tmp_path) == again
+    assert [(again / name).read_bytes() for name in files] == [(corpus / name).read_bytes() for name in files]
+
+
+def test_voices_differ_in_pitch_and_letters_in_sound():
+    """A voice of 200 Hz has its harmonics there, and an s lies far above a vowel."""
+    voice = Voice(pitch=200.0, tract=1.0, rate=1.0, breath=0.0)
+    random = np.random.default_rng(0)
+    waves = {text: speak(text * 8, voice, sample_rate=16000, random=random) for text in ("o", "s")}
+    spectra = {text: np.abs(np.fft.rfft(wave)) for text, wave in waves.items()}
+    hertz = {text: np.fft.rfftfreq(len(wave), 1 / 16000) for text, wave in waves.items()}
+    lowest = (hertz["o"] > 100) & (hertz["o"] < 300)
+    assert abs(hertz["o"][lowest][spectra["o"][lowest].argmax()] - 200) < 20
+    centres = {text: np.average(hertz[text], weights=spectra[text] ** 2) for text in waves}
+    assert centres["o"] < 1500 < 4000 < centres["s"]
+    assert set(CHARACTERS) == set(ALPHABET)
+
+
+@pytest.mark.skipif(not espeak.is_installed(), reason="needs espeak-ng")
+def test_espeak_ng_speaks_a_corpus_too(tmp_path):
+    """Voices of espeak-ng fill the same layout at the sample rate that was asked for, and fit their texts."""
+    plan = Plan(speakers=2, sentences=1, words=2, sample_rate=16000, seed=0, held_out=False, spoken_by="espeak")
+    found = Speech(read_corpus(make_corpus(plan, tmp_path)), SOUND, augment=False)
+    assert all(len(found[index]["features"]) > 20 for index in range(2))
+
+
+def test_resampling_keeps_what_both_rates_can_hold():
+    """A tone of 1000 Hz is the same tone at a lower and at a higher rate; one that a rate cannot hold is gone."""
+    for wanted in (8000, 24000):
+        low, high = (np.sin(2 * np.pi * hertz * np.arange(1600) / 16000) for hertz in (1000, 5000))
+        found = resampled((low + high).astype(np.float32), 16000, wanted)
+        times = np.arange(len(found)) / wanted
+        kept = [hertz for hertz in (1000, 5000) if hertz < wanted / 2]
+        expected = sum(np.sin(2 * np.pi * hertz * times) for hertz in kept)
+        assert np.abs(found - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "damage", "said"),
+    [
+        ("", "", "holds no letter"),
+        (" ?! ", "", "holds no letter"),
+        ("seven of 9", "", "holds '9'"),
+        ("hello" * 60, "", "characters in"),
+        ("hello", "no wav", "no WAV file"),
+        ("hello", "cut short", "ends after"),
+        ("hello", "rate", "8000 samples a second"),
+        ("hello", "missing", "No such file"),
+    ],
+)
+def test_what_cannot_be_used_says_why(text, damage, said, corpus, tmp_path):
+    """A text without letters, with digits or too long, and a recording that is none, are errors that say why."""
+    good, path = read_corpus(corpus)[0].path, tmp_path / "a.wav"
+    if damage == "rate":
+        write_wav(path, np.ones(8000, dtype=np.float32), 8000)
+    elif damage != "missing":
+        path.write_bytes({"no wav": b"RIFF or not", "cut short": good.read_bytes()[:2000]}.get(damage, b""))
+    path = path if damage else good
+    with pytest.raises((ValueError, OSError), match=said):
+        Speech([Utterance(name="a", path=path, text=text)], SOUND, augment=False)[0]
+
+
+def test_texts_are_taken_as_they_are_meant():
+    """Capitals, punctuation and typographic apostrophes make no difference."""
+    assert torch.equal(encode("Don\N{RIGHT SINGLE QUOTATION MARK}t  go, now!"), encode("DON'T GO NOW"))
+
+
+def test_a_sentence_is_heard_alike_alone_and_beside_longer_ones(corpus):
+    """Padding changes neither scores nor loss, so that parts of a batch add up to the whole of it."""
+    data = Speech(read_corpus(corpus), SOUND, augment=False)
+    samples = sorted((data[index] for index in range(4)), key=lambda each: len(each["features"]))
+    torch.manual_seed(0)
+    model = Recogniser(n_mels=20, channels=16, blocks=2, dropout=0.0).double()
+    samples = [{**each, "features": each["features"].double()} for each in samples]
+    whole, parts = ctc(model, collate(samples)), [ctc(model, collate([each])) for each in samples]
+    total = sum(float(part.mean.detach()) * int(part.items) for part in parts)
+    assert total / sum(int(part.items) for part in parts) == pytest.approx(float(whole.mean.detach()), rel=1e-5)
+
+
+def test_augmentation_follows_from_the_seed_of_a_sample(corpus):
+    """Equal random numbers make equal samples, others make others, and no augmentation needs none."""
+    plain, varied = (Speech(read_corpus(corpus), SOUND, augment=augment) for augment in (False, True))
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append((varied[0]["features"], plain[0]["features"]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][0].shape != found[2][0].shape or not torch.equal(found[0][0], found[2][0])
+    assert torch.equal(found[0][1], found[2][1])
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch):
+    """Stopped after step 4 and begun again, a run ends with the same weights, and with figures and a picture."""
+    whole = run(tmp_path / "whole")
+    show = train.Training.show
+
+    def show_and_stop(self: Any, **values: Any) -> None:
+        show(self, **values)
+        if self.guard.global_step == 4:
+            self.guard.request_stop("test")
+
+    monkeypatch.setattr(train.Training, "show", show_and_stop)
+    assert run(tmp_path / "parted")["global_step"] == 4
+    monkeypatch.undo()
+    parted = run(tmp_path / "parted", "--resume")
+    assert parted["weights"] == whole["weights"]
+    assert parted["statistics"]["resumes"] == 1
+    assert whole["figures"]["character_error_rate"] > 0
+    assert json.loads((tmp_path / "whole" / "result.json").read_text())["weights"] == whole["weights"]
+    assert (tmp_path / "whole" / "images" / "hearing" / "10.png").is_file()
+
+
+def test_recomputed_blocks_change_no_bit(tmp_path):
+    """A run whose blocks forget their activations and compute them again ends with the same weights."""
+    options = ("--max-steps", 4, "--speech-dir", tmp_path / "speech")
+    whole, again = (run(tmp_path / name, *options, "--recompute", name) for name in ("false", "blocks.0,blocks.1"))
+    assert again["statistics"]["recompute"] is True
+    assert again["weights"] == whole["weights"]
+
+
+def test_a_recording_that_is_none_is_set_aside(corpus, tmp_path):
+    """A run over a corpus with a broken WAV file trains on, without it, and its ledger says why."""
+    copy = tmp_path / "corpus"
+    for path in corpus.rglob("*.*"):
+        target = copy / path.relative_to(corpus)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    bad = sorted(copy.rglob("*.wav"))[2]
+    bad.write_bytes(b"not a wave")
+    result = run(tmp_path / "run", "--data", copy, "--held-out", corpus, "--max-steps", 4, "--batch-size", 2)
+    assert result["global_step"] == 4
+    (aside,) = read_ledger(tmp_path / "run" / FILE_NAME).values()
+    assert aside.index == 2
+    assert "no WAV file" in aside.evidence
+
+
+def read(*argv: object) -> tuple[train.Options, Any]:
+    return read_speech_options(train.Options, [str(each) for each in argv], policy_file=POLICY)
+
+
+def test_clipping_is_the_preset_unless_something_stronger_says_otherwise(tmp_path):
+    """The preset clips at 5.0; a SpeechBrain file, then an option, then its own gate are stronger; below 0 is off."""
+    hparams, config = tmp_path / "train.yaml", tmp_path / "config.yaml"
+    hparams.write_text("max_grad_norm: 2.5\nlr: !ref <base_lr>\nmodel: !new:some.Model\nckpt_interval_steps: 50\n")
+    config.write_text("clip_grad_norm: -1\nbatch_size: 3\n")
+    assert read()[1].max_grad_norm == 5.0
+    policy = read("--hparams", hparams)[1]
+    assert (policy.max_grad_norm, policy.save_interval_steps, policy.clip_by) == (2.5, 50, "optimizer")
+    assert read("--hparams", hparams, "--max-grad-norm", "1.5")[1].max_grad_norm == 1.5
+    options, policy = read("--hparams", hparams, "--config", config)
+    assert (options.batch_size, policy.max_grad_norm) == (3, None)
+    assert read("--config", config, "--clip-grad-norm", 7)[1].max_grad_norm == 7
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--channels", 17, "an even number"),
+        ("--channels", 0, "at least 2"),
+        ("--n-mels", 0, "at least 1"),
+        ("--n-mels", 400, "at most 256"),
+        ("--dropout", 1, "below 1"),
+        ("--learning-rate", 0, "above 0"),
+        ("--batch-size", 0, "at least 1"),
+        ("--eval-interval-steps", 0, "at least 1"),
+        ("--sample-rate", 100, "at least 1000"),
+        ("--num-workers", -1, "at least 0"),
+        ("--quarantine", -1, "H607"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused_before_there_is_a_run(option, value, said, tmp_path, capsys):
+    """The message names the option, its value, what is needed and what to do, and no run directory is made."""
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path / "run", option, value, "--speech-dir", tmp_path / "speech")
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"{option.removeprefix('--')}" in told
+    assert said in told
+    assert "Fix: " in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_of_the_training_ends_with_its_message(corpus, tmp_path, capsys):
+    """What holdfast raises while it trains is told with where to read on, and code 1, not as a traceback."""
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path / "run", "--data", corpus, "--held-out", corpus, "--blocks", 0, "--learning-rate", 1e30)
+    assert ended.value.code == 1
+    told = capsys.readouterr().err
+    assert "[H501]" in told
+    assert f"holdfast explain {tmp_path / 'run'}" in told
+
+
+def test_flac_is_refused_and_the_wave_beside_it_is_read(corpus, tmp_path):
+    """A CSV file that names FLAC, as SpeechBrain's, stands for the WAV files beside; or it says how to make them."""
+    wave = read_corpus(corpus)[0].path
+    (tmp_path / "a.flac").touch()
+    (tmp_path / "train.csv").write_text("ID,duration,wav,wrd\n1,1.0,$data_root/a.flac,hello\n")
+    with pytest.raises(CorpusError, match=r"a\.flac is no WAV file\nFix: .*ffmpeg"):
+        read_corpus(tmp_path / "train.csv")
+    (tmp_path / "a.wav").symlink_to(wave)
+    assert read_corpus(tmp_path / "train.csv")[0].path == tmp_path / "a.wav"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--clip-grad-norm", "0"),
+        ("--hparams", "nowhere.yaml"),
+        ("--hparams", str(POLICY), "--policy", str(POLICY)),
+        ("--chanels", "8"),
+        ("--data", "nowhere"),
+        ("--held-out", "nowhere"),
+    ],
+)
+def test_wrong_use_ends_with_a_message(argv, tmp_path, capsys):
+    """Options that cannot be used end the process with code 2 and say what to do."""
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path / "run", *argv)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "Fix: " in told or "did you mean" in told
+
+
+def test_what_a_forecast_is_made_of_trains(tmp_path):
+    """The factory that `holdfast plan` is given makes sentences of several lengths, and a step that commits."""
+    built = forecast.build(3, 70)
+    assert built["batch"]["frames"].tolist() == [70, 63, 57]
+    assert built["batch"]["characters"].tolist() == [10, 9, 8]
+    with Guard(tmp_path, model=built["model"], optimizer=built["optimizer"]) as guard:
+        result = guard.step(built["batch"], built["loss_fn"])
+    assert not result.skipped
+    assert torch.isfinite(result.loss)
+
+
+@pytest.mark.slow
+def test_a_plan_for_given_lengths(tmp_path):
+    """`holdfast plan` takes the recipe's factory, for the longest of the lengths that it is given."""
+    (tmp_path / "lengths.txt").write_text("40\n64\n")
+    told = [f"{POLICY.with_name('forecast.py')}:build", "--device", "T4", "--precision", "fp32", "--json"]
+    told += ["--global-batch-size", "8", "--lengths", str(tmp_path / "lengths.txt")]
+    result = CliRunner().invoke(make_app("plan"), ["plan", *told])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["longest"] == 64
+    assert all(row["micro_batch_size"] == 8 and row["live_bytes"] < 2**30 for row in found["rows"])
+    assert found["traced"]["fp32"]["parameters"] == 6_267_421
+
+
+@pytest.mark.slow
+def test_it_learns_to_recognise_voices_that_it_never_heard(tmp_path):
+    """In 140 steps over twelve voices the error rate of four others falls from 1 to below 0.6."""
+    options = ("--speakers", 12, "--sentences", 16, "--words", 3, "--batch-size", 16, "--channels", 128)
+    options += ("--n-mels", 40, "--max-steps", 140, "--eval-interval-steps", 140)
+    assert run(tmp_path / "run", *options)["figures"]["character_error_rate"] < 0.6

@@ -1,0 +1,199 @@
+"""The classifier: every fault that can be switched on is named, the healthy run is left in peace, files are read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from recipes.classifier.faults import CUT_OFF, FAULTS, NOT_A_NUMBER
+from recipes.classifier.images import DataError, find_source, write_digits, write_idx
+from recipes.classifier.train import main
+
+from holdfast.core.events import Event
+from holdfast.data.quarantine import FILE_NAME, read_ledger
+from holdfast.diagnose.collecting import collect
+from holdfast.diagnose.judging import judge
+from holdfast.diagnose.verdict import Verdict
+from holdfast.recorder.reader import read_events
+
+ROOT = Path(__file__).parents[2]
+# Enough for the rule that names each: contracts in the first steps, windows over the run as a whole.
+STEPS = {
+    "unscaled-inputs": 220, "lr-too-high": 120, "lr-too-low": 120, "momentum-too-high": 220,
+    "exploding-gradients": 220, "shuffled-labels": 220, "vanishing-gradients": 220,
+}  # fmt: skip
+OF_LOADING = ("dead-worker", "stopped-worker", "slow-worker")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a quarter of scikit-learn's digits: 360 to train on, 90 to test with."""
+    whole = tmp_path_factory.mktemp("digits") / "whole"
+    write_digits(whole)
+    few = whole.with_name("few")
+    for part in ("train", "test"):
+        for picture in sorted(whole.glob(f"{part}/*/*.png"), key=lambda path: path.name)[::4]:
+            place = few / picture.relative_to(whole)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(picture, place)
+    return few
+
+
+class Ended:
+    """What came of a run of the recipe: its result, its events, and the verdict on it."""
+
+    def __init__(self, run_dir: Path, data: Path, *options: object) -> None:
+        small = ("--batch-size", 16, "--width", 8, "--warmup-steps", 20, "--data-dir", data, "--run-dir", run_dir)
+        self.result: dict[str, Any] = {}
+        self.code: object = 0
+        try:
+            self.result = main([str(each) for each in (*small, *options)])
+        except SystemExit as error:
+            self.code = error.code
+        self.run_dir = run_dir
+
+    def events(self, *kinds: str) -> list[Event]:
+        return [event for event in read_events(self.run_dir / "recorder" / "rank0") if event.kind in kinds]
+
+    def verdict(self) -> Verdict:
+        return judge(collect(self.run_dir))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the digest of the weights of a run that nothing happened to."""
+    weights: str = Ended(tmp_path_factory.mktemp("undisturbed"), digits, "--max-steps", 60).result["weights"]
+    return weights
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_named(fault, digits, undisturbed, tmp_path):
+    """What was switched on stands among the findings or events of the run, and in what `holdfast explain` tells."""
+    named_by = FAULTS[fault].named_by
+    ended = Ended(tmp_path / "run", digits, "--fault", fault, "--max-steps", STEPS.get(fault, 60))
+    found = {event.data["rule"] for event in ended.events("finding", "preflight")}
+    kinds = {event.kind for event in ended.events(named_by)}
+    assert named_by in found | kinds
+    told = json.dumps(ended.verdict().as_json())
+    said = {
+        "loader_healed": "replaced the workers",
+        "sample_quarantined": "set a sample aside",
+        "nonfinite_origin": "NaN in the batch",
+    }
+    assert said.get(named_by, f"[{named_by}]") in told
+    quoted = [each.text for each in ended.verdict().evidence if each.source.startswith("guard, step")]
+    assert named_by in said or named_by in quoted[0], "what is named first is the cause"
+    if fault in OF_LOADING:
+        assert ended.result["weights"] == undisturbed, "and it is healed, bit for bit"
+
+
+@pytest.mark.slow
+def test_the_healthy_run_is_left_in_peace(digits, tmp_path):
+    """Beyond the first window of the diagnosis nothing is found, skipped or healed, and digits are learnt."""
+    ended = Ended(tmp_path / "run", digits, "--max-steps", 420)
+    unusual = ("finding", "preflight", "skip_step", "loader_healed", "sample_quarantined", "searched_cause")
+    assert ended.events(*unusual) == []
+    assert ended.result["figures"]["found"] == []
+    assert ended.result["figures"]["test_accuracy"] > 0.75
+    assert ended.verdict().title == "ended well"
+    assert "What happened" in (ended.run_dir / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_bad_sample_is_named_with_its_file(digits, tmp_path):
+    """Three pictures that are cut off stand in the ledger with their paths; a NaN is traced to its own sample."""
+    ended = Ended(tmp_path / "cut", digits, "--fault", "corrupt-samples", "--max-steps", 30)
+    ledger = read_ledger(tmp_path / "cut" / FILE_NAME)
+    assert sorted(ledger) == list(CUT_OFF)
+    paths = find_source(digits, train=True)
+    assert all(paths.name(index) in entry.evidence for index, entry in ledger.items())
+    assert ended.code == 0
+    ended = Ended(tmp_path / "nan", digits, "--fault", "nan-inputs", "--max-steps", 30)
+    named = {index for event in ended.events("nonfinite_origin") for index in event.data["dataset_indices"]}
+    assert named == set(NOT_A_NUMBER)
+    assert ended.result["statistics"]["skipped_steps"] > 0
+
+
+@pytest.mark.slow
+def test_schedules_count_real_steps_over_skips_and_resumes(digits, tmp_path):
+    """The warm-up passes over a skipped step, the plateau reacts to validations, and both go on in a later life."""
+    options = ("--fault", "nan-inputs", "--validate-steps", 3, "--patience", 0, "--lr", 0.4)
+    early = Ended(tmp_path / "cut", digits, *options, "--max-steps", 10)
+    begun = early.result
+    whole = Ended(tmp_path / "whole", digits, *options, "--max-steps", 30)
+    rest = Ended(tmp_path / "cut", digits, *options, "--max-steps", 30, "--resume")
+    assert whole.result["statistics"]["skipped_steps"] > 0
+    reductions = [event.global_step for event in whole.events("validated") if event.data["learning_rate_changed_by"]]
+    assert reductions, "the plateau was met"
+    warm = 0.4 * (0.1 + 0.9 * 10 / 20) * 0.3 ** sum(step <= 10 for step in reductions)
+    assert begun["figures"]["learning_rate"] == pytest.approx(warm)
+    assert whole.result["figures"]["learning_rate"] == pytest.approx(0.4 * 0.3 ** len(reductions))
+    for name in ("weights", "figures"):
+        assert rest.result[name] == whole.result[name]
+    assert rest.result["statistics"]["resumes"] == 1
+
+
+def test_idx_files_hold_the_same_images_as_folders(digits, tmp_path):
+    """Written as IDX, with and without gzip and under both usual names, all is as in the folder."""
+    for train, prefix in ((True, "train"), (False, "t10k")):
+        folder = find_source(digits, train=train)
+        images = np.stack([folder.decode(folder.read(index)) for index in range(len(folder.labels))])
+        write_idx(tmp_path / f"{prefix}-images-idx3-ubyte.gz", images)
+        write_idx(tmp_path / f"{prefix}-labels.idx1-ubyte", np.array(folder.labels))
+        found = find_source(tmp_path, train=train)
+        assert list(found.labels) == list(folder.labels)
+        assert all(np.array_equal(found.decode(found.read(index)), images[index]) for index in range(len(images)))
+
+
+def _cut_off(place: Path) -> None:
+    whole = (place / "train-images-idx3-ubyte").read_bytes()
+    (place / "train-images-idx3-ubyte").write_bytes(whole[:-1])
+
+
+DAMAGE = {
+    "nothing at all": (lambda place: shutil.rmtree(place) or place.mkdir(), "holds neither"),
+    "cut off": (_cut_off, "it is cut off"),
+    "no IDX file": (lambda place: (place / "train-images-idx3-ubyte").write_text("<html>404"), "is no IDX file"),
+    "labels of another set": (
+        lambda place: write_idx(place / "train-labels-idx1-ubyte", np.zeros(3)), "4 images and",
+    ),
+    "no gzip": (
+        lambda place: (
+            (place / "train-images-idx3-ubyte").unlink(),
+            (place / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"x" * 999)[:20]),
+        ),
+        "cannot be read",
+    ),
+    "pictures of one class": (
+        lambda place: (place / "train" / "0").mkdir(parents=True), "fewer than two classes",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_data_that_cannot_be_used_is_refused_by_name(damage, tmp_path, capsys):
+    """The message names the file and what to do, and the process ends with code 2 before anything is trained."""
+    for prefix in ("train", "t10k"):
+        write_idx(tmp_path / f"{prefix}-images-idx3-ubyte", np.zeros((4, 8, 8)))
+        write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte", np.arange(4))
+    hurt, said = DAMAGE[damage]
+    hurt(tmp_path)
+    with pytest.raises(DataError, match=said):
+        find_source(tmp_path, train=True)
+    ended = Ended(tmp_path / "run", tmp_path, "--max-steps", 1)
+    assert ended.code == 2
+    assert "Fix: " in capsys.readouterr().err
+
+
+def test_the_readme_tells_of_every_fault():
+    """Each fault stands in the recipe's page with the rule or event that names it."""
+    page = (ROOT / "recipes" / "classifier" / "README.md").read_text()
+    for name, fault in FAULTS.items():
+        assert any(f"`{name}`" in line and fault.named_by in line for line in page.splitlines()), name

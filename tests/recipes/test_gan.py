@@ -1,0 +1,330 @@
+"""The GAN: two players that do not leak into each other, one loss scale, less memory, and a kernel that may die."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recipes.classifier.images import find_source, write_idx
+from recipes.gan import forecast
+from recipes.gan.data import Images
+from recipes.gan.players import Players, play
+from recipes.gan.quality import frechet_distance
+from recipes.gan.train import POLICY, GanOptions, main, make_job, train
+from recipes.training import Training, digest, open_guard
+from tests.recipes.own_process import in_own_process
+from tests.unit.memory.allocations import real_allocations
+
+import holdfast
+from holdfast.checkpoint.store import Store
+
+pytest.importorskip("sklearn")
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+NOTEBOOK = ROOT / "recipes" / "gan" / "gan.ipynb"
+# In a process of its own: the kernel's sockets and loops stay out of the other tests.
+EXECUTE = """
+import sys, nbformat, nbclient
+notebook = nbformat.read(sys.argv[1], 4)
+place = {"metadata": {"path": sys.argv[2]}}
+nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=place).execute()
+told = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+images = [output for output in notebook.cells[-1]["outputs"] if "image/png" in output.get("data", {})]
+print(len(images), told)
+"""
+
+
+def make_players(size: int = 8, width: int = 8, **settings: Any) -> Players:
+    torch.manual_seed(3)
+    return Players(size=size, device=CPU, latent=8, width=width, **settings)
+
+
+def make_batch(count: int = 8, size: int = 8) -> tuple[torch.Tensor, ...]:
+    chance = torch.Generator().manual_seed(4)
+    images = torch.rand(count, 1, size, size, generator=chance) * 2 - 1
+    return (images, *torch.randn(2, count, 8, generator=chance))
+
+
+def guard_of(run_dir: Any, players: Players, **policy: Any) -> holdfast.Guard:
+    settings = {"save_interval_steps": None, **policy}
+    return holdfast.Guard(
+        run_dir, model=players.models, optimizer=players.optimizers, policy={"preset": "gan"}, **settings
+    )
+
+
+def options_of(run_dir: Path, data_dir: Path, **others: Any) -> GanOptions:
+    return GanOptions(run_dir=run_dir, data_dir=data_dir, width=4, latent=8, batch_size=16, max_steps=24, **others)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    """Return a folder with MNIST's files, of random images: 40 of 8 x 8 to train on, 20 of the same to test with."""
+    root, chance = tmp_path_factory.mktemp("digits"), np.random.default_rng(0)
+    for name, count in (("train", 40), ("t10k", 20)):
+        write_idx(root / f"{name}-images-idx3-ubyte.gz", chance.integers(0, 256, (count, 8, 8)))
+        write_idx(root / f"{name}-labels-idx1-ubyte.gz", np.arange(count) % 3)
+    return root
+
+
+# --- the players ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("regularizer", ["r1", "spectral"])
+def test_no_graph_leaks_from_step_to_step(tmp_path, regularizer):
+    """The number of live tensors, and their bytes, are the same after every pair of steps."""
+    seen = in_own_process(live_tensors_after_steps, tmp_path, regularizer)
+    assert len(set(seen[2:])) == 1, seen
+
+
+def live_tensors_after_steps(run_dir: Path, regularizer: str) -> list[tuple[int, int]]:
+    players, batch = make_players(regularizer=regularizer), make_batch()
+    seen = []
+    with guard_of(run_dir, players, diagnose=False) as guard:
+        for _ in range(5):
+            results = play(guard, players, batch)
+            assert not any(result.loss.requires_grad for result in results)
+            del results
+            gc.collect()
+            live = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+            seen.append((len(live), sum(each.nbytes for each in live)))
+            del live
+    return seen
+
+
+def test_gradients_of_one_player_reach_nothing_of_the_other(tmp_path):
+    """A step of one leaves weights and gradients of the other as they were."""
+    players, batch = make_players(), make_batch()
+    with guard_of(tmp_path, players) as guard:
+        before = digest(players.generator)
+        guard.step(batch, players.discriminator_loss, optimizer="discriminator")
+        assert digest(players.generator) == before
+        assert all(p.grad is None for p in players.generator.parameters())
+        theirs = {name: p.grad.clone() for name, p in players.discriminator.named_parameters()}
+        before = digest(players.discriminator)
+        guard.step(batch, players.generator_loss, optimizer="generator")
+        assert digest(players.discriminator) == before
+        assert all(torch.equal(p.grad, theirs[name]) for name, p in players.discriminator.named_parameters())
+
+
+def test_fp16_has_one_scale_for_both_players(tmp_path):
+    """Under the guard weights and scale are those of a plain loop with one scaler, also where it overflows."""
+    batches = [make_batch(), *[tuple(part + number for part in make_batch()) for number in (0.1, 0.2)]] * 2
+    plain = make_players()
+    scaler = torch.amp.GradScaler("cpu")
+    steps = skipped = 0
+    for batch in batches:
+        for name, loss_fn in (("discriminator", plain.discriminator_loss), ("generator", plain.generator_loss)):
+            for optimizer in plain.optimizers.values():
+                optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_fn(batch)
+            scaler.scale(loss).backward(inputs=list(plain.models[name].parameters()))
+            scaler.unscale_(plain.optimizers[name])
+            scaler.step(plain.optimizers[name])
+            before = scaler.get_scale()
+            scaler.update()
+            skipped += scaler.get_scale() < before
+            steps += 1
+    players = make_players()
+    with guard_of(tmp_path, players, precision="fp16") as guard:
+        for batch in batches:
+            play(guard, players, batch)
+    statistics = guard.statistics()
+    assert (statistics.skipped_steps, statistics.steps) == (skipped, steps - skipped)
+    assert statistics.loss_scale == scaler.get_scale()
+    assert all(digest(players.models[name]) == digest(plain.models[name]) for name in plain.models)
+
+
+def test_a_split_batch_makes_the_same_update(tmp_path):
+    """In micro-batches of 3 of 8 images the weights are those of the whole batch, up to rounding."""
+    weights = []
+    for number, size in enumerate(("auto", 3)):
+        players = make_players()
+        with guard_of(tmp_path / str(number), players, micro_batch_size=size) as guard:
+            for _ in range(3):
+                told, _ = play(guard, players, make_batch())
+        assert told.micro_batch_size == (8 if size == "auto" else 3)
+        weights.append(torch.cat([p.detach().flatten() for p in players.all().parameters()]))
+    assert float((weights[0] - weights[1]).norm() / weights[0].norm()) < 1e-4
+
+
+# What remains of the peak, as the README has it. R1's gradient of a gradient keeps what was recomputed.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("regularizer", "shares"),
+    [("spectral", {"generator": 0.66, "discriminator": 0.67}), ("r1", {"generator": 0.61, "discriminator": 0.82})],
+)
+def test_recomputed_blocks_lower_the_peak_and_change_nothing(tmp_path, regularizer, shares):
+    """With the blocks of both networks recomputed a step takes as much less memory as said, bit for bit the same."""
+    peaks, ends = {}, []
+    blocks = [f"{name}.blocks.{number}" for name in shares for number in range(4)]
+    for recompute in (False, blocks):
+        players, batch = make_players(size=32, regularizer=regularizer), make_batch(64, size=32)
+        losses = {"generator": players.generator_loss, "discriminator": players.discriminator_loss}
+        with guard_of(tmp_path / str(len(ends)), players, recompute=recompute, diagnose=False) as guard:
+            for name, loss in losses.items():
+                step = partial(guard.step, batch, loss, optimizer=name)
+                peaks[name, bool(recompute)] = real_allocations(step)[0]
+        ends.append(digest(players.all()))
+    for name, share in shares.items():
+        assert peaks[name, True] / peaks[name, False] == pytest.approx(share, abs=0.05)
+    assert ends[0] == ends[1]
+
+
+def test_another_batch_takes_the_published_rule_with_it(tmp_path, digits):
+    """Half the batch multiplies Adam's rate by the root of a half, and decay rates and eps follow."""
+    options = options_of(tmp_path, digits, lr=0.01, base_batch_size=32)
+    job = make_job(options)
+    for optimizer in job.players.optimizers.values():
+        (group,) = optimizer.param_groups
+        assert group["lr"] == pytest.approx(0.01 * 0.5**0.5)
+        assert group["betas"] == pytest.approx((0.75, 0.995))
+        assert group["eps"] == pytest.approx(1e-8 * 2**0.5)
+    assert job.facts["learning_rate_rule"] == "square root"
+    assert "2205.10287" in job.facts["learning_rate_source"]
+
+
+def test_what_a_forecast_is_made_of_trains_both_players(tmp_path):
+    """The step that `holdfast plan` is given commits a step of each player on its sample batch."""
+    built = forecast.build(4, size=8, width=4)
+    with holdfast.Guard(tmp_path, model=built["model"], optimizer=built["optimizer"]) as guard:
+        built["step"](guard, built["batch"])
+        assert guard.global_step == 2
+
+
+# --- data and figures -----------------------------------------------------------------------------------------
+
+
+def test_images_are_padded_to_a_power_of_two_and_carry_their_noise(tmp_path):
+    """MNIST's 28 x 28 become 32 x 32 from -1 to 1; a sample of another shape is an error that names it."""
+    write_idx(tmp_path / "train-images-idx3-ubyte", np.full((3, 28, 28), 255))
+    write_idx(tmp_path / "train-labels-idx1-ubyte", np.arange(3))
+    images = Images(find_source(tmp_path, train=True), 5)
+    image, first, second = images[1]
+    assert (image.shape, first.shape, second.shape) == ((1, 32, 32), (5,), (5,))
+    assert float(image[0, 2:30, 2:30].min()) == 1.0
+    assert float(image[0, :2].max()) == -1.0
+    assert not torch.equal(first, second)
+    other = Images(find_source(tmp_path, train=True), 5, (28, 27))
+    with pytest.raises(ValueError, match=r"image 0 of .* has shape \(28, 28\)"):
+        other[0]
+
+
+def test_the_frechet_distance_is_that_of_two_normal_distributions():
+    """It is known in closed form where the covariances commute, and does not depend on the order."""
+    turn, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))
+    one, two = turn @ np.diag([1.0, 4.0, 9.0]) @ turn.T, turn @ np.diag([4.0, 4.0, 0.0]) @ turn.T
+    mean = np.array([1.0, 2.0, 3.0])
+    assert frechet_distance(mean, one, mean, one) == pytest.approx(0.0, abs=1e-9)
+    assert frechet_distance(mean, one, mean + 2, two) == pytest.approx(3 * 4 + 1 + 0 + 9)
+    assert frechet_distance(mean + 2, two, mean, one) == pytest.approx(3 * 4 + 1 + 0 + 9)
+
+
+def test_bad_data_and_options_end_with_a_sentence(tmp_path, capsys):
+    """A folder without images, and a misspelt option, end the process with exit code 2."""
+    for argv, said in (
+        (["--data-dir", str(tmp_path)], "holds neither"),
+        (["--regulariser", "r1"], "did you mean '--regularizer'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["--run-dir", str(tmp_path / "run"), *argv])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_it_learns_from_real_digits(tmp_path):
+    """From the command line: the distance to real digits falls to a third, and images and report are there."""
+    result = main(["--run-dir", str(tmp_path), "--max-steps", "160", "--width", "16", "--sample-steps", "80"])
+    figures = result["figures"]
+    assert figures["frechet_real"] < figures["frechet"] < figures["frechet_untrained"] / 3
+    assert json.loads((tmp_path / "result.json").read_text())["global_step"] == 160
+    assert sorted(int(path.stem) for path in (tmp_path / "images/drawn").iterdir()) == [80, 160]
+    assert (tmp_path / "report.html").read_text().count('<img src="data:image/png;base64,') == 3
+
+
+# --- lost processes -------------------------------------------------------------------------------------------
+
+
+def undisturbed(tmp_path: Path, digits: Path) -> str:
+    options = options_of(tmp_path / "undisturbed", digits)
+    return train(make_job(options), options, holdfast.Policy.from_yaml(POLICY))["weights"]
+
+
+def test_an_interrupted_cell_can_be_run_again(tmp_path, digits):
+    """After Interrupt, with its traceback still alive, the same process goes on and ends as if undisturbed."""
+    options, policy = options_of(tmp_path / "run", digits), holdfast.Policy.from_yaml(POLICY, save_interval_steps=4)
+    job = make_job(options)
+    guard = open_guard(
+        options,
+        policy,
+        model=job.players.models,
+        optimizer=job.players.optimizers,
+        loader=job.training,
+        state={"average": job.players.average},
+    )
+    with pytest.raises(KeyboardInterrupt) as kept, guard:
+        for number, batch in enumerate(Training(guard, options).batches()):
+            if number == 5:
+                raise KeyboardInterrupt
+            play(guard, job.players, batch)
+    again = train(make_job(replace(options, resume=True)), replace(options, resume=True), policy)
+    assert again["statistics"]["resumes"] == 1
+    assert again["weights"] == undisturbed(tmp_path, digits)
+    assert kept.type is KeyboardInterrupt
+
+
+def kill_kernel(notebook: subprocess.Popen, run_dir: Path) -> None:
+    """Kill the process that holds the run directory, once it has saved."""
+    for _ in range(6000):
+        assert notebook.poll() is None, notebook.communicate()
+        if any(entry.global_step for entry in Store(run_dir / "checkpoints").entries()):
+            break
+        time.sleep(0.02)
+    _, pid, _, _ = (run_dir / "lock").read_text().split()
+    os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_notebook_survives_the_loss_of_its_kernel(tmp_path, request):
+    """Its kernel is killed with SIGKILL half-way; executed again it goes on, and ends as if undisturbed."""
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    run_dir, steps, width = tmp_path / "run", 60, 8
+    settings = {"GAN_RUN_DIR": str(run_dir), "GAN_MAX_STEPS": str(steps), "GAN_WIDTH": str(width)}
+    environment = {**os.environ, **settings, "HOLDFAST_SAVE_INTERVAL_STEPS": "4", "OMP_NUM_THREADS": "1"}
+
+    def execute() -> subprocess.Popen:
+        notebook = subprocess.Popen(
+            [sys.executable, "-c", EXECUTE, str(NOTEBOOK), str(NOTEBOOK.parent)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        request.addfinalizer(notebook.kill)  # without effect on one that has ended
+        return notebook
+
+    first = execute()
+    kill_kernel(first, run_dir)
+    assert "DeadKernelError" in first.communicate(timeout=300)[1]
+    assert not (run_dir / "result.json").exists()
+    second = execute()
+    told, errors = second.communicate(timeout=300)
+    assert second.returncode == 0, errors
+    assert told.startswith("2 ")
+    begun = int(told.partition("begins at step ")[2].split()[0])
+    assert 0 < begun < steps
+    options = GanOptions(run_dir=tmp_path / "undisturbed", max_steps=steps, width=width)
+    expected = train(make_job(options), options, holdfast.Policy.from_yaml(POLICY))
+    assert json.loads((run_dir / "result.json").read_text())["weights"] == expected["weights"]

@@ -1,0 +1,596 @@
+"""The summariser: where its records come from, what is done about bad ones, what its scores are, and its loops."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import tracemalloc
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from recipes.pegasus.corpus import collect, records_in, sources_of, title_of
+from recipes.pegasus.job import Job, PegasusOptions, make_job
+from recipes.pegasus.records import JsonLines, RecordError, TokenizedRecords
+from recipes.pegasus.scoring import HeldOut, rouge
+from recipes.pegasus.train import POLICY, main, train
+from recipes.pegasus.vocabulary import load_tokenizer, reload_tokenizer
+
+from holdfast import DataLoader, LoaderError, Policy
+from holdfast.cli.factories import load_factory
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as in the recipe: its threads are in the way of a fork
+
+MODULE = '''
+"""A module's own docstring is no record."""
+raise RuntimeError("nobody shall import this")
+
+def scale(values, factor):
+    """Multiply every value
+    by a factor.
+
+    Parameters
+    ----------
+    values : the numbers that :func:`~things.scale` shall multiply, in *any* order
+        >>> scale([1], 2)
+    """
+    def inner():
+        """Return a thing, from inside.
+
+        This one lies in a function and is found all the same, as it should be.
+        """
+
+class Box:
+    """Hold one thing at a time.
+
+    {body}
+    """
+    def open(self):
+        """One line alone has nothing to be summarised from."""
+
+    def short(self):
+        """Too short a body.
+
+        Three words only.
+        """
+'''
+BODY = "Whatever is put into it stays there until somebody takes it out again."
+
+
+def lines(path: Path, records: Sequence[Any]) -> Path:
+    path.write_bytes(b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records))
+    return path
+
+
+def pairs(count: int) -> list[dict[str, str]]:
+    colours, things = ("red", "green", "blue", "grey"), ("boxes", "wheels", "doors", "lamps")
+    return [
+        {
+            "document": f"There are {number} of them. All {colours[number % 4]} {things[number // 4 % 4]} are old.",
+            "summary": f"Count the {colours[number % 4]} {things[number // 4 % 4]}.",
+        }
+        for number in range(count)
+    ]
+
+
+# --- the corpus --------------------------------------------------------------------------------------------
+
+
+def test_records_are_taken_from_the_text_of_a_module() -> None:
+    """A docstring's first paragraph is the summary, its rest the document, both without markup, wherever it lies."""
+    found = list(records_in(MODULE.format(body=BODY), "things"))
+    assert [(record["name"], record["summary"]) for record in found] == [
+        ("things.scale", "Multiply every value by a factor."),
+        ("things.Box", "Hold one thing at a time."),
+        ("things.scale.inner", "Return a thing, from inside."),
+    ]
+    assert found[0]["document"] == "Parameters\nvalues : the numbers that things.scale shall multiply, in any order"
+    assert found[1]["document"] == BODY
+
+
+def test_definitions_are_found_in_every_statement_that_can_hold_them() -> None:
+    """Docstrings of definitions under if, loops, with, try, except*, and match are records, those in tests too."""
+    definition = 'def f{number}():\n  """Return the number {number}.\n\n  ' + BODY + ' {number}"""\n'
+    heads = [
+        "if x:", "for x in y:", "while x:", "with x:", "try:\n pass\nexcept A:", "try:\n pass\nexcept* A:",
+        "try:\n pass\nfinally:", "match x:\n case 1:", "class A:", "def g():", "async def g():",
+    ]  # fmt: skip
+    text = "".join(
+        head + "\n" + "".join(f"  {line}\n" for line in definition.format(number=number).splitlines())
+        for number, head in enumerate(heads)
+    )
+    found = {record["summary"] for record in records_in(text, "things")}
+    assert found == {f"Return the number {number}." for number in range(len(heads))}
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("package:pipeline.Pipeline.fit_predict", "fit predict, pipeline"),
+        ("package:http.HTTPError2.from_URL", "from url, http error 2"),
+        ("package:_io.read", "read, io"),
+        ("package:functions.__call__", "call, functions"),
+        ("package:_._", ""),
+    ],
+)
+def test_a_title_is_the_words_of_a_name(name: str, title: str) -> None:
+    """A name is cut at underscores, capitals and digits; behind it stands what it lies in; marks are left out."""
+    assert title_of(name) == title
+
+
+def test_a_corpus_is_made_without_importing_and_holds_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packages are read and not imported, tests left out, and what is held out shares no text with the rest."""
+    other = MODULE.replace("Hold one thing at a time", "Keep a single item").replace("scale", "grow")
+    for package, text in (("made_first", MODULE), ("made_second", other)):
+        (tmp_path / package / "tests").mkdir(parents=True)
+        (tmp_path / package / "__init__.py").write_text(text.format(body=BODY + package))
+        (tmp_path / package / "again.py").write_text(text.format(body=BODY + package))
+        (tmp_path / package / "tests" / "more.py").write_text(text.format(body="In a test: " + BODY))
+        (tmp_path / package / "template.py").write_text("def {{ name }}(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    train, held_out = collect(tmp_path / "corpus", ["made_first"], ["made_second"])
+    kept = [[json.loads(line)["summary"] for line in path.read_text().splitlines()] for path in (train, held_out)]
+    assert kept[0] == [
+        "Multiply every value by a factor.",
+        "Hold one thing at a time.",
+        "Return a thing, from inside.",
+    ]
+    assert kept[1] == ["Keep a single item."]  # the other two documents are trained on
+    assert not {"made_first", "made_second"} & set(sys.modules)
+    before = train.read_bytes()
+    assert collect(tmp_path / "elsewhere", ["made_first"], ["made_second"])[0].read_bytes() == before
+    (tmp_path / "made_first" / "new.py").write_text(MODULE.format(body="Another text: " + BODY))
+    assert collect(tmp_path / "corpus", ["made_first"], ["made_second"])[0] != train, "an upgrade is another corpus"
+
+
+def test_packages_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    """A package that is not there, one in both lists, and one without docstrings are errors that name it."""
+    with pytest.raises(ValueError, match="'no_such_package' is not installed"):
+        sources_of("no_such_package")
+    with pytest.raises(ValueError, match="json: to train on and to hold out exclude each other"):
+        collect(tmp_path, ["json", "csv"], ["json"])
+    with pytest.raises(ValueError, match="this_is_missing"):
+        collect(tmp_path, ["json"], ["this_is_missing"])
+    with pytest.raises(ValueError, match="token: no usable docstring"):
+        collect(tmp_path, ["token"], ["json"])
+    assert not list(tmp_path.iterdir())
+
+
+# --- records -----------------------------------------------------------------------------------------------
+
+
+def test_records_are_read_by_their_offsets(tmp_path: Path) -> None:
+    """Any record can be read by itself, whatever its alphabet, with blank lines between, also by a pickled copy."""
+    path = tmp_path / "records.jsonl"
+    texts = [("Größe und Maß", "naïve"), ("二つの文", "短い"), ("plain", "text")]
+    rows = [json.dumps({"id": 1, "article": a, "highlights": b}, ensure_ascii=False) for a, b in texts]
+    path.write_text("\n" + rows[0] + "\n\n  \n" + rows[1] + "\r\n" + rows[2], encoding="utf-8")
+    records = JsonLines(path, text_column="article", summary_column="highlights")
+    assert [records[index] for index in (2, 0, 1)] == [texts[2], texts[0], texts[1]]
+    copy = pickle.loads(pickle.dumps(records))
+    assert len(copy) == 3
+    assert copy[1] == texts[1]
+
+
+def test_a_title_is_the_first_line_of_its_document(tmp_path: Path) -> None:
+    """A title is put before the document; a record without one has an empty line there; a wrong key is named."""
+    rows = [
+        {"document": "One.", "summary": "A", "headline": "News\n of  today"},
+        {"document": "Two.", "summary": "B", "headline": None},
+        {"document": "Three.", "summary": "C"},
+    ]
+    path = lines(tmp_path / "records.jsonl", rows)
+    records = JsonLines(path, title_column="headline")
+    assert [records[index][0] for index in range(3)] == ["News of today\nOne.", "\nTwo.", "\nThree."]
+    assert records.titled
+    assert [JsonLines(path)[index][0] for index in range(3)] == ["One.", "Two.", "Three."]
+    assert not JsonLines(path).titled
+    with pytest.raises(RecordError, match=r"no key 'title' among .*; name the right one with --title-column"):
+        JsonLines(path, title_column="title")
+
+
+def test_lengths_are_of_what_the_model_is_given(tmp_path: Path) -> None:
+    """A document counts up to where it is cut, its summary whole, and a record that cannot be used not at all."""
+    rows: list[Any] = [{"document": many * "x", "summary": "short"} for many in (9, 99)]
+    rows.append({"document": "Nobody has summarised this."})
+    assert list(JsonLines(lines(tmp_path / "records.jsonl", rows)).sizes(20)) == [14, 25, 0]
+
+
+def test_a_file_is_not_held_in_memory(tmp_path: Path) -> None:
+    """Opening a file of 16 MiB and reading a record takes less than a hundredth of that."""
+    path = lines(tmp_path / "large.jsonl", [{"document": "word " * 800, "summary": "words"}] * 4096)
+    assert path.stat().st_size > 16_000_000
+    tracemalloc.start()
+    try:
+        records = JsonLines(path)
+        assert records[4095][1] == "words"
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < path.stat().st_size / 100
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"document": "Some text."}, "'summary' is missing"),
+        ({"document": "Some text.", "summary": None}, "'summary' is missing"),
+        ({"document": "Some text.", "summary": " "}, "'summary' is ' '"),
+        ({"document": "", "summary": "A text."}, "'document' is empty"),
+        ({"document": ["a", "b"], "summary": "A text."}, r"'document' is \['a', 'b'\]"),
+        (["document", "summary"], "list; an object is needed"),
+        ("{", "str; an object is needed"),
+    ],
+)
+def test_a_record_that_cannot_be_used_says_why(tmp_path: Path, record: Any, said: str) -> None:
+    """The error names the file, the record, its place and what is missing."""
+    records = JsonLines(lines(tmp_path / "records.jsonl", [*pairs(2), record]))
+    with pytest.raises(RecordError, match=f"records.jsonl, record 2 at byte [0-9]+: .*{said}"):
+        records[2]
+
+
+def test_a_file_that_cannot_be_used_as_a_whole_is_refused_at_once(tmp_path: Path) -> None:
+    """Other keys than expected are named with the option to give; an empty file, and one of no JSON, are refused."""
+    with pytest.raises(RecordError, match=r"no key 'document' among 'article', 'highlights'; .* --text-column"):
+        JsonLines(lines(tmp_path / "a.jsonl", [{"article": "a", "highlights": "b"}]))
+    with pytest.raises(RecordError, match="holds no record"):
+        JsonLines(lines(tmp_path / "b.jsonl", []))
+    (tmp_path / "c.csv").write_text("document,summary\na,b\n")
+    with pytest.raises(RecordError, match="no JSON"):
+        JsonLines(tmp_path / "c.csv")
+
+
+def test_bad_records_are_set_aside_with_their_evidence(tmp_path: Path) -> None:
+    """A record without summary is replaced by the next one; more of them than allowed end the run with the reason."""
+    rows: list[Any] = pairs(64)
+    rows[5] = {"document": "Nobody has summarised this."}
+
+    def loaded(quarantine: float) -> tuple[DataLoader, list[Any]]:
+        records = JsonLines(lines(tmp_path / "records.jsonl", rows))
+        loader = DataLoader(
+            records, batch_size=8, shuffle=True, drop_last=True, collate_fn=list, quarantine=quarantine
+        )
+        return loader, list(loader)
+
+    loader, batches = loaded(0.001)
+    assert [len(batch) for batch in batches] == [8] * 8
+    assert len({document for batch in batches for document, _ in batch}) == 63, "another one stands in"
+    (aside,) = loader.ledger
+    assert aside.index == 5
+    assert "'summary' is missing" in aside.evidence
+    rows[9] = {"document": "Nor this."}
+    with pytest.raises(LoaderError, match="'summary' is missing"):
+        loaded(0.001)
+
+
+@pytest.mark.slow
+def test_workers_share_no_position_in_the_file(tmp_path: Path) -> None:
+    """Two forked workers, whose file was open already, give the batches that are made without workers."""
+    records = JsonLines(lines(tmp_path / "records.jsonl", pairs(256)))
+    assert records[3]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create 2 worker processes")  # on one CPU
+        made = [
+            list(DataLoader(records, batch_size=8, shuffle=True, collate_fn=list, num_workers=workers))
+            for workers in (0, 2)
+        ]
+    assert made[0] == made[1]
+
+
+# --- scores ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # the package of the scores takes four seconds to import
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("police kill the gunman", (75, 100 / 3, 75)),
+        ("the gunman kill police", (75, 100 / 3, 50)),
+        ("police killed the gunman.", (100, 100, 100)),
+        ("nothing of the kind", (25, 0, 25)),
+        ("", (0, 0, 0)),
+    ],
+)
+def test_rouge_is_what_its_author_says(written: str, expected: tuple[float, ...]) -> None:
+    """The scores of the example in Lin (2004), section 3, and of borderline cases, are known."""
+    found = rouge([written], ["Police killed the gunman"])
+    assert tuple(found.values()) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_held_out_records_are_the_same_every_time_and_their_baselines_read_only_the_document(tmp_path: Path) -> None:
+    """Which records are scored does not depend on the run; bad ones are left out; copying copies the first words."""
+    rows: list[Any] = [*pairs(40), {"document": "x"}]
+    records = JsonLines(lines(tmp_path / "records.jsonl", rows))
+    torch.manual_seed(5)
+    held_out = HeldOut.of(records, 100)
+    assert len(held_out.documents) == 40
+    assert held_out == HeldOut.of(records, 100)
+    assert HeldOut.of(records, 3).documents == held_out.documents[:3]
+    found = held_out.baselines()
+    assert all(document.startswith(text) for document, text in zip(held_out.documents, found["copied"], strict=True))
+    assert {len(text.split()) for text in found["copied"]} == {4}, "as long as the summaries are"
+    scores = held_out.figures(held_out.summaries)
+    assert scores["rouge1"] == scores["rouge2"] == scores["rougeL"] == pytest.approx(100)
+    assert scores["exchanged_rouge1"] < 80
+    with pytest.raises(RecordError, match="1 usable"):
+        HeldOut.of(JsonLines(lines(tmp_path / "few.jsonl", rows[-2:])), 5)
+
+
+@pytest.mark.slow
+def test_baselines_may_read_the_title_too(tmp_path: Path) -> None:
+    """Where documents have titles they are baselines of their own, and the words of the body are another."""
+    rows = [{**row, "title": "some old things"} for row in pairs(8)]
+    held_out = HeldOut.of(JsonLines(lines(tmp_path / "records.jsonl", rows), title_column="title"), 8)
+    found = held_out.baselines()
+    assert found["title"] == ["some old things"] * 8
+    assert all(text.startswith("some old things There") for text in found["copied"])
+    bodies = [document.partition("\n")[2] for document in held_out.documents]
+    assert all(body.startswith(text) for body, text in zip(bodies, found["body"], strict=True))
+    assert {len(text.split()) for name in ("copied", "body", "random") for text in found[name]} == {4}
+    assert {"title_rougeL", "body_rougeL", "copied_rougeL", "random_rougeL"} <= set(held_out.figures(found["body"]))
+
+
+# --- training ----------------------------------------------------------------------------------------------
+
+
+def tiny(folder: Path, run: str, **changes: Any) -> PegasusOptions:
+    """Return options that train in a second or two."""
+    settings: dict[str, Any] = {
+        "run_dir": folder / run, "train_file": lines(folder / "train.jsonl", pairs(64)),
+        "validation_file": lines(folder / "held-out.jsonl", pairs(8)), "vocab_size": 200, "max_source_length": 24,
+        "max_target_length": 12, "batch_size": 8, "max_steps": 5, "warmup_steps": 2, "eval_steps": 3,
+        "eval_records": 4, "dropout": 0.1, "learning_rate": 3e-3, "device": "cpu", "save_pretrained": False,
+    }  # fmt: skip
+    return PegasusOptions(**{**settings, **changes})
+
+
+def trained(options: PegasusOptions, **settings: Any) -> tuple[Job, dict[str, Any]]:
+    """Return a job and what came of it, in the loop that its options name."""
+    from recipes.pegasus.trainer import train_with_trainer
+
+    job, policy = make_job(options), Policy.from_yaml(POLICY, **settings)
+    return job, (train_with_trainer if options.loop == "trainer" else train)(job, policy)
+
+
+def weights(job: Job) -> torch.Tensor:
+    return torch.cat([value.detach().flatten().double() for value in job.model.parameters() if value.requires_grad])
+
+
+@pytest.mark.slow
+def test_a_tokenizer_is_the_same_every_time(tmp_path: Path) -> None:
+    """Two trainings give one vocabulary; a word is the same before a full stop; ids are those that Pegasus means."""
+    records = JsonLines(lines(tmp_path / "records.jsonl", pairs(64)))
+    first, second = (load_tokenizer(tmp_path / name, records, 200) for name in ("a.json", "b.json"))
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert first.convert_tokens_to_ids(["<pad>", "</s>", "<mask_1>", "<mask_2>", "<unk>"]) == [0, 1, 2, 3, 4]
+    assert (first.pad_token_id, first.eos_token_id) == (0, 1)
+    ids = first("old boxes are old.")["input_ids"]
+    assert ids[0] == ids[3]
+    assert ids[-1] == first.eos_token_id
+    assert second.decode(ids, skip_special_tokens=True) == "old boxes are old."
+    assert first.unk_token_id not in ids
+
+
+@pytest.mark.slow
+def test_some_samples_are_there_to_teach_copying(tmp_path: Path) -> None:
+    """Of the share that is asked for, the target is how the marked document begins; which ones, the epoch decides."""
+    records = JsonLines(lines(tmp_path / "records.jsonl", pairs(64)))
+    tokenizer = load_tokenizer(tmp_path / "pieces.json", records, 200)
+
+    def epochs(share: float) -> list[list[dict[str, list[int]]]]:
+        samples = TokenizedRecords(records, tokenizer, max_source_length=40, max_target_length=40, copied=share)
+        loader = DataLoader(samples, batch_size=None)
+        return [list(loader), list(loader)]
+
+    ((first, *_), *_), (plain, *_) = epochs(1.0), epochs(0.0)
+    assert first["input_ids"][0] == tokenizer.convert_tokens_to_ids("<mask_1>")
+    assert tokenizer.decode(first["labels"], skip_special_tokens=True) == " ".join(records[0][0].split()[:10])
+    assert tokenizer.decode(plain[0]["labels"], skip_special_tokens=True) == records[0][1]
+    found = epochs(0.5)
+    assert found == epochs(0.5)
+    marked = [[each["input_ids"][0] == first["input_ids"][0] for each in epoch] for epoch in found]
+    assert marked[0] != marked[1]
+    assert all(16 < sum(each) < 48 for each in marked)
+
+
+@pytest.mark.slow
+def test_some_titles_are_made_of_the_summary_and_never_those_that_are_scored(tmp_path: Path) -> None:
+    """Of the share that is asked for, a title's first part is telling words of the summary; held-out ones stay."""
+    rows = [{**row, "title": "old things, attic"} for row in pairs(64)]
+    files = {name: lines(tmp_path / f"{name}.jsonl", rows) for name in ("train_file", "validation_file")}
+    job = make_job(tiny(tmp_path, "run", **files, title_column="title", hinted=0.5, max_source_length=40))
+    assert all(document.startswith("old things, attic\n") for document in job.held_out.documents)
+
+    def written(loader: Any) -> list[tuple[str, str]]:
+        decode = job.tokenizer.batch_decode
+        return [
+            pair
+            for batch in loader
+            for pair in zip(
+                decode(batch["input_ids"], skip_special_tokens=True),
+                decode(batch["labels"].clamp(min=0), skip_special_tokens=True), strict=True,
+            )
+        ]  # fmt: skip
+
+    assert all(source.startswith("old things, attic there are") for source, _ in written(job.scored))
+    titles = [(source.partition(" there are")[0], target) for source, target in written(job.loader)]
+    assert all(title.endswith("attic") for title, _ in titles)
+    hinted = [(title.removesuffix("attic"), target) for title, target in titles if title != "old things, attic"]
+    assert 16 < len(hinted) < 48
+    assert all(set(re.findall("[a-z]+", title)) <= set(target[:-1].split()) - {"the"} for title, target in hinted)
+    assert {len(title.split()) for title, _ in hinted} >= {2, 3}, "most of the words, seldom all"
+
+
+@pytest.mark.slow
+def test_capitals_are_small_letters_where_that_is_asked_for(tmp_path: Path) -> None:
+    """A tokenizer that reads capitals as small letters does so after it was saved, too."""
+    records = JsonLines(lines(tmp_path / "records.jsonl", pairs(64)))
+    tokenizer = load_tokenizer(tmp_path / "pieces.json", records, 200, lowercase=True)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    other = load_tokenizer(tmp_path / "others.json", records, 200)
+    other.save_pretrained(tmp_path / "other")
+    assert other("There")["input_ids"] == reload_tokenizer(tmp_path / "other")("There")["input_ids"]
+    assert other("There")["input_ids"] != other("there")["input_ids"]
+    for each in (tokenizer, reload_tokenizer(tmp_path / "saved")):
+        assert each("Old BOXES are old.")["input_ids"] == each("old boxes are old.")["input_ids"]
+        assert each.decode(each("Old BOXES.")["input_ids"], skip_special_tokens=True) == "old boxes."
+        assert each("<mask_1>")["input_ids"][0] == 2
+
+
+@pytest.mark.slow
+def test_a_new_model_would_rather_write_what_it_reads_and_not_what_it_has_written(tmp_path: Path) -> None:
+    """Before any training, tokens of the document are likelier than others, and those written are not repeated."""
+    job = make_job(tiny(tmp_path, "run"))
+    job.model.eval()
+    torch.manual_seed(3)
+    likelier, repeated = [], []
+    for _ in range(20):
+        read, written = torch.randperm(len(job.tokenizer) - 5)[:16].add(5).split(8)
+        with torch.no_grad():
+            scores = job.model(input_ids=read[None], decoder_input_ids=written[None]).logits[0, -1]
+        others = torch.ones(len(scores), dtype=torch.bool)
+        others[read], others[written] = False, False
+        likelier.append(float(scores[read].mean() - scores[others].mean()))
+        repeated.append(float(scores[written[:-1]].mean() - scores[others].mean()))
+    assert min(likelier) > 0
+    assert sum(repeated) < 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_both_loops_end_with_the_same_weights(tmp_path: Path, precision: str) -> None:
+    """With dropout, clipping and an evaluation on the way, the plain loop and Seq2SeqTrainer's agree bit for bit."""
+    plain, trainer = (trained(tiny(tmp_path, loop, loop=loop), precision=precision) for loop in ("plain", "trainer"))
+    assert plain[1]["global_step"] == trainer[1]["global_step"] == 5
+    assert plain[1]["weights"] == trainer[1]["weights"]
+    assert not torch.equal(weights(plain[0]), weights(make_job(tiny(tmp_path, "fresh"))))
+    ours, theirs = plain[1]["figures"], trainer[1]["figures"]
+    assert ours["curve"][0] == pytest.approx(theirs["curve"][0], rel=1e-3)  # the Trainer evaluates in bf16 too
+    assert {**ours, "curve": None} == {**theirs, "curve": None}
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_started_again_ends_where_it_would_have(tmp_path: Path) -> None:
+    """From a checkpoint in the middle of an epoch the Trainer goes on with the right batches, bit for bit."""
+    options = tiny(tmp_path, "run", loop="trainer", max_steps=6)
+    _, whole = trained(options, save_interval_steps=2, keep_latest_k=9)
+    early, late = (options.run_dir / "trainer" / f"checkpoint-{step}" for step in (2, 6))
+    written = (early / "model.safetensors").stat().st_mtime_ns
+    shutil.rmtree(late)
+    _, again = trained(options, save_interval_steps=2, keep_latest_k=9)
+    assert again["weights"] == whole["weights"]
+    assert again["global_step"] == 6
+    assert (early / "model.safetensors").stat().st_mtime_ns == written, "it was not begun anew"
+    with pytest.raises(SystemExit, match="2"):
+        main(["--run-dir", str(options.run_dir)])  # the plain loop has no business there
+
+
+@pytest.mark.slow
+def test_accumulation_counts_tokens_in_both_loops(tmp_path: Path) -> None:
+    """Four micro-batches of ragged summaries make the update of their whole batch, up to rounding, in either loop."""
+    whole, _ = trained(tiny(tmp_path, "whole", dropout=0.0))
+    start = weights(make_job(tiny(tmp_path, "fresh", dropout=0.0)))
+    moved = (weights(whole) - start).norm()
+    for loop in ("plain", "trainer"):
+        parts, _ = trained(tiny(tmp_path, loop, dropout=0.0, loop=loop, gradient_accumulation_steps=4))
+        assert (weights(parts) - weights(whole)).norm() < 1e-3 * moved, loop
+
+
+@pytest.mark.slow
+def test_it_learns_what_it_is_shown_and_can_be_taken_elsewhere(tmp_path: Path) -> None:
+    """Shown sixteen records often, it writes their summaries; what it saves is fine-tuned from where it stands."""
+    rows = lines(tmp_path / "few.jsonl", pairs(16))
+    options = tiny(
+        tmp_path, "few", train_file=rows, validation_file=rows, max_steps=100, batch_size=16, eval_records=16,
+        eval_steps=50, learning_rate=5e-3, dropout=0.0, copied=0.0, save_pretrained=True,
+    )  # fmt: skip
+    job, result = trained(options)
+    figures = result["figures"]
+    assert figures["rougeL"] > 95
+    assert figures["exchanged_rougeL"] < 80
+    assert figures["copied_rougeL"] < 50
+    assert figures["curve"][0]["held_out_loss"] > figures["curve"][1]["held_out_loss"]
+    again = make_job(tiny(tmp_path, "again", pretrained=options.run_dir / "model"))
+    assert torch.equal(weights(again), weights(job))
+    assert again.tokenizer("boxes.")["input_ids"] == job.tokenizer("boxes.")["input_ids"]
+
+
+@pytest.mark.slow
+def test_the_forecast_is_about_the_published_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `holdfast plan` is pointed at builds Pegasus-large, 568 million trained parameters, and a batch for it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the folder of the file is put there
+    build = load_factory(f"{POLICY.with_name('forecast.py')}:build")
+    with torch.device("meta"):
+        found = build(2, 64)
+    trained_ones = sum(each.numel() for each in found["model"].parameters() if each.requires_grad)
+    assert trained_ones == pytest.approx(568e6, rel=5e-3)
+    assert [tuple(each.shape) for each in found["batch"].values()] == [(2, 64), (2, 64), (2, 16)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--train-file", "missing.jsonl"], "--train-file and --validation-file belong together"),
+        (["--train-file", "missing.jsonl", "--validation-file", "missing.jsonl"], "No such file"),
+        (["--packages", "json", "--held-out-packages", "no_such_package"], "'no_such_package' is not installed"),
+        (["--batch-size", "10", "--gradient-accumulation-steps", "3"], "no multiple"),
+        (["--pretrained", "nowhere", "--packages", "json", "--held-out-packages", "csv"], "holds no config.json"),
+    ],
+)
+def test_what_cannot_be_trained_ends_with_a_message(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    """Wrong files, packages and sizes end the process with exit code 2 and a line that says what is wrong."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--run-dir", "run", "--corpus-dir", "corpus"])
+    assert said in capsys.readouterr().err
+
+
+def test_one_recipe_can_be_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The benchmark with --only keeps the figures of the other recipes, and says since when they are."""
+    from benchmarks import recipes
+
+    out = tmp_path / "recipes.json"
+    monkeypatch.setattr(recipes, "_LEARNT", {name: ("learns", lambda of: True, ("score",)) for name in "ab"})
+    monkeypatch.setattr(recipes, "_QUICK", ("a", "b"))
+    scores = iter([1.0, 2.0, 3.0])
+
+    def run(command: list[str], **_: Any) -> Any:
+        folder = Path(command[-1])
+        folder.mkdir()
+        (folder / "result.json").write_text(json.dumps({"figures": {"score": next(scores)}}))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(recipes, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
+    for arguments in ([], ["--only", "b"]):
+        monkeypatch.setattr(sys, "argv", ["recipes", "--quick", "--out", str(out), *arguments])
+        recipes.main()
+    body = json.loads(out.read_text())
+    values = {figure["what"]: figure["value"] for figure in body["figures"]}
+    assert (values["a: score"], values["b: score"]) == (1.0, 3.0)
+    assert (body["samples"]["a: score"], body["samples"]["b: score"]) == ([1.0], [3.0])
+    assert len(body["figures"]) == 6
+    assert [note.split(" ")[0] for note in body["notes"]] == ["a:"]
+    monkeypatch.setattr(sys, "argv", ["recipes", "--only", "c"])
+    with pytest.raises(SystemExit, match="2"):
+        recipes.main()
+    assert "invalid choice: 'c'" in capsys.readouterr().err

@@ -1,0 +1,317 @@
+"""The separator: what it measures, mixes, reads and refuses; that it learns, and goes on as if never stopped."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recipes.asr.corpus import CorpusError, Utterance
+from recipes.asr.settings import read_speech_options
+from recipes.asr.speech import Plan, make_corpus
+from recipes.separation import train
+from recipes.separation.data import CutMixtures, MixedOnTheFly
+from recipes.separation.mixtures import Mixture, make_mixtures, mixed, read_mixtures, read_speakers
+from recipes.separation.model import ConvTasNet
+from recipes.separation.scoring import Example, picture
+from recipes.separation.si_snr import best_order, separation_loss, si_snr
+from recipes.tacotron2.audio import read_wav, write_wav
+
+from holdfast.data.quarantine import FILE_NAME, read_ledger
+from holdfast.run.images import LONGEST_SIDE, MOST_PIXEL_BYTES
+
+RATE = 8000
+POLICY = Path(train.__file__).with_name("policy.yaml")
+NETWORK = ("--filters", "16", "--bottleneck", "8", "--hidden", "16", "--blocks", "3", "--seconds", "0.5")
+SMALL = (
+    *NETWORK, "--speakers", "3", "--sentences", "4", "--words", "2", "--batch-size", "4", "--max-steps", "10",
+    "--eval-interval-steps", "5",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def speakers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a folder of recordings for each of three speakers."""
+    plan = Plan(speakers=3, sentences=2, words=2, sample_rate=RATE, seed=0, held_out=False)
+    return make_corpus(plan, tmp_path_factory.mktemp("speech"))
+
+
+@pytest.fixture(scope="module")
+def mixtures(speakers: Path) -> Path:
+    """Return a folder in the layout of WSJ0-2mix."""
+    return make_mixtures(read_speakers(speakers), speakers.parent / "mixed", many=3, sample_rate=RATE, seed=0)
+
+
+def tiny() -> ConvTasNet:
+    torch.manual_seed(0)
+    return ConvTasNet(filters=16, length=16, bottleneck=8, hidden=16, blocks=3, repeats=2)
+
+
+def run(run_dir: Path, *options: object) -> dict[str, Any]:
+    return train.main([*SMALL, "--run-dir", str(run_dir), *map(str, options)])
+
+
+def test_the_ratio_is_that_of_energies_whatever_the_scale():
+    """An estimate with orthogonal noise of a hundredth of its energy has 20 dB, also scaled and shifted."""
+    time = torch.arange(800, dtype=torch.float64) / 800
+    source, noise = (torch.sin(2 * torch.pi * cycles * time) for cycles in (5, 11))
+    for scale, shift in ((1.0, 0.0), (-3.0, 0.5)):
+        assert float(si_snr(scale * (source + 0.1 * noise) + shift, source)) == pytest.approx(20.0, abs=1e-4)
+
+
+def test_silence_has_a_ratio_and_a_gradient():
+    """A source, an estimate or both that are silent give finite numbers."""
+    for estimate in (torch.zeros(1, 2, 80), torch.randn(1, 2, 80)):
+        estimate.requires_grad_()
+        ratio = best_order(estimate, torch.zeros(1, 2, 80))[0].sum()
+        ratio.backward()
+        assert torch.isfinite(ratio)
+        assert torch.isfinite(estimate.grad).all()
+
+
+def test_sources_are_found_in_whatever_order_they_come():
+    """The best order of the estimates is found for each sample by itself."""
+    sources = torch.randn(2, 2, 400)
+    estimates = torch.stack([sources[0], sources[1].flip(0)]) + 0.01 * torch.randn(2, 2, 400)
+    ratios, order = best_order(estimates, sources)
+    assert order.tolist() == [[0, 1], [1, 0]]
+    assert ratios.min() > 30
+
+
+@pytest.mark.parametrize("samples", [400, 403, 17])
+def test_what_comes_out_is_as_long_as_what_goes_in(samples):
+    """Waves of any length are separated into waves of that length, each sample as it would be alone."""
+    model, mixture = tiny().double(), torch.randn(3, samples, dtype=torch.float64)
+    found = model(mixture)
+    assert found.shape == (3, 2, samples)
+    assert torch.allclose(found[1:2], model(mixture[1:2]), atol=1e-12)
+
+
+def test_the_paper_s_sizes_have_the_paper_s_parameters():
+    """With the sizes of the paper the parameters are those that its formulas give for a net without skip outputs."""
+    n, length, b, h, p, blocks = 512, 16, 128, 512, 3, 8 * 3
+    model = ConvTasNet(filters=n, length=length, bottleneck=b, hidden=h, blocks=8, repeats=3)
+    block = (b * h + h) + 1 + 2 * h + (h * p + h) + 1 + 2 * h + (h * b + b)
+    expected = n * length + 2 * n + (n * b + b) + blocks * block + 1 + (b * 2 * n + 2 * n) + n * length
+    assert sum(each.numel() for each in model.parameters()) == expected
+
+
+def test_the_threshold_takes_the_gradient_of_what_is_separated_well():
+    """A mixture whose loss is below the threshold moves nothing; the others move as without it."""
+    model = tiny()
+    mixture, sources = torch.randn(4, 400), torch.randn(4, 2, 400)
+    losses = -best_order(model(mixture), sources)[0].detach()
+    between = float(losses.sort().values[1:3].mean())
+    gradients = []
+    for chosen, threshold in ((losses > between, None), (losses > -1e9, between)):
+        model.zero_grad()
+        loss = separation_loss(model, (mixture[chosen], sources[chosen]), threshold)
+        (loss.mean * loss.items).backward()
+        gradients.append(model.narrow.weight.grad.clone())
+    assert torch.allclose(*gradients, atol=1e-6)
+
+
+def test_a_mixture_is_the_sum_of_its_sources_at_the_level_that_was_drawn():
+    """Sources add up to the mixture, differ in power by the level, and nothing is beyond the peak."""
+    random = np.random.default_rng(0)
+    first, second = (random.standard_normal(4000).astype(np.float32) * scale for scale in (1.0, 30.0))
+    mixture, sources = mixed(first, second, 4.0)
+    assert np.allclose(sources.sum(0), mixture, atol=1e-6)
+    powers = (sources.astype(np.float64) ** 2).mean(1)
+    assert 10 * np.log10(powers[0] / powers[1]) == pytest.approx(4.0, abs=1e-3)
+    assert np.abs(mixture).max() <= 0.9 + 1e-6
+
+
+def test_pictures_of_long_mixtures_stay_small():
+    """A mixture of a minute makes a picture that a run may keep, with values from 0 to 1."""
+    waves = torch.randn(5, 60 * RATE)
+    image = picture(Example(mixture=waves[0], sources=waves[1:3], estimates=waves[3:]))
+    assert max(image.shape) < LONGEST_SIDE
+    assert image.size < MOST_PIXEL_BYTES
+    assert 0 <= image.min() <= image.max() <= 1
+
+
+def test_mixing_on_the_fly_follows_from_the_seed_of_a_sample(speakers):
+    """Equal random numbers make equal mixtures, others make others, and the two speakers always differ."""
+    data = MixedOnTheFly(read_speakers(speakers), sample_rate=RATE, samples=4000)
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(data[0])
+    assert torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[0][0], found[2][0])
+    assert found[0][0].shape == (4000,)
+    assert found[0][1].shape == (2, 4000)
+
+
+def test_a_second_recording_that_cannot_be_read_is_drawn_again(speakers, tmp_path):
+    """One broken file spoils its own sample only, not those that draw it as the other voice."""
+    utterances = read_speakers(speakers)
+    (tmp_path / "bad.wav").write_bytes(b"not a wave")
+    bad = Utterance(name="bad", path=tmp_path / "bad.wav", text="", speaker="9")
+    data = MixedOnTheFly([*utterances, bad], sample_rate=RATE, samples=2000)
+    for seed in range(12):
+        torch.manual_seed(seed)
+        data[0]
+    with pytest.raises(ValueError, match="no WAV file"):
+        data[len(utterances)]
+
+
+def test_three_layouts_hold_the_same_mixtures(mixtures, tmp_path):
+    """Folders as WSJ0-2mix's and LibriMix's, and SpeechBrain's CSV file, give the same samples."""
+    for name, source in (("mix_clean", "mix"), ("s1", "s1"), ("s2", "s2")):
+        (tmp_path / name).symlink_to(mixtures / source)
+    with (tmp_path / "train.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["ID", "duration", "mix_wav", "s1_wav", "s2_wav"])
+        writer.writerows(
+            [path.stem, 1.0, f"$data_root/mix_clean/{path.name}", f"s1/{path.name}", mixtures / "s2" / path.name]
+            for path in sorted((mixtures / "mix").iterdir())
+        )
+    sets = [
+        CutMixtures(read_mixtures(place), sample_rate=RATE, samples=None)
+        for place in (mixtures, tmp_path, tmp_path / "train.csv")
+    ]
+    assert [len(each) for each in sets] == [3, 3, 3]
+    for index in range(3):
+        mixture, sources = sets[0][index]
+        assert torch.allclose(sources.sum(0), mixture, atol=1e-3)  # as far as 16 bits go
+        assert all(torch.equal(mixture, other[index][0]) for other in sets)
+        assert all(torch.equal(sources, other[index][1]) for other in sets)
+
+
+def test_mixtures_that_cannot_be_used_say_why(mixtures, tmp_path):
+    """A folder without mixtures, sources of another length, a file that is missing or of another rate are errors."""
+    for place in (tmp_path, tmp_path / "no.csv"):
+        with pytest.raises(CorpusError, match="Fix: "):
+            read_mixtures(place)
+    with pytest.raises(CorpusError, match="two speakers"):
+        read_speakers(mixtures / "mix")
+    good = read_mixtures(mixtures)[0]
+    short, slow = tmp_path / "short.wav", tmp_path / "slow.wav"
+    write_wav(short, read_wav(good.sources[1], RATE)[:-1], RATE)
+    write_wav(slow, read_wav(good.sources[1], RATE), 16000)
+    for second, said in ((short, "one stretch of time"), (slow, "16000 samples"), (tmp_path / "none.wav", "No such")):
+        odd = Mixture(name="odd", path=good.path, sources=(good.sources[0], second))
+        with pytest.raises((ValueError, OSError), match=said):
+            CutMixtures([odd], sample_rate=RATE, samples=None)[0]
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch):
+    """Stopped after step 4 and begun again, a run ends with the same weights, figures, a picture and waves."""
+    whole = run(tmp_path / "whole")
+    show = train.Training.show
+
+    def show_and_stop(self: Any, **values: Any) -> None:
+        show(self, **values)
+        if self.guard.global_step == 4:
+            self.guard.request_stop("test")
+
+    monkeypatch.setattr(train.Training, "show", show_and_stop)
+    assert run(tmp_path / "parted")["global_step"] == 4
+    monkeypatch.undo()
+    parted = run(tmp_path / "parted", "--resume")
+    assert parted["weights"] == whole["weights"]
+    assert parted["figures"] == whole["figures"]
+    assert (tmp_path / "whole" / "images" / "separated" / "10.png").is_file()
+    assert len(read_wav(tmp_path / "whole" / "examples" / "separated_2.wav", RATE)) > RATE / 4
+
+
+def test_recomputed_blocks_change_no_bit(tmp_path):
+    """A run whose blocks forget their activations and compute them again ends with the same weights."""
+    options = ("--max-steps", 4, "--speech-dir", tmp_path / "speech")
+    whole, again = (run(tmp_path / name, *options, "--recompute", name) for name in ("false", "blocks.0,blocks.1"))
+    assert again["statistics"]["recompute"] is True
+    assert again["weights"] == whole["weights"]
+
+
+def test_mixtures_on_a_disk_are_learnt_and_a_broken_one_is_set_aside(mixtures, tmp_path):
+    """A run over a folder with one broken mixture trains on, without it, and its ledger says why."""
+    for name in ("mix", "s1", "s2"):
+        (tmp_path / name).mkdir()
+        for path in (mixtures / name).iterdir():
+            (tmp_path / name / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "s2" / "0001.wav").write_bytes(b"not a wave")
+    options = ("--data", tmp_path, "--held-out", mixtures, "--max-steps", 3, "--batch-size", 2)
+    assert run(tmp_path / "run", *options)["global_step"] == 3
+    (aside,) = read_ledger(tmp_path / "run" / FILE_NAME).values()
+    assert aside.index == 1
+    assert "no WAV file" in aside.evidence
+
+
+def test_the_gate_turns_clipping_off_below_zero():
+    """The preset clips at 5 over all parameters; the gate of SpeechBrain's recipes turns it off, and refuses 0."""
+
+    def limit(*argv: str) -> float | None:
+        found: float | None = read_speech_options(train.Options, argv, policy_file=POLICY)[1].max_grad_norm
+        return found
+
+    assert limit() == 5.0
+    assert limit("--clip-grad-norm", "-1") is None
+    assert limit("--clip-grad-norm", "2") == 2.0
+    with pytest.raises(SystemExit):
+        limit("--clip-grad-norm", "0")
+
+
+@pytest.mark.parametrize("argv", [("--data", "a"), ("--held-out", "a"), ("--data", "a", "--speakers-dir", "b")])
+def test_data_that_do_not_belong_together_end_with_a_message(argv, tmp_path, capsys):
+    """Data without mixtures to test with, the other way round, or two sorts of data end with code 2 and a fix."""
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path / "run", *argv)
+    assert ended.value.code == 2
+    assert "Fix: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--length", 15, "an even number"),
+        ("--length", 0, "at least 2"),
+        ("--hidden", 0, "at least 1"),
+        ("--seconds", 0.001, "at least 0.002"),
+        ("--speakers", 1, "at least 2"),
+        ("--batch-size", 13, "pass 12 or less"),
+        ("--quarantine", -1, "H607"),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused_before_there_is_a_run(option, value, said, tmp_path, capsys):
+    """The message names the option, its value, what is needed and what to do, and no run directory is made."""
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path / "run", option, value, "--speech-dir", tmp_path / "speech")
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert option.removeprefix("--") in told
+    assert said in told
+    assert "Fix: " in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_flac_is_refused_with_the_line_that_converts_it(mixtures, tmp_path):
+    """Folders of mixtures or of speakers, and CSV files, that hold FLAC only say how to make WAV files of it."""
+    for name in ("mix", "s1", "s2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0000.flac").touch()
+    row = ",".join(f"{name}/0000.flac" for name in ("mix", "s1", "s2"))
+    (tmp_path / "train.csv").write_text(f"ID,duration,mix_wav,s1_wav,s2_wav\n0,1.0,{row}\n")
+    for read, place in (
+        (read_mixtures, tmp_path),
+        (read_mixtures, tmp_path / "train.csv"),
+        (read_speakers, tmp_path),
+    ):
+        with pytest.raises(CorpusError, match=r"0000\.flac is no WAV file\nFix: .*ffmpeg"):
+            read(place)
+    for name in ("mix", "s1", "s2"):
+        (tmp_path / name / "0000.wav").symlink_to(mixtures / name / "0000.wav")
+    assert read_mixtures(tmp_path)[0].path == read_mixtures(tmp_path / "train.csv")[0].path
+
+
+@pytest.mark.slow
+def test_it_learns_to_separate_voices_that_it_never_heard(tmp_path):
+    """In 220 small steps mixtures of voices that were not trained on come apart by more than 2 dB."""
+    options = ("--speakers", 12, "--sentences", 6, "--filters", 32, "--bottleneck", 24, "--hidden", 48, "--blocks", 5)
+    options += ("--seconds", 0.6, "--batch-size", 6, "--learning-rate", 6e-3)
+    result = run(tmp_path / "run", *options, "--max-steps", 220, "--eval-interval-steps", 220)
+    assert result["figures"]["si_snr_improvement_db"] > 2.0

@@ -1,0 +1,132 @@
+"""A recipe that is stopped: by Ctrl-C, once and twice, and by an error of holdfast."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.store import Store
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("--batch-size", "16", "--width", "8")
+# A batch that waits for the first Ctrl-C, and then where no Python runs: for a mutex that is held already.
+STUCK = """
+import ctypes, pathlib, signal, time
+from recipes.classifier import train
+
+loss, lock, libc = train.Job.loss, ctypes.create_string_buffer(256), ctypes.CDLL(None)
+mark = pathlib.Path({mark!r})
+
+def stuck(self, batch):
+    if mark.exists():
+        mark.with_suffix(".waits").touch()
+        while signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+            time.sleep(0.01)
+        mark.with_suffix(".stuck").touch()
+        libc.pthread_mutex_lock(lock)
+        libc.pthread_mutex_lock(lock)
+    return loss(self, batch)
+
+train.Job.loss = stuck
+train.main()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Return a function that starts Python; what still runs at the end of the test is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_one(*arguments: object) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [sys.executable, *map(str, arguments)],
+                cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            )
+        )  # fmt: skip
+        return started[-1]
+
+    yield start_one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    return [entry.global_step for entry in Store(run_dir / "checkpoints").entries()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_saves_and_says_how_to_go_on(start, tmp_path, times):
+    """To the whole group, as a terminal sends it, or twice at once, as `timeout` does: code 130, no traceback."""
+    options = ("-m", "recipes.classifier", "--run-dir", tmp_path, *SMALL, "--save-interval-steps", 5)
+    life = start(*options, "--max-steps", 100_000, "--num-workers", 2)
+    wait_until(lambda: max(checkpoints(tmp_path), default=0) >= 5, life)
+    for _ in range(times):
+        os.killpg(life.pid, signal.SIGINT)
+        time.sleep(0.01)
+    out, err = life.communicate(timeout=120)
+    assert life.returncode == 130, err
+    assert "Traceback" not in err
+    assert err.count("SIGINT: stops at the next boundary; a second one ends the process at once") == 1
+    step = int(re.search(r"interrupted at step (\d+): the same command, or with --resume, goes on", err)[1])
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["global_step"], result["stopped"]) == (step, "SIGINT")
+    assert checkpoints(tmp_path)[0] == step
+    assert "found: []" in out
+    assert "SIGINT" in (tmp_path / "report.html").read_text()
+    rest = start(*options, "--max-steps", step + 1, "--resume")
+    _, err = rest.communicate(timeout=120)
+    assert rest.returncode == 0, err
+    assert f"going on from step {step} " in err
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_recipe_that_is_stuck(start, tmp_path):
+    """No boundary comes and no Python runs any more: the process ends at once, and its checkpoints are there."""
+    mark = tmp_path / "mark"
+    options = ("--run-dir", tmp_path / "run", *SMALL, "--save-interval-steps", 1, "--max-steps", 100_000)
+    life = start("-c", STUCK.format(mark=str(mark)), *options)
+    wait_until(lambda: max(checkpoints(tmp_path / "run"), default=0) >= 3, life)
+    mark.touch()
+    wait_until(mark.with_suffix(".waits").exists, life)
+    os.killpg(life.pid, signal.SIGINT)
+    wait_until(mark.with_suffix(".stuck").exists, life)
+    time.sleep(0.5)
+    assert life.poll() is None
+    os.killpg(life.pid, signal.SIGINT)
+    assert life.wait(60) == -signal.SIGINT
+
+
+@pytest.mark.slow
+def test_an_error_of_holdfast_ends_with_its_text_and_leaves_page_and_findings(start, tmp_path):
+    """The example of the README: what was found stands in the page, in result.json and at the end; exit code 1."""
+    life = start("-m", "recipes.classifier", "--fault", "lr-too-high", "--run-dir", tmp_path)
+    out, err = life.communicate(timeout=120)
+    assert life.returncode == 1, err
+    assert "Traceback" not in err
+    assert err.count("[H503] run `holdfast explain H503`\n") == 1
+    assert err.endswith(f"What was found meanwhile: holdfast explain {tmp_path}\n")
+    assert "found: ['H825']\n" in out
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["figures"]["found"] == ["H825"]
+    assert "the loss has run away" in result["stopped"]
+    assert "H825" in (tmp_path / "report.html").read_text()

@@ -1,0 +1,308 @@
+"""The recipe Tacotron 2: the model against the published one, its data, its losses, its bounds, and whole runs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipes.tacotron2.data import Padded
+from recipes.tacotron2.forecast import build
+from recipes.tacotron2.losses import Weights, losses_of, steps_of
+from recipes.tacotron2.model import Spoken, Tacotron2
+from recipes.tacotron2.public_weights import named_as_here
+from recipes.tacotron2.sizes import PAPER, TINY
+from recipes.tacotron2.synthesis import MemoryUse, batch_of, synthesise, tensor_bytes
+from recipes.tacotron2.text import SYMBOLS
+from recipes.tacotron2.train import CLIPS, main
+from tests.recipes.own_process import in_own_process
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from holdfast.data import random_state
+from holdfast.memory.recompute import find_blocks, recomputing
+
+PUBLIC_PARAMETERS = 28_193_153  # of NVIDIA/tacotron2 with its default settings and 148 symbols
+STEADY = replace(TINY, prenet_dropout=0.0, dropout=0.0, zoneout=0.0)
+
+
+def public_shapes() -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the public implementation's weights."""
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (148, 512)}
+    widths = {"encoder": [512] * 4, "postnet": [80, 512, 512, 512, 512, 80]}
+    for part, around in widths.items():
+        for place, (given, made) in enumerate(itertools.pairwise(around)):
+            name = f"{part}.convolutions.{place}"
+            shapes |= {f"{name}.0.conv.weight": (made, given, 5), f"{name}.0.conv.bias": (made,)}
+            shapes |= {f"{name}.1.{each}": (made,) for each in ("weight", "bias", "running_mean", "running_var")}
+            shapes[f"{name}.1.num_batches_tracked"] = ()
+    for direction in ("", "_reverse"):
+        shapes |= {f"encoder.lstm.weight_ih_l0{direction}": (1024, 512)}
+        shapes |= {f"encoder.lstm.weight_hh_l0{direction}": (1024, 256)}
+        shapes |= {f"encoder.lstm.bias_{kind}_l0{direction}": (1024,) for kind in ("ih", "hh")}
+    for cell, given in (("attention_rnn", 768), ("decoder_rnn", 1536)):
+        shapes |= {f"decoder.{cell}.weight_ih": (4096, given), f"decoder.{cell}.weight_hh": (4096, 1024)}
+        shapes |= {f"decoder.{cell}.bias_ih": (4096,), f"decoder.{cell}.bias_hh": (4096,)}
+    attention = "decoder.attention_layer"
+    return shapes | {
+        "decoder.prenet.layers.0.linear_layer.weight": (256, 80),
+        "decoder.prenet.layers.1.linear_layer.weight": (256, 256),
+        f"{attention}.query_layer.linear_layer.weight": (128, 1024),
+        f"{attention}.memory_layer.linear_layer.weight": (128, 512),
+        f"{attention}.v.linear_layer.weight": (1, 128),
+        f"{attention}.location_layer.location_conv.conv.weight": (32, 2, 31),
+        f"{attention}.location_layer.location_dense.linear_layer.weight": (128, 32),
+        "decoder.linear_projection.linear_layer.weight": (80, 1536),
+        "decoder.linear_projection.linear_layer.bias": (80,),
+        "decoder.gate_layer.linear_layer.weight": (1, 1536),
+        "decoder.gate_layer.linear_layer.bias": (1,),
+    }
+
+
+def a_batch(text_lengths: list[int], mel_lengths: list[int], *, frames_per_step: int = 4) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(1)
+    return Padded(frames_per_step=frames_per_step)(
+        [
+            {
+                "text": torch.randint(1, 60, (symbols,), generator=drawn),
+                "mel": torch.randn(frames, 80, generator=drawn) - 5,
+            }
+            for symbols, frames in zip(text_lengths, mel_lengths, strict=True)
+        ]
+    )
+
+
+def gradients(model: Tacotron2, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    losses = losses_of(model(**batch), batch, Weights(guided=1.0))
+    torch.stack([each.mean for each in losses.values()]).sum().backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+# --- the model ---------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_size_has_the_weights_of_the_public_implementation() -> None:
+    """Number, shapes and (renamed) names of all weights are those of the public implementation."""
+    with torch.device("meta"):
+        model = Tacotron2(PAPER)
+    assert sum(each.numel() for each in model.parameters()) == PUBLIC_PARAMETERS
+    assert len(SYMBOLS) == 148
+    renamed = named_as_here({name: torch.empty(shape, device="meta") for name, shape in public_shapes().items()})
+    assert {name: each.shape for name, each in renamed.items()} == {
+        name: each.shape for name, each in model.state_dict().items()
+    }
+
+
+def test_a_forward_pass_of_the_papers_size_has_the_published_shapes() -> None:
+    """Two frames tensors, one gate for each step, one attention over the symbols for each step."""
+    built = build(micro_batch_size=2, length=12)
+    batch = built["batch"] | {"text": torch.randint(1, 148, (2, 7)), "text_lengths": torch.tensor([7, 5])}
+    with torch.no_grad():
+        spoken = built["model"](**batch)
+    assert spoken.coarse.shape == spoken.mel.shape == (2, 12, 80)
+    assert spoken.stop.shape == (2, 12)
+    assert spoken.attention.shape == (2, 12, 7)
+    assert torch.allclose(spoken.attention.sum(dim=2), torch.ones(2, 12))
+    assert not spoken.attention[1, :, 5:].any()
+
+
+def test_padding_changes_nothing_in_evaluation() -> None:
+    """An utterance says the same alone and beside a longer one."""
+    model = Tacotron2(STEADY).eval()
+    both = a_batch([5, 9], [8, 16])
+    alone = {"text": both["text"][:1, :5], "text_lengths": torch.tensor([5]),
+             "mel": both["mel"][:1, :8], "mel_lengths": torch.tensor([8])}  # fmt: skip
+    with torch.no_grad():
+        beside, by_itself = model(**both), model(**alone)
+    assert torch.allclose(beside.mel[0, :8], by_itself.mel[0], atol=1e-5)
+    assert torch.allclose(beside.attention[0, :2, :5], by_itself.attention[0], atol=1e-6)
+
+
+def test_segments_change_nothing_and_truncation_cuts_the_gradient_only() -> None:
+    """Segments alone keep every bit of the gradient; truncated, frames stay and gradients through time are gone."""
+    batch = a_batch([6, 9], [24, 22])
+    whole = Tacotron2(TINY)
+    cut, truncated = copy.deepcopy(whole), copy.deepcopy(whole)
+    cut.segment_steps = truncated.segment_steps = 2
+    truncated.truncate = True
+    expected, found, shortened = (gradients(model, batch) for model in (whole, cut, truncated))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    name = "decoder.recurrence.attention_rnn.weight_hh"
+    assert not torch.allclose(shortened[name], expected[name], rtol=1e-3)
+    torch.manual_seed(3)
+    plain = whole(**batch)
+    torch.manual_seed(3)
+    assert torch.equal(truncated(**batch).mel, plain.mel)
+
+
+def test_recomputed_segments_keep_every_bit_and_hold_less() -> None:
+    """Recomputing the decoder's segments, as `Policy.recompute` does it, changes no bit and keeps a part of them."""
+    batch = a_batch([30, 30], [160, 160])
+    model = Tacotron2(TINY, segment_steps=10)
+    kept = {"plain": 0, "recomputed": 0}
+
+    def measured(name: str) -> dict[str, torch.Tensor]:
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            kept[name] += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            return gradients(model, batch)
+
+    expected = measured("plain")
+    ((_, block),) = find_blocks({"model": model}, wanted=["decoder.recurrence"])
+    with recomputing([block], random_state.capture, random_state.restore):
+        found = measured("recomputed")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert kept["recomputed"] < 0.5 * kept["plain"]
+
+
+# --- losses ------------------------------------------------------------------------------------------------------
+
+
+def test_losses_are_means_over_frames_and_steps() -> None:
+    """Over two utterances each loss is that of both alone, weighted by frames or steps: accumulation is exact."""
+    model = Tacotron2(STEADY).eval()
+    both = a_batch([5, 9], [8, 21])
+    parts = [{name: value[place : place + 1] for name, value in both.items()} for place in (0, 1)]
+    weights = Weights(stop=2.0, last_step=5.0, guided=3.0)
+    whole, *each = [losses_of(model(**batch), batch, weights) for batch in (both, *parts)]
+    assert list(whole) == ["coarse", "mel", "stop", "guided"]
+    assert [int(whole[name].items) for name in whole] == [29, 29, 2 + 6, 2 + 6]
+    for name, loss in whole.items():
+        total = sum(part[name].mean * part[name].items for part in each)
+        assert torch.allclose(loss.mean * loss.items, total, rtol=1e-5), name
+
+
+def test_guided_attention_prefers_the_diagonal() -> None:
+    """The loss is 0 on the diagonal, and rises away from it."""
+    batch = a_batch([8], [32])
+    frames, stop = torch.zeros(1, 32, 80), torch.zeros(1, 8)
+
+    def guided(attention: torch.Tensor) -> float:
+        spoken = Spoken(frames, frames, stop, attention[None])
+        return float(losses_of(spoken, batch, Weights(guided=1.0))["guided"].mean)
+
+    assert guided(torch.eye(8)) == pytest.approx(0.0, abs=1e-6)
+    assert guided(torch.eye(8)) < guided(torch.full((8, 8), 1 / 8)) < guided(torch.eye(8).flip(0))
+
+
+def test_steps_of_frames_are_rounded_up() -> None:
+    """The last frames of an utterance have a step of their own."""
+    assert steps_of(torch.tensor([1, 4, 5, 8]), 4).tolist() == [1, 1, 2, 2]
+
+
+# --- synthesis ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bias", "steps", "by_gate"), [(-100.0, 9, False), (100.0, 1, True)])
+def test_synthesis_ends_by_the_gate_or_at_the_limit_and_keeps_nothing(bias: float, steps: int, by_gate: bool) -> None:
+    """A gate that never opens is ended at the limit, an open one at once; no tensor is left of either."""
+    found = in_own_process(synthesised, bias)
+    assert found["steps"] == [steps, steps]
+    assert found["by_gate"] == [by_gate, by_gate]
+    assert found["shape"] == (2, 4 * steps, 80)
+    assert found["meanwhile"] > found["inference_tensor_bytes_before"]
+    assert found["inference_tensor_bytes_after"] == found["inference_tensor_bytes_before"] > 0
+    assert found["inference_peak_bytes"] > found["inference_growth_bytes"] >= 0
+
+
+def synthesised(bias: float) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Tacotron2(TINY).eval()
+    with torch.no_grad():
+        model.decoder.gate.bias.fill_(bias)
+    text, lengths = batch_of(["A fox.", "A zebra sees it."], torch.device("cpu"))
+    memory = MemoryUse(torch.device("cpu"))
+    found = synthesise(model, text, lengths, max_steps=9, memory=memory)
+    facts = {
+        "steps": found.steps.tolist(), "by_gate": found.by_gate.tolist(), "shape": tuple(found.mel.shape),
+        "meanwhile": tensor_bytes(),
+    }  # fmt: skip
+    assert facts["meanwhile"] > memory.tensors_before
+    del found
+    memory.ended()
+    return {**facts, **memory.figures()}
+
+
+def test_tensors_without_memory_are_not_counted() -> None:
+    """Fake tensors and those of the meta device, held by anybody in the process, add nothing."""
+    assert in_own_process(bytes_beside_others) == 0
+
+
+def bytes_beside_others() -> int:
+    before = tensor_bytes()
+    with FakeTensorMode():
+        fake = torch.nn.Linear(3, 3)
+    others = [fake, torch.empty(7, device="meta")]
+    after = tensor_bytes()
+    del others
+    return after - before
+
+
+def test_synthesis_says_what_teacher_forcing_says_when_it_hears_the_same() -> None:
+    """Fed with its own frames, the decoder under teacher forcing makes just the frames of free running."""
+    model = Tacotron2(STEADY).eval()
+    text, lengths = batch_of(["A fox sees a jar."], torch.device("cpu"))
+    with torch.no_grad():
+        model.decoder.gate.bias.fill_(-100.0)
+        free = synthesise(model, text, lengths, max_steps=6)
+        coarse = free.mel.new_zeros(1, 24, 80)
+        for _ in range(6):  # one more step is right in each round
+            coarse = model(text, lengths, coarse, torch.tensor([24])).coarse
+        forced = model(text, lengths, coarse, torch.tensor([24]))
+    assert torch.allclose(forced.mel, free.mel, atol=1e-4)
+    assert torch.allclose(forced.attention, free.attention, atol=1e-5)
+
+
+def test_a_text_without_letters_is_refused() -> None:
+    """There is nothing to say in digits and signs, and that is said."""
+    with pytest.raises(ValueError, match="nothing to say in '42!'"):
+        batch_of(["42!"], torch.device("cpu"))
+
+
+# --- whole runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a copy of the clips that come with the recipe."""
+    return Path(shutil.copytree(CLIPS, tmp_path / "clips"))
+
+
+TINY_RUN = ["--size", "tiny", "--batch-size", "4", "--evaluate-every", "4", "--device", "cpu"]
+
+
+def test_a_folder_that_cannot_be_used_ends_with_code_2(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command ends at once, with the mistake on stderr and no run begun."""
+    (folder / "wavs" / "clip-3.wav").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        main(["--data", str(folder), "--run-dir", str(tmp_path / "run"), *TINY_RUN])
+    assert "there is no" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_a_run_with_a_spoilt_file_goes_on_and_resumes_exactly(folder: Path, tmp_path: Path) -> None:
+    """A file that is no sound is set aside; six steps and then six more end, bit for bit, where twelve end."""
+    (folder / "wavs" / "clip-4.wav").write_bytes(b"no sound at all")
+    features = ["--data", str(folder), "--features", str(tmp_path / "features.h5"), *TINY_RUN]
+    whole = in_own_process(main, [*features, "--run-dir", str(tmp_path / "whole"), "--max-steps", "8"])
+    main([*features, "--run-dir", str(tmp_path / "parts"), "--max-steps", "3"])
+    parts = main([*features, "--run-dir", str(tmp_path / "parts"), "--max-steps", "8", "--resume"])
+    assert parts["weights"] == whole["weights"]
+    aside = json.loads((tmp_path / "whole" / "quarantine.json").read_text())["samples"]
+    assert [("clip-4.wav is no WAV file" in each["evidence"]) for each in aside] == [True]
+    figures = whole["figures"]
+    assert figures["inference_tensor_bytes_after"] == figures["inference_tensor_bytes_before"]
+    assert (tmp_path / "whole" / "samples" / "sentence.wav").stat().st_size > 1000
+    assert "alignment" in (tmp_path / "whole" / "report.html").read_text()

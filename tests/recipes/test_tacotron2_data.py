@@ -1,0 +1,159 @@
+"""The data of the recipe Tacotron 2: sound, text, folders, and what is said about those that cannot be used."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import wave as wave_files
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recipes.tacotron2 import espeak
+from recipes.tacotron2.audio import MelSettings, griffin_lim, log_mel, mel_filters, read_wav, write_wav
+from recipes.tacotron2.folder import SpeechFolder
+from recipes.tacotron2.text import SYMBOLS, numbers_of
+from recipes.tacotron2.train import CLIPS
+
+# --- sound and text ----------------------------------------------------------------------------------------------
+
+
+def test_log_mel_is_that_of_its_definition() -> None:
+    """One frame, computed by the definition of the Fourier transform, and filters of area 1."""
+    settings, wave = MelSettings(), torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 0.1
+    found = log_mel(wave, settings)
+    assert found.shape == (4096 // 256 + 1, 80)
+    place = np.arange(1024)
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * place / 1024)
+    piece = wave.numpy()[8 * 256 - 512 : 8 * 256 + 512].astype(np.float64) * window
+    spectrum = np.abs(np.exp(-2j * np.pi * np.outer(np.arange(513), place) / 1024) @ piece)
+    filters = mel_filters(settings).double().numpy()
+    assert np.allclose(np.log((filters @ spectrum).clip(1e-5)), found[8].numpy(), atol=1e-4)
+    assert np.allclose(filters[40:].sum(axis=1) * 22050 / 1024, 1, atol=0.02)
+    assert torch.equal(log_mel(torch.zeros(1024)), torch.full((5, 80), 1e-5).log())
+
+
+def test_griffin_lim_gives_a_wave_with_this_spectrogram() -> None:
+    """Of real speech, back and forth: the spectrogram of the wave is near the one that it was made from."""
+    true = log_mel(read_wav(CLIPS / "wavs" / "clip-0.wav"))
+    again = log_mel(griffin_lim(true, rounds=30))
+    assert again.shape == true.shape
+    assert float((again.exp() - true.exp()).norm() / true.exp().norm()) < 0.25
+    assert torch.equal(griffin_lim(true, rounds=2), griffin_lim(true, rounds=2))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_wav_files_of_every_width_are_read(tmp_path: Path, width: int) -> None:
+    """The same wave comes back from samples of 8, 16, 24 and 32 bits."""
+    loudest = 2 ** (8 * width - 1)
+    values = [0, loudest // 2, -loudest // 2, -loudest]
+    octets = b"".join(
+        (value + 128).to_bytes(1, "little") if width == 1 else value.to_bytes(width, "little", signed=True)
+        for value in values
+    )
+    with wave_files.open(str(tmp_path / "a.wav"), "wb") as file:
+        file.setparams((1, width, 22050, 4, "NONE", ""))
+        file.writeframes(octets)
+    assert read_wav(tmp_path / "a.wav").tolist() == [0.0, 0.5, -0.5, -1.0]
+
+
+def _truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _stereo(path: Path) -> None:
+    with wave_files.open(str(path), "wb") as file:
+        file.setparams((2, 2, 22050, 2, "NONE", ""))
+        file.writeframes(struct.pack("<4h", 1, 2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: path.write_bytes(b"no sound at all"), "is no WAV file"),
+        (lambda path: path.write_bytes(b""), "is no WAV file"),
+        (_truncated, "of 4000 samples"),
+        (_stereo, "has 2 channels"),
+        (lambda path: write_wav(path, torch.zeros(4000), 16000), "has 16000 samples a second; 22050 are needed"),
+        (lambda path: write_wav(path, torch.zeros(0)), "ends after 0 of 0 samples"),
+    ],
+)
+def test_a_file_that_is_no_usable_sound_is_refused(tmp_path: Path, spoil: Callable[[Path], Any], said: str) -> None:
+    """The message names the file, what is wrong and what to do."""
+    path = tmp_path / "a.wav"
+    write_wav(path, torch.zeros(4000))
+    spoil(path)
+    with pytest.raises(ValueError, match=said) as caught:
+        read_wav(path)
+    assert str(path) in str(caught.value)
+    assert "Fix: " in str(caught.value)
+
+
+def test_text_becomes_symbols() -> None:
+    """Case, accents, white space and unknown signs are evened out; braces hold pronunciations."""
+    assert "".join(SYMBOLS[number] for number in numbers_of("  Café,\n 42 - _naïve?")) == "cafe,  - naive?"
+    assert [SYMBOLS[number] for number in numbers_of("a {HH AY1}")] == ["a", " ", "@HH", "@AY1"]
+    assert numbers_of("42 ...") == []
+
+
+# --- folders -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a copy of the clips that come with the recipe."""
+    return Path(shutil.copytree(CLIPS, tmp_path / "clips"))
+
+
+def _row(folder: Path, old: str, new: str) -> None:
+    metadata = folder / "metadata.csv"
+    metadata.write_text(metadata.read_text().replace(old, new))
+
+
+def test_the_clips_of_the_recipe_are_small_and_whole() -> None:
+    """What is shipped is at most 400 KB, and every row can be used."""
+    folder = SpeechFolder(CLIPS)
+    assert len(folder) == 8
+    assert not folder.unreadable
+    assert all("wave" in folder[place] for place in range(8))
+    assert sum(path.stat().st_size for path in CLIPS.rglob("*") if path.is_file()) <= 400_000
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "wavs" / "clip-3.wav").unlink(), r"line 4: there is no .*clip-3\.wav"),
+        (lambda folder: _row(folder, "clip-2|A dog finds the box.|a dog finds the box.", "clip-2|...|..."),
+         "line 3: the text '...' of 'clip-2' has no letter in it"),
+        (lambda folder: _row(folder, "clip-1|", "clip-1"), "line 2: the name"),
+        (lambda folder: _row(folder, "clip-1|", "clip-0|"), "names that occur more than once: clip-0"),
+        (lambda folder: _row(folder, "clip-1|", "../clip-1|"), "is no name of a file in wavs/"),
+        (lambda folder: _row(folder, "|", ","), "line 1 has 1 columns"),
+        (lambda folder: write_wav(folder / "wavs" / "clip-5.wav", torch.zeros(9000), 16000),
+         "line 6: .* has 16000 samples a second; 22050 are needed"),
+        (lambda folder: (folder / "metadata.csv").write_text(""), "it has no rows"),
+        (lambda folder: (folder / "metadata.csv").write_bytes(b"a|\xff|b"), "is not UTF-8"),
+        (lambda folder: (folder / "metadata.csv").unlink(), "holds no metadata.csv"),
+    ],
+)  # fmt: skip
+def test_a_folder_with_mistakes_is_refused_with_its_lines(
+    folder: Path, spoil: Callable[[Path], Any], said: str
+) -> None:
+    """Before anything is computed, the message names line and mistake and says what to do."""
+    spoil(folder)
+    with pytest.raises(ValueError, match=said if "the name" not in said else "line 2") as caught:
+        SpeechFolder(folder)
+    assert "Fix: " in str(caught.value)
+
+
+@pytest.mark.skipif(not espeak.is_installed(), reason="espeak-ng is not installed")
+def test_espeak_makes_a_folder_that_can_be_used(tmp_path: Path) -> None:
+    """The made folder passes the checks, is the same each time, and an interrupted one is made again."""
+    made = espeak.make_folder(tmp_path / "one", clips=3)
+    folder = SpeechFolder(made)
+    assert [len(folder), len(folder.unreadable)] == [3, 0]
+    (made / "metadata.csv").unlink()
+    assert SpeechFolder(espeak.make_folder(made, clips=3)).digest == folder.digest
