@@ -342,9 +342,14 @@ def _carried_out(fault: str, scenario: Callable[[], Sequence[Row]]) -> Sequence[
         ]
 
 
+def say(text: str) -> None:
+    """Print a line, in one piece: two scenarios go on at a time, and the other would write between it and its end."""
+    print(f"{text}\n", end="", flush=True)  # noqa: T201
+
+
 def main(directory: Path, small_disk: Path | None, seed: int) -> None:
     """Run the campaign and write ``report.json``; progress goes to standard output, a line each."""
-    report = Campaign(directory, small_disk=small_disk, seed=seed, say=lambda text: print(text, flush=True)).run()  # noqa: T201
+    report = Campaign(directory, small_disk=small_disk, seed=seed, say=say).run()
     (directory / "report.json").write_text(json.dumps(asdict(report)))
 
 

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from holdfast.checkpoint.buffers import Groups, HostBuffers
 from holdfast.checkpoint.codec import Encoder, decode
-from holdfast.checkpoint.manifest import Extent, Manifest, verify_extents
+from holdfast.checkpoint.manifest import Extent, Manifest, damaged, verify_extents
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.durable import free_bytes, write_file
 from holdfast.core.errors import CheckpointError
@@ -40,6 +39,7 @@ _DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+_TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,19 +216,48 @@ def _unknown_type(what: str, dtype: torch.dtype) -> CheckpointError:
     )
 
 
-def read_components(entry: Entry, names: Iterable[str]) -> dict[str, Any]:
-    """Return trees of a checkpoint that was verified before, with their tensors on the host.
+def read_components(entry: Entry, names: Iterable[str], into: Groups | None = None) -> dict[str, Any]:
+    """Return trees of a checkpoint that was verified before.
 
     Args:
         entry: The checkpoint.
         names: Components to read; one that is not there is left out.
+        into: Live tensors by component and name. One of the saved type and shape is overwritten and returned; all
+            others are made, on the host.
+
+    Raises:
+        CheckpointError: H311, if a file has lost its end meanwhile.
     """
     state = json.loads((entry.path / STATE_FILE).read_bytes())
     found = {}
     for name in names:
         if name in state:
             file = entry.path / (name + _SUFFIX)
-            # Copies, since load_file maps the file: state must not hang on to a checkpoint that is pruned.
-            tensors = {key: value.clone() for key, value in load_file(file).items()} if file.exists() else {}
+            tensors = _read_tensors(file, (into or {}).get(name, {})) if file.exists() else {}
             found[name] = decode(state[name], tensors)
+    return found
+
+
+def _read_tensors(path: Path, into: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, each read to where it belongs: at most one of them is in memory twice.
+
+    By hand, since the library maps the whole file, and a limit on memory may refuse that.
+    """
+    found = {}
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+        for name, place in header.items():
+            dtype, shape = _TYPES[place["dtype"]], torch.Size(place["shape"])
+            target = into.get(name)
+            if target is None or (target.dtype, target.shape) != (dtype, shape):
+                target = torch.empty(shape, dtype=dtype)
+            direct = target.device.type == "cpu" and target.is_contiguous()
+            content = target if direct else torch.empty(shape, dtype=dtype)
+            if content.numel():
+                raw = content.reshape(-1).view(torch.uint8).numpy()
+                file.seek(8 + size + place["data_offsets"][0])
+                if file.readinto(raw.data) != raw.nbytes:
+                    raise damaged(path.parent, f"{path.name} ends within {name}")
+            found[name] = target if direct else target.copy_(content)
     return found

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import PolicyError
+from holdfast.core.user_modules import import_user_module
 
 _CORRECT = "correct what the message names, in the module or in the function."
 
@@ -24,18 +21,7 @@ def load_factory(factory: str) -> Callable[[], Any]:
     if not place or not name:
         raise unusable_factory(factory, "there is no function after a colon")
     try:
-        if place.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # so that what is in it can be pickled for workers
-            sys.path.insert(0, str(Path(place).resolve().parent))
-            spec.loader.exec_module(module)
-        else:
-            sys.path.insert(0, "")
-            module = importlib.import_module(place)
-        found = getattr(module, name)
+        found = getattr(import_user_module(place), name)
     except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
         raise unusable_factory(factory, f"{type(error).__name__}: {error}", _CORRECT) from error
     if not callable(found):

@@ -19,8 +19,9 @@ from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
 from holdfast.memory.forecast import tracing
+from holdfast.memory.forecast.device_plans import Order, Watcher, has_bf16
 from holdfast.memory.forecast.devices import Device, find_device
-from holdfast.memory.forecast.forecasting import Forecast, Order, Watcher, has_bf16, make_forecast
+from holdfast.memory.forecast.forecasting import Forecast, make_forecast
 from holdfast.memory.forecast.planning import Row
 from holdfast.report.memory_page import render
 from holdfast.report.offline_page import plotly_script
@@ -31,17 +32,27 @@ _UNITS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 
 
 Factory = Annotated[
-    str, typer.Argument(help="module:function or file.py:function; it returns model, optimizer, loss and batch.")
+    str,
+    typer.Argument(
+        help='module:function or file.py:function. It returns {"model", "optimizer", "loss_fn", "batch"}:'
+        ' loss_fn(batch) or loss_fn(model, batch); or "step" in place of "loss_fn": step(batch), step(model, batch)'
+        " or step(guard, batch), with any number of samples."
+    ),
 ]
 Devices = Annotated[
     list[str],
     typer.Option(metavar="NAME", help="A GPU such as T4, a size such as 24GiB, or a file of calibrate; repeatable."),
 ]
 GlobalBatchSize = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Samples of one optimizer step; else what fits at once.")
+    int | None,
+    typer.Option(min=1, max=2**31, metavar="N", help="Samples of one optimizer step; else what fits at once."),
 ]
 Precisions = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Of fp32, bf16, fp16, what you have now first; else fp32,bf16.")
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Of fp32, bf16, fp16, what you have now first; else fp32 and bf16, or fp16 where there is no bf16.",
+    ),
 ]
 Lengths = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Lengths of your samples, one a line: plans for the longest.")
@@ -85,7 +96,7 @@ def run(
             verify=verify,
         )
         _check_files(out, html, len(devices))
-        with _progress() as watcher:
+        with _progress(tells=not json) as watcher:
             forecast = make_forecast(order, watcher)
         written = list(_write(forecast, out, html))
     if json:
@@ -94,6 +105,8 @@ def run(
         print_forecast(forecast)
         for file in written:
             typer.echo(f"wrote {file}")
+    if out is not None and out not in written:
+        typer.echo(f"{out} was not written: there is no plan to write", err=True)
     if any(plan.best is None for plan in forecast.plans):
         raise typer.Exit(CHECK_FAILED)
 
@@ -108,6 +121,8 @@ def _check_files(out: Path | None, html: Path | None, devices: int) -> None:
     if out is not None and devices > 1:
         raise _wrong(f"--out for {devices} devices", "a policy is for one", "name one --device.")
     for file in (out, html):
+        if file is not None and file.is_dir():
+            raise IsADirectoryError(f"{file} is a directory; the name of a file is needed")
         if file is not None:
             _check_folder(file.absolute().parent)
     if html is not None:
@@ -142,7 +157,7 @@ def read_lengths(path: Path) -> list[int]:
         PolicyError: It holds none, or something else (H419).
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise _no_lengths(path, "it is no text") from error
     found = []
@@ -191,12 +206,41 @@ def _wrong(what: str, limit: str, fix: str) -> PolicyError:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Watcher]:
-    """Show on the terminal how far it is; nothing where stderr is none."""
+def _progress(*, tells: bool) -> Iterator[Watcher]:
+    """Show on the terminal how far it is; lines where stderr is none, if it `tells`."""
     terminal = Console(stderr=True)
+    if not terminal.is_terminal:
+        yield _Told() if tells else Watcher()
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as shown:
+    with Progress(*columns, console=terminal, transient=True) as shown:
         yield _Shown(shown)
+
+
+class _Told(Watcher):
+    """Says in lines, each once, what is being done."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._lock = threading.Lock()
+
+    def traced(self, precision: str, progress: tracing.Progress) -> None:  # noqa: ARG002 - the text has it
+        """Say what a child does."""
+        self._say(progress.text)
+
+    def planned(self, row: Row) -> None:
+        """Say for which device plans are sought."""
+        self._say(f"planning for {row.device}")
+
+    def verifies(self, row: Row) -> None:
+        """Say that a plan is traced once more."""
+        self._say(f"tracing micro-batches of {row.micro_batch_size} for {row.device} once more")
+
+    def _say(self, text: str) -> None:
+        with self._lock:
+            if text not in self._said:
+                self._said.add(text)
+                typer.echo(f"holdfast plan: {text}", err=True)
 
 
 class _Shown(Watcher):

@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.output import console
+from holdfast.memory.forecast.device_plans import DevicePlan
 from holdfast.memory.forecast.devices import GIB
-from holdfast.memory.forecast.forecasting import DevicePlan, Forecast
+from holdfast.memory.forecast.forecasting import Forecast
 from holdfast.memory.forecast.planning import Row, with_relative_times
 from holdfast.memory.forecast.shares import shares_of
 from holdfast.report.forecast_words import (
@@ -25,7 +26,9 @@ from holdfast.report.forecast_words import (
     assumptions,
     beside_the_policy,
     cells,
+    command_of,
     gib,
+    margin_of,
     named,
     sources,
     to_paste,
@@ -81,8 +84,9 @@ def _print_plan(forecast: Forecast, plan: DevicePlan) -> None:
         typer.echo(what_is_missing(plan) + "\n")
         return
     typer.echo("\n  ".join([f"Take on {row.device}: {what_to_take(row)}", *to_paste(forecast, row)]))
-    if plan.verification is not None:
-        typer.echo(f"  {verified(plan.verification)}")
+    for text in (margin_of(plan), "" if plan.verification is None else verified(plan.verification)):
+        if text:
+            typer.echo(f"  {text}")
     typer.echo("")
 
 
@@ -147,7 +151,7 @@ def as_yaml(forecast: Forecast) -> str:
     (plan, *_) = forecast.plans
     row = plan.best
     assert row is not None
-    lines = [f"# holdfast plan {forecast.order.factory} --device {row.device}", f"# a forecast: {what_to_take(row)}"]
+    lines = [f"# {command_of(forecast.order)}", f"# a forecast: {what_to_take(row)}"]
     lines += [f"# {text}" for text in beside_the_policy(forecast, row)]
     return "\n".join([*map(_one_line, lines), *_yaml_fields(row.policy()), ""])
 

@@ -264,14 +264,16 @@ class Fetcher(Dataset[Any]):
         found: list[Any] = []
         samples: list[Any] = []
         board = self.board if worker is not None else None
-        plain, seed, seed_of = not entry.aside and entry.first is None, self._lazy.seeder, self._seeds.of
+        plain, seed = not entry.aside and entry.first is None, self._lazy.seeder
+        # All at once: what runs between two samples leaves the processor's caches to them.
+        seeds = [self._seeds.of(entry.epoch, index) for index in entry.indices] if plain else []
         for offset, index in enumerate(entry.indices):
             if board is not None:
                 board.step(worker, offset)  # type: ignore[arg-type] # there is a board only in a worker
             if plain or index not in entry.aside:
                 try:
                     if plain:  # most are: not one call too many
-                        seed(seed_of(entry.epoch, index))
+                        seed(seeds[offset])
                         sample = self.dataset[index]
                     else:
                         sample = self._seeded(entry, offset, index)

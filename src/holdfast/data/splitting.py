@@ -12,15 +12,14 @@ Tensors are cut as views: no copy. What cannot be cut is an error that names the
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from holdfast.core.containers import children_of, rebuilt
 from holdfast.core.errors import BatchError
 
 SplitSpec: TypeAlias = int | Literal["items"] | Mapping[Any, Any] | Sequence[Any] | None
@@ -178,29 +177,9 @@ def _is_plain_list(node: Any) -> bool:
 
 def _children(node: Any) -> dict[Any, Any] | None:
     """Return the children of a container by key, or None for a leaf."""
-    if isinstance(node, PackedSequence):
-        return None  # a namedtuple of tensors whose first dimension is no batch dimension
-    if isinstance(node, Mapping):
-        return dict(node)
-    if isinstance(node, (list, tuple)) and not _is_plain_list(node):
-        return dict(enumerate(node))
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
-    return None
-
-
-def _rebuild(node: Any, children: dict[Any, Any]) -> Any:
-    if isinstance(node, MutableMapping):
-        made = copy.copy(node)  # keeps the type: Hugging Face's BatchEncoding is a UserDict
-        made.update(children)
-        return made
-    if isinstance(node, Mapping):
-        return children
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*children.values())
-    if isinstance(node, (list, tuple)):
-        return type(node)(children.values())
-    return dataclasses.replace(node, **children)
+    if isinstance(node, PackedSequence) or _is_plain_list(node):
+        return None  # the first is a named tuple of tensors whose first dimension is no batch dimension
+    return children_of(node)
 
 
 def _spec_of(spec: SplitSpec, key: Any, path: str) -> SplitSpec:
@@ -236,7 +215,7 @@ def _map(node: Any, spec: SplitSpec, path: str, function: Callable[[str, Any, Sp
     for key, child in children.items():
         child_path = f"{path}[{key!r}]"
         made[key] = _map(child, _spec_of(spec, key, child_path), child_path, function)
-    return _rebuild(node, made)
+    return rebuilt(node, made)
 
 
 def _size(path: str, leaf: Any, how: SplitSpec) -> int | None:

@@ -9,21 +9,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import Event
 from holdfast.diagnose.curves_seen import lost_since
-from holdfast.diagnose.evidence import Ending, Facts
+from holdfast.diagnose.evidence import Ending, Facts, Statement
+from holdfast.diagnose.guard_ends import how_closed, of_guards
 from holdfast.diagnose.log_files import opened
 from holdfast.diagnose.log_keeping import Readable
 from holdfast.diagnose.log_lines import plain_text
 from holdfast.diagnose.log_progress import is_progress_bar
 from holdfast.diagnose.log_text import LogText, read_log
 from holdfast.diagnose.run_recordings import Recordings, open_recordings, unreadable
-from holdfast.diagnose.run_statements import already_tried, merged, of_exceptions, of_guards, of_kernel
+from holdfast.diagnose.run_statements import already_tried, merged, of_exceptions, of_kernel, same
 from holdfast.recorder.progress import Standing
 from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, SAMPLES_FILE, ProcessInfo, process_lives
 
@@ -93,20 +94,26 @@ def collect(run: Path, attempt: int | None = None) -> Facts:
 
 
 def _of_guard(recordings: Recordings) -> Facts:
-    events = _by_time(event for folder in recordings.guards([]) for event in recordings.events(folder))
+    folders = recordings.guards([])
+    events = _by_time(event for folder in folders for event in recordings.events(folder))
+    marks = [mark for folder in folders if (mark := recordings.newest_step(folder)) is not None]
+    newest = max(marks, key=lambda mark: mark.unix_seconds, default=None)
+    statements = of_guards(events, last_step=newest.unix_seconds if newest is not None else 0.0)
+    closed = how_closed(events)
+    missing = [*recordings.missing, "no exit status and no output: it was not started with `holdfast run`"]
+    if closed is None and not any(each.fatal for each in statements):
+        missing.append("no word that a Guard closed it: it was cut off, or its script ends without `guard.close()`")
     return Facts(
-        statements=tuple(of_guards(events)),
+        statements=tuple(statements),
         events=tuple(events),
         tried=tuple(already_tried(events)),
         source=str(recordings.run),
-        missing=(*recordings.missing, "no exit status and no output: it was not started with `holdfast run`"),
-        extra={"guard_closed": _closed(events)},
+        missing=tuple(missing),
+        extra={
+            "guard_closed": asdict(closed) if closed else None,
+            "steps": newest.global_step if newest else None,
+        },
     )
-
-
-def _closed(events: Sequence[Event]) -> bool:
-    """Return whether the newest events are those that a Guard writes when it closes: a save, then its summary."""
-    return [event.kind for event in events[-2:]] == ["checkpoint_saved", "gradient_flow"]
 
 
 class _Attempt:
@@ -144,9 +151,10 @@ class _Attempt:
             _integer(event.data.get("pid")) or 0 for event in self._own
         }
         raised += of_kernel(self._own, pids)
+        raised += _told_by_guards_alone(of_guard, raised)
         endings = self._endings(standings, log)
         return Facts(
-            statements=tuple(merged([*raised, *of_guards(of_guard)], log.statements if log else ())),
+            statements=tuple(merged(raised, log.statements if log else ())),
             endings=tuple(endings),
             events=tuple(_by_time([*self._own, *said, *of_guard])),
             tried=(*_restarts(self._all, self._number), *already_tried(of_guard)),
@@ -364,6 +372,12 @@ class _Part:
         data = self._stream.read(self._left if size < 0 else min(size, self._left))
         self._left -= len(data)
         return data
+
+
+def _told_by_guards_alone(events: Iterable[Event], raised: Sequence[Statement]) -> list[Statement]:
+    """Return what guards stopped for, without the errors that their processes have recorded too."""
+    known = [each for each in raised if each.kind == "exception"]
+    return [each for each in of_guards(_by_time(events)) if not any(same(each, other) for other in known)]
 
 
 def _by_time(events: Iterable[Event]) -> list[Event]:

@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from holdfast.core.events import Event
 
+GUARD_SAID = "Guard: "
+"""How the text of a statement begins that tells what a Guard recorded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
@@ -41,6 +44,7 @@ class Statement:
         logged: Whether a logger printed it, so somebody had caught it, at least for a while.
         overtaken: Lines of progress stand after it, but they can have waited in a buffer, or be of another process.
         resumed: A line of a retry or of progress stands between it and the next exception of its process.
+        rule: Of holdfast, where whoever recorded it knew that, such as ``"H401"``.
     """
 
     text: str
@@ -57,6 +61,7 @@ class Statement:
     logged: bool = False
     overtaken: bool = False
     resumed: bool = False
+    rule: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

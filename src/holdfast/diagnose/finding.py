@@ -81,6 +81,20 @@ def demoted(finding: Finding, cause: str | None) -> Finding:
     )
 
 
+def with_origin(finding: Finding, traced: str | None) -> Finding:
+    """Return a finding about NaN or Inf with what was traced, in place of a list of usual causes.
+
+    Args:
+        finding: Any; others stay as they are.
+        traced: Why the newest such step was not made, with the origin and the sample; None: nothing was traced.
+    """
+    if traced is None or finding.rule not in ("H801", "H802", "H806"):
+        return finding
+    begins = f"{finding.fix.rstrip('.')}. Look" if finding.rule == "H806" else "look"
+    fix = f"{begins} at what was traced for the newest such step, and lies in the event nonfinite_origin: {traced}."
+    return dataclasses.replace(finding, fix=fix, evidence={**finding.evidence, "traced": traced})
+
+
 def _rank(finding: Finding, *, consequence: bool) -> tuple[bool, bool, int, float]:
     # A symptom of level error still comes after a cause of level advice: the cause is what can be mended.
     aside = consequence or finding.severity == "note"

@@ -1,4 +1,4 @@
-"""What is worth saying beside the cause: a loss that was lost, memory that grew, a hang left alone, how it left.
+"""What is worth saying beside the cause: a lost loss, memory that grew, what training suffers from, how it left.
 
 Does not: choose the cause (see ``judging``).
 """
@@ -9,8 +9,12 @@ from collections.abc import Iterator
 
 from holdfast.core.events import Event
 from holdfast.diagnose.evidence import Ending, Facts
+from holdfast.diagnose.log_lines import plain_text
+from holdfast.diagnose.verdict import Exhibit
 
 WORKER_KILLED = "H930"
+_MOST_FAULTS = 3  # quoted of those that a Guard found
+_MOST_CHARACTERS = 300
 
 LOST_LOSS_FIX = (
     "Do not use what it saved since that step. Start it again under `holdfast.watch`, which names the batch and the "
@@ -43,6 +47,27 @@ def growth(facts: Facts) -> Event | None:
     """Return the newest trend of memory, if it had not ended."""
     newest = next((event for event in reversed(facts.events) if event.kind == "memory_trend"), None)
     return newest if newest is not None and newest.data.get("bytes_per_step") else None  # 0: over
+
+
+def training_faults(facts: Facts) -> list[Event]:
+    """Return what a Guard found to be wrong with the training: causes first, then errors, then the surest."""
+    found: dict[tuple[str, str], Event] = {}
+    for event in facts.events:
+        rule, what = event.data.get("rule"), event.data.get("what")
+        if event.kind == "finding" and isinstance(rule, str) and isinstance(what, str):
+            found[rule, str(event.data.get("where"))] = event
+
+    def order(event: Event) -> tuple[bool, bool, float]:
+        sure = event.data.get("confidence")
+        aside = event.data.get("about") == "symptom", event.data.get("severity") != "error"
+        return *aside, -float(sure) if isinstance(sure, (int, float)) else 0.0
+
+    return sorted(found.values(), key=order)
+
+
+def loader_warnings(facts: Facts) -> list[Event]:
+    """Return what was known to be wrong with the loader's settings before it started."""
+    return [event for event in facts.events if event.kind == "preflight" and isinstance(event.data.get("rule"), str)]
 
 
 def hang_left_alone(facts: Facts) -> Event | None:
@@ -84,9 +109,47 @@ def of_good_end(facts: Facts) -> Iterator[str]:
         yield f"But memory leaks: {leak.data.get('what', 'objects')} are kept" + (f" at {place}." if place else ".")
     elif grows is not None:
         yield f"But {grows.data.get('what', 'host')} memory grew from step to step."
+    faults = training_faults(facts)
+    if faults:
+        what, rule = _first_line(faults[0], "what"), faults[0].data["rule"]
+        yield f"But a Guard found a fault of the training: {what} [{rule}]."
     raised = any(each.kind == "exception" for each in facts.statements)
     if raised:
         yield "Errors that it printed before were caught: it went on after them."
+
+
+def _first_line(event: Event, key: str) -> str:
+    """Return the first line of a text of an event, cut, without a full stop."""
+    value = event.data.get(key)
+    return (
+        plain_text(value).strip().partition("\n")[0][:_MOST_CHARACTERS].rstrip(".") if isinstance(value, str) else ""
+    )
+
+
+def _in_one_line(event: Event, key: str) -> str:
+    """Return a text of an event as one line, whole, without a full stop."""
+    value = event.data.get(key)
+    return " ".join(plain_text(value).split()).rstrip(".") if isinstance(value, str) else ""
+
+
+def exhibits_of_training(facts: Facts) -> Iterator[Exhibit]:
+    """Yield what a Guard found, the loader's warnings last: quoted with its rule and what to do."""
+    for event in [*training_faults(facts)[:_MOST_FAULTS], *loader_warnings(facts)[:_MOST_FAULTS]]:
+        fix = _first_line(event, "fix")
+        yield Exhibit(
+            text=f"{_first_line(event, 'what')} [{event.data['rule']}]" + (f"\nFix: {fix}" if fix else ""),
+            source=f"guard, step {event.global_step}",
+            unix_seconds=event.unix_seconds,
+        )
+
+
+def fix_of_training(facts: Facts) -> str:
+    """Return what to do about the first fault that a Guard found; an empty text if it found none."""
+    faults = training_faults(facts)
+    if not faults:
+        return ""
+    fix, rule = _in_one_line(faults[0], "fix"), faults[0].data["rule"]
+    return f"{fix[:1].upper()}{fix[1:]}. `holdfast explain {rule}` says more."
 
 
 def of_interruption(facts: Facts) -> Iterator[str]:

@@ -15,7 +15,7 @@ from holdfast.core.errors import HoldfastError, RunDirectoryError
 from holdfast.core.events import Event
 from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.reader import read_events
+from holdfast.recorder.reader import StepRecord, read_events, read_steps
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     LOST_FILE,
@@ -53,6 +53,13 @@ class Recordings:
             reason = error.what if isinstance(error, HoldfastError) else str(error)
             self.missing.append(f"events of {folder.name}: {reason}")
             return []
+
+    def newest_step(self, folder: Path) -> StepRecord | None:
+        """Return the newest mark of a step of a guard, None if there is none that can be read."""
+        try:
+            return max(read_steps(folder), key=lambda step: step.unix_seconds, default=None)
+        except (HoldfastError, OSError, ValueError):
+            return None  # the events of the same folder say what is wrong with it
 
     def description(self) -> dict[str, Any]:
         """Return what the supervisor wrote before it started the command."""

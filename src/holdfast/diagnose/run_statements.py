@@ -1,6 +1,6 @@
-"""Statements from events: what processes recorded when they raised, and what a guard decided and tried.
+"""Statements from events: what processes recorded when they raised, what the kernel wrote, and what a guard tried.
 
-Does not: read files, judge.
+Does not: read files, judge, tell how a guard ended (see ``guard_ends``).
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ _REMEDIES = {
     "checkpoint_damaged": "passed over a damaged checkpoint",
 }
 
+_REASONS = {"loader_healed": "cause", "sample_quarantined": "evidence", "checkpoint_damaged": "why"}
+"""Where an event holds why it happened; ``reason`` elsewhere."""
+_MOST_REASON = 400  # characters
+
 
 def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
     """Return the exceptions that a process recorded, each with what it was raised from, the root first."""
@@ -52,14 +56,27 @@ def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]
             "source": f"process {info.pid}", "unix_seconds": event.unix_seconds, "rank": info.rank, "pid": info.pid,
         }  # fmt: skip
         if event.kind == "last_words":
-            found.append(Statement(text=_text(event.data.get("text")), position=len(found), **common))
+            found.append(Statement(text=text_of(event.data.get("text")), position=len(found), **common))
             continue
-        fatal = event.data.get("fatal")
-        chain = event.data.get("chain")  # the nearest first
-        parts = [part for part in chain if isinstance(part, Mapping)] if isinstance(chain, list) else []
-        for part in (*reversed(parts[:_MOST_CHAIN]), event.data):
-            raised = _raised(part, cause=part is not event.data, fatal=fatal, position=len(found), common=common)
-            found += [*_nested(raised), raised]
+        found += chain_of(event.data, fatal=event.data.get("fatal"), position=len(found), common=common)
+    return found
+
+
+def chain_of(facts: Mapping[str, Any], *, fatal: Any, position: int, common: Mapping[str, Any]) -> list[Statement]:
+    """Return an exception that was recorded, after what it was raised from, the root first.
+
+    Args:
+        facts: As ``core.raised`` describes it.
+        fatal: Whether it ended its process; anything but a bool: nobody knows.
+        position: Of the first.
+        common: Further arguments of each `Statement`.
+    """
+    found: list[Statement] = []
+    chain = facts.get("chain")  # the nearest first
+    parts = [part for part in chain if isinstance(part, Mapping)] if isinstance(chain, list) else []
+    for part in (*reversed(parts[:_MOST_CHAIN]), facts):
+        raised = _raised(part, cause=part is not facts, fatal=fatal, position=position + len(found), common=common)
+        found += [*_nested(raised), raised]
     return found
 
 
@@ -78,9 +95,9 @@ def _nested(raised: Statement) -> list[Statement]:
 def _raised(
     facts: Mapping[str, Any], *, cause: bool, fatal: Any, position: int, common: Mapping[str, Any]
 ) -> Statement:
-    name = _text(facts.get("type")).rpartition(".")[2]
+    name = text_of(facts.get("type")).rpartition(".")[2]
     return Statement(
-        text=_text(facts.get("message")),
+        text=text_of(facts.get("message")),
         kind="exception",
         exception=name or None,
         frames=_frames(facts.get("frames")),
@@ -93,13 +110,14 @@ def _raised(
 
 def _frames(value: Any) -> tuple[Frame, ...]:
     return tuple(
-        Frame(file=_text(entry[0]), line=entry[1], function=_text(entry[2]))
+        Frame(file=text_of(entry[0]), line=entry[1], function=text_of(entry[2]))
         for entry in (value if isinstance(value, list) else ())
         if isinstance(entry, list) and len(entry) >= 3 and isinstance(entry[1], int)
     )
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a text of an event without escape sequences and not endless; an empty one for anything else."""
     return plain_text(value)[:_MOST_TEXT] if isinstance(value, str) else ""
 
 
@@ -110,7 +128,7 @@ def of_kernel(events: Iterable[Event], pids: Collection[int]) -> list[Statement]
         told = event.data.get("lines")
         if event.kind != "kernel_log" or not isinstance(told, list):
             continue
-        lines = [_text(line) for line in told]
+        lines = [text_of(line) for line in told]
         about = [_pid_of(line) for line in lines]
         killed = any(pid in pids and _KILL.search(line) for pid, line in zip(about, lines, strict=True))
         for pid, line in zip(about, lines, strict=True):
@@ -126,26 +144,17 @@ def _pid_of(line: str) -> int | None:
     return int(match[1] or match[2]) if match is not None else None
 
 
-def of_guards(events: Iterable[Event]) -> list[Statement]:
-    """Return what guards stopped for."""
-    return [
-        Statement(
-            text=f"Guard: {_text(event.data.get('reason'))}",
-            source="guard",
-            position=index,
-            unix_seconds=event.unix_seconds,
-            fatal=True,
-        )
-        for index, event in enumerate(events)
-        if event.kind == "stop"
-    ]
-
-
 def already_tried(events: Iterable[Event]) -> list[str]:
-    """Return what guards did against trouble, one sentence for each kind."""
-    counted = Counter(event.kind for event in events)
+    """Return what guards did against trouble, one sentence for each kind, with the reason of the newest."""
+    counted: Counter[str] = Counter()
+    newest: dict[str, str] = {}
+    for event in events:
+        counted[event.kind] += 1
+        newest[event.kind] = text_of(event.data.get(_REASONS.get(event.kind, "reason"))).strip()
     return [
-        f"a Guard {words}" + (f", {counted[kind]} times" if counted[kind] > 1 else "")
+        f"a Guard {words}"
+        + (f", {counted[kind]} times" if counted[kind] > 1 else "")
+        + (f": {newest[kind].splitlines()[-1][:_MOST_REASON]}" if newest[kind] else "")
         for kind, words in _REMEDIES.items()
         if counted[kind]
     ]
@@ -162,7 +171,7 @@ def merged(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[S
     for statement in reversed(logged):
         twin = None
         if statement.kind == "exception":
-            twin = next((each for each in reversed(left) if _same(each, statement)), None)
+            twin = next((each for each in reversed(left) if same(each, statement)), None)
         if twin is None:
             found.append(statement)
             continue
@@ -183,7 +192,8 @@ def merged(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[S
     return found + [replace(each, position=last + 1 + index) for index, each in enumerate(left)]
 
 
-def _same(one: Statement, other: Statement) -> bool:
+def same(one: Statement, other: Statement) -> bool:
+    """Return whether two statements are of one exception: its class, its rank, and how its message begins."""
     if one.exception != other.exception or (None not in (one.rank, other.rank) and one.rank != other.rank):
         return False
     first, second = (text.strip().split("\n")[0][:_COMPARED].rstrip() for text in (one.text, other.text))

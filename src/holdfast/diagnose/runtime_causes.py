@@ -144,8 +144,9 @@ def _without_status(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
             cause=SUPERVISOR_LOST, confidence=0.95, status=None, well=False, why="the supervisor was killed",
             exhibits=(exhibit, *exhibits), asked=_lost_at(lost),
         )  # fmt: skip
-    if facts.extra.get("guard_closed"):
-        return _guard_closed(facts, exhibits)
+    closed = facts.extra.get("guard_closed")
+    if isinstance(closed, dict):
+        return _guard_closed(str(closed.get("how")), str(closed.get("reason")), exhibits)
     if facts.extra.get("log_says_done"):
         exhibits = (Exhibit(text="its last lines say that the training is done", source=facts.source), *exhibits)
         return End(
@@ -154,17 +155,23 @@ def _without_status(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
     return End(cause=None, confidence=0.0, status=None, well=False, why="", exhibits=exhibits)
 
 
-def _guard_closed(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
-    """Return the end of a run of which only a Guard tells: it closed in order, on request or because all was done."""
-    stop = next((event for event in reversed(facts.events) if event.kind == "stop_requested"), None)
-    why = "the Guard wrote its last checkpoint and closed"
-    if stop is not None:
-        why = f"a Guard saved and stopped on request ({stop.data.get('reason', 'not recorded')})"
+def _guard_closed(how: str, reason: str, exhibits: tuple[Exhibit, ...]) -> End:
+    """Return the end of a run of which only a Guard tells that it closed: all was done, on request, or left early."""
+    if how == "left":
+        why = "the loop over batches was left before its end, by `break` or by an error outside of the Guard"
+        said = Exhibit(text=why, source="guard")
+        return End(cause=None, confidence=0.0, status=None, well=False, why=why, exhibits=(said, *exhibits))
     said = Exhibit(text="its newest events are those of a Guard that closes", source="guard")
+    cause, why = ENDED_WELL, "a Guard came to its end and closed"
+    if how == "stopped":
+        cause, why = _of_request(reason), f"a Guard saved and stopped on request ({reason or 'not recorded'})"
     return End(
-        cause=ENDED_WELL if stop is None else TERMINATED, confidence=0.7, status=None, well=False, why=why,
-        exhibits=(said, *exhibits),
+        cause=cause, confidence=0.7, status=None, well=False, why=why, exhibits=(said, *exhibits),
     )  # fmt: skip
+
+
+def _of_request(reason: str) -> str:
+    return INTERRUPTED if reason == signal.SIGINT.name else TERMINATED
 
 
 def _lost_at(lost: dict[str, Any]) -> float | None:
@@ -180,13 +187,13 @@ def _ended_with_zero(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
         return End(
             cause=ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0", exhibits=exhibits
         )
+    reason = str(stop.data.get("reason", "a request to stop")) if stop is not None else ""
     if stop is not None:
-        reason = str(stop.data.get("reason", "a request to stop"))
         said = Exhibit(text=f"stop requested: {reason}", source="guard", unix_seconds=stop.unix_seconds)
         exhibits, why = (said, *exhibits), f"a Guard saved and stopped on request ({reason})"
     else:
         why = f"it ended with status 0 after it was asked to by {_signal_name(int(asked or 0))}"
-    cause = INTERRUPTED if asked == signal.SIGINT else TERMINATED
+    cause = INTERRUPTED if asked == signal.SIGINT else _of_request(reason)
     return End(cause=cause, confidence=0.85, status=0, well=True, exhibits=exhibits, why=why)
 
 

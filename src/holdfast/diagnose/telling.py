@@ -10,19 +10,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.core.events import Event
-from holdfast.diagnose.evidence import Facts, Frame, Statement
+from holdfast.diagnose.evidence import GUARD_SAID, Facts, Frame, Statement
 from holdfast.diagnose.log_text import quoted
 from holdfast.diagnose.remarks import (
     LOST_LOSS_FIX,
     WORKER_KILLED,
+    exhibits_of_training,
+    fix_of_training,
     kills_counted,
     leak_place,
     lost_loss,
     newest_leak,
     of_good_end,
     of_interruption,
+    training_faults,
     way_out,
 )
+from holdfast.diagnose.rules import all_rules
 from holdfast.diagnose.runtime_causes import End
 from holdfast.diagnose.signature import Signature
 from holdfast.diagnose.signatures.runtime import ENDED_WELL, INTERRUPTED, STATUS_ONLY, TERMINATED, UNCAUGHT, UNKNOWN
@@ -32,6 +36,7 @@ from holdfast.diagnose.weighing import Candidate
 _MOST_EXHIBITS = 10
 _MOST_CASCADES = 3
 _MOST_QUOTED = 160  # characters of a message inside the paragraph
+_MOST_OF_OURS = 500  # likewise, of an error of holdfast: it says what was refused, and why
 # Installed code and what ships with Python: not where a user looks first.
 _FOREIGN = re.compile(
     r"(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen |^<string>$|/torch/(?:nn|utils|optim|distributed)/"
@@ -115,6 +120,10 @@ def _title(told: Told, statement: Statement | None) -> str:
     signature, lost = told.signature, lost_loss(told.facts)
     if signature.id == ENDED_WELL and lost is not None:
         return f"ended with status 0, but the loss is not finite since step {lost}"
+    faults = training_faults(told.facts)
+    if signature.id == ENDED_WELL and faults:
+        rule = all_rules().get(faults[0].data["rule"])
+        return "ended well, but its training has a fault" + (f": {rule.title}" if rule is not None else "")
     if signature.id == STATUS_ONLY and told.facts.extra.get("exit_how") == "sys.exit":
         return f"ended itself by sys.exit with status {told.end.status}"
     if signature.id == UNCAUGHT and statement is not None and statement.exception:
@@ -126,12 +135,8 @@ def _summary(told: Told, place: str) -> str:
     signature, candidate = told.signature, told.candidate
     parts = []
     if candidate is not None:
-        first = next(quoted(candidate.statement, most_lines=1), "")
-        first = first if len(first) <= _MOST_QUOTED else f"{first[: _MOST_QUOTED - 3]}..."
-        who = f"Rank {candidate.statement.rank}" if candidate.statement.rank is not None else "It"
-        at = f" at {place}" if place else ""
-        parts.append(_sentence(f"{who} failed{at}: {first}"))
-    elif signature.id != UNKNOWN and told.end.why:
+        parts.append(_sentence(_failed(candidate, place)))
+    elif told.end.why:
         parts.append(_sentence(told.end.why))
     step = _step(told)
     if step and not told.end.well:
@@ -141,13 +146,42 @@ def _summary(told: Told, place: str) -> str:
     if signature.id in (TERMINATED, INTERRUPTED):
         parts += of_interruption(told.facts)
     left = way_out(told.facts) if signature.id == STATUS_ONLY else ""
-    parts.append(_sentence(left) if left else signature.means)
+    if candidate is None or not _says_itself(candidate):
+        parts.append(_sentence(left) if left else signature.means)
     if signature.id == ENDED_WELL:
         parts += of_good_end(told.facts)
     leak = _leak(told)
     if leak is not None and leak_place(leak):
         parts.append(_sentence(f"Memory was kept at {leak_place(leak)}"))
     return " ".join(parts)
+
+
+def _failed(candidate: Candidate, place: str) -> str:
+    """Return where it failed, and with which words."""
+    statement = candidate.statement
+    first = next(quoted(statement, most_lines=1), "")
+    most = _MOST_QUOTED
+    if _says_itself(candidate):
+        first, most = statement.text.strip().partition("\n")[0], _MOST_OF_OURS
+    first = first if len(first) <= most else f"{first[: most - 3]}..."
+    if _is_of_guard(statement):
+        who = "A Guard stopped it" if statement.fatal else "The last that is known of its Guard"
+        return f"{who}: {first.removeprefix(GUARD_SAID)}"
+    who = f"Rank {statement.rank}" if statement.rank is not None else "It"
+    return f"{who} failed{f' at {place}' if place else ''}: {first}"
+
+
+def _says_itself(candidate: Candidate) -> bool:
+    """Return whether the words are those of holdfast, which say what was found: its rule would only repeat them."""
+    statement = candidate.statement
+    if candidate.signature.id not in all_rules():
+        return False
+    named = f"[{candidate.signature.id}]" in statement.text
+    return _is_of_guard(statement) or (statement.kind == "exception" and named)
+
+
+def _is_of_guard(statement: Statement) -> bool:
+    return statement.kind == "line" and statement.source == "guard"
 
 
 def _sentence(text: str) -> str:
@@ -163,7 +197,7 @@ def _fix(told: Told) -> str:
     leak = newest_leak(told.facts) if well else _leak(told)
     place = leak_place(leak) if leak is not None else ""
     if not place:
-        return told.signature.fix
+        return (fix_of_training(told.facts) if well else "") or told.signature.fix
     rest = "A longer run would end for want of memory." if well else told.signature.fix
     return f"Look first at {place}, where memory is kept from step to step. {rest}"
 
@@ -179,7 +213,7 @@ def _exhibits(told: Told) -> Iterator[Exhibit]:
     if candidate is not None:
         found.append(_quote(candidate.statement, "root" if candidate.signature.role == "root" else "cascade"))
         found += [_quote(each, "fact") for each in candidate.chain if each is not candidate.statement][:3]
-    found += told.end.exhibits
+    found += [*told.end.exhibits, *exhibits_of_training(told.facts)]
     others = [each for each in told.candidates if each is not candidate]
     found += [_quote(each.statement, "confirmation") for each in others if _confirms(told.signature, each)][:3]
     cascades = [each for each in others if each.signature.role == "cascade" and not told.end.well]

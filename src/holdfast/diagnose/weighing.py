@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.diagnose.evidence import Facts, Statement
+from holdfast.diagnose.evidence import GUARD_SAID, Facts, Statement
 from holdfast.diagnose.matching import Match, match_all
 from holdfast.diagnose.rules import all_rules
 from holdfast.diagnose.signature import Family, Signature
@@ -32,6 +32,13 @@ _CAUGHT = 4
 _BURST_LINES = 150  # tracebacks that stand so close belong to one failure: a child's, then its parent's
 _ONLY_REPEATS = frozenset({"_RemoteTraceback", "RemoteTraceback"})
 _OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
+# How a Guard of an older version, which recorded no rule, says why it stopped: its words, each from one place only.
+_OLD_STOPS = (
+    (re.compile(r"^Guard: (?:an )?optimizer\b"), "H402"),
+    (re.compile(r"^Guard: may not split: |sample\(s\) at a time do not fit"), "H401"),
+    (re.compile(r"\bnan\b|\binf\b|finite", re.IGNORECASE), "H501"),
+    (re.compile(r"has run away|stand out"), "H503"),
+)
 _CERTAIN = (0.97, 0.93, 0.80, 0.70, 0.40)
 """Confidence by tier. Set so that it agrees with the share that is right in benchmarks/results/verdicts.json."""
 
@@ -224,12 +231,9 @@ _FAMILIES: tuple[tuple[str, Family], ...] = (
 
 
 def _of_own_rule(chain: tuple[Statement, ...]) -> Candidate | None:
-    """Return the candidate for an error of holdfast itself, which names its rule."""
-    statement = chain[-1]
-    named = _OWN_RULE.search(statement.text)
-    guard = statement.source == "guard" and statement.text.startswith("Guard: ")
-    rule_id = named[1] if named else _rule_of_stop(statement.text) if guard else None
-    rule = all_rules().get(rule_id) if rule_id is not None else None
+    """Return the candidate for an error of holdfast itself, which names its rule; of several, the outermost."""
+    own = ((each, rule) for each in reversed(chain) if (rule := all_rules().get(_rule_named_in(each))) is not None)
+    statement, rule = next(own, (chain[-1], None))
     if rule is None:
         return None
     signature = all_signatures().get(rule.id) or Signature(
@@ -238,24 +242,37 @@ def _of_own_rule(chain: tuple[Statement, ...]) -> Candidate | None:
         family=next((family for begin, family in _FAMILIES if rule.id.startswith(begin)), "user code"),
         patterns=(),
         rank=60,
-        means=rule.text.split("\n\n")[0],
+        means=_in_one_line(rule.text.split("\n\n")[0]),
         fix=_fix_of(statement.text) or _fix_of(rule.text),
         example="",
         seen="an error of holdfast",
     )
-    tier = _tier_of_exception(statement) if statement.kind == "exception" else (0 if guard else 3)
+    if statement.kind == "exception":
+        tier = _tier_of_exception(chain[-1])
+    else:
+        tier = 0 if statement.source == "guard" and statement.fatal else 3
     if statement.fatal is False:
         tier = _CAUGHT
     return Candidate(signature=signature, statement=statement, tier=tier, confidence=_CERTAIN[tier], chain=chain)
 
 
-def _rule_of_stop(reason: str) -> str:
-    lowered = reason.lower()
-    if "memory" in lowered:
-        return "H401"
-    return "H501" if re.search(r"\bnan\b|\binf\b|finite", lowered) else "H503"
+def _rule_named_in(statement: Statement) -> str:
+    """Return the id of the rule that a statement of holdfast names or means; an empty text for any other."""
+    named = _OWN_RULE.search(statement.text)
+    if statement.rule is not None or named is not None:
+        return statement.rule or (named[1] if named is not None else "")
+    if statement.source != "guard" or not statement.text.startswith(GUARD_SAID):
+        return ""
+    return next((rule for pattern, rule in _OLD_STOPS if pattern.search(statement.text)), "")
 
 
 def _fix_of(text: str) -> str:
-    found = re.search(r"(?:^Fix: |\*\*Fix\.\*\* )(.+)$", text, re.MULTILINE)
-    return found[1] if found else ""
+    """Return what an error or a page of a rule says to do: as far as the id of the rule, or the next paragraph."""
+    found = re.search(
+        r"(?:^Fix: (.+?)(?=\n\[H\d|\n\n|\Z)|\*\*Fix\.\*\* (.+?)(?=\n\n|\Z))", text, re.MULTILINE | re.DOTALL
+    )
+    return _in_one_line(found[1] or found[2]) if found else ""
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -34,6 +34,7 @@ _PATTERNS = tuple(
         r"defaultcpuallocator: (can't allocate memory|not enough memory)",
         r"unable to allocate .* for an array",
         r"std::bad_alloc",
+        r"posix_memalign failed",
     )
 )
 _STICKY = re.compile(

@@ -19,14 +19,21 @@ from torch.utils.checkpoint import checkpoint
 from holdfast.core.errors import PolicyError
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Autograd keeps their output, which the next layer keeps as its input, and nothing of their own.
+_KEEP_NO_MORE = (nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Identity, nn.Flatten)
+NO_BLOCKS = (
+    "the models have no blocks that repeat and keep more than what their neighbours keep anyway; "
+    "Policy(recompute=[...]) takes modules by name"
+)
 Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
 
 
 def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the outermost modules that occur at least twice, of one class, under one parent.
 
-    Such as the layers of a transformer or the blocks of a residual network. Single layers (a convolution)
-    do not count: their activations are their neighbours' inputs, and stay anyway.
+    Such as the layers of a transformer or the blocks of a residual network; also ``Sequential`` of the same layers
+    each, unless there are such blocks in them. Single layers (a convolution) do not count, nor a single layer with
+    its ReLU: their activations are their neighbours' inputs, and stay anyway.
 
     Returns:
         ``(name, module)`` pairs in the order of the model.
@@ -69,13 +76,22 @@ def _full_name(key: str, name: str) -> str:
 
 def _search(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     children = list(parent.named_children())
-    kinds = [type(child) for _, child in children]
-    for name, child in children:
-        composite = any(True for _ in child.children()) and not isinstance(child, _CONTAINERS)
-        if composite and kinds.count(type(child)) >= 2 and any(True for _ in child.parameters()):
+    kinds = [_kind(child) for _, child in children]
+    for (name, child), kind in zip(children, kinds, strict=True):
+        if kind is not None and kinds.count(kind) >= 2 and any(True for _ in child.parameters()):
             yield prefix + name, child
         else:
             yield from _search(child, f"{prefix}{name}.")
+
+
+def _kind(module: nn.Module) -> tuple[type, ...] | None:
+    """Return what makes two modules blocks of one kind; None for one that is no block."""
+    if not isinstance(module, _CONTAINERS):
+        return (type(module),) if any(True for _ in module.children()) else None
+    layers = [part for part in module.modules() if not any(True for _ in part.children())]
+    keep_more = sum(not isinstance(layer, _KEEP_NO_MORE) for layer in layers) >= 2
+    is_block = isinstance(module, nn.Sequential) and keep_more and not any(_search(module, ""))
+    return tuple(type(part) for part in module.modules()) if is_block else None
 
 
 @contextlib.contextmanager

@@ -119,7 +119,13 @@ def _summarise(
     )
 
 
-def clip(groups: Sequence[Group], each: torch.Tensor, max_norm: float, clip_by: ClipBy) -> None:
+def clip(
+    groups: Sequence[Group],
+    each: torch.Tensor,
+    max_norm: float,
+    clip_by: ClipBy,
+    order: torch.Tensor | None = None,
+) -> None:
     """Scale finite gradients down to a norm, in place.
 
     The three ways are different algorithms. They agree only where no scope is above the limit.
@@ -143,6 +149,7 @@ def clip(groups: Sequence[Group], each: torch.Tensor, max_norm: float, clip_by: 
         each: The norms that `inspect` or `clip_adaptively` returned.
         max_norm: Above 0.
         clip_by: The scope of a norm.
+        order: For ``"global"``, indices into `each` in the order in which the norms are added up; None: as they are.
 
     Cost: no host sync.
     """
@@ -153,7 +160,8 @@ def clip(groups: Sequence[Group], each: torch.Tensor, max_norm: float, clip_by: 
     for members in scopes.values():
         parameters = [parameter for group, _ in members for parameter in group.parameters]
         if parameters:
-            norm = torch.linalg.vector_norm(torch.cat([norms for _, norms in members]))
+            norms = torch.cat([norms for _, norms in members])
+            norm = torch.linalg.vector_norm(norms if order is None or clip_by != "global" else norms[order])
             clip_grads_with_norm_(parameters, max_norm, norm)
 
 

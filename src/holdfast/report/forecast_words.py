@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.core.errors import OutOfMemoryError
+from holdfast.memory.forecast.device_plans import DevicePlan, Order, Verification
 from holdfast.memory.forecast.devices import GIB
-from holdfast.memory.forecast.forecasting import DevicePlan, Forecast, Verification
+from holdfast.memory.forecast.forecasting import Forecast
 from holdfast.memory.forecast.planning import Row
 from holdfast.memory.forecast.trace import Assumption
 
@@ -73,6 +74,28 @@ def beside_the_policy(forecast: Forecast, row: Row) -> Iterable[str]:
         yield f"{' and '.join(names)}(..., {keyword})"
     if setting := row.allocator.setting():
         yield f"export PYTORCH_ALLOC_CONF={setting}"
+
+
+def command_of(order: Order) -> str:
+    """Return the command that makes a forecast again; of a file of lengths only the longest is known."""
+    asked = [f"holdfast plan {order.factory}", *(f'--device "{device.name}"' for device in order.devices)]
+    asked.append(f"--precision {','.join(order.precisions)}")
+    asked += [] if order.global_batch_size is None else [f"--global-batch-size {order.global_batch_size}"]
+    asked += [] if order.margin_bytes is None else [f"--margin {order.margin_bytes / 2**20:g}MiB"]
+    asked += [] if order.max_grad_norm is None else [f"--max-grad-norm {order.max_grad_norm:g}"]
+    asked += [] if order.longest is None else [f"--lengths FILE (the longest: {order.longest})"]
+    return " ".join(asked)
+
+
+def margin_of(plan: DevicePlan) -> str:
+    """Return what a plan's margin is made of; empty where it is only what no forecast can know."""
+    open_bytes = 0 if plan.question.margin_bytes is not None else plan.trace.uncalibrated_bytes
+    if not open_bytes:
+        return ""
+    return (
+        f"of its margin {gib(open_bytes)} are for what operators may allocate while they run and no table knows"
+        " (`holdfast calibrate` on that device measures it); --margin SIZE sets another"
+    )
 
 
 def what_is_missing(plan: DevicePlan) -> str:

@@ -31,6 +31,7 @@ from holdfast.recorder.run_files import (
     SUPERVISED_FILE,
     ProcessInfo,
 )
+from holdfast.report.images import ImageSeen, read_images
 from holdfast.report.inert import inert
 from holdfast.report.series import MOST_POINTS, Series, columns_of_marks, columns_of_samples, read_sample_array
 from holdfast.report.sources import (
@@ -130,6 +131,7 @@ class RunPicture:
         events: By time; of a kind that is very frequent, the first and the last.
         left_out_events: How many were left out, by kind.
         checkpoints: Newest first.
+        images: Of each tag the newest and some earlier ones.
         stacks: By name.
         output: The end of what the command printed.
         problems: What could not be read, one sentence each.
@@ -143,6 +145,7 @@ class RunPicture:
     events: tuple[EventSeen, ...] = ()
     left_out_events: Mapping[str, int] = field(default_factory=dict)
     checkpoints: tuple[CheckpointSeen, ...] = ()
+    images: tuple[ImageSeen, ...] = ()
     stacks: tuple[StackSeen, ...] = ()
     output: str = ""
     problems: tuple[str, ...] = ()
@@ -189,6 +192,7 @@ def gather(run: Path) -> RunPicture:
         events=tuple(kept),
         left_out_events=left_out,
         checkpoints=tuple(each for store in sorted(stores) for each in reading.listed(_checkpoints, store)),
+        images=tuple(read_images(sorted(stores), reading.problems)),
         stacks=tuple(_stacks(run, processes)),
         output="".join(reading.listed(lambda path: [_tail(path)], run / OUTPUT_FILE)),
         problems=tuple(dict.fromkeys(reading.problems)),

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.memory.forecast.device_plans import DevicePlan
 from holdfast.memory.forecast.devices import GIB
-from holdfast.memory.forecast.forecasting import DevicePlan, Forecast
+from holdfast.memory.forecast.forecasting import Forecast
 from holdfast.memory.forecast.planning import with_relative_times
 from holdfast.memory.forecast.shares import shares_of
 from holdfast.memory.forecast.trace import OWNERS, PHASES, events_played, live_by_owner
@@ -24,6 +25,7 @@ from holdfast.report.forecast_words import (
     LEGEND,
     assumptions,
     cells,
+    command_of,
     gib,
     named,
     sources,
@@ -52,11 +54,9 @@ def render(forecast: Forecast, *, now: datetime | None = None) -> str:
         PolicyError: H742, if plotly is not installed.
     """
     order = forecast.order
-    batch = f" --global-batch-size {order.global_batch_size}" if order.global_batch_size is not None else ""
-    devices = "".join(f' --device "{device.name}"' for device in order.devices)
     return fill_page(
         name=order.factory.rpartition("/")[2],
-        command=f"holdfast plan {order.factory}{devices}{batch}",
+        command=command_of(order),
         body="\n".join(_sections(forecast)),
         figures={f"memory-{number}": memory_figure(plan) for number, plan in enumerate(forecast.plans)},
         kicker="holdfast plan",

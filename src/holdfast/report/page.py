@@ -6,13 +6,16 @@ more than data (``offline_page``).
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterable, Mapping
 from datetime import datetime
+from itertools import groupby
 
 from holdfast.diagnose.verdict import Exhibit, Verdict
 from holdfast.report.figures import figures
 from holdfast.report.gathering import CheckpointSeen, ProcessSeen, RunPicture
+from holdfast.report.images import ImageSeen
 from holdfast.report.inert import as_json_value
 from holdfast.report.offline_page import as_html, fill_page, plot, prose
 from holdfast.report.quantities import duration, moment, size
@@ -20,6 +23,7 @@ from holdfast.report.sources import EventSeen
 from holdfast.report.verdicts import how_sure
 
 _MOST_EVIDENCE = 12
+_LEAST_WIDTH = 320  # pixels; smaller images are enlarged by a whole number
 
 
 def render(picture: RunPicture, *, now: datetime | None = None) -> str:
@@ -61,6 +65,7 @@ def _sections(picture: RunPicture, drawn: Mapping[str, object]) -> Iterable[str]
         yield plot("Steps", "steps", hint)
     else:
         yield "<section><h2>Steps</h2><p>No step was recorded.</p></section>"
+    yield _images(picture.images)
     yield _events(picture.events, picture.left_out_events)
     yield _checkpoints(picture.checkpoints)
     yield _stacks(picture)
@@ -128,6 +133,24 @@ def _facts(picture: RunPicture) -> str:
     return (
         '<div class="facts">' + "".join(f"<div><b>{as_html(v)}</b><span>{k}</span></div>" for k, v in facts.items())
     ) + "</div>"
+
+
+def _images(images: tuple[ImageSeen, ...]) -> str:
+    parts = "".join(
+        f'<h3>{as_html(tag)}</h3><div class="images">{"".join(map(_figure, seen))}</div>'
+        for tag, seen in groupby(images, key=lambda each: each.tag)
+    )
+    return f"<section><h2>Images</h2>{parts}</section>" if parts else ""
+
+
+def _figure(image: ImageSeen) -> str:
+    named = as_html(f"step {image.global_step:,}")
+    width = image.width * max(1, _LEAST_WIDTH // image.width)
+    data = base64.b64encode(image.png).decode("ascii")
+    return (
+        f'<figure><img src="data:image/png;base64,{data}" width="{width}" alt="{as_html(image.tag)}, {named}">'
+        f"<figcaption>{named}</figcaption></figure>"
+    )
 
 
 def _events(events: tuple[EventSeen, ...], left_out: Mapping[str, int]) -> str:

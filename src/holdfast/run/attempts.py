@@ -27,6 +27,7 @@ from holdfast.run.parts import Parts
 from holdfast.run.passes import Passed, Passes
 from holdfast.run.promises import LossFunction, Promises
 from holdfast.run.record import RunRecord
+from holdfast.run.window import Window
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,6 +180,8 @@ class Attempts:
         """
         active = [block for _, block in self.blocks] if plan.recompute else []
         with recomputing(active, lambda: capture(self._devices), restore) if active else contextlib.nullcontext():
+            if isinstance(work.batch, Window):
+                return self._over_window(work, work.batch, plan)
             if work.size is None or plan.samples(work.size) == work.size:
                 return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
             pieces = micro_batches(
@@ -187,6 +190,26 @@ class Attempts:
             return self._passes.parted(
                 pieces, work.size, work.loss_fn, work.parameters, work.inputs, batch=work.batch, drops=drops
             )
+
+    def _over_window(self, work: Work, window: Window, plan: Plan) -> Passed:
+        """Run all batches of a window, each whole or cut as the plan says."""
+        smallest = self.promises.smallest_part()
+        cut: list[list[tuple[Any, int]]] = []
+        for batch in window:
+            size = None if work.size is None else self.promises.size_of(batch, work.split)
+            fits = size is None or plan.samples(size) == size
+            cut.append(
+                [(batch, size or 1)]
+                if size is None or fits
+                else micro_batches(batch, size, plan.samples(size), work.split, smallest=smallest)
+            )
+        parts = [part for batch in cut for part in batch]
+        if len(window) == len(parts) == 1:
+            return self._passes.whole(*parts[0], work.loss_fn, work.inputs)
+        if not window.added:
+            samples = sum(samples for _, samples in parts)
+            return self._passes.parted(parts, samples, work.loss_fn, work.parameters, work.inputs, drops=False)
+        return self._passes.added(cut, work.loss_fn, work.inputs)
 
     def _prepare(self, names: Sequence[str]) -> None:
         """Let all state exist before the first attempt, where a lack of memory can still be helped."""

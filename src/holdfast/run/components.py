@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.checkpoint.buffers import Groups
+from holdfast.checkpoint.saver import encode
 from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 from holdfast.run.parts import Parts
 
@@ -59,6 +61,14 @@ def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
         "kinds": _kinds(parts),
     }
     return trees
+
+
+def live_tensors(parts: Parts) -> Groups:
+    """Return the tensors of models and optimizers, by component and by their name in a checkpoint."""
+    trees: dict[str, Any] = {}
+    trees |= {_component("model", name): dict(each.state_dict()) for name, each in parts.models.items()}
+    trees |= {_component("optimizer", name): each.state_dict() for name, each in parts.optimizers.items()}
+    return encode(trees).tensors
 
 
 def _kinds(parts: Parts) -> dict[str, str]:

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from holdfast.core.policy import Policy
-from holdfast.diagnose.finding import Finding, demoted
+from holdfast.diagnose.finding import Finding, demoted, with_origin
 from holdfast.diagnose.flow_summary import flow_summary
 from holdfast.diagnose.rules import find_rule
 from holdfast.run.observer import Observer
@@ -37,6 +39,7 @@ class Diagnosis:
         self._max_grad_norm = policy.max_grad_norm
         self._observer: Observer | None = None
         self._is_open = False
+        self._traced: str | None = None  # where NaN or Inf came from, as the newest such step was told
         self.seeks_cause = False
         """Whether a rule has just said that the run does not learn, and none why."""
         for rule in policy.ignore_rules:
@@ -45,7 +48,8 @@ class Diagnosis:
             self._observer = Observer(
                 parts.models,
                 parts.optimizers,
-                {},  # driven by the guard; in a resumed run their count is that of earlier lives
+                # The others are driven by the guard; their count in a resumed run is that of earlier lives.
+                {name: each for name, each in parts.schedulers.items() if isinstance(each, ReduceLROnPlateau)},
                 objective=policy.objective,
                 frozen=policy.frozen,
                 ignore=policy.ignore_rules,
@@ -76,9 +80,18 @@ class Diagnosis:
         """Return the context of a forward and backward pass."""
         return contextlib.nullcontext() if self._observer is None else self._observer.begin_step()
 
-    def step_ended(self, outcome: Outcome, names: Sequence[str]) -> None:
-        """Take in how a step of these optimizers ended."""
+    def step_ended(self, outcome: Outcome, names: Sequence[str], reason: str | None) -> None:
+        """Take in how a step of these optimizers ended.
+
+        Args:
+            outcome: It.
+            names: The optimizers.
+            reason: Why it was not committed, as the caller of the step is told; None: it was.
+        """
         if self._observer is not None:
+            traced = outcome.provenance is not None and outcome.provenance.origin is not None
+            if traced and reason is not None:
+                self._traced = reason
             limit, facts = self._max_grad_norm, outcome.attempt.facts
             clipped = limit is not None and facts.total > limit
             fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
@@ -121,7 +134,7 @@ class Diagnosis:
     def _tell(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             kind = "note" if finding.severity == "note" else "finding"
-            facts = asdict(finding)
+            facts = asdict(with_origin(finding, self._traced))
             self._record.happened(kind, about=facts.pop("kind"), **facts)
 
     def _tell_flow(self) -> None:

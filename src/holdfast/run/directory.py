@@ -5,6 +5,7 @@ lock                   held while a guard is open
 micro_batch_size.json  what the memory ladder has learned, for a run without checkpoints
 recorder/              the black box
 checkpoints/           see ``checkpoint.store``
+images/                see ``run.images``
 """
 
 from __future__ import annotations

@@ -29,12 +29,13 @@ from holdfast.recorder.black_box import StepMark
 from holdfast.run.cursor import Cursor
 from holdfast.run.directory import RunDirectory
 from holdfast.run.evaluation import evaluating
+from holdfast.run.images import keep_image
 from holdfast.run.loop import Loop
 from holdfast.run.outcome import Outcome, TornStep
 from holdfast.run.parts import gather_parts
 from holdfast.run.promises import LossFunction
 from holdfast.run.ranks import find_ranks
-from holdfast.run.record import RunRecord
+from holdfast.run.record import End, RunRecord, recording_errors
 from holdfast.run.recovery import Recovery, series_of
 from holdfast.run.result import Statistics, StepResult
 from holdfast.run.schedules import advance, check_schedulers, validated
@@ -160,21 +161,7 @@ class Guard:
 
         Cost: in fp16, one host sync.
         """
-        counters, saving = self._session.counters, self._session.saving.collected()
-        return Statistics(
-            global_step=self.global_step,
-            epoch=self.epoch,
-            steps=counters.steps,
-            skipped_steps=counters.skipped_steps,
-            out_of_memory=counters.out_of_memory,
-            rollbacks=counters.rollbacks,
-            resumes=counters.resumes,
-            checkpoints_saved=saving.saved,
-            checkpoints_failed=saving.failed,
-            micro_batch_size=self._ladder.plan.micro_batch_size,
-            recompute=self._ladder.plan.recompute,
-            loss_scale=self._transaction.loss_scale.value(),
-        )
+        return self._session.statistics()
 
     def events(self) -> list[Event]:
         """Return what was recorded in the run directory, oldest first, by earlier processes too."""
@@ -225,6 +212,7 @@ class Guard:
 
     # --- the step -------------------------------------------------------------------------------------------
 
+    @recording_errors
     def step(
         self,
         batch: Any,
@@ -287,7 +275,7 @@ class Guard:
         if outcome.committed:
             self._committed(outcome, names, series)
         reason = None if outcome.committed else self._recovery.after_refused_step(outcome)
-        self._transaction.diagnosis.step_ended(outcome, names)
+        self._transaction.diagnosis.step_ended(outcome, names, reason)
         if outcome.committed:
             self._transaction.search_cause(batch, loss_fn, names, split, self._clock, self._opened_at)
         facts, samples = outcome.attempt.facts, outcome.attempt.micro_batch_size
@@ -319,10 +307,10 @@ class Guard:
         self._stop.install()
         self._transaction.diagnosis.open()
 
-    def _release(self) -> None:
+    def _release(self, how: End | None = None) -> None:
         self._stop.uninstall()
         self._transaction.diagnosis.close()
-        self._session.close()
+        self._session.close(how)
 
     def close(self) -> None:
         """Write what is not saved yet, and release the run directory. May be called again."""
@@ -336,19 +324,19 @@ class Guard:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
-            self._record.happened("left_by_exception", exception=kind.__name__)
-            self._release()
+            self._record.left_by(kind if error is None else error)
+            self._release("failed")
 
     def _end_process(self) -> NoReturn:
         """Save and end the process cleanly, where there is no loop of ours that could end."""
         self._record.happened("stop_requested", reason=self._stop.reason)
         self._boundaries.count_batch()
         self._session.saving.save()
-        self._release()
+        self._release("stopped")
         raise SystemExit(0)
 
     # --- evaluation -----------------------------------------------------------------------------------------
@@ -379,6 +367,22 @@ class Guard:
         self._transaction.diagnosis.aligned(facts)
         self._record.happened("aligned", **facts)
 
+    def add_image(self, tag: str, image: Any) -> None:
+        """Keep an image of this step, such as a grid of samples; the report shows the newest of each tag.
+
+        The last 16 of a tag are kept, as ``images/<tag>/<step>.png`` in the run directory. Where a run has gone back
+        to an earlier checkpoint, images of later steps still lie there: harmless, they are replaced or dropped later.
+
+        Args:
+            tag: Letters, digits, ``-``, ``_`` and ``.``, 64 at most.
+            image: Array or tensor, shape ``(height, width)`` or ``(height, width, 3)``, uint8 or floats from 0 to 1;
+                or the bytes of a PNG file. What lies outside is clipped, NaN is black; the event counts both.
+
+        Raises:
+            PolicyError: H105, for a tag or an image that cannot be used. A full disk raises nothing.
+        """
+        keep_image(self._directory.path, self._record, tag, image)
+
     @contextmanager
     def evaluate(self) -> Iterator[None]:
         """Switch the models to evaluation without gradients, and leave no trace in training.
@@ -389,7 +393,7 @@ class Guard:
         """
         try:
             models, devices = list(self._parts.models.values()), self._parts.devices()
-            with self._stop.interruptible(), evaluating(models, devices):
+            with self._record.errors(), self._stop.interruptible(), evaluating(models, devices):
                 yield
         except Interrupted:
             self._end_process()

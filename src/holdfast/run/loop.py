@@ -11,13 +11,16 @@ from typing import Any
 
 from holdfast.core.errors import PolicyError
 from holdfast.run.cursor import Cursor
+from holdfast.run.record import End
 from holdfast.run.recovery import Recovery
 from holdfast.run.schedules import advance, needs_metric
 from holdfast.run.session import Session
 from holdfast.run.stop import Interrupted, StopRequest
 
+# A scheduler that needs a metric, and had none in so many epochs, is told about: at the end of the loop, or after so
+# many steps. An evaluation comes after each epoch, or after 500 steps (defaults of Lightning and of the Trainer).
 _EPOCHS_WITHOUT_METRIC = 3
-"""After so many a scheduler that needs a metric, and has had none, is told about."""
+_STEPS_WITHOUT_METRIC = 1000
 
 
 class Loop:
@@ -38,9 +41,10 @@ class Loop:
         self.stepped = False  # a step was committed or skipped since the last boundary
         self._postponed = False  # a save that is due waits
         self.rewound = False  # a rollback has moved the position: the loader must be started anew
+        self._told_of_waiting = False
 
     def batches(
-        self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[], None]
+        self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[End], None]
     ) -> Iterator[Any]:
         """Yield batches until a limit is reached or a stop was requested; save where one is due, and at the end.
 
@@ -48,7 +52,7 @@ class Loop:
             cursor: Position in the loader.
             max_epochs: Over all lives of the run.
             max_steps: Likewise.
-            release: Called when the loop is left, however that happens.
+            release: Called with how the loop was left, however that happens.
         """
         for name, limit in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
@@ -62,6 +66,7 @@ class Loop:
         self._stop.begin_anew()
         self.driven = True
         self._record.happened("loop", resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches)
+        how: End = "failed"
         try:
             self._session.saving.save_first()
             while not finished():
@@ -69,11 +74,17 @@ class Loop:
             if self._stop.reason is not None:
                 self._stop.honoured = True
                 self._record.happened("stop_requested", reason=self._stop.reason)
+            else:
+                self._tell_of_waiting_schedulers(cursor.epoch)
             self._session.saving.save()
+            how = "finished" if self._stop.reason is None else "stopped"
         except GeneratorExit:
+            how = "left"
             raise
-        except Exception:
-            self._session.saving.save()  # the loader failed at a boundary: nothing is lost
+        except BaseException as error:
+            self._record.left_by(error)
+            if isinstance(error, Exception):
+                self._session.saving.save()  # the loader failed at a boundary: nothing is lost
             raise
         finally:
             if self.rewound:
@@ -81,7 +92,7 @@ class Loop:
             self.count_batch()
             cursor.leave()
             self.driven = False
-            release()
+            release(how)
 
     def _epoch(self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool) -> Iterator[Any]:
         """Yield the rest of an epoch; returns early when finished, interrupted or rewound."""
@@ -111,14 +122,22 @@ class Loop:
             parts = self._session.parts
             advance(parts.schedulers, parts.optimizers, list(parts.optimizers))
         self._save_if_due()
-        waiting = [name for name, each in self._session.parts.schedulers.items() if needs_metric(each)]
-        if waiting and cursor.epoch == _EPOCHS_WITHOUT_METRIC and not self._session.validated:
+        if self._record.global_step >= _STEPS_WITHOUT_METRIC:
+            self._tell_of_waiting_schedulers(cursor.epoch)
+
+    def _tell_of_waiting_schedulers(self, epochs: int) -> None:
+        """Tell once of schedulers that need a metric and were never told one, in no life of the run."""
+        schedulers = self._session.parts.schedulers
+        waiting = [name for name, each in schedulers.items() if needs_metric(each)]
+        waiting = [name for name in waiting if not getattr(schedulers[name], "last_epoch", 0)]
+        told = self._session.validated or self._told_of_waiting
+        if waiting and epochs >= _EPOCHS_WITHOUT_METRIC and not told:
+            self._told_of_waiting = True
             self._record.happened("schedulers_wait", schedulers=waiting, fix="call guard.validated(loss)")
 
     def _go_back_again(self) -> None:
         """Restore once more: the rest of the loop body ran on state that was restored already."""
-        self._session.roll_back(rewind_data=True)
-        self._recovery.spare_optimizer_memory()
+        self._recovery.go_back_again()
         self.rewound = self.stepped = False
 
     def _save_if_due(self) -> None:

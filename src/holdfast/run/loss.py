@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from holdfast.core.errors import BatchError
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,21 @@ def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -
             rule="H202",
         )
     return Terms(means=means, items=tuple(_count(items) for _, items in pairs), declared=declared)
+
+
+def without_graph(run: Callable[[], _T]) -> _T:
+    """Run a loss function for its value only: without a graph, unless it differentiates by itself.
+
+    A penalty on a gradient (R1, WGAN-GP) needs a graph also where nobody wants that of the loss.
+    """
+    try:
+        with torch.no_grad():
+            return run()
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+    with torch.enable_grad():
+        return run()
 
 
 def _pairs(returned: Any, samples: int | None) -> tuple[list[tuple[Any, Any]], bool]:

@@ -14,11 +14,11 @@ from holdfast.core.policy import Precision
 from holdfast.data.random_state import capture, restore
 from holdfast.data.splitting import fresh
 from holdfast.run.buffers import BufferKeeper
-from holdfast.run.loss import Terms, bad_items, read_loss
+from holdfast.run.loss import Terms, bad_items, read_loss, without_graph
 from holdfast.run.mixed_precision import LossScale, autocast
 from holdfast.run.promises import LossFunction, Promises
 from holdfast.run.two_pass import TwoPass, TwoPassRun
-from holdfast.run.weighting import Weighting
+from holdfast.run.weighting import Weighting, shares
 
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
 Range: TypeAlias = tuple[int, int]
@@ -100,13 +100,18 @@ class Passes:
             loss_fn: Of a micro-batch, or a `TwoPass`.
             parameters: Whose gradients are corrected.
             inputs: As `whole`.
-            batch: All of it; a `TwoPass` needs it.
+            batch: All of it, which a `TwoPass` needs; None for a window of several.
             drops: Whether a part whose loss is NaN or Inf is left out, as long as there is a sound one.
 
         Returns:
             As `whole`, over all parts that were not dropped. Cost: a host sync for each part.
+
+        Raises:
+            BatchError: H203, for a `TwoPass` without a batch.
         """
         if isinstance(loss_fn, TwoPass):
+            if batch is None:
+                raise _compares_a_window()
             terms = self._in_two_passes(loss_fn, batch, parts, inputs)
             return Passed(terms.total().detach(), terms.read()[1][0])
         tally = _Tally(self._promises.weighting(loss_fn), size, drops=drops)
@@ -120,10 +125,38 @@ class Passes:
                 self._backward(loss, inputs)
         return tally.finish(parameters)
 
+    def added(
+        self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Sequence[torch.Tensor] | None
+    ) -> Passed:
+        """Run several batches whose losses add up as they are; parts of one batch by their share in its mean.
+
+        Args:
+            batches: Each as one part, or several, with their samples.
+            loss_fn: Of a batch, which declares no items.
+            inputs: As `whole`.
+
+        Returns:
+            As `whole`; the loss is the sum over the batches.
+
+        Raises:
+            BatchError: H203, if the loss function declares items.
+        """
+        losses, samples = [], 0
+        for parts in batches:
+            weights = shares(self._promises.weighting(loss_fn), parts) if len(parts) > 1 else (1.0,)
+            for (part, size), weight in zip(parts, weights or (0.0,) * len(parts), strict=True):
+                terms, samples = self._forward(part, size, loss_fn), samples + size
+                if terms.declared:
+                    raise _declared()
+                if weight:  # a part without any item weighs nothing
+                    loss = terms.total() if weight == 1.0 else terms.total() * weight
+                    losses.append(loss.detach())
+                    self._backward(loss, inputs)
+        return Passed(sum(losses[1:], losses[0]), samples)
+
     def _in_two_passes(
         self, loss_fn: TwoPass, batch: Any, parts: _Parts, inputs: Sequence[torch.Tensor] | None
     ) -> Terms:
-        assert batch is not None
         run = TwoPassRun(
             call=lambda function, given: self._call(loss_fn, function, given),
             backward=self._backward,
@@ -139,8 +172,9 @@ class Passes:
         """Return the items of each term in the parts that are still to come; all is left as it is."""
         random_state, buffers = capture(self._devices), BufferKeeper(self._models)
         buffers.keep()
-        with torch.no_grad():
-            read = [self._forward(part, samples, loss_fn, needs_graph=False).read() for part, samples in parts]
+        read = without_graph(
+            lambda: [self._forward(part, samples, loss_fn, needs_graph=False).read() for part, samples in parts]
+        )
         buffers.put_back()
         restore(random_state)
         return [counts for means, counts in read if not _is_bad(means, counts)]
@@ -229,6 +263,24 @@ class _Tally:
 
 def _is_bad(means: Sequence[float], counts: Sequence[float]) -> bool:
     return not all(math.isfinite(mean) for mean, count in zip(means, counts, strict=True) if count)
+
+
+def _compares_a_window() -> BatchError:
+    return BatchError(
+        "a TwoPass is given a window of several batches",
+        limit="it compares the samples of one batch",
+        fix="collate the samples into one batch: it is cut when memory is short.",
+        rule="H203",
+    )
+
+
+def _declared() -> BatchError:
+    return BatchError(
+        "loss_fn declares the items of its mean, for a window of batches that are added as they are",
+        limit="what each of them weighs is either declared or settled by the caller",
+        fix="return the bare loss, or make the window without added=True.",
+        rule="H203",
+    )
 
 
 def _uneven(what: str) -> BatchError:

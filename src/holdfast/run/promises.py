@@ -25,6 +25,7 @@ from holdfast.core.policy import Policy, SplitHazard
 from holdfast.data.random_state import isolated
 from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
 from holdfast.memory.ladder import Means
+from holdfast.memory.onednn import is_onednn_failure
 from holdfast.run.buffers import BufferKeeper
 from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
 from holdfast.run.hazards import find_hazards, mixing_layers, split_promise
@@ -35,6 +36,7 @@ from holdfast.run.record import RunRecord
 from holdfast.run.rehearsal import TELLING, Rehearsal
 from holdfast.run.verdict import Verdict, merged
 from holdfast.run.weighting import SAMPLES, Weighting, disagreement, find_weightings
+from holdfast.run.window import Window, largest_of
 
 LossFunction: TypeAlias = Callable[[Any], Any]
 _PIECES = 8  # into which a batch is cut to see whether it tells weightings apart
@@ -78,11 +80,14 @@ class Promises:
         self._uncuttable: str | None = None
 
     def size_of(self, batch: Any, split: Split) -> int | None:
-        """Return the samples of a batch, or None if it has no batch dimension.
+        """Return the samples of a batch, of a window those of its largest, or None if it has no batch dimension.
 
         Raises:
             BatchError: H204 or H205, unless the policy does without splitting.
         """
+        if isinstance(batch, Window):
+            sizes = [self.size_of(each, split) for each in batch]
+            return None if None in sizes else max(size for size in sizes if size is not None)
         try:
             size = batch_size(batch, split)
         except BatchError as error:
@@ -131,7 +136,7 @@ class Promises:
             BatchError: H206 or H207, if the policy asks for a micro-batch size and splitting would change
                 training.
         """
-        known = self._of(loss_fn)
+        known, batch = self._of(loss_fn), batch if size is None else largest_of(batch, split)
         known.steps += 1
         known.split_steps += splits_now
         if not splits_now and known.settled:
@@ -192,7 +197,7 @@ class Promises:
         """Return what a step may do about a lack of memory, finding out what is not known yet."""
         if size is None or self._policy.micro_batch_size is None:
             return Means(no_split=self._uncuttable or "micro_batch_size=None turns splitting off", smallest=0)
-        known = self._of(loss_fn)
+        known, batch = self._of(loss_fn), largest_of(batch, split)
         if size > 1:
             self._rehearse(known, batch, size, split, loss_fn, parameters)
         refused = self._refused(known)
@@ -319,8 +324,16 @@ def _is_power_of_two(count: int) -> bool:
 
 
 def _in_a_copy(run: Callable[[], Verdict]) -> Verdict:
+    def answer() -> dict[str, Any]:
+        found = run()
+        if found.outcome == "unknown" and is_onednn_failure(found.why):
+            # Other sizes need new kernels, which oneDNN cannot make once memory was refused; this is a copy.
+            with torch.backends.mkldnn.flags(enabled=False):
+                found = run()
+        return found.to_json()
+
     try:
-        return Verdict.from_json(in_a_copy_of_this_process(lambda: run().to_json()))
+        return Verdict.from_json(in_a_copy_of_this_process(answer))
     except NoAnswer as error:
         return Verdict(outcome="unknown", why=str(error))
 

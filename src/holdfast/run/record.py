@@ -2,23 +2,34 @@
 
 Facts may come from any thread. A process that was forked from the one that records must not write: both would count
 the records by themselves, and a lock that another thread held at the fork is never given back there.
+
+The last words of a recording say how the run ended, as far as its own process can know it: `RunRecord.left_by` an
+error, or ``closed``. One without either was cut off.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 from holdfast.core.clock import Clock
-from holdfast.core.errors import RunDirectoryError
+from holdfast.core.errors import HoldfastError, RunDirectoryError
 from holdfast.core.events import Decision, Event
+from holdfast.core.raised import describe_exception, printable
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.reader import read_events
+from holdfast.run.stop import Interrupted
 
 _log = logging.getLogger("holdfast")
+_MOST_CALLERS = 8  # frames outside of the guard, the innermost: where the user's loop stands
 # People should see these although they did not ask; the others are for the record.
 _LOUD = {
     "out_of_memory", "split", "recompute", "skip_step", "roll_back", "stop", "save_failed", "save_refused",
@@ -29,6 +40,11 @@ _LOUD = {
     "sample_quarantined", "dataset_not_deterministic", "stream_read_over", "preflight", "quarantine_full",
     "ranks_not_divided",
 }  # fmt: skip
+
+
+End = Literal["finished", "stopped", "left", "failed"]
+"""How a run was closed: it came to its end; on request; its loop was left early, by ``break`` or by an error that the
+guard did not see; by an error that is recorded."""
 
 
 class RunRecord:
@@ -45,6 +61,7 @@ class RunRecord:
         self._box: BlackBox | None = None
         self._lock = threading.RLock()  # reentrant, for a signal handler of the caller that records
         self._process = 0
+        self._left_by: tuple[str, str] | None = None
         self.global_step = 0
 
     @property
@@ -69,11 +86,52 @@ class RunRecord:
                 rule="H302",
             ) from error
 
-    def close(self) -> None:
-        """End the recording."""
+    def close(self, how: End | None = None) -> None:
+        """End the recording, with the word how the run ended. An error without a step after it stays the last word.
+
+        Args:
+            how: None: "finished", unless an error is on its way out, which is recorded then.
+        """
         if self._box is not None:
+            error = sys.exception() if how is None else None
+            if error is not None:
+                self.left_by(error)
+            elif how in ("finished", "stopped") or (how != "failed" and self._left_by is None):
+                self.happened("closed", how=how or "finished")
             self._box.close()
             self._box = None
+
+    def left_by(self, error: BaseException | type[BaseException]) -> None:
+        """Record an error that leaves the run; one that passes several places is recorded once.
+
+        Args:
+            error: A class where the caller knows no more.
+        """
+        if isinstance(error, (GeneratorExit, Interrupted)):
+            return  # these end a loop in order
+        raised = sys.exception()
+        if isinstance(error, type) and isinstance(raised, error):
+            error = raised
+        if isinstance(error, type):
+            if self._left_by is None:
+                self.happened("left_by_exception", exception=error.__name__)
+            return
+        facts = describe_exception(error, error.__traceback__)
+        told = facts["type"], facts["message"]
+        if told != self._left_by:
+            self._left_by = told
+            facts["frames"] = [*_callers(), *facts["frames"]]
+            rule = error.rule if isinstance(error, HoldfastError) else None
+            self.happened("left_by_exception", exception=type(error).__name__, rule=rule, **facts)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Record an error that leaves the context."""
+        try:
+            yield
+        except BaseException as error:
+            self.left_by(error)
+            raise
 
     def happened(self, kind: str, **facts: Any) -> None:
         """Record a fact of the step that the run stands at."""
@@ -96,8 +154,45 @@ class RunRecord:
     def step(self, mark: StepMark, micro_batch_size: int | None, loss: float, norm: float, seconds: float) -> None:
         """Record a mark of a step. Cost: about 0.5 microseconds."""
         assert self._box is not None
+        self._left_by = None  # whatever was raised before, it goes on
         self._box.step(mark, self.global_step, micro_batch_size or 0, loss, norm, seconds)
 
     def events(self) -> list[Event]:
         """Return everything that was recorded in this run directory, oldest first."""
         return read_events(self._directory)
+
+
+def _callers() -> list[list[Any]]:
+    """Return the frames that called the function which records, without those of this file; innermost last."""
+    frame: FrameType | None = sys._getframe()
+    found: list[list[Any]] = []
+    while frame is not None and len(found) < _MOST_CALLERS:
+        if frame.f_code.co_filename != __file__:
+            found.append([printable(frame.f_code.co_filename), frame.f_lineno, printable(frame.f_code.co_name)])
+        frame = frame.f_back
+    return found[::-1]
+
+
+class _Recorded(Protocol):
+    _record: RunRecord
+
+
+_Self = TypeVar("_Self", bound=_Recorded)
+_Given = ParamSpec("_Given")
+_Returned = TypeVar("_Returned")
+
+
+def recording_errors(
+    method: Callable[Concatenate[_Self, _Given], _Returned],
+) -> Callable[Concatenate[_Self, _Given], _Returned]:
+    """Let every error that leaves a method be recorded in the ``_record`` of its object."""
+
+    @functools.wraps(method)
+    def recording(self: _Self, /, *given: _Given.args, **named: _Given.kwargs) -> _Returned:
+        try:
+            return method(self, *given, **named)
+        except BaseException as error:
+            self._record.left_by(error)
+            raise
+
+    return recording

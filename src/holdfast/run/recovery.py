@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.core.errors import DivergenceError, HoldfastError, LoaderError, NonFiniteError, OutOfMemoryError
 from holdfast.core.events import Decision, Promise, RollBack, SkipStep, Stop
+from holdfast.memory.oom import find_out_of_memory, let_go
 from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
 from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_spike
 from holdfast.run.identity import description_of
@@ -138,7 +139,7 @@ class Recovery:
 
     def _carry_out(self, decision: Decision, reason: str, error: type[HoldfastError]) -> str:
         counters = self._session.counters
-        self._record.decided(decision, **self._place())
+        self._record.decided(decision, **_rule_of(decision, error), **self._place())
         if isinstance(decision, RollBack):
             if self._roll_back(spiked=error is DivergenceError):
                 return f"{reason}; rolled back to step {self._record.global_step}"
@@ -146,7 +147,7 @@ class Recovery:
                 decision = SkipStep(reason=f"{reason}; nothing to return to", promise="changes training")
             else:
                 decision = Stop(reason=f"{decision.reason}; no checkpoint to return to", promise=decision.promise)
-            self._record.decided(decision)
+            self._record.decided(decision, **_rule_of(decision, error))
         if isinstance(decision, Stop):
             # Whoever starts again has changed something.
             counters.nonfinite_in_a_row = counters.spikes_in_a_row = counters.rollbacks_in_a_row = 0
@@ -231,7 +232,7 @@ class Recovery:
             rollbacks_in_a_row=counters.rollbacks_in_a_row,
             max_rollbacks=self._policy.max_rollbacks,
         )
-        self._record.decided(decision)
+        self._record.decided(decision, **_rule_of(decision, NonFiniteError))
         if isinstance(decision, RollBack) and self._roll_back():
             return
         self._session.whole = False
@@ -266,14 +267,15 @@ class Recovery:
             Why the step was undone.
 
         Raises:
-            OutOfMemoryError: H402, if there is no checkpoint, or it happened at this step before.
+            OutOfMemoryError: H402, if there is no checkpoint, memory does not suffice to read it, or it happened at
+                this step before.
         """
         at_step, twice = self._record.global_step, self._torn_at == self._record.global_step
         self._session.counters.out_of_memory += 1
         self._session.whole = False
-        if twice or not self._session.roll_back(rewind_data=rewind_data):
-            self._record.decided(Stop(reason=str(torn), promise="bit-exact"))
-            raise _torn_for_good(torn, at_step, twice=twice)
+        hindered = "it happened twice at this step" if twice else self._return(rewind_data=rewind_data)
+        if hindered is not None:
+            raise self._torn_for_good(f"in the middle of step {at_step + 1} ({torn})", hindered)
         self._torn_at = at_step
         promise: Promise = "changes training"
         if rewind_data:  # the steps are made again, one tensor at a time if they were not before
@@ -282,6 +284,32 @@ class Recovery:
         self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
         self.spare_optimizer_memory()
         return f"{torn}; returned to step {self._record.global_step}"
+
+    def go_back_again(self) -> None:
+        """Return to the checkpoint once more: what followed the torn step ran on a state that was back already.
+
+        Raises:
+            OutOfMemoryError: H402, as `after_torn_step`.
+        """
+        self._session.whole = False
+        hindered = self._return(rewind_data=True)
+        if hindered is not None:
+            raise self._torn_for_good(f"in step {self._record.global_step + 1}, which was undone", hindered)
+        self.spare_optimizer_memory()
+
+    def _return(self, *, rewind_data: bool) -> str | None:
+        """Return to the last good state; say what was in the way, if something was."""
+        try:
+            returned = self._session.roll_back(rewind_data=rewind_data)
+        except Exception as error:
+            found = find_out_of_memory(error)
+            if found is None:
+                raise
+            failure = error
+        else:
+            return "there is no checkpoint to return to" if returned is None else None
+        let_go(failure)
+        return f"memory does not suffice to read the checkpoint ({found})"
 
     def _updates_many_at_once(self) -> bool:
         groups = [group for optimizer in self._session.parts.optimizers.values() for group in optimizer.param_groups]
@@ -295,13 +323,18 @@ class Recovery:
                 if not group.get("fused") and "foreach" in group:
                     group["foreach"] = False
 
+    def _torn_for_good(self, when: str, hindered: str) -> OutOfMemoryError:
+        stop = Stop(reason=f"an optimizer ran out of memory {when}; {hindered}", promise="bit-exact")
+        self._record.decided(stop, rule="H402")
+        return OutOfMemoryError(
+            f"the optimizer ran out of memory {when}",
+            limit=f"its weights and moments are half changed, and {hindered}",
+            fix="leave the optimizer more memory (fused=True, a smaller model or optimizer) and start again: a "
+            "checkpoint, if there is one, is from before.",
+            rule="H402",
+        )
 
-def _torn_for_good(torn: TornStep, at_step: int, *, twice: bool) -> OutOfMemoryError:
-    return OutOfMemoryError(
-        f"the optimizer ran out of memory in the middle of step {at_step + 1} ({torn})",
-        limit="its weights and moments are half changed, and "
-        + ("it happened twice at this step" if twice else "there is no checkpoint to return to"),
-        fix="leave the optimizer more memory (fused=True, a smaller model or optimizer) and start again: a "
-        "checkpoint, if there is one, is from before.",
-        rule="H402",
-    )
+
+def _rule_of(decision: Decision, error: type[HoldfastError]) -> dict[str, str]:
+    """Return the rule of the error that a stop is raised as, for its event."""
+    return {"rule": "H503" if error is DivergenceError else "H501"} if isinstance(decision, Stop) else {}

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from holdfast.data.random_state import seed_cpu
 from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
 from holdfast.memory.oom import find_out_of_memory, let_go
-from holdfast.run.loss import Terms, read_loss
+from holdfast.run.loss import Terms, read_loss, without_graph
 from holdfast.run.side_effects import find_side_effects
 from holdfast.run.two_pass import TwoPass, TwoPassRun
 from holdfast.run.verdict import Outcome, Verdict, merged
@@ -172,11 +172,13 @@ class Rehearsal:
         """Return that of the losses: if samples are coupled, they differ too, but for rare constructions."""
         if isinstance(self.loss_fn, TwoPass):
             return 0.0  # one loss of all samples, whatever the parts
-        with torch.no_grad():
-            seed_cpu(0)
-            expected = float(self._weighted(whole, SAMPLES))
+
+        def value(parts: _Parts, weighting: Weighting, seed: int) -> float:
             seed_cpu(seed)
-            found = float(self._weighted(parts, weighting))
+            return float(self._weighted(parts, weighting, needs_graph=False).detach())
+
+        expected = without_graph(lambda: value(whole, SAMPLES, 0))
+        found = without_graph(lambda: value(parts, weighting, seed))
         if not math.isfinite(expected):
             return math.nan
         difference = abs(found - expected) / (abs(expected) or 1.0)
@@ -199,9 +201,9 @@ class Rehearsal:
             return  # nothing in these samples counts
         (sign * loss).backward(inputs=list(self.parameters))  # type: ignore[no-untyped-call]
 
-    def _weighted(self, parts: _Parts, weighting: Weighting) -> torch.Tensor:
+    def _weighted(self, parts: _Parts, weighting: Weighting, *, needs_graph: bool = True) -> torch.Tensor:
         """Return the loss over these parts, weighted by what is declared, else by `weighting`."""
-        read = [self._terms(part, samples)[0] for part, samples in parts]
+        read = [self._terms(part, samples, needs_graph=needs_graph)[0] for part, samples in parts]
         weights = shares(weighting, parts) or (0.0,) * len(parts)
         rows = [[weight] for weight in weights]
         if read[0].declared:
@@ -213,11 +215,14 @@ class Rehearsal:
 
     def _losses(self, parts: _Parts) -> tuple[list[float], bool, bool]:
         """Return the loss of each part, whether items are declared or do not matter, and whether a batch changed."""
-        seed_cpu(0)
-        with torch.no_grad():
-            found = [self._terms(part, samples, needs_graph=False) for part, samples in parts]
+
+        def read() -> list[tuple[Terms, bool]]:
+            seed_cpu(0)
+            return [self._terms(part, samples, needs_graph=False) for part, samples in parts]
+
+        found = without_graph(read)
         declared = found[0][0].declared or isinstance(self.loss_fn, TwoPass)
-        return [float(terms.total()) for terms, _ in found], declared, any(changed for _, changed in found)
+        return [float(terms.total().detach()) for terms, _ in found], declared, any(changed for _, changed in found)
 
     def _terms(self, part: Any, samples: int, *, needs_graph: bool = True) -> tuple[Terms, bool]:
         """Return what the loss function says about a copy, and whether it has changed the copy."""
@@ -236,8 +241,7 @@ class Rehearsal:
         """Run the loss function in training mode; where memory is too short for that, do nothing."""
         seed_cpu(0)
         try:
-            with torch.no_grad():
-                self._called(self.loss_fn, window)
+            without_graph(lambda: self._called(self.loss_fn, window))
         except Exception as error:
             if find_out_of_memory(error) is None:
                 raise

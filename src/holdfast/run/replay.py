@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from holdfast.data.splitting import select, tensors_in, versions_of
+from holdfast.data.splitting import tensors_in, versions_of
 from holdfast.memory.ladder import Plan
 from holdfast.memory.oom import find_out_of_memory, let_go, release_memory
 from holdfast.numerics.bad_samples import find_bad_samples
@@ -20,6 +20,7 @@ from holdfast.run.attempts import Attempts, Work
 from holdfast.run.outcome import Provenance
 from holdfast.run.parts import Parts
 from holdfast.run.record import RunRecord
+from holdfast.run.window import samples_of, selected
 
 
 class Replay:
@@ -86,15 +87,17 @@ class Replay:
 
     def _samples(self, work: Work, plan: Plan, hint: Sequence[int]) -> tuple[int, ...]:
         """Return the samples without which the step is finite."""
-        size = work.size
-        if size is None or size < 2 or callable(work.split):
+        if work.size is None or callable(work.split):
+            return ()
+        size = samples_of(work.batch, work.split)
+        if size < 2:
             return ()
         smallest = self._attempts.promises.smallest_part()
 
         def is_bad(chosen: Sequence[int]) -> bool:
             # BatchNorm cannot take one sample; the same one twice is as good or bad as once.
             indices = list(chosen) * -(-smallest // len(chosen)) if len(chosen) < smallest else list(chosen)
-            part = replace(work, batch=select(work.batch, size, indices, work.split), size=len(indices))
+            part = replace(work, batch=selected(work.batch, indices, work.split), size=len(indices))
             self._attempts.restore(work)
             loss = self._attempts.run(part, plan, drops=False).loss
             gradients = [p.grad for p in work.parameters if p.grad is not None]
@@ -106,10 +109,11 @@ class Replay:
         """Return the batch of a step without its bad samples, or None if that is not possible."""
         if provenance is None or not provenance.samples or work.size is None or callable(work.split):
             return None
-        kept = [index for index in range(work.size) if index not in set(provenance.samples)]
+        size = samples_of(work.batch, work.split)
+        kept = [index for index in range(size) if index not in set(provenance.samples)]
         if len(kept) < self._attempts.promises.smallest_part():
             return None
-        return select(work.batch, work.size, kept, work.split)
+        return selected(work.batch, kept, work.split)
 
 
 def _finite(gradient: torch.Tensor) -> torch.Tensor:

@@ -53,9 +53,13 @@ def advance(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer], 
         optimizers: By name.
         moved: Names of those whose step was really made: a skipped step is no step of the schedule.
     """
-    movers = {id(optimizers[name]) for name in moved}
+    movers = {id(optimizers[name].param_groups) for name in moved}  # a wrapper around an optimizer has the same ones
     for scheduler in schedulers.values():
-        if isinstance(scheduler, LRScheduler) and id(scheduler.optimizer) in movers and not needs_metric(scheduler):
+        if (
+            isinstance(scheduler, LRScheduler)
+            and id(scheduler.optimizer.param_groups) in movers
+            and not needs_metric(scheduler)
+        ):
             scheduler.step()
 
 
@@ -167,9 +171,9 @@ def scale(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer], fa
 
 def _groups(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> Iterator[dict[str, Any]]:
     driven = (each.optimizer for each in schedulers.values() if isinstance(each, LRScheduler))
-    unique = {id(optimizer): optimizer for optimizer in (*optimizers.values(), *driven)}
-    for optimizer in unique.values():
-        yield from optimizer.param_groups
+    everyone = (*optimizers.values(), *driven)
+    unique = {id(group): group for optimizer in everyone for group in optimizer.param_groups}
+    yield from unique.values()
 
 
 def _nested(scheduler: Any) -> Iterator[Any]:

@@ -24,12 +24,12 @@ from holdfast.memory.host_memory import available_bytes
 from holdfast.memory.ladder import MemoryLadder
 from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording
-from holdfast.run.components import check_fits, component_names, gather, load
+from holdfast.run.components import check_fits, component_names, gather, live_tensors, load
 from holdfast.run.cursor import Cursor
 from holdfast.run.directory import RunDirectory
 from holdfast.run.parts import Parts
-from holdfast.run.record import RunRecord
-from holdfast.run.result import Counters
+from holdfast.run.record import End, RunRecord
+from holdfast.run.result import Counters, Statistics
 from holdfast.run.saving import Saving
 from holdfast.run.snapshots import Snapshots, copied_to_host
 from holdfast.run.transaction import Transaction
@@ -125,14 +125,32 @@ class Session:
                 rule="H306",
             )
 
-    def close(self) -> None:
-        """Finish the save that is under way, end the recording and give the lock back."""
+    def close(self, how: End | None = None) -> None:
+        """Finish the save that is under way, end the recording, as `RunRecord.close` says, and give the lock back."""
         self.saving.finish()
         self.saving.take_refusal()  # whoever opens it again may have repaired the state
         if self.is_open:
             self._newest_id = self._store.next_save_id() - 1
-        self.record.close()
+        self.record.close(how)
         self._directory.release()
+
+    def statistics(self) -> Statistics:
+        """Return a snapshot of the run's totals. Cost: in fp16, one host sync."""
+        counters, saving, plan = self.counters, self.saving.collected(), self._ladder.plan
+        return Statistics(
+            global_step=self.record.global_step,
+            epoch=0 if self.cursor is None else self.cursor.epoch,
+            steps=counters.steps,
+            skipped_steps=counters.skipped_steps,
+            out_of_memory=counters.out_of_memory,
+            rollbacks=counters.rollbacks,
+            resumes=counters.resumes,
+            checkpoints_saved=saving.saved,
+            checkpoints_failed=saving.failed,
+            micro_batch_size=plan.micro_batch_size,
+            recompute=plan.recompute,
+            loss_scale=self._transaction.loss_scale.value(),
+        )
 
     # --- what is saved --------------------------------------------------------------------------------------
 
@@ -291,7 +309,7 @@ class Session:
             entry = None if self.policy.save_interval_steps is None else self._newest_good(before_step)
             if entry is None:
                 return None
-            training = self._restore(entry)
+            training = self._restore(entry, in_place=True)
             if rewind_data:
                 self._go_to_position_of(training)
         self.saving.returned(to_checkpoint=kept is None)
@@ -328,8 +346,10 @@ class Session:
             )
         return None
 
-    def _restore(self, entry: Entry) -> dict[str, Any]:
-        trees = read_components(entry, component_names(self.parts))
+    def _restore(self, entry: Entry, *, in_place: bool = False) -> dict[str, Any]:
+        """Put a checkpoint back. In place, tensors are overwritten as they are read, which needs no memory beside."""
+        into = live_tensors(self.parts) if in_place else {}
+        trees = read_components(entry, component_names(self.parts), into)
         check_fits(trees, self.parts, f"checkpoint {entry.path.name}")
         return self._put_back(trees)
 

@@ -1,7 +1,8 @@
 """A request to stop: by signal or by call, honoured where the state is whole.
 
-The handler does nothing but note the request, and interrupts two places that may last long and change nothing: the
-wait for data and an evaluation. No saving and no agreement between ranks happens in a signal handler.
+The handler notes the request and says so, and interrupts two places that may last long and change nothing: the wait
+for data and an evaluation. No saving and no agreement between ranks happens in a signal handler. Who signals again
+wants the process to end at once, and it does, by the kernel: no boundary and no interpreter is waited for.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
+
+# `timeout` of coreutils signals the process, then its group, some microseconds apart: one request, which comes twice.
+# So do launchers that pass on what their group gets too. Without this wait the second would end the process.
+_ONE_REQUEST_SECONDS = 0.1
 
 
 class Interrupted(BaseException):
@@ -31,29 +37,48 @@ def _let_workers_die() -> None:
 
 
 class StopRequest:
-    """Whether the run shall end, and why."""
+    """Whether the run shall end, and why.
 
-    def __init__(self) -> None:
+    Args:
+        number: The signal that asks for it.
+    """
+
+    def __init__(self, number: signal.Signals = signal.SIGTERM) -> None:
         self.reason: str | None = None
         self.by_signal = False
         self.honoured = False  # a loop has ended because of it
+        self._number = number
         self._previous: Any = None
         self._installed = False
         self._interruptible = False
+        self._settling = False  # the request has just come, and may come once more
         self._process = os.getpid()
 
     def install(self) -> None:
-        """Handle SIGTERM from now on. Without effect outside the main thread, where Python allows none."""
-        if not self._installed and threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
-            self._installed = True
+        """Handle the signal from now on. Without effect outside the main thread, where Python allows none.
+
+        Also without effect once it has come, since the next one is to end the process; and for a SIGINT that is not
+        Python's: a shell ignores it for what runs in the background, and a notebook has a handler of its own.
+        """
+        if self._installed or self.by_signal or threading.current_thread() is not threading.main_thread():
+            return
+        if self._number == signal.SIGINT and signal.getsignal(self._number) is not signal.default_int_handler:
+            return
+        self._previous = signal.signal(self._number, self._on_signal)
+        self._installed = True
 
     def uninstall(self) -> None:
-        """Give SIGTERM back to whoever handled it before."""
+        """Give the signal back to whoever handled it before."""
         if self._installed:
-            if signal.getsignal(signal.SIGTERM) == self._on_signal:
-                signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+            now = signal.getsignal(self._number)
+            if now == self._on_signal or (self.by_signal and now == self._at_the_second()):
+                signal.signal(self._number, self._previous or signal.SIG_DFL)
             self._installed = False
+
+    def _at_the_second(self) -> Any:
+        """Return what the second signal does: what one did before; instead of a KeyboardInterrupt, the default."""
+        python_s = self._previous is signal.default_int_handler
+        return signal.SIG_DFL if self._previous is None or python_s else self._previous
 
     def request(self, reason: str) -> None:
         """Ask the run to end; the first reason is kept."""
@@ -81,15 +106,33 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        if self.by_signal:  # the second one: the sender means it
-            signal.signal(number, self._previous or signal.SIG_DFL)
+        if self._settling:
+            return
+        following = self._at_the_second()
+        if self.by_signal:  # the second one, from a handler that took our place and passes it on
+            signal.signal(number, following)
             os.kill(os.getpid(), number)
             return
         self.by_signal = True
         self.request(signal.Signals(number).name)
         _let_workers_die()
-        if callable(self._previous):
-            self._previous(number, frame)
+        if not isinstance(getattr(following, "__self__", None), StopRequest):  # another guard's, which does this
+            self._settling = True
+            time.sleep(_ONE_REQUEST_SECONDS)
+            self._settling = False
+            _say(signal.Signals(number).name, ends=following is signal.SIG_DFL)
+        if signal.getsignal(number) == self._on_signal:
+            signal.signal(number, following)
+        if callable(following):
+            following(number, frame)
         if self._interruptible:
             self._interruptible = False
             raise Interrupted
+
+
+def _say(name: str, *, ends: bool) -> None:
+    """Tell whoever waits that it may take a while; past sys.stderr, which may be in the middle of a write."""
+    second = "a second one ends the process at once" if ends else "a second one goes to the handler before holdfast's"
+    new_line = "\n" if os.isatty(2) else ""  # after ^C, or a bar
+    with suppress(OSError):
+        os.write(2, f"{new_line}holdfast: {name}: stops at the next boundary; {second}\n".encode())

@@ -33,10 +33,12 @@ from holdfast.data.splitting import Split, versions_of
 from holdfast.memory.ladder import Means, MemoryLadder
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken
 from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
+from holdfast.memory.recompute import NO_BLOCKS
 from holdfast.numerics.gradients import Group, clip, clip_adaptively, inspect, nonfinite_gradients
 from holdfast.run.attempts import Attempts, Work
 from holdfast.run.diagnosis import Diagnosis
 from holdfast.run.mixed_precision import autocast
+from holdfast.run.model_order import ModelOrder
 from holdfast.run.outcome import Attempt, Outcome, Ruling, TornStep
 from holdfast.run.parts import Parts
 from holdfast.run.probes import probe
@@ -45,6 +47,7 @@ from holdfast.run.ranks import Ranks, Vote
 from holdfast.run.record import RunRecord
 from holdfast.run.replay import Replay
 from holdfast.run.room import RoomMeter
+from holdfast.run.window import largest_of
 
 # Of the time since the run was opened, for probes: numerics.md 5.2, tier 3.
 _COMPARED_STEP = 3  # in the first, state is made and kernels are chosen
@@ -88,8 +91,10 @@ class Transaction:
         self.buffers = self._attempts.buffers
         self.loss_scale = self._attempts.loss_scale
         self._meter = RoomMeter(self._devices)
+        self._model_order = ModelOrder(parts)
         self._replay = Replay(parts, self._attempts, record)
         self._step_id = 0
+        self._tells_of_no_blocks = policy.recompute is True and not self._attempts.blocks
         self.spare_memory: Callable[[], None] = lambda: None  # called when memory is short on the host
         self.committing = False
 
@@ -243,8 +248,11 @@ class Transaction:
             recompute=plan.recompute,
         )
         means = self._means(work)
+        if self._tells_of_no_blocks and work.prepared and work.out_of_memory > 1:
+            self._tells_of_no_blocks = False
+            self._record.happened("recompute_impossible", why=NO_BLOCKS)
         decision = self._ladder.decide_after_oom(batch_size=size, failures=work.out_of_memory, means=means)
-        self._record.decided(decision)
+        self._record.decided(decision, **({"rule": "H401"} if isinstance(decision, Stop) else {}))
         if isinstance(decision, Stop):
             what = "the batch" if work.size is None else f"a batch of {size} samples"
             raise OutOfMemoryError(
@@ -306,11 +314,11 @@ class Transaction:
     def _clip(self, groups: Sequence[Group], norms: torch.Tensor, tighter: float | None = None) -> None:
         if self._policy.adaptive_clip_factor is not None:
             norms = clip_adaptively(groups, norms, self._policy.adaptive_clip_factor)
-        usual = self._policy.max_grad_norm
+        usual, order = self._policy.max_grad_norm, self._model_order.of(groups, norms.device)
         if tighter is not None and (usual is None or tighter < usual):
-            clip(groups, norms, tighter, "global")
+            clip(groups, norms, tighter, "global", order)
         elif usual is not None:
-            clip(groups, norms, usual, self._policy.clip_by)
+            clip(groups, norms, usual, self._policy.clip_by, order)
 
     def search_cause(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None, clock: Clock, since: float
@@ -328,6 +336,7 @@ class Transaction:
         if not self.diagnosis.seeks_cause:
             return
         split = self._split if split is None else split
+        batch = largest_of(batch, split)
         share = _SHARE * (clock.monotonic_seconds() - since)
 
         def in_precision(part: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from holdfast.core.errors import BatchError
 from holdfast.data.random_state import capture, restore
 from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in
-from holdfast.run.loss import read_loss
+from holdfast.run.loss import read_loss, without_graph
 
 _SAMPLES = 32
 
@@ -271,8 +271,8 @@ class Trial:
         if self._is_over():
             raise OutOfTime("the time for it is over")
         restore(self._random)
-        with torch.no_grad(), watching:
-            self._loss_fn(given)
+        with watching:
+            without_graph(lambda: self._loss_fn(given))
         return watching.read
 
 

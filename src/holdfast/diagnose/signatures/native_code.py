@@ -53,6 +53,8 @@ SIGNATURES: tuple[Signature, ...] = (
         "that bring different versions of one library, or a stack that overflowed.",
         fix="Read the Python stack (`PYTHONFAULTHANDLER=1` prints it): it names the call. Update or reinstall that "
         "package for the installed torch; import it before or after torch; if it is in a dataset, find the sample. "
+        "If memory was short on a CPU and the stack ends in a convolution, oneDNN may have "
+        "gone on without a kernel: make the batch smaller, or call torch.backends.mkldnn.set_flags(False). "
         "Retrying alone helps seldom.",
         example="Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f2b1c5fe740 (most recent call "
         'first):\n  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at\n  File "train.py", '

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.memory.forecast.extrapolation import most_each
 from holdfast.memory.forecast.trace import OWNERS, PHASES, Trace
 
 _BACKWARD = PHASES.index("backward")
@@ -71,8 +72,10 @@ class _Doubled:
         sources = np.concatenate([np.arange(known), self._others, self._gradients])
         sizes = trace.size_bytes[sources]
         rest = global_batch_size - trace.micro_batch_size
-        waits = known + np.flatnonzero(trace.owner[self._others] == _BATCH)
-        sizes[waits] = -(-sizes[waits] * rest // trace.micro_batch_size)
+        # A batch that the loss function moves itself is gone when its backward pass is done: the rest is on the host.
+        waits = known + np.flatnonzero((trace.owner[self._others] == _BATCH) & np.isin(self._others, self._left))
+        whole = -(-sizes[waits].astype(object) * rest // trace.micro_batch_size)  # Python's integers know no bound
+        sizes[waits] = np.minimum(whole, most_each(len(sizes))).astype(np.int64)
         before = self._first_pass(first)
         after = self._second_pass(first, own)
         return replace(
@@ -141,9 +144,11 @@ class _Inserted:
         kept = merged != 0
         self.events: Ids = merged[kept]
         self.phases = np.insert(phases, at, _BACKWARD)[kept]
-        places = np.arange(len(events) + 1) + np.searchsorted(np.sort(at), np.arange(len(events) + 1), side="right")
-        self._places = np.concatenate([[0], np.cumsum(kept)])[places]
+        self._at: Ids = np.sort(at)
+        self._places = np.concatenate([[0], np.cumsum(kept)])
 
     def moved(self, span: tuple[int, int], offset: int) -> tuple[int, int]:
-        """Return where a range of events is now."""
-        return int(self._places[span[0]]) + offset, int(self._places[span[1]]) + offset
+        """Return where a range of events is now; what is inserted at its borders is not of it."""
+        begin = span[0] + int(np.searchsorted(self._at, span[0], side="right"))
+        end = span[1] + int(np.searchsorted(self._at, span[1], side="left"))
+        return int(self._places[begin]) + offset, int(self._places[end]) + offset

@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -37,6 +35,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from holdfast.core.errors import HoldfastError, PolicyError
+from holdfast.core.user_modules import import_user_module
 
 _LIBRARIES = (
     str(Path(torch.__file__).parent),
@@ -66,6 +65,7 @@ class Built:
         has_batch: Whether there is one.
         batch_size: Its samples, where they were said.
         split: Its batch dimension.
+        told_length: Whether the factory was told how long samples are.
     """
 
     models: dict[str, nn.Module]
@@ -76,6 +76,7 @@ class Built:
     has_batch: bool
     batch_size: int | None = None
     split: int = 0
+    told_length: bool = False
 
 
 def load_factory(name: str) -> Function:
@@ -89,8 +90,7 @@ def load_factory(name: str) -> Function:
         raise _unusable(name, "(there is no function after a colon)", "write package.module:build or file.py:build.")
     sys.argv = [place]  # a script that reads its arguments gets none of ours
     try:
-        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
-        found = getattr(module, attribute)
+        found = getattr(import_user_module(place), attribute)
     except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
         raise _failed(name, "while it was imported", error) from error
     if not callable(found):
@@ -98,25 +98,6 @@ def load_factory(name: str) -> Function:
             name, f"(it is a {type(found).__name__})", "name a function that returns what is to be traced."
         )
     return found  # type: ignore[no-any-return]
-
-
-def _import_module(name: str) -> Any:
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    return importlib.import_module(name)
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    spec.loader.exec_module(module)
-    return module
 
 
 def call_factory(
@@ -148,7 +129,7 @@ def call_factory(
         raise _failed(name, "when it was called", error) from error
     built = _read(name, factory, returned, loading)
     known = next((given[key] for key in _SIZE_NAMES if key in given), built.batch_size)
-    return dataclasses.replace(built, batch_size=known)
+    return dataclasses.replace(built, batch_size=known, told_length=bool(given.keys() & set(_LENGTH_NAMES)))
 
 
 def takes_length(factory: Function) -> bool:
@@ -221,18 +202,29 @@ def _named(name: str, factory: Function, given: Any, what: str, kind: type) -> d
     found = dict(given) if isinstance(given, Mapping) else {what: given}
     for value in found.values():
         if not isinstance(value, kind):
-            raise _wrong(name, factory, f"a {type(value).__name__} as {what}")
+            several = f"; several go into a dict by name: {{'a': {what}_a, 'b': {what}_b}}"
+            is_list = isinstance(value, (list, tuple))
+            raise _wrong(name, factory, f"a {type(value).__name__} as {what}" + (several if is_list else ""))
     if not found:
         raise _wrong(name, factory, f"no {what}")
+    if any(isinstance(module, torch.jit.ScriptModule) for value in found.values() for module in _modules_of(value)):
+        raise _wrong(
+            name, factory, f"a {what} made by torch.jit, of which a trace sees nothing: return it uncompiled"
+        )
     return found
 
 
-def keyword_parameters(function: Function) -> list[str]:
-    """Return the names of the parameters that a function can be given by name."""
+def _modules_of(value: Any) -> Iterable[nn.Module]:
+    return value.modules() if isinstance(value, nn.Module) else ()
+
+
+def length_parameter(function: Function | None) -> str | None:
+    """Return the name of the parameter by which a function is told a length, or None."""
     try:
-        return list(inspect.signature(function).parameters)
+        parameters = inspect.signature(function or (lambda: None)).parameters
     except (TypeError, ValueError):
-        return []
+        return None
+    return next((name for name in _LENGTH_NAMES if name in parameters), None)
 
 
 def positional_parameters(function: Function | None) -> list[str]:

@@ -25,11 +25,12 @@ from typing import Any, NoReturn
 import torch
 
 from holdfast.core.control_groups import fields_of
-from holdfast.core.errors import HoldfastError, OutOfMemoryError
+from holdfast.core.errors import HoldfastError, OutOfMemoryError, PolicyError
 from holdfast.memory.forecast import building
 from holdfast.memory.forecast.building import Built
 from holdfast.memory.forecast.fake_device import ForecastDevice, forecast_device
 from holdfast.memory.forecast.jobs import Job, StepOptions
+from holdfast.memory.forecast.other_answers import look_at_other_answers
 from holdfast.memory.forecast.trace import Assumption, Trace, live_peak
 from holdfast.memory.forecast.tracer import Tracer
 from holdfast.memory.host_memory import available_bytes
@@ -38,8 +39,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHARE_OF_MEMORY = (
     0.9  # that real weights may take of what is available, so that it is this process that gets an error
 )
-_MOST_QUESTIONS = 3  # of which both answers are traced: each costs two more steps
-_NOT_LOOKED_AT = "was not looked at"
+_SHARE_OF_GROWTH = 0.01  # of the peak, that a step may leave behind without a word: small histories do
 Say = Callable[[dict[str, Any]], None]
 
 
@@ -119,28 +119,27 @@ def trace(request: dict[str, Any], steps: Steps) -> dict[str, Any]:
     )
     points = [(size, length) for size, length in request["points"]]
     with forecast_device(request["route"], request["precision"], as_cuda=request["as_cuda"]) as device:
+        answers = dict(request["answers"])
+        for line, answer in answers.items():
+            device.guesses.answer(line, answer)
         begun = time.perf_counter()
         job = _built(request, device, options, points, steps)
         build_seconds = time.perf_counter() - begun
-        traces, seconds = [], []
         with Tracer(device.device, route=device.route, uncalibrated=device.uncalibrated) as tracer:
             job.claim = tracer.claim
             tracer.watch(models=job.models, optimizers=job.optimizers.values(), blocks=job.blocks)
             steps.begin("making a first step")
-            job.settle(*points[0])
-            for size, length in points:
-                steps.begin(f"tracing a step of {size} samples" + (f" of length {length}" if length else ""))
-                begun = time.perf_counter()
-                job.step(size, length)  # leaves what such a step leaves; the very first leaves it in another order
-                traces.append(_traced(job, tracer, device, request, size, length))
-                seconds.append(time.perf_counter() - begun)
+            points = request["points"] = _settled(job, points)
+            tracing = _Tracing(job, tracer, device, request, steps)
+            traces, seconds = tracing.points()
             # A single point is a plan that is checked: what its alternatives need was said before.
-            looked_at = _other_answers(job, tracer, device, request, traces[-1]) if len(points) > 1 else {}
+            if len(points) > 1:
+                traces, answers = tracing.with_other_answers(traces)
     files = [f"{number}.npz" for number in range(len(traces))]
     for file, traced in zip(files, traces, strict=True):
-        told = tuple(looked_at.get(assumption, assumption) for assumption in traced.assumptions)
-        dataclasses.replace(traced, assumptions=told).save(Path(request["folder"]) / file)
-    return {**_facts(job), "files": files, "trace_seconds": seconds, "build_seconds": build_seconds}
+        traced.save(Path(request["folder"]) / file)
+    told = {"files": files, "answers": answers, "trace_seconds": seconds, "build_seconds": build_seconds}
+    return {**_facts(job), **told}
 
 
 def _built(
@@ -190,42 +189,89 @@ def _called(
     return built, batches
 
 
-def _traced(
-    job: Job, tracer: Tracer, device: ForecastDevice, request: dict[str, Any], size: int, length: int | None
-) -> Trace:
-    with tracer.recording():
-        job.step(size, length)
-    return tracer.trace(
-        micro_batch_size=size,
-        length=length,
-        precision=request["precision"],
-        route=request["route"],
-        assumptions=(*job.assumptions, *device.assumptions),
-    )
+def _settled(job: Job, points: list[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
+    """Make the first step; one that takes no small batches is made with the sample batch, and its multiples.
 
-
-def _other_answers(
-    job: Job, tracer: Tracer, device: ForecastDevice, request: dict[str, Any], traced: Trace
-) -> dict[Assumption, Assumption]:
-    """Trace the last step again with the other answer to each ``bool(tensor)``; return what is now known of them."""
-    asked = [question for question in device.guesses.questions if question.kind == "bool"][:_MOST_QUESTIONS]
-    peak = live_peak(traced)
-    found = {}
-    for question in asked:
-        device.guesses.answer(question.line, not question.answer)
+    Returns:
+        The points to trace.
+    """
+    smallest = points[0][0]
+    try:
+        job.settle(*points[0])
+    except PolicyError as error:
+        whole = None if job.sample is None else job.sample.size
+        if error.rule != "H414" or len(points) == 1 or whole is None or whole <= smallest:
+            raise
+        larger = [(size * whole // smallest, length) for size, length in points]
         try:
-            job.step(traced.micro_batch_size, traced.length)
-            other = live_peak(_traced(job, tracer, device, request, traced.micro_batch_size, traced.length))
-            how = f"needs {abs(other / peak - 1):.2%} {'less' if other < peak else 'more'}"
-        except HoldfastError as error:
-            how = f"does not run ({' '.join(error.what.split())})"
-        finally:
-            device.guesses.forget(question.line)
-        for assumption in traced.assumptions:
-            if assumption.line == question.line and assumption.what.endswith(_NOT_LOOKED_AT):
-                what = f"bool(tensor) was taken as {question.answer}; {not question.answer} {how}"
-                found[assumption] = Assumption(what=what, line=question.line)
-    return found
+            job.settle(*larger[0])
+        except HoldfastError:
+            raise error from None
+        sizes = " and ".join(str(size) for size in sorted({size for size, _ in larger}))
+        what = f"batches of {sizes} samples were traced, since with {smallest} {' '.join(error.what.split())}"
+        job.assumptions.append(Assumption(what=what))
+        return larger
+    return points
+
+
+class _Tracing:
+    """Makes steps of a job and traces them."""
+
+    def __init__(
+        self, job: Job, tracer: Tracer, device: ForecastDevice, request: dict[str, Any], steps: Steps
+    ) -> None:
+        self._job, self._tracer, self._device, self._request, self._steps = job, tracer, device, request, steps
+
+    def points(self) -> tuple[list[Trace], list[float]]:
+        """Return a trace of each point that is asked for, and how long it took."""
+        traces, seconds = [], []
+        for size, length in self._request["points"]:
+            self._steps.begin(f"tracing a step of {size} samples" + (f" of length {length}" if length else ""))
+            begun = time.perf_counter()
+            self._job.step_whole(size, length)  # leaves what such a step leaves; the very first in another order
+            traces.append(self._traced(size, length))
+            seconds.append(time.perf_counter() - begun)
+        traces[-1] = dataclasses.replace(traces[-1], assumptions=(*traces[-1].assumptions, *_growth(traces[-1])))
+        return traces, seconds
+
+    def _traced(self, size: int, length: int | None) -> Trace:
+        self._job.step_whole(size, length, self._tracer.recording)
+        return self._tracer.trace(
+            micro_batch_size=size,
+            length=length,
+            precision=self._request["precision"],
+            route=self._request["route"],
+            assumptions=(*self._job.assumptions, *self._device.assumptions),
+        )
+
+    def with_other_answers(self, traces: list[Trace]) -> tuple[list[Trace], dict[str, bool]]:
+        """Return the traces to plan with: those with the answers that need more, and these answers by line."""
+        size, length = self._request["points"][-1]
+
+        def again() -> Trace:
+            self._job.step(size, length)
+            return self._traced(size, length)
+
+        guesses = self._device.guesses
+        known = look_at_other_answers(guesses, traces[-1], again)
+        answers = dict(self._request["answers"])
+        if known.heavier:
+            for line, answer in known.heavier.items():
+                guesses.answer(line, answer)
+            with suppress(HoldfastError):  # alone each of them ran; all of them together need not
+                traces, _ = self.points()
+                known, answers = known.planned_for(), {**answers, **known.heavier}
+        return [dataclasses.replace(each, assumptions=known.word(each.assumptions)) for each in traces], answers
+
+
+def _growth(traced: Trace) -> tuple[Assumption, ...]:
+    if traced.growth_bytes <= live_peak(traced) * _SHARE_OF_GROWTH:
+        return ()
+    what = (
+        f"a step of {traced.micro_batch_size} samples leaves {traced.growth_bytes} bytes behind that the next one"
+        " does not free: a plan holds for one step, and a run needs more with each"
+    )
+    return (Assumption(what=what),)
 
 
 def _facts(job: Job) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def without_rule(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str,
         return written if len(written) > 1 else written[0] if written else None
     total = sum(tensor.numel() for tensor in tensors_of(args, kwargs))
     if func.namespace not in _BUILT_IN or total > _MOST_ELEMENTS_RUN:
-        raise _missing_rule(func)
+        raise missing_rule(func)
     cpu = torch.device("cpu")
 
     def real(leaf: Any) -> Any:
@@ -197,7 +197,7 @@ def without_rule(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str,
         with torch.no_grad():
             results = func(*real_args, **real_kwargs)
     except (RuntimeError, NotImplementedError, IndexError) as error:
-        raise _missing_rule(func) from error
+        raise missing_rule(func) from error
     mode.guesses.assume(f"the shapes of {func.name()} were taken from a run of it on zeros", asking_line())
     like = next(tensors_of(args, kwargs), None)
     device = mode.fake_device if like is None else like.device
@@ -238,7 +238,8 @@ def undecidable(func: Any) -> PolicyError:
     )
 
 
-def _missing_rule(func: Any) -> PolicyError:
+def missing_rule(func: Any) -> PolicyError:
+    """Return the error for an operator of whose results nobody has said the shapes."""
     line = asking_line()
     name = func.name().rsplit(".default", 1)[0]
     return PolicyError(

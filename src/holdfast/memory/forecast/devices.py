@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import resources
@@ -221,10 +222,20 @@ def _with_size(device: Device, size: int) -> Device:
 
 
 def _of_unknown_kind(size: int) -> Device:
-    near = min((device for device, _ in _catalogue()), key=lambda device: abs(device.usable_bytes - size))
+    """Return a device of which nothing but the size is known: NVIDIA's from Ampere on, with their largest context.
+
+    What is older has no bf16 and a context that is smaller by half, which nobody who names a size means.
+    """
+    likely = [one for one, _ in _catalogue() if (one.capability or (0, 0)) >= (8, 0) and one.name[:2] != "MI"]
+    near = min(likely, key=lambda device: abs(device.usable_bytes - size))
     sources = {key: f"that of {near.name}, the nearest by size: {text}" for key, text in near.sources.items()}
     return replace(
-        near, name=_told(size), total_bytes=size, usable_bytes=size, sources={**sources, "usable": "as given"}
+        near,
+        name=_told(size),
+        total_bytes=size,
+        usable_bytes=size,
+        context_bytes=max(one.context_bytes for one in likely),
+        sources={**sources, "usable": "as given", "context": "the largest of the catalogue's NVIDIA devices"},
     )
 
 
@@ -237,7 +248,13 @@ def _calibrated() -> tuple[Device, ...]:
         paths = sorted(configuration_directory().glob("*.json"))
     except (OSError, RuntimeError):  # no home directory
         return ()
-    return tuple(load_device(path) for path in paths)
+    found = []
+    for path in paths:
+        try:
+            found.append(load_device(path))
+        except PolicyError as error:  # what nobody has named may be broken
+            warnings.warn(f"passed over: {error.what}", stacklevel=3)
+    return tuple(found)
 
 
 @functools.cache

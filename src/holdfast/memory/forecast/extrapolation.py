@@ -77,6 +77,15 @@ class ScaledTrace:
     moved_bytes: npt.NDArray[np.int64]
     totals: npt.NDArray[np.int64]
 
+    @property
+    def largest(self) -> int | None:
+        """The largest size that can be asked for: there is none."""
+        return None
+
+    def planned_size(self, micro_batch_size: int) -> int:
+        """Return the size to plan with for one that is asked for: that one."""
+        return micro_batch_size
+
     def at(self, micro_batch_size: int, length: int | None = None) -> Trace:
         """Return the step with this many samples of this length.
 
@@ -190,15 +199,21 @@ def _lagrange(at: int, nodes: Sequence[int]) -> list[Fraction]:
 
 
 def _combined(values: npt.NDArray[np.int64], weights: Sequence[Fraction]) -> npt.NDArray[np.int64]:
-    """Return the weighted sum of the rows, in whole numbers throughout, rounded up, at least 0."""
+    """Return the weighted sum of the rows, in whole numbers throughout, rounded up, from 0 to `most_each`."""
     denominator = math.lcm(*(weight.denominator for weight in weights))
     factors = [int(weight * denominator) for weight in weights]
-    largest = [int(np.abs(row).max(initial=0)) for row in values]
+    largest = [int(np.abs(row).max(initial=1)) for row in values]
     fits = sum(abs(factor) * most for factor, most in zip(factors, largest, strict=True)) < 1 << 62
     rows = values if fits else values.astype(object)  # Python's integers know no bound
     total = sum(factor * row for factor, row in zip(factors, rows, strict=True) if factor)
-    result: npt.NDArray[np.int64] = np.maximum(-(-total // denominator), 0).astype(np.int64)
+    bounded = np.clip(-(-total // denominator), 0, most_each(values.shape[1]))
+    result: npt.NDArray[np.int64] = bounded.astype(np.int64)
     return result
+
+
+def most_each(count: int) -> int:
+    """Return the most that each of some sizes is taken to be, far above any device: their sum is a 64-bit integer."""
+    return (1 << 60) // max(1, count)
 
 
 def check_aligned(first: Trace, other: Trace) -> None:
@@ -213,7 +228,8 @@ def check_aligned(first: Trace, other: Trace) -> None:
     raise NotAlignedError(
         f"the step does other things with {_described(other)} than with {_described(first)}: {difference}",
         limit="sizes can be extrapolated only if every batch goes the same way through the model",
-        fix="remove the branch on the batch, or ask for the size that you will use, which is then traced itself",
+        fix="remove the branch on the batch, or what is kept from step to step; let the loader collate a list of "
+        "samples into one tensor, since each size of a list is another program",
         rule="H425",
     )
 
@@ -232,12 +248,25 @@ def _find_difference(first: Trace, other: Trace) -> str | None:
         operation = at if operation is None else min(operation, at)
     elif operation is None:
         operation = _first_unequal(first.operation_event, other.operation_event)
+    if operation is not None and (counted := _find_count(first, other)):
+        return counted
     if operation is not None:
         return f"operation {operation} is {_operation(first, operation)}, there {_operation(other, operation)}"
     if _found(first) != _found(other):
         return "the parameters and states that live before it differ"
     changed = next((name for name in _COMPARED if getattr(first, name) != getattr(other, name)), None)
     return None if changed is None else f"their {changed.replace('_', ' ')} differ"
+
+
+def _find_count(first: Trace, other: Trace) -> str | None:
+    """Say that other numbers of tensors are there before anything is done, if that is what differs."""
+    found = len(first.resident), len(other.resident)
+    if found[0] != found[1]:
+        return f"{found[0]} storages live before it, there {found[1]}: it keeps something from step to step"
+    parts = [int((one.owner == OWNERS.index("batch")).sum()) for one in (first, other)]
+    if parts[0] != parts[1]:
+        return f"its batch is {parts[0]} tensors, there {parts[1]}"
+    return None
 
 
 def _found(trace: Trace) -> list[tuple[int, int, int]]:

@@ -36,6 +36,7 @@ from holdfast.memory.forecast.trace import Assumption
 
 DEVICE_NAME = "forecast"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NO_RULE = "no fake impl registered"  # what torch.library.custom_op raises in place of a class of its own
 ROUTES = ("privateuse1", "cpu")
 
 _registered = False
@@ -97,6 +98,10 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             out = data_dependent.without_rule(self, func, args, kwargs)
         except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException) as error:
             raise data_dependent.undecidable(func) from error
+        except RuntimeError as error:
+            if _NO_RULE not in str(error):
+                raise
+            raise data_dependent.missing_rule(func) from error
         if func in self.lift_fns and type(args[0]) is torch.Tensor:
             self.facts.know(out, args[0])
         else:

@@ -5,98 +5,31 @@ Does not: print or draw (``cli.plan``, ``report.memory_page``), or run anything 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from holdfast.memory.forecast.accumulation import with_accumulation
-from holdfast.memory.forecast.devices import Device, known_devices
-from holdfast.memory.forecast.extrapolation import NotAlignedError, fit, needed_points
-from holdfast.memory.forecast.planning import (
-    GRANULE_BYTES,
-    Question,
-    Row,
-    Steps,
-    check_row,
-    nearest_miss,
-    plan_rows,
-    recommended,
+from holdfast.core.errors import HoldfastError, PolicyError
+from holdfast.memory.forecast.device_plans import (
+    DevicePlan,
+    Order,
+    Watcher,
+    has_bf16,
+    one_line,
+    plan_device,
+    verified,
+    without_bf16,
 )
-from holdfast.memory.forecast.recomputation import with_recompute
-from holdfast.memory.forecast.trace import Assumption, Trace, live_peak
-from holdfast.memory.forecast.tracing import Progress, TraceRequest, TraceResult, trace_job
+from holdfast.memory.forecast.extrapolation import NotAlignedError, ScaledTrace, fit, needed_points
+from holdfast.memory.forecast.planning import MOST_SAMPLES, Steps
+from holdfast.memory.forecast.trace import Assumption
+from holdfast.memory.forecast.traced_sizes import TracedSizes, has_a_tensor_for_each_sample, sizes_to_trace
+from holdfast.memory.forecast.tracing import TraceRequest, TraceResult, trace_job
 
 _CHILDREN = 2  # at a time: each takes a core, and for a model of 7 billion parameters half a GiB of memory
 _LARGER = 2  # times that batches are doubled; then 8 and 16 samples are traced
-_TRIALS = 3  # recommended plans that are traced until one holds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What is to be forecast.
-
-    Args:
-        factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may return.
-        devices: For which to plan.
-        precisions: Each ``"fp32"``, ``"bf16"`` or ``"fp16"``; the first is what the job has now.
-        global_batch_size: Samples of one optimizer step; None: whatever fits at once.
-        longest: Length of the longest sample to plan for; None: as in the sample batch.
-        margin_bytes: What to keep free; None for a default by device.
-        max_grad_norm: Norm to which gradients are clipped; None: they are not.
-        verify: Whether the recommended plan is traced once more.
-    """
-
-    factory: str
-    devices: tuple[Device, ...]
-    precisions: tuple[str, ...] = ("fp32", "bf16")
-    global_batch_size: int | None = None
-    longest: int | None = None
-    margin_bytes: int | None = None
-    max_grad_norm: float | None = None
-    verify: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """What one more trace, made with the plan's own settings, says.
-
-    Args:
-        live_bytes: The most that tensors held at once in it.
-        forecast_bytes: What was forecast for the same step.
-        fits: Whether it fits the device.
-    """
-
-    live_bytes: int
-    forecast_bytes: int
-    fits: bool
-
-    @property
-    def error(self) -> float:
-        """Return by what share the forecast was too high; below 0: too low."""
-        return self.forecast_bytes / self.live_bytes - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePlan:
-    """What fits a device.
-
-    Args:
-        question: What was asked of it.
-        rows: Every plan.
-        best: The one to take; None if none fits.
-        trace: The step of `best`, or of the plan that misses least, as memory sees it.
-        shown: That plan.
-        verification: Of `best`; None if it was not traced.
-        would_do: Where none fits: the smallest device of the catalogue that takes the one that misses least.
-    """
-
-    question: Question
-    rows: tuple[Row, ...]
-    best: Row | None
-    trace: Trace
-    shown: Row
-    verification: Verification | None = None
-    would_do: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,19 +49,6 @@ class Forecast:
     assumptions: tuple[Assumption, ...]
 
 
-class Watcher:
-    """Is told how far a forecast is; this one ignores it."""
-
-    def traced(self, precision: str, progress: Progress) -> None:
-        """A step is being traced."""
-
-    def planned(self, row: Row) -> None:
-        """A plan is known."""
-
-    def verifies(self, row: Row) -> None:
-        """A plan is being traced once more."""
-
-
 def make_forecast(order: Order, watcher: Watcher | None = None) -> Forecast:
     """Trace and plan.
 
@@ -137,21 +57,23 @@ def make_forecast(order: Order, watcher: Watcher | None = None) -> Forecast:
         watcher: Told how far it is, from several threads.
 
     Raises:
-        HoldfastError: What `tracing.trace_job` raises; H425 if batches of different sizes do different things.
+        HoldfastError: What `tracing.trace_job` raises.
     """
     watcher = watcher or Watcher()
-    with ThreadPoolExecutor(_CHILDREN) as pool:
-        found = pool.map(lambda precision: _traced(order, precision, watcher), order.precisions)
-        jobs = dict(zip(order.precisions, found, strict=True))
+    _check_place(order.factory)
+    jobs, said = _all_traced(order, watcher)
     steps = {precision: step for precision, (_, step) in jobs.items()}
     plans = []
     for device in order.devices:
         plan = plan_device(order, device, steps, watcher)
-        plans.append(_verified(order, plan, steps, watcher) if order.verify else plan)
+        plans.append(verified(order, plan, steps, watcher, said) if order.verify else plan)
     results = [result for result, _ in jobs.values()]
-    said = [one for result in results for one in result.assumptions]
+    said += [one for result in results for one in result.assumptions]
     said += [one for plan in plans for one in plan.trace.assumptions]
-    said += [_without_bf16(device) for device in order.devices if "bf16" in steps and not has_bf16(device)]
+    largest = max(row.micro_batch_size for plan in plans for row in plan.rows)
+    if order.global_batch_size is None and largest == MOST_SAMPLES:
+        said.append(Assumption(what=f"micro-batches of more than {MOST_SAMPLES} samples were not looked for"))
+    said += [without_bf16(device) for device in order.devices if "bf16" in steps and not has_bf16(device)]
     return Forecast(
         order=order,
         traced={precision: result for precision, (result, _) in jobs.items()},
@@ -160,21 +82,78 @@ def make_forecast(order: Order, watcher: Watcher | None = None) -> Forecast:
     )
 
 
-def _traced(order: Order, precision: str, watcher: Watcher) -> tuple[TraceResult, Steps]:
+def _check_place(factory: str) -> None:
+    """Find out whether a file is there at all, before a process is started to import it.
+
+    Raises:
+        PolicyError: H411.
+    """
+    place, _, _ = factory.rpartition(":")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise PolicyError(
+            f"{place} is not there",
+            limit=f"the function of {factory!r} is read from that file",
+            fix="write file.py:function with the file's path from here, or package.module:function.",
+            rule="H411",
+        )
+
+
+_Traced = tuple[TraceResult, Steps]
+
+
+def _all_traced(order: Order, watcher: Watcher) -> tuple[dict[str, _Traced], list[Assumption]]:
+    """Return the step in each precision in which it runs, and what is said of the others.
+
+    Raises:
+        HoldfastError: It runs in none; that of the first.
+    """
+    stop, pool = threading.Event(), ThreadPoolExecutor(_CHILDREN)
+    jobs: dict[str, _Traced] = {}
+    errors: dict[str, HoldfastError] = {}
+    try:
+        futures = {name: pool.submit(_traced, order, name, watcher, stop) for name in order.precisions}
+        for precision, future in futures.items():
+            try:
+                jobs[precision] = future.result()
+            except HoldfastError as error:
+                errors[precision] = error
+    finally:  # of Ctrl-C too: the children are killed, and no more of them started
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+    if not jobs:
+        precision, first = next(iter(errors.items()))
+        if precision == "fp32":
+            raise first
+        what = f"{first.what} (in {precision}, under autocast)"
+        raise type(first)(what, limit=first.limit, fix=first.fix, rule=first.rule) from first
+    left_out = (f"{precision} was left out, since there {one_line(error)}" for precision, error in errors.items())
+    return jobs, [Assumption(what=what) for what in left_out]
+
+
+def _traced(order: Order, precision: str, watcher: Watcher, stop: threading.Event) -> _Traced:
     """Return what tracing found, and the step at any size."""
+    whole: ScaledTrace | TracedSizes | None = None
     failed: list[NotAlignedError] = []
     for request in _requests(order, precision):
-        result = trace_job(request, lambda progress: watcher.traced(precision, progress))
+        result = trace_job(request, lambda progress: watcher.traced(precision, progress), stop=stop)
         try:
-            scaled = fit(result.traces)
+            whole = fit(result.traces)
             break
         except NotAlignedError as error:
             failed.append(error)
-    else:
-        raise failed[0]
+            if has_a_tensor_for_each_sample(result.traces):
+                break
+    if whole is None:
+        lengths = () if order.longest is None else (order.longest,)
+        request = replace(request, sizes=sizes_to_trace(order.global_batch_size), lengths=lengths)
+        result = trace_job(request, lambda progress: watcher.traced(precision, progress), stop=stop)
+        whole = TracedSizes(traces=result.traces)
+        result = replace(result, assumptions=whole.template.assumptions)  # each size says the same of other counts
     if failed:
-        sizes, at = " and ".join(map(str, request.sizes)), f" of length {order.longest}" if request.lengths else ""
-        said = f"the forecast is made from {sizes} samples{at}, since otherwise {failed[-1].what}"
+        traced = sorted({one.micro_batch_size for one in result.traces})  # more than was asked for, if few do not run
+        sizes, at = " and ".join(map(str, traced)), f" of length {order.longest}" if request.lengths else ""
+        only = " and planned for no others" if isinstance(whole, TracedSizes) else ""
+        said = f"the forecast is made from {sizes} samples{at}{only}, since otherwise {failed[-1].what}"
         result = replace(result, assumptions=(*result.assumptions, Assumption(what=said)))
     if order.global_batch_size is not None and not result.accumulates:
         said = (
@@ -182,7 +161,7 @@ def _traced(order: Order, precision: str, watcher: Watcher) -> tuple[TraceResult
             " for it: gradients of earlier micro-batches were not counted"
         )
         result = replace(result, assumptions=(*result.assumptions, Assumption(what=said)))
-    return result, Steps(whole=scaled, accumulates=result.accumulates)
+    return result, Steps(whole=whole, accumulates=result.accumulates, answers=result.answers)
 
 
 def _requests(order: Order, precision: str) -> Iterator[TraceRequest]:
@@ -205,109 +184,3 @@ def _requests(order: Order, precision: str) -> Iterator[TraceRequest]:
     for _ in range(_LARGER):
         request = replace(request, sizes=tuple(2 * size for size in request.sizes))
         yield request
-
-
-def plan_device(order: Order, device: Device, steps: dict[str, Steps], watcher: Watcher | None = None) -> DevicePlan:
-    """Return what fits a device.
-
-    Args:
-        order: What is asked.
-        device: Of those that are asked about.
-        steps: The step by precision.
-        watcher: Told of each plan.
-    """
-    question = Question(
-        device=device,
-        global_batch_size=order.global_batch_size,
-        length=order.longest,
-        margin_bytes=order.margin_bytes,
-    )
-    suited = {name: step for name, step in steps.items() if name != "bf16" or has_bf16(device)} or steps
-    rows = tuple(plan_rows(suited, question, (watcher or Watcher()).planned))
-    best = recommended(rows)
-    shown = best or nearest_miss(rows)
-    assert shown is not None, "there is a plan for each precision"
-    return DevicePlan(
-        question=question,
-        rows=rows,
-        best=best,
-        trace=step_of(shown, steps[shown.precision], question),
-        shown=shown,
-        would_do=None if best else _find_device(shown, steps[shown.precision], question),
-    )
-
-
-def has_bf16(device: Device) -> bool:
-    """Return whether a device computes in bf16: those of NVIDIA do from Ampere on (compute capability 8.0)."""
-    return device.capability is None or device.capability >= (8, 0)
-
-
-def _without_bf16(device: Device) -> Assumption:
-    return Assumption(
-        what=f"{device.name} has no units for bf16, and computes attention otherwise with it, in more memory: plans"
-        " with bf16 are left out for it unless nothing else was asked for; plan with --precision fp16"
-    )
-
-
-def step_of(row: Row, step: Steps, question: Question, global_batch_size: int | None = None) -> Trace:
-    """Return the step of a plan as memory sees it.
-
-    Args:
-        row: The plan.
-        step: At any size.
-        question: What the plan answers.
-        global_batch_size: In place of that of the question.
-    """
-    trace = step.whole.at(max(1, row.micro_batch_size), question.length)
-    trace = with_recompute(trace, row.modules) if row.modules else trace
-    total = global_batch_size or question.global_batch_size
-    return with_accumulation(trace, total) if step.accumulates and total is not None else trace
-
-
-def _find_device(row: Row, step: Steps, question: Question) -> str | None:
-    """Return the smallest device of the catalogue that takes one sample by a plan."""
-    for device in sorted(known_devices(), key=lambda device: device.available_bytes):
-        if device.available_bytes > question.device.available_bytes:
-            there = replace(question, device=device)
-            fit, _ = check_row(row, step_of(row, step, there), there)
-            if fit.fits:
-                return device.name
-    return None
-
-
-def _verified(order: Order, plan: DevicePlan, steps: dict[str, Steps], watcher: Watcher) -> DevicePlan:
-    """Return the plan with what one more trace says; if that one does not fit, the next best that does."""
-    rows: Sequence[Row] = plan.rows
-    for _ in range(_TRIALS):
-        row = recommended(rows)
-        if row is None:
-            break
-        watcher.verifies(row)
-        step = steps[row.precision]
-        found = _verify(order, row, step, plan.question)
-        plan = replace(plan, best=row, shown=row, trace=step_of(row, step, plan.question), verification=found)
-        if found.fits:
-            return plan
-        rows = [other for other in rows if other is not row]
-    return replace(plan, best=None)
-
-
-def _verify(order: Order, row: Row, step: Steps, question: Question) -> Verification:
-    total = question.global_batch_size
-    count = 2 if step.accumulates and total is not None and total > row.micro_batch_size else 1
-    result = trace_job(
-        TraceRequest(
-            factory=order.factory,
-            precision=row.precision,
-            sizes=(row.micro_batch_size,),
-            lengths=() if question.length is None else (question.length,),
-            recompute=row.modules,
-            gradient_accumulation_steps=count,
-            max_grad_norm=order.max_grad_norm,
-        )
-    )
-    fits, live_bytes = check_row(row, result.traces[0], question)
-    forecast = step_of(row, step, question, count * row.micro_batch_size)
-    return Verification(
-        live_bytes=live_bytes, forecast_bytes=live_peak(forecast, row.optimizer, GRANULE_BYTES), fits=fits.fits
-    )

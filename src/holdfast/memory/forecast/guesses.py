@@ -74,8 +74,13 @@ class Guesses:
         self._assumptions.setdefault(Assumption(what=what, line=line))
 
     def answer(self, line: str, value: Answer) -> None:
-        """Have a line answered so from now on."""
+        """Have a line answered so from now on; what was taken for granted there no longer is."""
         self._answers[line] = value
+        self._assumptions = {each: None for each in self._assumptions if each.line != line}
+
+    def is_given(self, line: str) -> bool:
+        """Return whether a line has its answer from elsewhere than the rules."""
+        return line in self._answers
 
     def forget(self, line: str) -> None:
         """Answer a line by the rules again."""

@@ -1,9 +1,11 @@
 """A user's training job on the fake device: its models, its optimizers, and one step of any size, as Guard makes it.
 
 A loss function is called under autocast and its loss is run backward, scaled for fp16; gradients are emptied before,
-clipped if asked, and every optimizer is stepped. A function that calls backward itself makes its own step. Tensors
-lie where the user's code puts them. If the step does not run so, since it names no device, the batch is put where the
-model is, and if that is not enough, all that the step makes.
+clipped if asked, and every optimizer is stepped. A function that calls backward itself makes its own step; if it
+steps optimizers in some of its calls only, as one that accumulates does, such a call is what is forecast.
+
+Tensors lie where the user's code puts them. If the step does not run so, since it names no device, the batch is put
+where the model is, and if that is not enough, all that the step makes.
 
 Does not: record (``tracer``), start a process (``tracing``), or read what a factory returns (``building``).
 """
@@ -11,32 +13,34 @@ Does not: record (``tracer``), start a process (``tracing``), or read what a fac
 from __future__ import annotations
 
 import contextlib
-import difflib
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim import Optimizer
 
-from holdfast.core.errors import HoldfastError, PolicyError
+from holdfast.core.errors import BatchError, HoldfastError, PolicyError
 from holdfast.memory.forecast import building
+from holdfast.memory.forecast.blocks import find_blocks, modules_named
 from holdfast.memory.forecast.building import Built, Function
 from holdfast.memory.forecast.facts import worth_knowing
 from holdfast.memory.forecast.fake_device import ForecastDevice
-from holdfast.memory.forecast.sample_batch import Leaf, SampleBatch, Values
+from holdfast.memory.forecast.sample_batch import Leaf, SampleBatch, Values, leaves_of
 from holdfast.memory.forecast.trace import Assumption
-from holdfast.memory.forecast.user_functions import Watch, find_loss
-from holdfast.memory.recompute import find_repeated_blocks, recomputing
+from holdfast.memory.forecast.user_functions import GuardStandIn, Watch, find_loss, precision_seen
+from holdfast.memory.recompute import recomputing
 
 _AS_BUILT = "its tensors where they were built"
 _BATCH = "the batch on the device"
 _ALL = "the batch, and what it makes without naming a device, on the device"
+_MOST_CALLS = 17
+"""Of a step, until one steps all optimizers: finds accumulation over 16, or a generator's turn after a critic's."""
 _PLACEMENTS = (_AS_BUILT, _BATCH, _ALL)
 
 
@@ -85,17 +89,23 @@ class Job:
             length: SampleBatch(batch, read=self._read, make=self._make, size=built.batch_size, split=built.split)
             for length, batch in batches.items()
         }
-        self._recomputed = _modules_named(options.recompute, self.models)
+        self._recomputed = modules_named(options.recompute, self.models)
         self._place_of_function = building.place_of(built.function)
+        self._guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
         self._uses_guard = building.positional_parameters(built.function)[:1] == ["guard"]
+        self._takes_length = built.told_length or building.length_parameter(built.function) is not None
         self._function = self._called(built)
-        self._has_own_backward = self._has_own_step = built.is_step is True
+        self._acts = built.is_step is True  # runs backward or steps optimizers by itself
+        self._has_own_step = self._acts and not self._uses_guard
+        self._begun = False  # whether it has done either
+        self._stepped: set[str] = set()
+        self._whole: frozenset[str] = frozenset()
         self._scaler = torch.amp.GradScaler(device.device.type, enabled=device.precision == "fp16")
 
     @property
     def accumulates(self) -> bool:
         """Whether its batch can be cut into micro-batches: known after the first step."""
-        return self.sample is not None and not self._has_own_backward
+        return self.sample is not None and not self._acts
 
     @property
     def sample(self) -> SampleBatch | None:
@@ -116,12 +126,20 @@ class Job:
         for placement in _PLACEMENTS:
             self._placement = placement
             try:
-                self.step(size, length)
+                with precision_seen(self.models) as own:
+                    self.step(size, length)
                 break
             except PolicyError as error:
                 # Tensors on two devices fail in many ways: autocast, for one, passes over those on the host.
                 if error.rule != "H414" or self._device.route == "cpu" or placement is _PLACEMENTS[-1]:
                     raise
+        self._find_whole(size, length)
+        if own and self._device.precision == "fp32":
+            what = f"no autocast was added: the job has {' and '.join(own)}, and is forecast as its code has it"
+            self.assumptions.append(Assumption(what=what))
+        if self._has_own_step and self._device.precision != "fp32":
+            what = f"autocast to {self._device.precision} was put around what the step does before backward"
+            self.assumptions.append(Assumption(what=f"{what}: it has to do so itself, since it steps itself"))
         if self._placement != _AS_BUILT:
             self.assumptions.append(Assumption(what=f"the step ran only with {self._placement}, where the model is"))
         if not self.accumulates and self._options.gradient_accumulation_steps > 1:
@@ -129,6 +147,49 @@ class Job:
         if self.sample is not None:
             self.assumptions.extend(self.sample.assumptions(with_length=length is not None))
         gc.collect()  # what a failed step has left
+
+    def step_whole(
+        self,
+        size: int,
+        length: int | None,
+        watching: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """Make steps until one has stepped all optimizers that a step ever steps at once.
+
+        Args:
+            size: As of `step`.
+            length: As of `step`.
+            watching: Makes the context of each.
+        """
+        for _ in range(_MOST_CALLS):
+            with watching():
+                self.step(size, length)
+            if self._stepped >= self._whole:
+                return
+
+    def _find_whole(self, size: int, length: int | None) -> None:
+        """Find out which optimizers one call steps, if not every call does: of several micro-batches the last."""
+        first = most = ever = self._stepped
+        calls = 1
+        while (self._acts or self._uses_guard) and len(most) < len(self.optimizers) and calls < _MOST_CALLS:
+            self.step(size, length)
+            calls += 1
+            ever = ever | self._stepped
+            most = self._stepped if len(self._stepped) > len(most) else most
+        self._whole = frozenset(most)
+        said = []
+        if most > first:
+            said.append(f"not every call of the step steps {_named(most)}: one that does is forecast")
+        if self._acts and not self._has_own_step:
+            said.append("the function runs backward and steps no optimizer: all were stepped after it")
+        elif never := self.optimizers.keys() - ever:
+            said.append(
+                f"the step was called {calls} times and did not step {_named(never)}: the state of it, and what its"
+                " step takes, are not counted"
+            )
+        if others := ever - most:
+            said.append(f"calls that step {_named(others)} and not {_named(most)} were not looked at")
+        self.assumptions.extend(Assumption(what=what) for what in said)
 
     def step(self, size: int, length: int | None = None) -> None:
         """Make one training step.
@@ -141,21 +202,33 @@ class Job:
             PolicyError: H412 for a function that returns no loss, H414 if it raises.
             BatchError: H413 for a batch that cannot be made.
         """
+        self._stepped = set()
         with contextlib.ExitStack() as stack:
             if self._placement == _ALL:
                 stack.enter_context(torch.device(self._device.device))
             if self._recomputed:
                 stack.enter_context(recomputing(self._recomputed, lambda: None, lambda _: None))
-            parts = self._batches(size, length)
             try:
+                parts = self._batches(size, length)
                 if self._uses_guard:
-                    self._function(parts[0])
+                    self._step_with_guard(parts[0])
                 else:
                     self.make_step(parts, self._function, list(self.optimizers))
             except HoldfastError:
                 raise
             except Exception as error:  # whatever the user's step does
-                raise self._failed(error, size) from error
+                raise self._failed(error, size, length) from error
+
+    def _step_with_guard(self, batch: Any) -> None:
+        """Call a ``step(guard, batch)``; one that steps optimizers itself and never asks its guard has none."""
+        with Watch(self._device.autocast) as seen:
+            self._function(batch)
+        self._stepped |= self._names_of(seen.optimizers)
+        if seen.optimizers and not self._guard.asked:
+            self._uses_guard, self._acts, self._has_own_step, self._begun = False, True, True, True
+
+    def _step_of_guard(self, batch: Any, function: Function, names: Sequence[str]) -> torch.Tensor | None:
+        return self.make_step(self.cut(batch), function, names)
 
     def make_step(self, parts: Sequence[Any], function: Function, names: Sequence[str]) -> torch.Tensor | None:
         """Make one step from micro-batches.
@@ -180,14 +253,27 @@ class Job:
             for part in parts:
                 with seen.autocast():
                     returned = function(part)
-                if not seen.backward:
+                if not (seen.backward or seen.optimizers or self._begun):
+                    self._has_own_step = False  # a loss function, whatever it was called
                     loss = self._loss(returned)
                     share = loss if len(parts) == 1 else loss * (1 / len(parts))
                     self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
-        self._has_own_backward, self._has_own_step = seen.backward, seen.steps > 0
+        self._acts = self._begun = loss is None
+        self._has_own_step |= bool(seen.optimizers)
+        self._stepped |= self._names_of(seen.optimizers)
         if not self._has_own_step:
             self._finish(parameters, [self.optimizers[name] for name in names], unscales=loss is not None)
+            self._stepped |= set() if loss is None else set(names)
         return None if loss is None else loss.detach()
+
+    def _names_of(self, optimizers: Sequence[Optimizer]) -> set[str]:
+        """Return which of the job's optimizers were stepped, if only by one that is within them."""
+        done = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        return {
+            name
+            for name, one in self.optimizers.items()
+            if any(id(p) in done for group in one.param_groups for p in group["params"])
+        }
 
     def cut(self, batch: Any) -> list[Any]:
         """Return the micro-batches of a batch that a step gives to a guard."""
@@ -224,13 +310,12 @@ class Job:
         if function is None:
             return lambda batch: model(**batch)
         if not built.has_batch:
-            if "length" in building.keyword_parameters(function):
-                return lambda asked: function(asked[0], length=asked[1])
+            if named := building.length_parameter(function):
+                return lambda asked: function(asked[0], **{named: asked[1]})
             return lambda asked: function(asked[0])
         if self._uses_guard:
-            guard = GuardStandIn(self)
-            return lambda batch: function(guard, batch)
-        if len(names) == len(("input", "target")) and isinstance(function, nn.Module) and single:
+            return lambda batch: function(self._guard, batch)
+        if len(names) == 2 and single and (isinstance(function, nn.Module) or names == ["input", "target"]):
             return lambda batch: function(model(batch[0]), batch[1])
         if len(names) == len(("model", "batch")):
             return lambda batch: function(model, batch)
@@ -238,23 +323,32 @@ class Job:
 
     def _batches(self, size: int, length: int | None) -> list[Any]:
         sample = self._samples.get(length) or self.sample
+        if sample is None and length is not None and not self._takes_length:
+            raise BatchError(
+                f"the step{self._defined_at()} takes no length, and {length} was asked for",
+                limit="a step that makes its own batch must be told how long its samples are",
+                fix="write step(batch_size, length=...), or build(length=...).",
+                rule="H413",
+            )
         if sample is None:
             return [(size, length)]
         count = self._options.gradient_accumulation_steps if self.accumulates else 1
         batch = sample.resized(size * count, None if length in self._samples else length)
-        self.claim(batch)
+        self.claim(leaves_of(batch))
         return [batch] if self._uses_guard or count == 1 else sample.parts(batch, count)
 
     def _read(self, tensor: torch.Tensor) -> Values | None:
         facts = self._device.mode.facts
-        value = facts.of(tensor).value if isinstance(tensor, FakeTensor) else tensor.detach()
-        return None if value is None or not worth_knowing(value) else value.cpu().numpy()
+        with unset_fake_temporarily():  # a value is real; under the mode a copy of it would not be
+            value = facts.of(tensor).value if isinstance(tensor, FakeTensor) else tensor.detach()
+            return None if value is None or not worth_knowing(value) else value.cpu().numpy()
 
     def _make(self, leaf: Leaf) -> torch.Tensor:
         device = leaf.device if self._placement == _AS_BUILT else self._device.device
         made = torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
         if leaf.values is not None:
-            self._device.mode.facts.know(made, torch.from_numpy(np.ascontiguousarray(leaf.values)))
+            with unset_fake_temporarily():
+                self._device.mode.facts.know(made, torch.from_numpy(np.ascontiguousarray(leaf.values)))
         return made
 
     def _loss(self, returned: Any) -> torch.Tensor:
@@ -267,72 +361,26 @@ class Job:
         raise PolicyError(
             f"the loss function{self._defined_at()} returned {what} and did not call backward",
             limit="a forecast needs a scalar loss to run backward, or a step that does so itself",
-            fix="return the mean loss, a tensor of one element that depends on the model's parameters.",
+            fix="return the mean loss, a tensor of one element that depends on the model's parameters; add up several"
+            " terms.",
             rule="H412",
         )
 
     def _defined_at(self) -> str:
         return f" ({self._place_of_function})" if self._place_of_function else ""
 
-    def _failed(self, error: Exception, size: int) -> PolicyError:
+    def _failed(self, error: Exception, size: int, length: int | None) -> PolicyError:
         line = building.line_of(error)
+        sample = self._samples.get(length) or self.sample
+        taken = "" if sample is None else f"; {next(sample.assumptions(with_length=length is not None)).what}"
         return PolicyError(
             f"the step raised {building.first_line(error)}" + (f", at {line}" if line else self._defined_at()),
-            limit=f"a step of {size} samples must run through, on tensors that have shapes and no values",
-            fix="run one such step on real tensors; if it works there, keep what reads values of tensors out of it.",
+            limit=f"a step of {size} samples must run through, on tensors that have shapes and no values{taken}",
+            fix=f"run such a step on real tensors, with {size} samples, since any number is planned for; if it works"
+            " there, keep what reads values of tensors out of it.",
             rule="H414",
         )
 
 
-class GuardStandIn:
-    """What a ``step(guard, batch)`` is given for a guard: its `step` makes the same step, and reports nothing.
-
-    Args:
-        job: Whose models and optimizers are meant.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def step(self, batch: Any, loss_fn: Function, *, optimizer: Any = None, split: Any = None) -> Any:  # noqa: ARG002
-        """Make one step of one or several optimizers; see ``Guard.step``."""
-        chosen = list(self._job.optimizers) if optimizer is None else optimizer
-        names = [chosen] if isinstance(chosen, str) else list(chosen)
-        loss = self._job.make_step(self._job.cut(batch), loss_fn, names)
-        facts = {"items": 1, "grad_norm": {}, "micro_batch_size": None, "attempts": 1, "dropped_samples": ()}
-        return SimpleNamespace(loss=loss, skipped=False, reason=None, **facts)
-
-
-def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Return the modules that could be recomputed: repeated blocks, or else the children that have parameters.
-
-    Args:
-        models: By the name that their modules' begin with; the empty one adds nothing.
-
-    Returns:
-        Names, as `Policy.recompute` takes them, and modules.
-    """
-    found: list[tuple[str, nn.Module]] = []
-    for prefix, model in models.items():
-        children = [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
-        blocks = find_repeated_blocks(model) or children
-        found += [(".".join(filter(None, (prefix, name))), block) for name, block in blocks]
-    return found
-
-
-def _modules_named(names: Sequence[str], models: Mapping[str, nn.Module]) -> list[nn.Module]:
-    known = {
-        ".".join(filter(None, (prefix, name))): module
-        for prefix, model in models.items()
-        for name, module in model.named_modules()
-    }
-    for name in names:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise PolicyError(
-                f"recompute={name!r}",
-                limit="the models have no module of that name",
-                fix=f"did you mean {nearest[0]!r}?" if nearest else "name a module of the model.",
-                rule="H412",
-            )
-    return [known[name] for name in names]
+def _named(names: Iterable[str]) -> str:
+    return " and ".join(f"optimizer {name!r}" if name != "optimizer" else "the optimizer" for name in sorted(names))

@@ -32,6 +32,7 @@ from holdfast.memory.forecast.recomputation import with_recompute
 from holdfast.memory.forecast.recompute_choice import choose
 from holdfast.memory.forecast.timing import seconds_per_sample, step_seconds
 from holdfast.memory.forecast.trace import Trace, live_peak, played
+from holdfast.memory.forecast.traced_sizes import TracedSizes
 
 Recompute = Literal["none", "some", "all"]
 
@@ -39,7 +40,7 @@ _STEPS = 2  # that are played: the first begins with what is resident in a row, 
 # Where the allocator had to give back its cache in them, its blocks lie otherwise in the next: 3 steps were seen to
 # fail where 2 had fitted (an encoder with adapters under 8 GiB). It must have settled: no more of that in these.
 _STEPS_TO_SETTLE = 6
-_MOST_SAMPLES = 4096  # looked for without a global batch size; gains of larger micro-batches are below 1 % by then
+MOST_SAMPLES = 4096  # looked for without a global batch size; gains of larger micro-batches are below 1 % by then
 _TIE = 0.02  # of the time per sample: less than what a roofline can tell apart
 _SIZES_WITH_SOME = 2  # for which a choice of blocks is sought, the most promising first; each takes ten replays or so
 GRANULE_BYTES = 512  # in which `max_memory_allocated` counts
@@ -103,16 +104,18 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """A job's step with one precision, at any size.
+    """A job's step with one precision.
 
     Args:
-        whole: With one forward and backward pass.
+        whole: With one forward and backward pass, at any size or at those that were traced.
         accumulates: Whether a global batch is cut into micro-batches whose gradients are added up, as a guard does;
             a step that calls backward itself is made with whole batches of the micro-batch's size.
+        answers: To ``bool(tensor)``, by line, with which it was traced.
     """
 
-    whole: ScaledTrace
+    whole: ScaledTrace | TracedSizes
     accumulates: bool = False
+    answers: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +137,7 @@ class Question:
     @property
     def most_samples(self) -> int:
         """Return the largest micro-batch that makes sense."""
-        return self.global_batch_size or _MOST_SAMPLES
+        return self.global_batch_size or MOST_SAMPLES
 
     def margin(self, trace: Trace) -> int:
         """Return what to keep free for a step, in bytes."""
@@ -220,6 +223,7 @@ class _Search:
 
     def __init__(self, step: Steps, precision: str, question: Question) -> None:
         self._step, self._precision, self._question = step, precision, question
+        self._most_samples = min(question.most_samples, step.whole.largest or question.most_samples)
         template = step.whole.template
         runs = {run.block for run in template.block_runs if run.backward >= 0}
         self._blocks = tuple(name for number, name in enumerate(template.blocks) if number in runs)
@@ -230,7 +234,7 @@ class _Search:
         """Yield the plans without recomputation, with some, and with all of it."""
         nothing = self._largest(optimizer, allocator, ())
         yield nothing
-        if not self._blocks or nothing.micro_batch_size >= self._question.most_samples:
+        if not self._blocks or nothing.micro_batch_size >= self._most_samples:
             return  # recomputing would only cost time
         everything = self._largest(optimizer, allocator, self._blocks)
         some = self._some(optimizer, allocator, nothing, everything)
@@ -250,7 +254,7 @@ class _Search:
 
     def _largest(self, optimizer: str, allocator: AllocatorOptions, modules: tuple[str, ...]) -> Row:
         """Return the plan with the largest micro-batch that fits: of all that live bytes allow, found by halving."""
-        low, high = 0, self._question.most_samples + 1
+        low, high = 0, self._most_samples + 1
         fit = None
         for fits in (self._may_fit, self._fit):
             low, trial = 0, high - 1
@@ -288,7 +292,7 @@ class _Search:
         sizes = {max(1, everything.micro_batch_size)}
         size = max(1, nothing.micro_batch_size + 1)
         while size < everything.micro_batch_size:
-            sizes.add(size)
+            sizes.add(self._step.whole.planned_size(size))
             size *= 2
         likely = sorted((self._estimate(samples, optimizer, allocator), samples) for samples in sizes)
         best: Row | None = None

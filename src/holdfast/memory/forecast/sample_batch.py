@@ -14,25 +14,27 @@ Does not: run anything on a batch, or know what a fake tensor is.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from holdfast.core.containers import children_of, rebuilt
 from holdfast.core.errors import BatchError
 from holdfast.memory.forecast.trace import Assumption
 
 Values = npt.NDArray[Any]
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
 _MOST_NAMED = 4  # leaves in a message
+_DEPTH = 4  # to which objects are looked into: torch_geometric's Data keeps its tensors in a dict of an attribute
 _MASK_DIMENSIONS = 4  # (samples, 1 or heads, length, length), as attention takes a mask to be added
 
 
@@ -92,6 +94,7 @@ class SampleBatch:
         self._split = split
         self._batch = _mapped(batch, lambda leaf: _described(leaf, read))
         self._leaves = list(_leaves(self._batch, "batch"))
+        self._check_leaves()
         nodes = list(_nodes(self._batch, "batch"))
         lists = [(path, node) for path, node in nodes if path != "batch" or not isinstance(node, tuple)]
         samples = {path: len(node) for path, node in lists if _has_samples(node)}
@@ -101,6 +104,22 @@ class SampleBatch:
         self._lists = [path for path, node in nodes if self._has_entries(node, known=path in samples)]
         self.length = self._find_length()
         self._longest = self._find_longest()
+
+    def _check_leaves(self) -> None:
+        for path, leaf in self._leaves:
+            if _hides_tensors(leaf):
+                raise _unusable(
+                    f"the sample batch holds a {type(leaf).__name__} with tensors in it: {path}",
+                    "only dicts, lists, tuples and dataclasses can be made in another size",
+                    "return one of these, or write the step as step(batch_size), so that it makes its own batch.",
+                )
+        arrays = [leaf for _, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim > self._split]
+        if arrays and all(leaf.shape[self._split] == 0 for leaf in arrays):
+            raise _unusable(
+                f"the sample batch is empty: {_shapes(self._leaves)}",
+                "every sample of another batch is like one of it",
+                "return a batch of at least one sample.",
+            )
 
     def resized(self, size: int, length: int | None = None) -> Any:
         """Return a new batch of some samples, all of them alike.
@@ -250,9 +269,7 @@ class SampleBatch:
     def _entries(self, node: Sequence[Any], size: int, length: int | None) -> list[Any]:
         if all(isinstance(item, _PLAIN) for item in node):
             return list(itertools.islice(itertools.cycle(node), size))
-        elements = [
-            sum(math.prod(leaf.shape) for _, leaf in _leaves(each, "") if isinstance(leaf, Leaf)) for each in node
-        ]
+        elements = [sum(math.prod(leaf.shape) for leaf in leaves_of(each) if isinstance(leaf, Leaf)) for each in node]
         largest = node[elements.index(max(elements))]
 
         def renewed(leaf: Any) -> Any:
@@ -309,44 +326,34 @@ def _swapped(shape: Sequence[int], at: int) -> list[int]:
 
 def _has_samples(node: Any) -> bool:
     """Say whether this is a sequence of samples, since its entries cannot be columns of a batch."""
-    if not isinstance(node, (list, tuple)) or not node:
+    if not isinstance(node, (list, tuple)):
         return False
-    if all(isinstance(item, Mapping) and item.keys() == node[0].keys() for item in node):
+    if node and all(isinstance(item, Mapping) and item.keys() == node[0].keys() for item in node):
         return True
-    if len(node) == 1 or not all(isinstance(item, Leaf) and item.shape for item in node):
+    if len(node) < 2 or not all(isinstance(item, Leaf) and item.shape for item in node):
         return False
     alike = len({(str(item.dtype), item.shape[1:]) for item in node}) == 1
     return alike and len({item.shape[0] for item in node}) > 1
 
 
+def _hides_tensors(leaf: Any, depth: int = _DEPTH) -> bool:
+    """Say whether an object that is no container holds tensors in its attributes."""
+    if isinstance(leaf, torch.Tensor):
+        return depth < _DEPTH
+    if isinstance(leaf, (*_PLAIN, Leaf, _Packed, type, nn.Module)) or depth == 0:
+        return False
+    children = children_of(leaf)
+    inside = getattr(leaf, "__dict__", {}) if children is None else children
+    return any(_hides_tensors(value, depth - 1) for value in inside.values())
+
+
 def _children(node: Any) -> dict[Any, Any] | None:
     """Return the children of a container by key, or None for a leaf."""
-    if isinstance(node, (PackedSequence, Leaf, _Packed)):
-        return None
-    if isinstance(node, Mapping):
-        return dict(node)
-    if isinstance(node, (list, tuple)):
-        return dict(enumerate(node))
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return {field.name: getattr(node, field.name) for field in dataclasses.fields(node) if field.init}
-    return None
+    return None if isinstance(node, (PackedSequence, Leaf, _Packed)) else children_of(node)
 
 
 def _rebuilt(node: Any, children: dict[Any, Any]) -> Any:
-    if isinstance(node, MutableMapping):
-        made = copy.copy(node)  # keeps the type: Hugging Face's BatchEncoding is a UserDict
-        made.update(children)
-        return made
-    if isinstance(node, Mapping):
-        return children
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*children.values())
-    if isinstance(node, (list, tuple)):
-        return type(node)(children.values())
-    made = copy.copy(node)
-    for name, child in children.items():
-        object.__setattr__(made, name, child)  # past a frozen class, and past checks of what is only described yet
-    return made
+    return rebuilt(node, children, checked=False)  # what is only described yet passes no checks
 
 
 def _mapped(node: Any, function: Callable[[Any], Any]) -> Any:
@@ -374,6 +381,11 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     for key, child in children.items():
         yield from _leaves(child, f"{path}[{key!r}]")
+
+
+def leaves_of(batch: Any) -> list[Any]:
+    """Return all that is in the containers of a batch."""
+    return [leaf for _, leaf in _leaves(batch, "")]
 
 
 def _shapes(leaves: Sequence[tuple[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.memory.forecast.trace import Trace, owners_at_peak
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _MOST = 6  # modules and lines that are told
 
 
@@ -21,7 +21,7 @@ class Shares:
 
     Args:
         owners: By owner, as in `trace.OWNERS`; they add up to the peak.
-        modules: By path, numbers in it left out as ``*``: the largest.
+        modules: By path, numbers in it left out as ``*``, but not at its beginning: the largest.
         lines: By line of the user's code: the largest.
     """
 

@@ -10,8 +10,9 @@ Does not: emulate kernels or answer for values (``guesses``).
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -89,6 +90,7 @@ def installed(
         _values_of_fake_tensors(patches)
         _compile_as_eager(patches, guesses)
         _transformers_as_usual(patches)
+        _nothing_is_saved(patches, guesses)
         if as_cuda:
             _tensors(patches, fake)
             _devices_as_seen(patches, fake)
@@ -102,6 +104,9 @@ def _values_of_fake_tensors(patches: Patches) -> None:
         def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(tensor, FakeTensor):
                 return original(tensor, *args, **kwargs)
+            if is_unknown(tensor):  # one question for all elements: each takes 80 microseconds
+                first = tensor.reshape(-1)[0].item()
+                return np.full(tuple(tensor.shape), first, dtype=str(tensor.dtype).removeprefix("torch."))
             return np.array(tensor.tolist(), dtype=str(tensor.dtype).removeprefix("torch."))
 
         return numpy
@@ -115,7 +120,12 @@ def _values_of_fake_tensors(patches: Patches) -> None:
 
         return form
 
+    def is_unknown(tensor: Any) -> bool:
+        return tensor.numel() > 0 and tensor.fake_mode.facts.of(tensor).value is None
+
     def tolist(tensor: Any) -> Any:
+        if is_unknown(tensor):
+            return _nested([tensor.reshape(-1)[0].item()] * tensor.numel(), list(tensor.shape))
         return _nested([element.item() for element in tensor.reshape(-1).unbind()], list(tensor.shape))
 
     patches.wrap(torch.Tensor, "numpy", around_numpy)
@@ -241,13 +251,7 @@ _TRANSFORMERS = "transformers.utils.import_utils"
 
 def _transformers_as_usual(patches: Patches) -> None:
     """Keep transformers from its branch for traced tensors, which repeats heads and builds masks no real run has."""
-    module = sys.modules.get(_TRANSFORMERS)
-    if module is not None:
-        _do_not_detect(module)
-        return
-    finder = _WhenImported()
-    sys.meta_path.insert(0, finder)
-    patches.callback(sys.meta_path.remove, finder)
+    _when_imported(patches, _TRANSFORMERS, _do_not_detect)
 
 
 def _do_not_detect(module: Any) -> None:
@@ -255,11 +259,56 @@ def _do_not_detect(module: Any) -> None:
         module.is_fake_tensor = lambda _: False
 
 
+def _nothing_is_saved(patches: Patches, guesses: Guesses) -> None:
+    """Leave out what a step saves: its tensors have no values, and the file may be that of a real run."""
+
+    def around(name: str) -> Callable[[Any], Any]:
+        def with_original(original: Any) -> Any:
+            def save(*args: Any, **kwargs: Any) -> Any:
+                if isinstance(kwargs.get("f", args[1] if len(args) > 1 else None), io.BytesIO):
+                    return original(*args, **kwargs)  # a copy in memory
+                guesses.assume(f"{name} was left out: nothing was written", asking_line())
+                return None
+
+            return save
+
+        return with_original
+
+    for module in (torch, torch.serialization):
+        patches.wrap(module, "save", around("torch.save"))
+    patches.wrap(torch.jit, "save", around("torch.jit.save"))
+
+    def change(module: Any) -> None:
+        for name in ("save_file", "save_model"):
+            patches.wrap(module, name, around(f"safetensors.torch.{name}"))
+
+    _when_imported(patches, "safetensors.torch", change)
+
+
+def _when_imported(patches: Patches, name: str, change: Callable[[Any], None]) -> None:
+    """Change a module now, or when it is imported."""
+    if name in sys.modules:
+        change(sys.modules[name])
+        return
+    finder = _WhenImported(name, change)
+    sys.meta_path.insert(0, finder)
+    patches.callback(sys.meta_path.remove, finder)
+
+
 class _WhenImported:
-    """An import hook that changes one module of transformers when it has been loaded."""
+    """An import hook that changes one module when it has been loaded.
+
+    Args:
+        module: Its name.
+        change: Changes it.
+    """
+
+    def __init__(self, module: str, change: Callable[[Any], None]) -> None:
+        self._module = module
+        self._change = change
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _TRANSFORMERS:
+        if name != self._module:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
@@ -268,7 +317,7 @@ class _WhenImported:
 
                 def executed(module: Any, execute: Any = execute) -> None:
                     execute(module)
-                    _do_not_detect(module)
+                    self._change(module)
 
                 spec.loader.exec_module = executed  # type: ignore[method-assign]
                 return spec

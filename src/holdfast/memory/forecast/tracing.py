@@ -15,11 +15,13 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +42,9 @@ _LAST_LINES = 6  # of what the child has written to stderr, in an error
 _FALLS_BACK = {"H410": "weights", "H411": "weights", **dict.fromkeys(("H414", "H415", "H422", "H423"), "route")}
 """What another attempt may do without: errors of ``build`` with real weights, those of a step on the fake CPU."""
 
+_OF_PRECISION = re.compile(r"BFloat16|Half|refused by autocast|dtype|half precision")
+"""How torch words what a kernel cannot do in half precision."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
@@ -55,6 +60,7 @@ class TraceRequest:
         recompute: Names of the modules whose activations are recomputed, as in `Trace.blocks`.
         gradient_accumulation_steps: Micro-batches of an optimizer step, where a loss function is given.
         max_grad_norm: Norm to which gradients are clipped; None: they are not.
+        answers: To ``bool(tensor)``, by line, as `TraceResult.answers` has them.
     """
 
     factory: str
@@ -65,6 +71,7 @@ class TraceRequest:
     recompute: tuple[str, ...] = ()
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
+    answers: tuple[tuple[str, bool], ...] = ()
 
     def points(self) -> list[tuple[int, int | None]]:
         """Return size and length of each trace, in order."""
@@ -105,6 +112,7 @@ class TraceResult:
         host_bytes: Most memory that the child had resident.
         build_seconds: Wall time of ``build``.
         trace_seconds: Wall time of each trace.
+        answers: To ``bool(tensor)``, by line, where the one that needs more is not the one that a rule gives.
         assumptions: What had to be taken for granted, in all traces.
     """
 
@@ -121,6 +129,7 @@ class TraceResult:
     host_bytes: int
     build_seconds: float
     trace_seconds: tuple[float, ...]
+    answers: tuple[tuple[str, bool], ...]
     assumptions: tuple[Assumption, ...]
 
 
@@ -130,11 +139,21 @@ class _Attempt:
     weights: Weights
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Watched:
+    """How a child is waited for: the parameters of `trace_job`."""
+
+    on_progress: Callable[[Progress], object]
+    timeout_seconds: float
+    stop: threading.Event
+
+
 def trace_job(
     request: TraceRequest,
     on_progress: Callable[[Progress], object] = lambda _: None,
     *,
     timeout_seconds: float = _TIMEOUT_SECONDS,
+    stop: threading.Event | None = None,
 ) -> TraceResult:
     """Trace one training step of a user's job at several batch sizes.
 
@@ -142,6 +161,7 @@ def trace_job(
         request: What to trace.
         on_progress: Told how far it is.
         timeout_seconds: The longest that one child may take.
+        stop: Set to have the child killed and no other one started.
 
     Raises:
         PolicyError: H410 for a factory that needs CUDA, H411 for one that cannot be imported or run, H412 for one
@@ -152,13 +172,16 @@ def trace_job(
     attempt = _Attempt(route="privateuse1" if request.route == "auto" else request.route, weights="fake")
     reasons: list[Assumption] = []
     failures: list[str] = []
+    watched = _Watched(on_progress=on_progress, timeout_seconds=timeout_seconds, stop=stop or threading.Event())
     while True:
         try:
             with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as folder:
-                return _traced(request, attempt, reasons, Path(folder), on_progress, timeout_seconds)
+                return _traced(request, attempt, reasons, Path(folder), watched)
         except HoldfastError as error:
             following = _next_attempt(request, attempt, error)
-            if following is None or error.what in failures:  # the second time that it is said, it is the user's code
+            if (
+                watched.stop.is_set() or following is None or error.what in failures
+            ):  # the second time that it is said, it is the user's code
                 raise
             failures.append(error.what)
             reasons.append(_reason(attempt, following, error))
@@ -168,6 +191,8 @@ def trace_job(
 def _next_attempt(request: TraceRequest, attempt: _Attempt, error: HoldfastError) -> _Attempt | None:
     if isinstance(error, OutOfMemoryError) or isinstance(error.__cause__, TimeoutError):
         return None  # another attempt takes as much, and as long
+    if request.precision != "fp32" and error.rule == "H414" and _OF_PRECISION.search(error.what):
+        return None  # the fake CPU takes what CUDA refuses, and the plan would end in that error
     helps = _FALLS_BACK.get(error.rule)
     if helps == "weights" and attempt.weights == "fake":
         return dataclasses.replace(attempt, weights="real")
@@ -191,8 +216,7 @@ def _traced(
     attempt: _Attempt,
     reasons: list[Assumption],
     folder: Path,
-    on_progress: Callable[[Progress], object],
-    timeout_seconds: float,
+    watched: _Watched,
 ) -> TraceResult:
     asked = {
         **dataclasses.asdict(request),
@@ -201,7 +225,7 @@ def _traced(
         "as_cuda": request.route != "cpu",  # who asks for the CPU wants it as it is; a fallback stands for CUDA
         "folder": str(folder),
     }
-    answer = _answer(asked, folder, on_progress, timeout_seconds)
+    answer = _answer(asked, folder, watched)
     traces = [Trace.load(folder / name) for name in answer["files"]]
     traces = [dataclasses.replace(trace, assumptions=(*reasons, *trace.assumptions)) for trace in traces]
     assumptions = dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)
@@ -212,6 +236,7 @@ def _traced(
         assumptions=tuple(assumptions),
         uncalibrated_scratch_bytes=tuple(trace.uncalibrated_bytes for trace in traces),
         trace_seconds=tuple(answer["trace_seconds"]),
+        answers=tuple(answer["answers"].items()),
         **{name: answer[name] for name in _FACTS},
     )
 
@@ -222,16 +247,14 @@ _FACTS = (
 )  # fmt: skip
 
 
-def _answer(
-    asked: dict[str, Any], folder: Path, on_progress: Callable[[Progress], object], timeout_seconds: float
-) -> dict[str, Any]:
+def _answer(asked: dict[str, Any], folder: Path, watched: _Watched) -> dict[str, Any]:
     """Run a child and return what it answers; raise what it says, or that it died."""
     doing = "starting"
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + watched.timeout_seconds
     with (folder / "stderr").open("wb") as errors_file, _child(asked, errors_file) as child:
         assert child.stdout is not None
         try:
-            for line in _lines(child, child.stdout.fileno(), deadline):
+            for line in _lines(child, child.stdout.fileno(), deadline, watched.stop):
                 told = json.loads(line)
                 if "answer" in told:
                     return dict(told["answer"])
@@ -239,9 +262,11 @@ def _answer(
                     raise _error_of(told["error"])
                 progress = Progress(**told)
                 doing = progress.text
-                on_progress(progress)
+                watched.on_progress(progress)
         except TimeoutError as error:
-            raise _died(f"took more than {timeout_seconds:g} s", doing, folder) from error
+            raise _died(f"took more than {watched.timeout_seconds:g} s", doing, folder) from error
+        if watched.stop.is_set():
+            raise _died("was stopped", doing, folder)
         status = child.wait()
     if status == -signal.SIGKILL:
         raise _killed(doing, folder)
@@ -278,14 +303,16 @@ def _child(asked: dict[str, Any], errors_file: Any) -> Iterator[subprocess.Popen
             child.stdout.close()
 
 
-def _lines(child: subprocess.Popen[bytes], descriptor: int, deadline: float) -> Iterator[bytes]:
-    """Yield lines until the child has ended; its own children may hold the pipe open for longer.
+def _lines(
+    child: subprocess.Popen[bytes], descriptor: int, deadline: float, stop: threading.Event
+) -> Iterator[bytes]:
+    """Yield lines until the child has ended or is to be stopped; its own children may hold the pipe open for longer.
 
     Raises:
         TimeoutError: After the deadline.
     """
     held = b""
-    while True:
+    while not stop.is_set():
         ready, _, _ = select.select([descriptor], [], [], _LOOK_SECONDS)
         piece = os.read(descriptor, 65536) if ready else b""
         if not piece and (ready or child.poll() is not None):

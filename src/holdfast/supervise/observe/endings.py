@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,10 +16,11 @@ from functools import wraps
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
-from holdfast.supervise.observe.exceptions import describe_exception, printable
+from holdfast.core.raised import describe_exception, printable
 from holdfast.supervise.observe.importing import ImportWatch
 
 _FIRST = 1_000_000  # before the finalizers of multiprocessing, which wait for queues and children
+_OURS = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - as it stands in a frame
 
 
 class Ending(Protocol):
@@ -83,7 +85,8 @@ class Endings:
 
     def _record(self, error: BaseException, traceback: TracebackType | None, thread: str, *, fatal: bool) -> None:
         with suppress(Exception):  # `tell` notes what goes wrong, and the script's own hook must be called
-            self._told.tell("exception", **describe_exception(error, traceback), thread=thread, fatal=fatal)
+            facts = describe_exception(error, traceback, without=_OURS)
+            self._told.tell("exception", **facts, thread=thread, fatal=fatal)
 
     def _on_threading(self, threading: ModuleType) -> None:
         previous = threading.excepthook

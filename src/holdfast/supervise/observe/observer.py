@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from holdfast.core.raised import printable
 from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing
 from holdfast.recorder.run_files import (
     BOARD_FILE,
@@ -27,7 +28,6 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.supervise.launchers import find_launcher_name
 from holdfast.supervise.observe.endings import Endings
-from holdfast.supervise.observe.exceptions import printable
 from holdfast.supervise.observe.importing import ImportWatch
 from holdfast.supervise.observe.stacks import Stacks
 

@@ -187,8 +187,9 @@ class _Search:
         names = []
         for index, name in reversed(list(enumerate(value.names))):
             scope = "attribute" if index else "variable" if value.function is None else "local"
-            files = self._files if index else (value.file, *self._files)
-            names.append(Name(name=name, files=files, scope=scope, within=within if not index else (0, 0)))
+            names.append(
+                Name(name=name, files=(value.file, *self._files), scope=scope, within=within if not index else (0, 0))
+            )
         return self._first_line(names)
 
     # --- objects --------------------------------------------------------------------------------------------------

@@ -10,9 +10,11 @@ import math
 import re
 import time
 import tokenize
+import unicodedata
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 _ADDS = frozenset(
@@ -29,6 +31,12 @@ _REGISTER = {
 }
 _GIVES_A_PART = frozenset({"setdefault", "get", "__getitem__", "__getattribute__"})
 _REGISTERS = re.compile(r"register_\w*hook\w*$")
+_LOOKED_AT = (
+    ast.Call, ast.AugAssign, ast.Assign, ast.AnnAssign, ast.NamedExpr,
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef,
+)  # fmt: skip
+_WORD = re.compile(r"\w+")
+_ATTRIBUTE = re.compile(r"\.[\s\\]*(\w+)")
 _MOST_BYTES = 4 * 2**20
 _MOST_CODE = 160
 _MOST_CALLS = 3  # from the function that has a name for it to the one that adds
@@ -72,6 +80,9 @@ class Line:
         return f"{self.file}:{self.line} in {self.function}: {self.code}"
 
 
+_Placed = tuple[ast.AST, tuple[ast.AST, ...], bool]  # a node, the functions around it, whether it stands in a loop
+
+
 @dataclass(frozen=True, slots=True)
 class _Change:
     """A node that changes a name; strong: by building on what it was."""
@@ -80,6 +91,46 @@ class _Change:
     functions: tuple[ast.AST, ...]
     strong: bool
     in_loop: bool
+
+
+class _Source:
+    """A file: it is read at once, and parsed when something in it is asked for."""
+
+    def __init__(self, text: str) -> None:
+        self.lines = text.splitlines()
+        self._text = text
+        normal = unicodedata.normalize("NFKC", text)  # as identifiers are compared
+        self._words = frozenset(_WORD.findall(normal))
+        self._attributes = frozenset(_ATTRIBUTE.findall(normal))
+
+    @cached_property
+    def tree(self) -> ast.Module | None:
+        """What is written in it; None if it is no Python."""
+        shown = warnings.showwarning
+        # A parser warns of what it finds in the script; it did so when the script was loaded.
+        warnings.showwarning = lambda *_, **__: None
+        try:
+            return ast.parse(self._text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+        finally:
+            warnings.showwarning = shown
+
+    @cached_property
+    def nodes(self) -> list[_Placed]:
+        """Calls, assignments, functions and classes."""
+        walked = () if self.tree is None else _walk(self.tree)
+        return [each for each in walked if isinstance(each[0], _LOOKED_AT)]
+
+    def may_change(self, name: Name) -> bool:
+        """Return whether it is worth parsing: most files of a large script have not a word of what is looked for."""
+        if name.scope == "hooks":
+            return any(_REGISTERS.match(word) for word in self._words)
+        if not self._words.isdisjoint(_REGISTER.get(name.name, ())):
+            return True
+        if name.scope == "attribute":
+            return name.name in self._attributes or "setattr" in self._words
+        return name.name in self._words
 
 
 class Sources:
@@ -91,23 +142,23 @@ class Sources:
 
     def __init__(self, until: float = math.inf) -> None:
         self._until = until
-        self._parsed: dict[str, tuple[ast.Module, list[str]] | None] = {}
+        self._read: dict[str, _Source | None] = {}
 
-    def _parse(self, file: str) -> tuple[ast.Module, list[str]] | None:
-        if file not in self._parsed:
+    def _source(self, file: str) -> _Source | None:
+        if file not in self._read:
             if time.thread_time() > self._until:
                 return None
-            self._parsed[file] = _read(file)
-        return self._parsed[file]
+            self._read[file] = _read(file)
+        return self._read[file]
 
     def describe(self, file: str, number: int) -> Line | None:
         """Return a line with the function around it, or None if there is no source."""
-        parsed = self._parse(file)
-        if parsed is None or not 0 < number <= len(parsed[1]):
+        source = self._source(file)
+        if source is None or source.tree is None or not 0 < number <= len(source.lines):
             return None
         around = [
             node
-            for node in ast.walk(parsed[0])
+            for node, _, _ in source.nodes
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             and node.lineno <= number <= (node.end_lineno or 0)
         ]
@@ -115,8 +166,8 @@ class Sources:
         return self._line(file, number, "<module>" if inner is None else inner.name)
 
     def _line(self, file: str, number: int, function: str) -> Line:
-        parsed = self._parse(file)
-        text = parsed[1][number - 1].strip() if parsed is not None else ""
+        source = self._source(file)
+        text = source.lines[number - 1].strip() if source is not None else ""
         code = "".join(letter if letter.isprintable() else "?" for letter in text)
         return Line(file=file, line=number, function=function, code=code[:_MOST_CODE])
 
@@ -134,11 +185,10 @@ class Sources:
         for place, file in enumerate(dict.fromkeys(name.files)):
             if time.thread_time() > self._until:
                 break
-            parsed = self._parse(file)
-            if parsed is not None:
-                found += [
-                    (self._worth(each, name, file, place, ran), each, file) for each in _changes(parsed[0], name)
-                ]
+            source = self._source(file)
+            if source is None or not source.may_change(name):
+                continue
+            found += [(self._worth(each, name, file, place, ran), each, file) for each in _changes(source, name)]
             if place == 0 and not found:
                 found += [(value, each, file) for value, each in self._by_argument(name, file, ran)]
         found = [each for each in found if each[1].strong or (mere and (each[1].in_loop or each[1].functions))]
@@ -160,44 +210,36 @@ class Sources:
         self, name: Name, file: str, ran: frozenset[tuple[str, int]]
     ) -> Iterator[tuple[tuple[int, ...], _Change]]:
         """Follow a name into the functions of the same file that it is handed to."""
-        parsed = self._parse(file)
+        source = self._source(file)
         todo, seen = [(name, 0)], {name}
-        while parsed is not None and todo:
+        while source is not None and todo:
             current, depth = todo.pop()
-            for inner in _parameters(parsed[0], current):
+            for inner in _parameters(source, current):
                 if inner in seen or depth >= _MOST_CALLS:
                     continue
                 seen.add(inner)
                 todo.append((inner, depth + 1))
-                for change in _changes(parsed[0], inner):
+                for change in _changes(source, inner):
                     if change.strong:
                         yield self._worth(change, inner, file, 0, ran), change
 
 
-def _read(file: str) -> tuple[ast.Module, list[str]] | None:
+def _read(file: str) -> _Source | None:
     path = Path(file)
-    shown = warnings.showwarning
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             return None
         with tokenize.open(file) as opened:
-            text = opened.read()
-        # A parser warns of what it finds in the script; it did so when the script was loaded.
-        warnings.showwarning = lambda *_, **__: None
-        return ast.parse(text), text.splitlines()
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            return _Source(opened.read())
+    except (OSError, SyntaxError, ValueError, MemoryError):
         return None
-    finally:
-        warnings.showwarning = shown
 
 
 def _name_of(functions: Sequence[ast.AST]) -> str:
     return str(getattr(functions[-1], "name", "<lambda>")) if functions else "<module>"
 
 
-def _walk(
-    node: ast.AST, functions: tuple[ast.AST, ...] = (), *, in_loop: bool = False
-) -> Iterator[tuple[ast.AST, tuple[ast.AST, ...], bool]]:
+def _walk(node: ast.AST, functions: tuple[ast.AST, ...] = (), *, in_loop: bool = False) -> Iterator[_Placed]:
     """Yield every node with the functions around it, and whether it stands in a loop of the innermost."""
     for child in ast.iter_child_nodes(node):
         yield child, functions, in_loop
@@ -208,8 +250,8 @@ def _walk(
             yield from _walk(child, functions, in_loop=loops)
 
 
-def _changes(tree: ast.Module, name: Name) -> Iterator[_Change]:
-    for node, functions, in_loop in _walk(tree):
+def _changes(source: _Source, name: Name) -> Iterator[_Change]:
+    for node, functions, in_loop in source.nodes:
         strength = _strength(node, name)
         if strength is None or (name.scope == "local" and not _is_within(node, name.within)):
             continue
@@ -304,17 +346,17 @@ def _single(targets: Sequence[ast.expr]) -> Iterator[ast.expr]:
             yield target.value if isinstance(target, ast.Starred) else target
 
 
-def _parameters(tree: ast.Module, name: Name) -> Iterator[Name]:
+def _parameters(source: _Source, name: Name) -> Iterator[Name]:
     """Yield the parameters under which functions of the same file get what a name holds."""
     named: dict[str, list[ast.FunctionDef]] = {}
-    for node in ast.walk(tree):
+    for node, _, _ in source.nodes:
         if isinstance(node, ast.FunctionDef):
             named.setdefault(node.name, []).append(node)
         elif isinstance(node, ast.ClassDef):
             named.setdefault(node.name, []).extend(
                 each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"
             )
-    for node, _, _ in _walk(tree):
+    for node, _, _ in source.nodes:
         if not isinstance(node, ast.Call) or (name.scope == "local" and not _is_within(node, name.within)):
             continue
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

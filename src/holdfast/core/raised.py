@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from types import TracebackType
 from typing import Any
 
-_OURS = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - as it stands in a frame
 _MOST_MESSAGE = 2_000
 _MOST_FRAMES = 40
 _MOST_FRAMES_OF_CAUSE = 10
@@ -18,12 +16,15 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def describe_exception(error: BaseException, traceback: TracebackType | None) -> dict[str, Any]:
+def describe_exception(
+    error: BaseException, traceback: TracebackType | None, *, without: str | None = None
+) -> dict[str, Any]:
     """Return an exception as JSON values.
 
     Args:
         error: The exception.
         traceback: Where it went through.
+        without: Beginning of the paths of files whose frames are left out.
 
     Returns:
         Its type, message and frames, each as [file, line, function] with the innermost last, and the chain of its
@@ -34,9 +35,9 @@ def describe_exception(error: BaseException, traceback: TracebackType | None) ->
     cause = _cause(error)
     while cause is not None and id(cause) not in seen and len(chain) < _MOST_CAUSES:
         seen.add(id(cause))
-        chain.append(_describe(cause, cause.__traceback__, _MOST_FRAMES_OF_CAUSE))
+        chain.append(_describe(cause, cause.__traceback__, _MOST_FRAMES_OF_CAUSE, without))
         cause = _cause(cause)
-    return {**_describe(error, traceback, _MOST_FRAMES), "chain": chain}
+    return {**_describe(error, traceback, _MOST_FRAMES, without), "chain": chain}
 
 
 def _cause(error: BaseException) -> BaseException | None:
@@ -45,13 +46,15 @@ def _cause(error: BaseException) -> BaseException | None:
     return error.__context__
 
 
-def _describe(error: BaseException, traceback: TracebackType | None, most: int) -> dict[str, Any]:
+def _describe(
+    error: BaseException, traceback: TracebackType | None, most: int, without: str | None
+) -> dict[str, Any]:
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     return {
         "type": printable(module + kind.__qualname__),
         "message": printable(_message(error)[:_MOST_MESSAGE]),
-        "frames": _frames(traceback, most),
+        "frames": _frames(traceback, most, without),
     }
 
 
@@ -63,12 +66,12 @@ def _message(error: BaseException) -> str:
         return f"(its text cannot be had: {type(second).__name__})"
 
 
-def _frames(traceback: TracebackType | None, most: int) -> list[list[Any]]:
-    """Return the frames without ours; of very many, a quarter from the outer end and the rest from the inner."""
+def _frames(traceback: TracebackType | None, most: int, without: str | None) -> list[list[Any]]:
+    """Return the frames; of very many, a quarter from the outer end and the rest from the inner."""
     found: list[list[Any]] = []
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if not code.co_filename.startswith(_OURS):
+        if without is None or not code.co_filename.startswith(without):
             found.append([printable(code.co_filename), traceback.tb_lineno, printable(code.co_name)])
             if len(found) > most:
                 del found[most // 4]

@@ -1,0 +1,176 @@
+"""Guarded training with Hugging Face Accelerate: its device, precision and loaders, holdfast's step.
+
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    guard = accelerate_guard(accelerator, model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
+    for batch in guard.batches(max_epochs=3):
+        guard.step(batch, lambda batch: model(**batch).loss)
+
+``guard.step`` stands for ``accelerator.accumulate``, ``backward``, ``clip_grad_norm_``, ``optimizer.step``,
+``scheduler.step`` and ``zero_grad``. With ``gradient_accumulation_steps`` a batch of ``guard.batches`` is a window of
+so many batches of the loader, and the last window of an epoch has what is left: it is one step, weighted by what it
+holds. The guard writes the checkpoints and resumes from them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import PolicyError
+from holdfast.core.policy import Policy
+from holdfast.data.loader import DataLoader
+from holdfast.integrations.frameworks import excluded, load
+from holdfast.integrations.transformers_limits import check_one_process, precision_of
+from holdfast.run.guard import Guard
+from holdfast.run.hosted import take_scale
+from holdfast.run.window import Window
+
+
+class PreparedLoader:
+    """What a cursor iterates instead of a prepared loader: the same batches, from any epoch on, as windows.
+
+    A prepared loader counts epochs by itself and shows a ``state_dict`` that holds nothing, so that a run that goes
+    on in a new process would get the order of the first epoch.
+
+    Args:
+        loader: Prepared or not.
+        device: Where batches go.
+        steps: Batches in a window.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: torch.device, steps: int) -> None:
+        self._loader = loader
+        self._device = device
+        self._steps = steps
+        self._send = load("accelerate.utils").send_to_device
+        self.generator = getattr(loader, "generator", None)
+        self.sampler = _Order(loader)
+
+    def __len__(self) -> int:
+        """Return the windows of an epoch.
+
+        Raises:
+            TypeError: if the loader does not know.
+        """
+        return -(-len(self._loader) // self._steps)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield batches, or windows of them, on the device."""
+        batches = (self._send(batch, self._device) for batch in self._loader)
+        if self._steps == 1:
+            yield from batches
+            return
+        while window := list(islice(batches, self._steps)):
+            yield Window(window)
+
+
+class _Order:
+    """What decides the order of a loader: where a cursor looks for ``set_epoch`` and for a generator."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        found = loader.get_sampler() if hasattr(loader, "get_sampler") else getattr(loader, "sampler", None)
+        self.generator = getattr(found, "generator", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration have the order of an epoch."""
+        if hasattr(self._loader, "iteration"):
+            self._loader.iteration = epoch
+        if hasattr(self._loader, "set_epoch"):
+            self._loader.set_epoch(epoch)
+
+
+def accelerate_guard(
+    accelerator: Any,
+    *,
+    model: Any,
+    optimizer: Any,
+    loader: Iterable[Any] | None = None,
+    scheduler: Any = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    state: Any = None,
+    policy: Any = None,
+    **overrides: Any,
+) -> Guard:
+    """Return a guard for what ``accelerator.prepare`` has returned, or for the bare objects.
+
+    Args:
+        accelerator: Its precision, device and ``gradient_accumulation_steps`` are used.
+        model: One, or a dict of named ones.
+        optimizer: Likewise. The guard steps the optimizers inside, so that flags of the accelerator, such as the one
+            for the last batch of an epoch, have no say in it.
+        loader: A prepared loader, or a `holdfast.DataLoader` that was not prepared, which resumes exactly without
+            reading over; it takes its ``device=`` itself, and no accumulation: make its batches larger instead.
+        scheduler: One, or a dict of named ones, prepared or not; advanced once for each optimizer step.
+        run_dir: None: ``holdfast`` in the accelerator's ``project_dir``.
+        state: As for `Guard`.
+        policy: As for `Guard`; the precision is the accelerator's.
+        **overrides: Fields of the policy, such as ``max_grad_norm``, and ``split`` or ``clock`` of `Guard`.
+
+    Raises:
+        PolicyError: H108 for several processes, H111 for an engine or a setting that cannot be guarded, H109 for a
+            policy with another precision; H1xx as `Guard`.
+    """
+    check_one_process(accelerator)
+    own = {name: overrides.pop(name) for name in ("split", "clock") if name in overrides}
+    found, precision = Policy.of(policy, **overrides), precision_of(accelerator)
+    if found.precision not in ("fp32", precision):
+        raise PolicyError(
+            f"precision={found.precision!r} in the policy and mixed_precision={accelerator.mixed_precision!r}",
+            limit="there can be one only",
+            fix="set it in Accelerator, and leave it out of the policy.",
+            rule="H109",
+        )
+    if run_dir is None and accelerator.project_dir is None:
+        raise PolicyError(
+            "run_dir=None, and the accelerator has no project_dir",
+            limit="checkpoints and the recording need a place",
+            fix='pass run_dir="runs/a", or Accelerator(project_dir=...).',
+            rule="H105",
+        )
+    guard = Guard(
+        Path(accelerator.project_dir, "holdfast") if run_dir is None else run_dir,
+        model=_each(
+            model, lambda given: accelerator.unwrap_model(given, keep_fp32_wrapper=True, keep_torch_compile=True)
+        ),
+        optimizer=_each(optimizer, lambda given: getattr(given, "optimizer", given)),
+        scheduler=None if scheduler is None else _each(scheduler, lambda given: getattr(given, "scheduler", given)),
+        loader=None if loader is None else _loader(loader, accelerator),
+        state=state,
+        policy=found.replace(precision=precision),
+        **own,
+    )
+    take_scale(guard, accelerator.scaler)
+    return guard
+
+
+def _each(given: Any, unwrapped: Any) -> Any:
+    if isinstance(given, Mapping):
+        return {name: unwrapped(each) for name, each in given.items()}
+    return unwrapped(given)
+
+
+def _loader(loader: Iterable[Any], accelerator: Any) -> Iterable[Any]:
+    steps = accelerator.gradient_accumulation_steps
+    if isinstance(loader, DataLoader):
+        if steps > 1:
+            raise excluded(
+                f"gradient_accumulation_steps={steps} with a holdfast.DataLoader",
+                "it hands out whole batches, and a step cuts them where memory is short",
+                f"give it {steps} times the batch_size, and Accelerator no accumulation; micro_batch_size= limits "
+                "what is computed at once.",
+            )
+        return loader
+    if getattr(loader, "use_stateful_dataloader", False):
+        raise excluded(
+            "use_stateful_dataloader=True",
+            "its position is ahead of the batches that were trained",
+            "leave it out: the guard goes back to its place by itself.",
+        )
+    return PreparedLoader(loader, accelerator.device, steps)

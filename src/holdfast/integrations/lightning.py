@@ -1,0 +1,271 @@
+"""Lightning: a strategy whose optimizer steps are transactions, a callback that only looks, files that verify.
+
+    Trainer(strategy=HoldfastStrategy())          everything; also strategy="holdfast", once this module is imported
+    Trainer(callbacks=[HoldfastCallback()])       a black box, non-finite steps left out, files that verify
+    Trainer(plugins=[VerifiedCheckpointIO()])     the files only
+
+With the strategy ``training_step``, ``self.log``, hooks, accumulation, schedules, precision and clipping are
+Lightning's, in its order and with its results, bit for bit, as long as nothing goes wrong. What is not:
+
+- the gradients of the last step are gone when ``on_before_zero_grad`` is called;
+- ``on_before_optimizer_step`` sees gradients that are clipped already, unless ``configure_gradient_clipping`` is
+  overridden or the algorithm is ``"value"``;
+- a scheduler with ``interval="step"`` stands still where a step was skipped; ``global_step`` counts it all the same;
+- a batch that was cut calls ``training_step`` once for each part; what it logs is the mean over the parts.
+
+One device. A window of ``accumulate_grad_batches`` is one step; each of its batches is a transaction of its own.
+Checkpoints hold random state, so that training goes on with the same dropout; which batches follow is up to the
+loader: exactly the same with a `holdfast.DataLoader`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.core.policy import Policy
+from holdfast.data.random_state import RandomState, capture, restore
+from holdfast.data.splitting import Split
+from holdfast.integrations.frameworks import excluded, load
+from holdfast.integrations.lightning_callback import HoldfastCallback
+from holdfast.integrations.lightning_files import VerifiedCheckpointIO, save_when_stopped
+from holdfast.integrations.lightning_steps import TrainerSteps, clips_itself, names_of
+from holdfast.run.hosted import HostedGuard, hosted_policy, take_scale
+from holdfast.run.promises import LossFunction
+from holdfast.run.result import StepResult
+
+load("lightning.pytorch")
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry  # noqa: E402
+from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
+
+__all__ = ["HoldfastCallback", "HoldfastStrategy", "VerifiedCheckpointIO"]
+
+_PRECISION = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
+_KEY = "holdfast"  # of what a checkpoint holds besides Lightning's own
+
+
+class HoldfastStrategy(SingleDeviceStrategy):
+    """Trains on one device, with each optimizer step as a transaction of a guard.
+
+    Args:
+        holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file, or None for the
+            defaults. Clipping and precision are the trainer's; a policy that says otherwise is an error.
+        holdfast_run_dir: Where it is recorded; None: ``holdfast`` in the trainer's ``default_root_dir``.
+        split: Where the batch dimension is, as `holdfast.Guard` takes it.
+        device: As Lightning has it; ``"auto"``: the first CUDA device, or the CPU.
+        accelerator: As Lightning has it.
+        checkpoint_io: As Lightning has it; None: a `VerifiedCheckpointIO`.
+        precision_plugin: As Lightning has it.
+
+    Raises:
+        PolicyError: H101 or H102 for the policy; when training starts, H109 for one that contradicts the trainer,
+            H111 for a module that cannot be guarded. RunDirectoryError: H30x.
+
+    Example:
+        ``Trainer(strategy=HoldfastStrategy({"nonfinite_patience": 5}), gradient_clip_val=1.0)``
+    """
+
+    strategy_name = "holdfast"
+
+    def __init__(
+        self,
+        holdfast_policy: Any = None,
+        holdfast_run_dir: str | os.PathLike[str] | None = None,
+        *,
+        split: Split = 0,
+        device: torch.device | str = "auto",
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        if device == "auto":
+            device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        files = VerifiedCheckpointIO() if checkpoint_io is None else checkpoint_io
+        super().__init__(
+            device=device, accelerator=accelerator, checkpoint_io=files, precision_plugin=precision_plugin
+        )
+        self._policy = Policy.of(holdfast_policy)
+        self._run_dir = holdfast_run_dir
+        self._split = split
+        self._steps: TrainerSteps | None = None
+        self._carried: dict[str, Any] | None = None
+        self.holdfast_guard: HostedGuard | None = None
+        """The guard, while ``fit`` trains: `statistics`, `events`, `request_stop`."""
+
+    # --- open and close -------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Open the run directory: everything was restored by now."""
+        super().on_train_start()
+        module: Any = self.lightning_module
+        trainer = module.trainer
+        _check_supported(module)
+        clips = float(trainer.gradient_clip_val or 0)
+        schedulers = {f"scheduler_{i}": each.scheduler for i, each in enumerate(self.lr_scheduler_configs)}
+        self.holdfast_guard = guard = HostedGuard(
+            self._run_dir or Path(trainer.default_root_dir, "holdfast"),
+            model=module,
+            optimizer=dict(zip(names_of(self.optimizers), self.optimizers, strict=True)),
+            scheduler=schedulers or None,
+            policy=hosted_policy(
+                self._policy,
+                max_grad_norm=clips if clips > 0 and not clips_itself(module) else None,
+                precision=_PRECISION.get(str(trainer.precision), "fp32"),
+                host="the Trainer",
+            ),
+            split=self._split,
+        )
+        take_scale(guard, getattr(self.precision_plugin, "scaler", None))
+        self._steps = TrainerSteps(module, guard, self.optimizers, self._split, super().training_step)
+        if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
+            self.checkpoint_io.note = guard.note
+        self._hold_schedulers(module, self._steps)
+        carried, self._carried = self._carried, None
+        if carried is None:
+            guard.replaced_state()
+        else:
+            guard.take_up(carried["guard"])
+            restore(RandomState.from_tree(decode(carried["random_state"], carried["tensors"])))
+
+    def _hold_schedulers(self, module: Any, steps: TrainerSteps) -> None:
+        """Let schedulers stand still where a step was skipped; Lightning calls this hook of the module for each."""
+        advance = module.lr_scheduler_step
+        by_step = {id(each.scheduler) for each in self.lr_scheduler_configs if each.interval == "step"}
+
+        def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+            if not (steps.skipped and metric is None and id(scheduler) in by_step):
+                advance(scheduler, metric)
+
+        module.lr_scheduler_step = lr_scheduler_step
+
+    def on_train_end(self) -> None:
+        """Close the run directory."""
+        super().on_train_end()
+        self._close(None)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Close the run directory, with the name of the exception in it; after SIGTERM with a checkpoint."""
+        super().on_exception(exception)
+        if self.holdfast_guard is not None and self.lightning_module is not None:
+            save_when_stopped(self.lightning_module.trainer, exception)
+        self._close(exception)
+
+    def teardown(self) -> None:
+        """Close the run directory, if that was not done."""
+        self._close(None)
+        super().teardown()
+
+    def _close(self, error: BaseException | None) -> None:
+        guard, steps, self.holdfast_guard, self._steps = self.holdfast_guard, self._steps, None, None
+        if steps is not None:
+            steps.close()
+        if guard is not None:
+            vars(self.lightning_module).pop("lr_scheduler_step", None)
+            if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
+                self.checkpoint_io.note = None
+            guard.__exit__(None if error is None else type(error), error, None)
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Keep the batch; end after it if that was asked for."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self._steps is not None and self.holdfast_guard is not None:
+            self._steps.begin_batch(batch, batch_idx)
+            if self.holdfast_guard.stop_reason is not None:
+                self.lightning_module.trainer.should_stop = True  # type: ignore[union-attr]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's ``training_step``, within a step of the guard."""
+        if self._steps is None or not self._steps.automatic:
+            return super().training_step(*args, **kwargs)
+        return self._steps.training_step(*args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Make the step as a transaction."""
+        if self._steps is None or not self._steps.automatic:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        return self._steps.optimizer_step(closure)
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Leave the backward pass of automatic optimization to the guard."""
+        if self._steps is None or not self._steps.automatic:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._steps.backward_is_called()
+        return closure_loss
+
+    def guarded_step(
+        self, batch: Any, loss_fn: LossFunction, *, optimizer: Any = None, split: Split | None = None
+    ) -> StepResult:
+        """Make one step in the ``training_step`` of manual optimization: instead of zero_grad, manual_backward, step.
+
+        Args:
+            batch: What `loss_fn` takes; after out-of-memory, parts of it.
+            loss_fn: As ``Guard.step`` takes it; it may use ``self.log``.
+            optimizer: One of ``self.optimizers()``, or several; None: all. Gradients reach only their parameters.
+            split: As ``Guard.step`` takes it.
+
+        Returns:
+            What happened; ``skipped`` if the weights are what they were.
+
+        Example:
+            ``self.trainer.strategy.guarded_step(batch, self.generator_loss, optimizer=self.optimizers()[0])``
+        """
+        assert self._steps is not None, "only while fit trains"
+        return self._steps.manual(batch, loss_fn, optimizer, split)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save, with the state of the guard and of random numbers; weights that are not finite are not saved.
+
+        The run then returns to the last good state, or ends.
+        """
+        guard = self.holdfast_guard
+        if guard is not None:
+            why = guard.nonfinite_state()
+            if why is not None:
+                guard.note("save_refused", why=why)
+                guard.return_from(why)
+                return
+            encoder = Encoder(_KEY)
+            devices = [] if self.root_device.type == "cpu" else [self.root_device]
+            checkpoint[_KEY] = {
+                "guard": guard.carried_state(),
+                "random_state": encoder.encode(capture(devices).to_tree()),
+                "tensors": encoder.tensors,
+            }
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
+        """Load a checkpoint that verifies."""
+        found = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        self._carried = found.get(_KEY)
+        return found
+
+
+def _check_supported(module: Any) -> None:
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise excluded(
+            "training_step takes dataloader_iter", "a step can be repeated only with its batch", "take batch."
+        )
+    if module.automatic_optimization and is_overridden("backward", module):
+        raise excluded(
+            "LightningModule.backward is overridden",
+            "the guard runs backward itself, maybe several times",
+            "leave it out, or use manual optimization with self.trainer.strategy.guarded_step(...).",
+        )
+
+
+if HoldfastStrategy.strategy_name not in StrategyRegistry:
+    StrategyRegistry.register(
+        HoldfastStrategy.strategy_name, HoldfastStrategy, description="steps are transactions of holdfast"
+    )

@@ -1,0 +1,126 @@
+"""What a callback can do in a Lightning training whose strategy is somebody else's: look, record, leave out, verify.
+
+It cannot retry a step, cut a batch or return to an earlier state: out of memory ends such a training.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from holdfast.data.random_state import RandomState, capture, restore
+from holdfast.integrations.frameworks import load
+from holdfast.integrations.lightning_files import VerifiedCheckpointIO, save_when_stopped
+from holdfast.integrations.recording import Recording
+from holdfast.numerics.gradients import Group, inspect, nonfinite_gradients
+from holdfast.run.buffers import BufferKeeper
+
+load("lightning.pytorch")
+from lightning.pytorch.callbacks import Callback  # noqa: E402
+
+
+class HoldfastCallback(Callback):
+    """Records every step, leaves out those with NaN or Inf, and has checkpoints verified.
+
+    A step whose gradients are not finite moves no weight, buffer or random number: its gradients are emptied before
+    the optimizer sees them, and after ``nonfinite_patience`` of them in a row training ends. The schedule goes on all
+    the same. In fp16 Lightning's own scaler skips such steps; here they are only looked at. Checkpoints are written
+    and read by a `VerifiedCheckpointIO`, unless another plugin does that; after SIGTERM there is one more.
+
+    Args:
+        holdfast_policy: As `holdfast.Guard` takes it; used are ``nonfinite_patience``, ``diagnose``, ``objective``,
+            ``frozen`` and ``ignore_rules``.
+        holdfast_run_dir: Where it is recorded; None: ``holdfast`` in the trainer's ``default_root_dir``.
+
+    Example:
+        ``Trainer(callbacks=[HoldfastCallback(holdfast_run_dir="runs/a")])``
+    """
+
+    def __init__(self, holdfast_policy: Any = None, holdfast_run_dir: str | os.PathLike[str] | None = None) -> None:
+        self._recording = Recording(holdfast_policy, holdfast_run_dir, instead="HoldfastStrategy")
+        self._buffers: BufferKeeper | None = None
+        self._random: RandomState | None = None  # before the first batch of the step
+        self._seen: torch.Tensor | None = None  # loss of the batch, not read yet
+
+    # --- begin and end --------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Let checkpoints be verified, before one is loaded."""
+        # Anything but Lightning's plain one was chosen on purpose.
+        if type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO":
+            trainer.strategy.checkpoint_io = VerifiedCheckpointIO(self._recording.note)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Open the recording.
+
+        Raises:
+            PolicyError: H108, for several processes. RunDirectoryError: H30x.
+        """
+        self._recording.open(
+            trainer.default_root_dir, by="Lightning", world_size=trainer.world_size, global_step=trainer.global_step
+        )
+        self._buffers = BufferKeeper({"model": pl_module})
+        if pl_module.automatic_optimization:
+            self._recording.look_at(pl_module, trainer.optimizers[0])
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Tell the findings, and close the recording."""
+        self._close(None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Close the recording, with the name of the exception in it; after SIGTERM there is a checkpoint."""
+        if self._buffers is not None:
+            save_when_stopped(trainer, exception)
+        self._close(exception)
+
+    def _close(self, error: BaseException | None) -> None:
+        self._recording.close(error)
+        self._buffers = None
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        """Mark that a batch has begun, and keep the buffers that it may change."""
+        self._recording.begin_step()
+        if self._buffers is not None and batch_idx % trainer.accumulate_grad_batches == 0:
+            self._buffers.keep()
+            self._random = capture([] if pl_module.device.type == "cpu" else [pl_module.device])
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        """Take the loss of the batch, which Lightning has divided by the batches of a step."""
+        if pl_module.automatic_optimization:
+            self._seen = loss.detach() * trainer.accumulate_grad_batches
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Empty gradients that hold NaN or Inf.
+
+        Raises:
+            NonFiniteError: H501, after too many such steps in a row.
+        """
+        recording = self._recording
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not held:
+            return
+        loss, self._seen = self._seen, None
+        facts, _ = inspect([Group("optimizer.0", "optimizer", held)], held[0].new_zeros(()) if loss is None else loss)
+        recording.loss, recording.norm = facts.loss, facts.total
+        scales = getattr(trainer.precision_plugin, "scaler", None) is not None
+        if not facts.nonfinite or scales:  # fp16 finds its scale by trying, and skips by itself
+            recording.skipped = facts.nonfinite
+            recording.skipped_in_a_row = 0
+            if self._buffers is not None and not facts.nonfinite:
+                self._buffers.learn()
+            return
+        names, count = nonfinite_gradients(pl_module.named_parameters())
+        if self._buffers is not None and self._random is not None and pl_module.automatic_optimization:
+            self._buffers.put_back()
+            restore(self._random)
+        reason = f"loss {facts.loss:g}; {count} gradient(s) hold NaN or Inf: {', '.join(names)}"
+        recording.leave_out(optimizer, reason)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
+        """Mark how the batch has ended."""
+        self._recording.end_step(trainer.global_step)
+        self._recording.record_step()

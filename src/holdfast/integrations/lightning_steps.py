@@ -1,0 +1,300 @@
+"""The steps of one ``fit`` of Lightning's, as transactions: between its hooks and a guard.
+
+automatic optimization    the closure that Lightning gives to the optimizer is the loss function of the guard's step:
+                          it runs ``training_step`` on the batch, or on a part of it, with its hooks, and no backward
+accumulation              the batches before the last one have a closure without an optimizer: their part of the step
+                          is made inside its ``training_step``
+manual optimization       `TrainerSteps.manual`
+
+Does not: open or close anything (see ``lightning``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.data.splitting import Split, batch_size
+from holdfast.integrations.frameworks import load
+from holdfast.integrations.lightning_logs import StepLogs
+from holdfast.run.accumulation import Accumulation, divided
+from holdfast.run.hosted import HostedGuard
+from holdfast.run.promises import LossFunction
+from holdfast.run.result import StepResult
+
+load("lightning.pytorch")
+from lightning.pytorch.loops.optimization.closure import AbstractClosure  # noqa: E402
+from lightning.pytorch.trainer import call  # noqa: E402
+from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
+
+
+class TrainerSteps:
+    """Makes the steps of one trainer.
+
+    Args:
+        module: The LightningModule, attached to its trainer.
+        guard: Makes the steps.
+        optimizers: As the module has configured them.
+        split: Where the batch dimension is.
+        forward: Runs ``training_step`` as Lightning's own strategy does.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        guard: HostedGuard,
+        optimizers: Sequence[torch.optim.Optimizer],
+        split: Split,
+        forward: Callable[..., Any],
+    ) -> None:
+        self._module = module
+        self._trainer = module.trainer
+        self._guard = guard
+        self._split = split
+        self._forward = forward
+        self._optimizers = optimizers
+        self._steps = Accumulation(guard, self._attempt_begins)
+        self._logs = StepLogs(module, self._trainer)
+        self._hooks = [each.register_step_pre_hook(self._before_optimizer) for each in optimizers]
+        self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self._divisor: int = self._trainer.accumulate_grad_batches
+        self._batch: Any = None
+        self._rest: tuple[Any, ...] = ()
+        self._closure: Callable[[], Any] | None = None  # of the optimizer step that is being made
+        self._passing = False  # training_step is called by the guard
+        self._part: Any = None
+        self._loss: torch.Tensor | None = None
+        self._result: Any = None
+        self.skipped = False
+        """Whether the last step has left the weights as they were."""
+
+    @property
+    def automatic(self) -> bool:
+        """Return whether Lightning optimizes, and not the module itself."""
+        return bool(self._module.automatic_optimization)
+
+    def close(self) -> None:
+        """Leave the optimizers alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin_batch(self, batch: Any, batch_idx: int) -> None:
+        """Keep the batch: a step may need it several times."""
+        self._batch, self._rest = batch, (batch_idx,) if self._takes_index else ()
+
+    # --- automatic optimization -----------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step``; of a batch that only adds to a step, with the backward pass.
+
+        Returns:
+            What it returned, with a loss that has no graph.
+        """
+        if self._passing:
+            found = self._forward(self._part, *args[1:], **kwargs)
+            self._loss = found.get("loss") if isinstance(found, Mapping) else found
+            return _without_graph(found)
+        result = self._make(self._steps.add)
+        kept, self._result = self._result, None
+        return kept if result is None else _with_loss(kept, result.loss)
+
+    def optimizer_step(self, closure: Callable[[], Any]) -> Any:
+        """Make the step that ends with this batch.
+
+        Args:
+            closure: Lightning's: ``training_step``, the hooks around it, and no backward pass, since that is ours.
+
+        Returns:
+            The loss, as the closure would.
+        """
+        self._closure = closure
+        try:
+            result = self._make(self._steps.step)
+        finally:
+            self._closure = None
+        kept, self._result = self._result, None
+        if not isinstance(closure, AbstractClosure):  # wrapped by the module's own optimizer_step
+            return None if result is None else result.loss
+        if result is not None and self._logs.parts > 1:
+            kept.loss = result.loss / self._divisor
+        closure._result = kept
+        return kept.loss
+
+    def _make(self, make: Callable[[Any, LossFunction], StepResult]) -> StepResult | None:
+        """Make a step or a part of one; None if ``training_step`` returned None, as Lightning allows."""
+        self._logs.keep()
+        self.skipped = True
+        try:
+            result = make(self._batch, self._pass)
+        except _NoLoss:
+            self._guard.note("step_without_loss", why="training_step returned None")
+            return None
+        finally:
+            self._logs.whole(self._batch)
+        self.skipped = result.skipped
+        return result
+
+    def _attempt_begins(self) -> None:
+        self._result = None
+        self._logs.put_back()
+
+    def _pass(self, part: Any) -> torch.Tensor:
+        """Return the loss of a part of the batch, with its graph."""
+        self._part, self._loss, self._passing = part, None, True
+        try:
+            with self._logged(part) as attempting:
+                if attempting and self._closure is not None:
+                    self._call_closure(self._closure)
+                else:
+                    with self._as_training_step():
+                        found = self.training_step(part, *self._rest)
+                    if attempting:
+                        self._result = found
+                        self._call_hooks("on_before_backward", self._loss)
+            return divided(self._returned(), self._divisor)
+        finally:
+            self._loss, self._part, self._passing = None, None, False
+
+    def _returned(self) -> torch.Tensor:
+        if self._loss is None:
+            raise _NoLoss
+        return self._loss
+
+    @contextlib.contextmanager
+    def _logged(self, part: Any) -> Iterator[bool]:
+        """Count what is logged of a part; what a trial or a replay logs is taken back, and nobody is told of it."""
+        if self._steps.attempting:
+            self._logs.begin_part(part, self._batch)
+            yield True
+            self._logs.end_part(self._samples(part))
+        else:
+            with self._logs.unseen():
+                yield False
+
+    def _call_closure(self, closure: Callable[[], Any]) -> None:
+        """Call the closure, but keep the gradients of earlier parts: it empties them, as before any backward pass."""
+        parameters: list[torch.Tensor] = []
+        if self._logs.parts:
+            parameters = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+        kept = [p.grad for p in parameters]
+        closure()
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient
+        if isinstance(closure, AbstractClosure):
+            self._result = closure.consume_result()
+
+    def _samples(self, part: Any) -> int:
+        return 1 if part is self._batch or callable(self._split) else batch_size(part, self._split)
+
+    @contextlib.contextmanager
+    def _as_training_step(self) -> Iterator[None]:
+        """Let ``self.log`` see that it is called in ``training_step``."""
+        before, self._module._current_fx_name = self._module._current_fx_name, "training_step"
+        try:
+            yield
+        finally:
+            self._module._current_fx_name = before
+
+    # --- hooks ----------------------------------------------------------------------------------------------
+
+    def backward_is_called(self) -> None:
+        """Call the hooks around a backward pass; it is made by the guard."""
+        if self._passing:
+            self._call_hooks("on_before_backward", self._loss)
+        else:
+            self._steps.show()
+            self._call_hooks("on_after_backward")
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._closure is None:
+            return
+        self._call_hooks("on_after_backward")
+        self._call_hooks("on_before_optimizer_step", optimizer)
+        if clips_itself(self._module):
+            self._trainer.precision_plugin._clip_gradients(
+                self._module,
+                optimizer,
+                self._trainer.gradient_clip_val,
+                gradient_clip_algorithm=self._trainer.gradient_clip_algorithm,
+            )
+
+    def _call_hooks(self, name: str, *args: Any) -> None:
+        call._call_callback_hooks(self._trainer, name, *args)
+        call._call_lightning_module_hook(self._trainer, name, *args)
+
+    # --- manual optimization --------------------------------------------------------------------------------
+
+    def manual(self, batch: Any, loss_fn: LossFunction, optimizer: Any, split: Split | None) -> StepResult:
+        """Make one step of these optimizers.
+
+        Args:
+            batch: What `loss_fn` takes.
+            loss_fn: As ``Guard.step`` takes it; it may use ``self.log``.
+            optimizer: One of ``self.optimizers()``, or several; None: all.
+            split: As ``Guard.step`` takes it.
+        """
+        wrappers = self._trainer.strategy._lightning_optimizers
+        wanted = wrappers if optimizer is None else [optimizer] if not isinstance(optimizer, Sequence) else optimizer
+        raw = [getattr(each, "optimizer", each) for each in wanted]
+        chosen = [i for i, each in enumerate(self._optimizers) if any(each is one for one in raw)]
+        names = names_of(self._optimizers)
+        before, self._batch = self._batch, batch
+        self._logs.keep()
+        for i in chosen:
+            wrappers[i]._on_before_step()
+        try:
+            result = self._guard.step(
+                batch, _Watched(self, loss_fn), optimizer=[names[i] for i in chosen], split=split
+            )
+        finally:
+            self._logs.whole(before)
+            self._batch = before
+        for i in chosen:
+            wrappers[i]._on_after_step()
+        return result
+
+    def watched(self, part: Any, loss_fn: LossFunction) -> Any:
+        """Call a loss function of manual optimization, and keep what it logs right."""
+        with self._logged(part), self._as_training_step():
+            return loss_fn(part)
+
+
+class _NoLoss(Exception):  # noqa: N818 - a signal, never seen by users
+    """``training_step`` returned None."""
+
+
+class _Watched:
+    """A loss function of manual optimization; told apart from others by the one that it holds."""
+
+    def __init__(self, steps: TrainerSteps, loss_fn: LossFunction) -> None:
+        self._steps = steps
+        self.loss_fn = loss_fn
+
+    def __call__(self, part: Any) -> Any:
+        return self._steps.watched(part, self.loss_fn)
+
+
+def _without_graph(found: Any) -> Any:
+    """Return what ``training_step`` returned, with a loss that holds no graph: the guard frees it when it must."""
+    if isinstance(found, Mapping):
+        return {**found, "loss": found["loss"].detach()} if isinstance(found.get("loss"), torch.Tensor) else found
+    return found.detach() if isinstance(found, torch.Tensor) else found
+
+
+def _with_loss(found: Any, loss: torch.Tensor) -> Any:
+    return {**found, "loss": loss} if isinstance(found, Mapping) else loss
+
+
+def names_of(optimizers: Sequence[Any]) -> list[str]:
+    """Return what the guard calls these optimizers."""
+    return ["optimizer"] if len(optimizers) == 1 else [f"optimizer_{i}" for i in range(len(optimizers))]
+
+
+def clips_itself(module: Any) -> bool:
+    """Return whether the clipping is left to Lightning: by value, or as the module says."""
+    by_value = module.trainer.gradient_clip_algorithm == "value"
+    return by_value or is_overridden("configure_gradient_clipping", module)

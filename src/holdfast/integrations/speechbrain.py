@@ -1,0 +1,361 @@
+"""SpeechBrain: a ``Brain`` whose optimizer steps are transactions and whose checkpoints verify.
+
+    class ASR(HoldfastMixin, sb.Brain): ...
+
+``compute_forward``, ``compute_objectives``, the hooks, ``freeze_optimizers``, precision, the options of the recipe
+(``max_grad_norm``, ``nonfinite_patience``, ``grad_accumulation_factor``, ``precision``) and the checkpointer stay
+SpeechBrain's. While nothing goes wrong, a training is SpeechBrain's own, bit for bit, but for two things:
+
+- the norm of each optimizer is over all its parameter groups, where SpeechBrain clips the first group only;
+- the last window of an epoch is stepped although it is not full, where SpeechBrain drops its gradients.
+
+``on_fit_batch_end`` is told ``should_step=False`` for a step that was skipped, and ``optimizer_step`` counts steps
+that were made. Checkpoints within an epoch wait for the end of a window. After SIGTERM there is one, and the process
+ends. A Brain with a ``fit_batch`` of its own (a GAN) calls `HoldfastMixin.guarded_step` there; where it calls
+``optimizers_step``, that clips all groups and leaves out steps with NaN or Inf, and no more.
+
+SpeechBrain needs torchaudio, whose compiled part fits one version of torch, and which it does not use for a Brain.
+Where ``import torchaudio`` fails with "Could not load this library", as beside a CPU build of torch, take that part
+out; torchaudio then imports without it.
+
+    pip install --no-deps --target audio torchaudio==2.11.0 && rm audio/torchaudio/lib/*.so
+    PYTHONPATH=audio python train.py
+
+``make speechbrain`` does so, and runs the tests of this module. One process; several are refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors.torch import load as tensors_from_bytes
+from safetensors.torch import save as tensors_to_bytes
+
+from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.core.durable import write_file
+from holdfast.core.errors import NonFiniteError, PolicyError
+from holdfast.core.policy import Policy
+from holdfast.data.random_state import RandomState, capture, restore
+from holdfast.integrations.frameworks import load
+from holdfast.integrations.speechbrain_batches import detached, joined, samples_in, split_of
+from holdfast.integrations.speechbrain_checkpoints import sealed
+from holdfast.numerics.gradients import Group, clip, inspect
+from holdfast.run.accumulation import Accumulation, divided
+from holdfast.run.hosted import HostedGuard, hosted_policy, take_scale
+from holdfast.run.promises import LossFunction
+from holdfast.run.result import StepResult
+
+__all__ = ["HoldfastMixin"]
+
+_RECOVERABLE = "holdfast"
+
+
+class HoldfastMixin:
+    """Put before ``sb.Brain`` among the bases, it makes each step a transaction and each checkpoint verified.
+
+    Args:
+        *positional: Of ``Brain``.
+        holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file; None:
+            ``holdfast_policy`` of ``hparams``, else the defaults. Clipping, precision and patience are the Brain's.
+        holdfast_run_dir: Where it is recorded; None: ``holdfast_run_dir`` of ``hparams``, else ``holdfast`` in its
+            ``output_folder`` or beside the checkpoints.
+        **named: Of ``Brain``.
+
+    Raises:
+        PolicyError: H101 or H102 for the policy; in ``fit``, H108 for several processes, H109 for a policy that
+            contradicts the options.
+    """
+
+    modules: Any
+    hparams: Any
+    optimizers_dict: dict[str, Any] | None
+    checkpointer: Any
+    training_ctx: Any
+    compute_forward: Any
+    compute_objectives: Any
+    freeze_optimizers: Any
+    on_fit_batch_start: Any
+    on_fit_batch_end: Any
+    scaler: Any
+    step: int
+    optimizer_step: int
+    nonfinite_count: int
+    nonfinite_patience: int
+    grad_accumulation_factor: int
+    max_grad_norm: float
+    holdfast_guard: HostedGuard | None = None
+    """The guard, while ``fit`` runs: `statistics`, `events`."""
+
+    def __init__(
+        self,
+        *positional: Any,
+        holdfast_policy: Any = None,
+        holdfast_run_dir: str | os.PathLike[str] | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(*positional, **named)
+        hparams = getattr(self, "hparams", None)
+        given = getattr(hparams, "holdfast_policy", None) if holdfast_policy is None else holdfast_policy
+        self._holdfast_policy = Policy.of(given)
+        self._holdfast_run_dir = holdfast_run_dir or getattr(hparams, "holdfast_run_dir", None)
+        self._holdfast_steps: Accumulation | None = None
+        self._holdfast_carried: dict[str, Any] | None = None
+        self._holdfast_random: RandomState | None = None  # to be put back before the first batch
+        self._holdfast_batches: int | None = None  # of an epoch
+        self._holdfast_seen: list[tuple[Any, int]] = []  # outputs of the parts of a batch
+        if self.checkpointer is not None:
+            sealed(self.checkpointer)
+            self.checkpointer.add_recoverable(
+                _RECOVERABLE, self, custom_save_hook=_save, custom_load_hook=_load, optional_load=True
+            )
+
+    # --- open and close -------------------------------------------------------------------------------------
+
+    def fit(self, *positional: Any, **named: Any) -> None:
+        """Train, as ``Brain.fit``; the run directory is closed afterwards."""
+        error: BaseException | None = None
+        try:
+            super().fit(*positional, **named)  # type: ignore[misc]
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            guard, self.holdfast_guard, self._holdfast_steps = self.holdfast_guard, None, None
+            if self.checkpointer is not None:
+                self.checkpointer.note, self.checkpointer.why_not = None, lambda: None
+            if guard is not None:
+                guard.__exit__(None if error is None else type(error), error, None)
+
+    def on_fit_start(self) -> None:
+        """Do as ``Brain`` does, which restores everything, and open the run directory."""
+        super().on_fit_start()  # type: ignore[misc]
+        if getattr(self, "distributed_launch", False) or getattr(self, "data_parallel_backend", False):
+            raise PolicyError(
+                "this Brain runs in several processes, or on several devices",
+                limit="this version guards one",
+                fix="leave HoldfastMixin out, and start the job under `holdfast run`.",
+                rule="H108",
+            )
+        optimizers = self._holdfast_optimizers()
+        if not optimizers:
+            return  # gradients are only looked at
+        guard = HostedGuard(
+            self._holdfast_directory(), model=self.modules, optimizer=optimizers, policy=self._holdfast_settings()
+        )
+        take_scale(guard, self.scaler)
+        self.holdfast_guard, self._holdfast_steps = guard, Accumulation(guard, self._holdfast_seen.clear)
+        if self.checkpointer is not None:
+            self.checkpointer.note, self.checkpointer.why_not = guard.note, guard.nonfinite_state
+        if type(self).fit_batch is not HoldfastMixin.fit_batch:
+            guard.note("own_fit_batch", why="it is not guarded, but for what goes through guarded_step")
+        carried, self._holdfast_carried = self._holdfast_carried, None
+        if carried is None:
+            guard.replaced_state()
+            return
+        guard.take_up(carried["guard"])
+        tensors = tensors_from_bytes(base64.b64decode(carried["tensors"]))
+        state = RandomState.from_tree(decode(carried["random_state"], tensors))
+        if carried["in_epoch"]:
+            self._holdfast_random = state  # the loader draws from it until then
+        else:
+            restore(state)
+
+    def _holdfast_optimizers(self) -> dict[str, Any]:
+        if self.optimizers_dict is not None:
+            return dict(self.optimizers_dict)
+        found = getattr(self, "optimizer", None)
+        return {} if found is None else {"optimizer": found}
+
+    def _holdfast_settings(self) -> Policy:
+        options = {name: getattr(self, name) for name in ("max_grad_norm", "nonfinite_patience", "precision")}
+        recipe, mine = Policy.from_speechbrain(options), self._holdfast_policy
+        chosen = hosted_policy(
+            mine, max_grad_norm=recipe.max_grad_norm, precision=recipe.precision, host="the options of the Brain"
+        )
+        return chosen.replace(clip_by=recipe.clip_by, nonfinite_patience=recipe.nonfinite_patience)
+
+    def _holdfast_directory(self) -> Path:
+        if self._holdfast_run_dir is not None:
+            return Path(self._holdfast_run_dir)
+        output = getattr(getattr(self, "hparams", None), "output_folder", None)
+        if output is None and self.checkpointer is not None:
+            output = Path(self.checkpointer.checkpoints_dir).parent
+        return Path(output or ".", "holdfast")
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def _fit_train(self, train_set: Any, epoch: Any, enable: Any) -> None:
+        try:
+            self._holdfast_batches = len(train_set)
+        except TypeError:
+            self._holdfast_batches = None
+        super()._fit_train(train_set=train_set, epoch=epoch, enable=enable)  # type: ignore[misc]
+
+    def fit_batch(self, batch: Any) -> torch.Tensor:
+        """Train on a batch, as ``Brain.fit_batch``.
+
+        Args:
+            batch: As the loader gives it.
+
+        Returns:
+            The loss, detached, on the CPU: a batch that was left out returns its NaN.
+        """
+        steps = self._holdfast_steps
+        if steps is None:
+            found: torch.Tensor = super().fit_batch(batch)  # type: ignore[misc]
+            return found
+        self._holdfast_begin()
+        should_step = self.step % self.grad_accumulation_factor == 0 or self.step == self._holdfast_batches
+        self.on_fit_batch_start(batch, should_step)
+        make = steps.step if should_step else steps.add
+        result = make(batch, self._holdfast_loss, optimizer=self._holdfast_active(), split=split_of(batch))
+        self.nonfinite_count += result.skipped and not bool(torch.isfinite(result.loss))
+        self.optimizer_step += should_step and not result.skipped
+        seen, outputs = list(self._holdfast_seen), None
+        self._holdfast_seen.clear()
+        if seen:
+            outputs = joined([each for each, _ in seen], [size for _, size in seen])
+        self.on_fit_batch_end(batch, outputs, result.loss, should_step and not result.skipped)
+        return result.loss.detach().cpu()
+
+    def _should_save_intra_epoch_ckpt(self, last_ckpt_time: Any, steps_since_ckpt: Any) -> bool:
+        """Say whether to save after this batch: never in the middle of a window, and at once after SIGTERM."""
+        if self._holdfast_steps is not None and self._holdfast_steps.pending:
+            return False  # its gradients would be lost; the save stays due
+        if self.holdfast_guard is None or self.holdfast_guard.stop_reason is None:
+            usual: bool = super()._should_save_intra_epoch_ckpt(last_ckpt_time, steps_since_ckpt)  # type: ignore[misc]
+            return usual
+        if self.checkpointer is None:
+            self._holdfast_stop()
+        return True
+
+    def _save_intra_epoch_ckpt(self) -> None:
+        super()._save_intra_epoch_ckpt()  # type: ignore[misc]
+        if self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None:
+            self._holdfast_stop()
+
+    def _holdfast_stop(self) -> NoReturn:
+        assert self.holdfast_guard is not None
+        self.holdfast_guard.note("stop_requested", reason=self.holdfast_guard.stop_reason)
+        raise SystemExit(0)
+
+    def _holdfast_begin(self) -> None:
+        state, self._holdfast_random = self._holdfast_random, None
+        if state is not None:
+            restore(state)
+
+    def _holdfast_loss(self, part: Any) -> torch.Tensor:
+        stage = _train_stage()
+        with self.training_ctx:
+            outputs = self.compute_forward(part, stage)
+            loss: torch.Tensor = self.compute_objectives(outputs, part, stage)
+        assert self._holdfast_steps is not None
+        if self._holdfast_steps.attempting:
+            self._holdfast_seen.append((detached(outputs), samples_in(part)))
+        return divided(loss, self.grad_accumulation_factor)
+
+    def _holdfast_active(self) -> list[str]:
+        if self.optimizers_dict is None:
+            return list(self._holdfast_optimizers())
+        return list(self.freeze_optimizers(self.optimizers_dict))
+
+    def guarded_step(
+        self, batch: Any, loss_fn: LossFunction, *, optimizer: str | Sequence[str] | None = None
+    ) -> StepResult:
+        """Make one step in a ``fit_batch`` of one's own, such as that of a GAN.
+
+        Args:
+            batch: What `loss_fn` takes; after out-of-memory, parts of it.
+            loss_fn: As ``Guard.step`` takes it; autocast is on.
+            optimizer: Keys of ``optimizers_dict``; None: all that are not frozen. Gradients reach only their
+                parameters.
+
+        Returns:
+            What happened; ``skipped`` if the weights are what they were.
+        """
+        assert self.holdfast_guard is not None, "only while fit runs"
+        self._holdfast_begin()
+        names = self._holdfast_active() if optimizer is None else optimizer
+        result = self.holdfast_guard.step(batch, loss_fn, optimizer=names, split=split_of(batch))
+        self.optimizer_step += not result.skipped
+        return result
+
+    def optimizers_step(self) -> None:
+        """Step the optimizers in a ``fit_batch`` of one's own: every group is clipped, NaN and Inf are left out.
+
+        Raises:
+            NonFiniteError: H501, if it happened more often in this epoch than ``nonfinite_patience`` allows.
+        """
+        guard = self.holdfast_guard
+        if guard is None:
+            super().optimizers_step()  # type: ignore[misc]
+            return
+        active = self._holdfast_active()
+        optimizers = {name: each for name, each in self._holdfast_optimizers().items() if name in active}
+        for each in optimizers.values():
+            self.scaler.unscale_(each)
+        groups = [
+            Group(f"{name}.{index}", name, [p for p in group["params"] if p.grad is not None])
+            for name, each in optimizers.items()
+            for index, group in enumerate(each.param_groups)
+        ]
+        if any(group.parameters for group in groups):
+            self._holdfast_clip_and_step(guard, optimizers, groups)
+        for each in optimizers.values():
+            each.zero_grad(set_to_none=True)
+
+    def _holdfast_clip_and_step(self, guard: HostedGuard, optimizers: dict[str, Any], groups: list[Group]) -> None:
+        first = next(p for group in groups for p in group.parameters)
+        facts, norms = inspect(groups, first.new_zeros(()))
+        if facts.nonfinite and not self.scaler.is_enabled():  # fp16 finds its scale by trying
+            self.nonfinite_count += 1
+            guard.note("skip_step", reason="the gradient holds NaN or Inf", promise="changes training")
+            if self.nonfinite_count > self.nonfinite_patience:
+                raise NonFiniteError(
+                    f"the gradient of {self.nonfinite_count} steps held NaN or Inf",
+                    limit=f"nonfinite_patience={self.nonfinite_patience} is spent",
+                    fix="lower the learning rate, check the data; or use guarded_step, which says where it is from.",
+                    rule="H501",
+                )
+            return
+        limit = guard.policy.max_grad_norm
+        if limit is not None and not facts.nonfinite:
+            clip(groups, norms, limit, guard.policy.clip_by)
+        for each in optimizers.values():
+            self.scaler.step(each)
+        self.scaler.update()
+        self.optimizer_step += 1
+
+
+# --- what a checkpoint holds besides SpeechBrain's own --------------------------------------------------------
+
+
+def _save(brain: HoldfastMixin, path: Any) -> None:
+    guard = brain.holdfast_guard
+    if guard is None:
+        write_file(Path(path), b"null")
+        return
+    encoder = Encoder(_RECOVERABLE)
+    random_state = encoder.encode(capture(guard._parts.devices()).to_tree())
+    carried = {
+        "guard": guard.carried_state(),
+        "random_state": random_state,
+        "tensors": base64.b64encode(tensors_to_bytes(encoder.tensors)).decode(),
+        "in_epoch": bool(brain.step) and brain.modules.training,
+    }
+    write_file(Path(path), json.dumps(carried).encode())
+
+
+def _load(brain: HoldfastMixin, path: Any, end_of_epoch: Any) -> None:
+    del end_of_epoch
+    brain._holdfast_carried = json.loads(Path(path).read_bytes())
+
+
+def _train_stage() -> Any:
+    return load("speechbrain").Stage.TRAIN

@@ -1,0 +1,337 @@
+"""Guarded training in Hugging Face's Trainer: each optimizer step is a transaction, each checkpoint is verified.
+
+    from holdfast.integrations.transformers import HoldfastTrainer      # or HoldfastSeq2SeqTrainer
+    trainer = HoldfastTrainer(model, args, train_dataset=..., holdfast_policy={"drop_nonfinite_samples": True})
+    trainer.train(resume_from_checkpoint=True)
+
+    class MyTrainer(HoldfastMixin, SFTTrainer): ...                     # any other Trainer
+    Trainer(..., callbacks=[HoldfastCallback()])                        # where none can be subclassed
+
+A ``get_train_dataloader`` of your own may return a `holdfast.DataLoader`, which is not to be prepared: it heals and
+sets samples aside, they are named by their index in the dataset, and training resumes in its order.
+
+The Trainer keeps its loop, data, evaluation, logs, schedule and checkpoints. What happens between the first forward
+pass of a step and its optimizer is the guard's. The micro-batches of ``gradient_accumulation_steps`` are gathered,
+and trained at the last of them: ``on_substep_end`` comes before, ``on_pre_optimizer_step`` after the step is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import CheckpointError, OutOfMemoryError
+from holdfast.data.loader import DataLoader
+from holdfast.integrations.frameworks import load
+from holdfast.integrations.transformers_callback import CallbackParts
+from holdfast.integrations.transformers_checkpoints import (
+    SealedSave,
+    carried_in,
+    is_of_the_disk,
+    last_good_checkpoint,
+    resumable,
+)
+from holdfast.integrations.transformers_limits import check_supported, late_callbacks, precision_of
+from holdfast.integrations.transformers_loader import PlacedLoader
+from holdfast.integrations.transformers_loss import TrainerLoss
+from holdfast.run.hosted import HostedGuard, hosted_policy, take_scale
+
+__all__ = ["HoldfastCallback", "HoldfastMixin", "HoldfastSeq2SeqTrainer", "HoldfastTrainer", "last_good_checkpoint"]
+
+
+_log = logging.getLogger("holdfast")
+HoldfastTrainer: Any  # made when they are asked for, since their bases take seconds to import
+HoldfastSeq2SeqTrainer: Any
+HoldfastCallback: Any
+
+
+class HoldfastMixin:
+    """Put before a Trainer class among the bases, it makes each of its steps a transaction.
+
+    ``TrainingArguments`` win: ``max_grad_norm``, ``bf16``, ``fp16``, ``save_*`` and the schedule are taken from
+    there; a policy that says otherwise is an error. ``logging_nan_inf_filter`` is switched off. Logs have
+    ``skipped_steps``, ``out_of_memory`` and ``rollbacks`` once there are any.
+
+    Args:
+        *positional: Of the Trainer.
+        holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file, or None for defaults.
+        holdfast_run_dir: Where it is recorded; None: ``holdfast`` in the output directory.
+        **named: Of the Trainer.
+
+    Raises:
+        PolicyError: H111 or H108 for what cannot be guarded, H109 for a policy that contradicts the arguments.
+    """
+
+    args: Any
+    state: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    _tr_loss: Any
+    _total_loss_scalar: Any
+    holdfast_guard: HostedGuard | None = None
+    """The guard, while a training runs: `statistics`, `events`, `request_stop`."""
+
+    def __init__(
+        self, *positional: Any, holdfast_policy: Any = None, holdfast_run_dir: str | None = None, **named: Any
+    ) -> None:
+        super().__init__(*positional, **named)
+        check_supported(self)
+        self._holdfast_policy = hosted_policy(
+            holdfast_policy,
+            max_grad_norm=self.args.max_grad_norm or None,
+            precision=precision_of(self.accelerator),
+            host="TrainingArguments",
+        )
+        self._holdfast_run_dir = holdfast_run_dir
+        self._holdfast_loss: TrainerLoss | None = None
+        self._holdfast_window: list[Any] = []
+        self._holdfast_loader: DataLoader | None = None
+        self._holdfast_indices: list[list[int] | None] = []
+        self._holdfast_position: dict[str, Any] | None = None
+        self._holdfast_norm = math.nan
+        self._holdfast_total = torch.zeros((), dtype=torch.float64)  # of the losses that are in the weights
+        self._holdfast_resumed: Any = None
+        self._holdfast_trial: Any = None
+        self._holdfast_step_before: Any = None
+        self._holdfast_saves = 0
+        self.args.logging_nan_inf_filter = False
+        base = load("transformers").TrainerCallback
+        self.add_callback(type("HoldfastStop", (_StopWhenAsked, base), {})(self))  # type: ignore[attr-defined]
+
+    # --- the training ---------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **named: Any) -> Any:
+        """Train as the Trainer does; ``resume_from_checkpoint`` is verified, and falls back to the one before.
+
+        Raises:
+            OutOfMemoryError: H401 or H402. NonFiniteError: H501. DivergenceError: H503. CheckpointError: H312.
+        """
+        check_supported(self)
+        resume_from_checkpoint = resumable(resume_from_checkpoint, self.args.output_dir)
+        self._holdfast_resumed, self._holdfast_trial = resume_from_checkpoint, trial
+        self._holdfast_loader, self._holdfast_position, self._holdfast_indices = None, None, []
+        self._holdfast_total = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        try:
+            done = super().train(resume_from_checkpoint, trial, **named)  # type: ignore[misc]
+        except BaseException as error:
+            self._holdfast_close(type(error))
+            raise
+        self._holdfast_close(None)
+        return done
+
+    def _holdfast_open(self, model: torch.nn.Module) -> HostedGuard:
+        default = Path(self._get_output_dir(self._holdfast_trial), "holdfast")  # type: ignore[attr-defined]
+        guard = HostedGuard(
+            self._holdfast_run_dir or default,
+            model=model,
+            optimizer=self.optimizer.optimizer,
+            scheduler=self.lr_scheduler,
+            loader=self._holdfast_loader,
+            policy=self._holdfast_policy,
+        )
+        late = late_callbacks(self)
+        if late:
+            _log.warning(
+                "on_pre_optimizer_step of %s comes after the step: gradients changed there move nothing", late
+            )
+        take_scale(guard, self.accelerator.scaler)
+        carried = carried_in(self._holdfast_resumed)
+        if carried is not None:
+            guard.take_up(carried)
+        self._holdfast_loss, self._holdfast_window = TrainerLoss(self, model), []
+        self._holdfast_step_before = vars(self.optimizer).get("step")
+        self.optimizer.step = _Made(self.optimizer)  # the guard steps the optimizer inside this one
+        self.holdfast_guard = guard
+        return guard
+
+    def _holdfast_close(self, error: type[BaseException] | None) -> None:
+        guard, self.holdfast_guard = self.holdfast_guard, None
+        if guard is None:
+            return
+        del self.optimizer.step
+        if self._holdfast_step_before is not None:
+            self.optimizer.step = self._holdfast_step_before
+        self.optimizer._is_overflow = False
+        guard.__exit__(error, None, None)
+
+    # --- data -----------------------------------------------------------------------------------------------
+
+    def _run_epoch(self, *rest: Any, **named: Any) -> Any:
+        """Let a `holdfast.DataLoader` keep its order, also where the Trainer resumes in the middle of an epoch."""
+        loader = named.get("train_dataloader")
+        if isinstance(loader, DataLoader):
+            self._holdfast_loader = loader
+            resumes = named["resume_from_checkpoint"] is not None and named["epoch"] == named["epochs_trained"]
+            skipped = named["steps_trained_in_current_epoch"] if resumes else 0
+            carried = carried_in(self._holdfast_resumed) if skipped else None
+            state = None if carried is None else carried.get("loader")
+            named["train_dataloader"] = PlacedLoader(loader, named["epoch"], skipped, state)
+            if self.holdfast_guard is None:
+                self._holdfast_open(named["model"])  # before the first batch is made, so that its events are recorded
+        return super()._run_epoch(*rest, **named)  # type: ignore[misc]
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *rest: Any, **named: Any) -> Any:
+        """Collect the micro-batches of a window, and note which samples they hold, where the loader knows it."""
+        loader = self._holdfast_loader
+        if loader is None:
+            return super().get_batch_samples(epoch_iterator, *rest, **named)  # type: ignore[misc]
+        self._holdfast_position = loader.state_dict()
+
+        def noted() -> Iterator[Any]:
+            for batch in epoch_iterator:
+                self._holdfast_indices.append(loader.batch_indices)
+                yield batch
+
+        return super().get_batch_samples(noted(), *rest, **named)  # type: ignore[misc]
+
+    def _holdfast_carried(self, guard: HostedGuard) -> dict[str, Any]:
+        carried = guard.carried_state()
+        if self._holdfast_loader is not None:
+            carried["loader"] = self._holdfast_position or self._holdfast_loader.state_dict()
+        return carried
+
+    # --- the step -------------------------------------------------------------------------------------------
+
+    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Gather a micro-batch; at the last one of the window make the whole step.
+
+        Returns:
+            The loss of the window at its end, as the Trainer sums it up; 0 before.
+        """
+        guard = self.holdfast_guard or self._holdfast_open(model)
+        assert self._holdfast_loss is not None
+        window = self._holdfast_window
+        window.append(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        if len(window) != self.current_gradient_accumulation_steps:  # type: ignore[attr-defined]
+            # The rest of an epoch whose length nobody knew is trained with the first window of the next one.
+            num_items_in_batch = self._get_num_items_in_batch(window, self.args.device)  # type: ignore[attr-defined]
+        self._holdfast_window = []
+        known, self._holdfast_indices = self._holdfast_indices, []
+        guard.lend(None if None in known else [index for indices in known if indices for index in indices] or None)
+        model.train()
+        self.optimizer.train()
+        try:
+            result = guard.step(self._holdfast_loss.window(window, num_items_in_batch, guard), self._holdfast_loss)
+        except OutOfMemoryError:
+            if self.args.save_strategy != "no" and self.state.global_step:
+                self._save_checkpoint(model, self._holdfast_trial)  # the weights are those of the last step
+            raise
+        self._holdfast_position = None  # what was handed out is trained
+        self.optimizer._is_overflow = result.skipped  # so that the schedule stays where it is
+        self._holdfast_norm = math.hypot(*result.grad_norm.values())
+        if not result.skipped:
+            self._holdfast_total += result.loss
+        return result.loss.to(torch.float32)
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> float:  # noqa: ARG002 - the Trainer passes it
+        return self._holdfast_norm
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float:  # noqa: ARG002 - likewise
+        return self._holdfast_norm
+
+    # --- logs -----------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
+        """Log as the Trainer does, with what has happened to steps so far."""
+        if self.holdfast_guard is not None and ("loss" in logs or "train_loss" in logs):
+            found = self.holdfast_guard.statistics()
+            for name in ("skipped_steps", "out_of_memory", "rollbacks"):
+                if getattr(found, name):
+                    logs[name] = getattr(found, name)
+        if not math.isfinite(logs.get("loss", 0.0)):  # the Trainer takes NaN from NaN, and would log it for ever
+            self._tr_loss.zero_()
+            self._total_loss_scalar = float(self._holdfast_total)
+        super().log(logs, *rest, **named)  # type: ignore[misc]
+
+    def _finalize_training(self, *rest: Any, **named: Any) -> Any:
+        """Let ``train_loss`` tell of the steps that were made; each NaN is in the log of its own steps."""
+        total: Any = getattr(self, "_tr_loss", None)
+        if total is not None and not math.isfinite(self._total_loss_scalar + float(total)):
+            self._tr_loss, self._total_loss_scalar = torch.zeros_like(total), float(self._holdfast_total)
+        return super()._finalize_training(*rest, **named)  # type: ignore[misc]
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Save as the Trainer does, and seal; a save that fails is an event and does not stop training."""
+        guard, step = self.holdfast_guard, self.state.global_step
+        bad = None if guard is None else guard.nonfinite_state()
+        if guard is None or bad is not None:
+            if guard is not None:
+                guard.note("save_refused", why=bad)
+                guard.return_from(str(bad))
+            return
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{step}")  # type: ignore[attr-defined]
+        with SealedSave(self, folder) as save:
+            try:
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                save.seal(self._holdfast_carried(guard))
+            except (OSError, RuntimeError, CheckpointError, load("safetensors").SafetensorError) as error:
+                save.give_up()
+                if not self._holdfast_saves and not is_of_the_disk(error):
+                    raise  # a state that can never be saved is for the caller to know
+                guard.note("save_failed", checkpoint=folder.name, why=f"{type(error).__name__}: {error}"[:500])
+                return
+        self._holdfast_saves += 1
+        guard.note("saved", checkpoint=folder.name)
+
+
+class _StopWhenAsked:
+    """Ends a training after SIGTERM or ``request_stop``, with a checkpoint, and hands evaluations on."""
+
+    def __init__(self, trainer: HoldfastMixin) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Look for a request."""
+        self._look(args, state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        """Look again, since an evaluation lasts; tell the guard its loss."""
+        self._look(args, state, control)
+        guard, loss = self._trainer.holdfast_guard, (metrics or {}).get("eval_loss")
+        if guard is not None and loss is not None:
+            guard.validated(loss)
+
+    def _look(self, args: Any, state: Any, control: Any) -> None:
+        guard = self._trainer.holdfast_guard
+        if guard is not None and guard.stop_reason is not None and not control.should_training_stop:
+            guard.note("stop_requested", reason=guard.stop_reason, at=state.global_step)
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
+
+
+class _Made:
+    """Stands in for the step of an optimizer that was stepped already."""
+
+    _wrapped_by_lr_sched = True  # as torch's schedulers want to see it
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def __call__(self, _closure: Any = None) -> None:
+        self._optimizer._opt_called = True  # likewise
+
+
+_BUILT: dict[str, tuple[type, str]] = {
+    "HoldfastTrainer": (HoldfastMixin, "Trainer"),
+    "HoldfastSeq2SeqTrainer": (HoldfastMixin, "Seq2SeqTrainer"),
+    "HoldfastCallback": (CallbackParts, "TrainerCallback"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _BUILT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    ours, theirs = _BUILT[name]
+    about = {"__module__": __name__, "__doc__": ours.__doc__}
+    globals()[name] = type(name, (ours, getattr(load("transformers"), theirs)), about)
+    return globals()[name]

@@ -1,0 +1,147 @@
+"""What a callback can do for a Hugging Face Trainer that cannot be subclassed: observe, record, stop, verify.
+
+It cannot retry a step, split a batch or return to an earlier state: out of memory ends such a training.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.health import nonfinite_tensors
+from holdfast.checkpoint.sealing import is_sealed, seal, set_aside, verify
+from holdfast.integrations.recording import Recording
+from holdfast.run.stop import StopRequest
+
+
+class CallbackParts:
+    """A ``TrainerCallback`` that records every step, leaves out those with NaN or Inf, and seals checkpoints.
+
+    A step whose gradients are not finite moves no weight: they are emptied before the optimizer sees them (the
+    schedule goes on all the same), and after ``nonfinite_patience`` of them in a row training ends. SIGTERM ends it
+    after the step, with a checkpoint. What is saved gets digests; resuming from a checkpoint whose bytes have changed
+    is refused, and `last_good_checkpoint` finds the one before. ``logging_nan_inf_filter`` is switched off.
+
+    Args:
+        holdfast_policy: As for `HoldfastMixin`; used are ``nonfinite_patience``, ``diagnose``, ``objective``,
+            ``frozen`` and ``ignore_rules``.
+        holdfast_run_dir: Where it is recorded; None: ``holdfast`` in the output directory.
+    """
+
+    def __init__(self, holdfast_policy: Any = None, holdfast_run_dir: str | os.PathLike[str] | None = None) -> None:
+        self._recording = Recording(holdfast_policy, holdfast_run_dir, instead="HoldfastMixin")
+        self._stop = StopRequest()
+        weakref.finalize(self, self._stop.uninstall)
+
+    # --- begin and end --------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:  # noqa: ARG002
+        """Open the recording, and look at the checkpoint that was resumed from.
+
+        Raises:
+            PolicyError: H108, for several processes. RunDirectoryError: H30x.
+            CheckpointError: H311, if the checkpoint does not hold what was saved.
+        """
+        resumed = _folder(args, state)
+        if state.global_step and is_sealed(resumed):
+            verify(resumed)
+        self._stop.uninstall()
+        self._recording.open(
+            args.output_dir, by="the Trainer", world_size=args.world_size, global_step=state.global_step
+        )
+        args.logging_nan_inf_filter = False
+        self._stop.install()
+        self._recording.look_at(model, getattr(named["optimizer"], "optimizer", named["optimizer"]))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Tell the findings, and close the recording."""
+        self._stop.uninstall()
+        self._recording.close()
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Mark that a step has begun."""
+        self._recording.begin_step()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:  # noqa: ARG002
+        """Empty gradients that hold NaN or Inf.
+
+        Raises:
+            NonFiniteError: H501, after too many such steps in a row.
+        """
+        optimizer = named["optimizer"]
+        if getattr(optimizer, "scaler", None) is not None:
+            return  # fp16 finds its scale by trying, and skips by itself
+        gradients = [
+            (name, parameter.grad)
+            for name, parameter in named["model"].named_parameters()
+            if parameter.grad is not None
+        ]
+        bad, count = nonfinite_tensors(gradients)
+        if count:
+            reason = f"{count} gradient(s) hold NaN or Inf, after clipping: {', '.join(bad)}"
+            self._recording.leave_out(optimizer, reason)
+        else:
+            self._recording.skipped_in_a_row = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Mark that it has ended; stop if that was asked for."""
+        self._recording.end_step(state.global_step)
+        self._look(args, control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:  # noqa: ARG002
+        """Take the loss and the norm of the steps that are logged; those of others are not known."""
+        if logs and "loss" in logs:
+            self._recording.loss, self._recording.norm = float(logs["loss"]), float(logs.get("grad_norm", math.nan))
+            self._recording.record_step()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:  # noqa: ARG002
+        """Take in an evaluation; stop if that was asked for meanwhile."""
+        loss = (metrics or {}).get("eval_loss")
+        if loss is not None:
+            self._recording.validated(float(loss))
+        self._look(args, control)
+
+    def _look(self, args: Any, control: Any) -> None:
+        if self._stop.reason is not None and not control.should_training_stop:
+            self._recording.note("stop_requested", reason=self._stop.reason)
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:  # noqa: ARG002
+        """Seal what the Trainer has written; set it aside if its weights are not finite.
+
+        Raises:
+            NonFiniteError: H501, for weights or moments with NaN or Inf: training on is of no use.
+        """
+        folder = _folder(args, state)
+        if not folder.is_dir():  # of a hyperparameter search
+            return
+        moments = [
+            (f"{key} of a parameter", value)
+            for kept in named["optimizer"].state.values()
+            for key, value in kept.items()
+            if hasattr(value, "is_floating_point")
+        ]
+        bad, count = nonfinite_tensors([*named["model"].named_parameters(), *moments])
+        if count:
+            reason = f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}"
+            self._recording.note("save_refused", why=reason, kept=set_aside(folder).name)
+            raise self._recording.given_up(reason)
+        try:
+            seal(folder, global_step=state.global_step, unix_seconds=time.time())
+        except OSError as error:
+            self._recording.note("save_failed", checkpoint=folder.name, why=f"{type(error).__name__}: {error}"[:500])
+            return
+        self._recording.note("saved", checkpoint=folder.name)
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir, f"checkpoint-{state.global_step}")

@@ -1,0 +1,134 @@
+"""The checkpoint folders of a Hugging Face Trainer: sealed when they are written, verified before one is resumed.
+
+The Trainer writes ``checkpoint-500`` in place. Here a manifest with digests is written last, and a folder that does
+not verify is renamed to ``damaged-checkpoint-500``, where neither the Trainer nor its rotation looks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from holdfast.checkpoint.sealing import newest_good, remove_draft, seal, set_aside, unseal
+from holdfast.core.durable import write_file
+from holdfast.integrations.frameworks import load
+
+_log = logging.getLogger("holdfast")
+_NAME = re.compile(r"checkpoint-(\d+)")
+STATE_FILE = "holdfast_state.json"
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoint folders of an output directory, newest first."""
+    found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True) if path.is_dir()]
+
+
+def last_good_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+    """Return the newest checkpoint of an output directory that verifies; those that do not are set aside.
+
+    It stands in for ``transformers.trainer_utils.get_last_checkpoint``, which takes the largest number whatever lies
+    in the folder. Not while another process trains there.
+
+    Args:
+        folder: ``TrainingArguments.output_dir``.
+
+    Returns:
+        Its path, or None if there is none at all.
+
+    Raises:
+        CheckpointError: H312, if there are some and none verifies.
+    """
+    good, refused = newest_good(checkpoints_in(Path(folder)))
+    for path, why in refused:
+        _log.warning("%s; it is kept as %s", why, set_aside(path))
+    return None if good is None else str(good)
+
+
+def resumable(asked: Any, output_dir: str) -> Any:
+    """Return what the Trainer shall resume from, verified.
+
+    Args:
+        asked: ``resume_from_checkpoint``: a path, True for the newest, or None or False.
+        output_dir: Where the newest is looked for.
+
+    Raises:
+        CheckpointError: H312.
+    """
+    if not asked:
+        return asked
+    if asked is True:
+        return last_good_checkpoint(output_dir) or True  # of none at all the Trainer says it itself
+    path = Path(asked)
+    older = [each for each in checkpoints_in(path.parent) if _number(each) < _number(path)]
+    good, refused = newest_good([path, *older] if path.is_dir() else [])
+    for _, why in refused:
+        _log.warning("%s; going on from %s", why, good)
+    return asked if good is None else str(good)
+
+
+def _number(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else 0
+
+
+class SealedSave:
+    """One save of a Trainer: what to do before it writes, and after.
+
+    Args:
+        trainer: Its ``args`` and ``state`` are used.
+        folder: Where it is about to write.
+    """
+
+    def __init__(self, trainer: Any, folder: Path) -> None:
+        self._trainer = trainer
+        self._folder = folder
+        self._limit = trainer.args.save_total_limit
+        self._best = trainer.state.best_model_checkpoint
+
+    def __enter__(self) -> Self:
+        if self._folder.is_dir():
+            unseal(self._folder)  # a step that is saved once more
+        self._trainer.args.save_total_limit = None  # nothing older goes before this one is sealed
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._trainer.args.save_total_limit = self._limit
+
+    def seal(self, carried: Mapping[str, Any]) -> None:
+        """Write what holdfast needs of it, and the digests; then older ones may go.
+
+        Raises:
+            OSError: if the disk refuses.
+        """
+        trainer, step = self._trainer, self._trainer.state.global_step
+        write_file(self._folder / STATE_FILE, json.dumps(carried).encode())
+        seal(self._folder, global_step=step, unix_seconds=time.time())
+        load("transformers.trainer_utils").rotate_checkpoints(
+            output_dir=str(self._folder.parent),
+            save_total_limit=self._limit,
+            best_model_checkpoint=trainer.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+    def give_up(self) -> None:
+        """Remove what was written, after an error."""
+        self._trainer.state.best_model_checkpoint = self._best
+        remove_draft(self._folder)
+
+
+def carried_in(checkpoint: Any) -> dict[str, Any] | None:
+    """Return what `SealedSave.seal` was given, or None if it was not written with holdfast."""
+    path = Path(checkpoint) / STATE_FILE if isinstance(checkpoint, str) else None
+    return json.loads(path.read_bytes()) if path is not None and path.is_file() else None
+
+
+def is_of_the_disk(error: Exception) -> bool:
+    """Return whether a save failed for what may be mended by itself; torch wraps what the system said."""
+    return isinstance(error, OSError) or "PytorchStreamWriter" in str(error) or "os error" in str(error).lower()

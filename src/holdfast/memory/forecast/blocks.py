@@ -1,0 +1,54 @@
+"""Which modules of a job could be recomputed, and what they are called.
+
+Does not: watch them (``block_runs``), or choose among them (``recompute_choice``).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from holdfast.core.errors import PolicyError
+from holdfast.memory.recompute import find_repeated_blocks
+
+
+def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return the modules that could be recomputed: repeated blocks, or else the children that have parameters.
+
+    Args:
+        models: By the name that their modules' begin with; the empty one adds nothing.
+
+    Returns:
+        Names, as `Policy.recompute` takes them, and modules.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    for prefix, model in models.items():
+        children = [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
+        blocks = find_repeated_blocks(model) or children
+        found += [(".".join(filter(None, (prefix, name))), block) for name, block in blocks]
+    return found
+
+
+def modules_named(names: Sequence[str], models: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """Return modules by the names that `find_blocks` gives.
+
+    Raises:
+        PolicyError: H412 for a name that no module has.
+    """
+    known = {
+        ".".join(filter(None, (prefix, name))): module
+        for prefix, model in models.items()
+        for name, module in model.named_modules()
+    }
+    for name in names:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise PolicyError(
+                f"recompute={name!r}",
+                limit="the models have no module of that name",
+                fix=f"did you mean {nearest[0]!r}?" if nearest else "name a module of the model.",
+                rule="H412",
+            )
+    return [known[name] for name in names]

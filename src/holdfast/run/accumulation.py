@@ -1,0 +1,210 @@
+"""One optimizer step over batches that come one by one: each is a transaction, and the last one commits them all.
+
+For frameworks that show every batch while it is trained, so that a `Window` cannot wait for its last one. A batch
+that ran out of memory is made again or cut, without touching the gradients of those before it; one with NaN or Inf
+has the whole step skipped, or goes on without the samples that it came from, as the policy says.
+
+Does not: know any framework (see ``integrations``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from holdfast.data.random_state import RandomState, capture, restore
+from holdfast.data.splitting import Split
+from holdfast.run.attempts import Work
+from holdfast.run.buffers import BufferKeeper
+from holdfast.run.guard import Guard
+from holdfast.run.outcome import Outcome
+from holdfast.run.promises import LossFunction
+from holdfast.run.result import StepResult
+
+
+class Accumulation:
+    """Gradients that are kept between the batches of one step.
+
+    Args:
+        guard: Whose steps they are; it should be stepped by this object from now on.
+        begins: Called at the beginning of each attempt, to put back what an earlier one has changed outside.
+
+    Memory: one more copy of the gradients while there are some to keep.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from holdfast.run.hosted import HostedGuard
+        >>> model, x = torch.nn.Linear(2, 1), torch.randn(8, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> guard = HostedGuard(tempfile.mkdtemp(), model=model, optimizer=optimizer)
+        >>> steps = Accumulation(guard)
+        >>> half = lambda batch: model(batch).square().mean() / 2
+        >>> steps.add(x, half).skipped, steps.step(x, half).skipped, guard.global_step
+        (False, False, 1)
+        >>> guard.close()
+    """
+
+    def __init__(self, guard: Guard, begins: Callable[[], None] = lambda: None) -> None:
+        self._guard = guard
+        self._transaction = guard._transaction
+        self._attempts = guard._transaction._attempts
+        self._begins = begins
+        self._kept: dict[torch.Tensor, torch.Tensor] = {}
+        self._buffers = BufferKeeper(guard._parts.models)  # before the first batch of a step
+        self._begun: RandomState | None = None  # likewise
+        self._spoiled: str | None = None  # why the step will be skipped
+        self._observing = self._attempts.observing
+        self._attempts.observing = self._attempt
+        self.attempting = False
+        """Whether an attempt is being made: not a trial of a cut, and not a replay that looks for a cause."""
+
+    @property
+    def pending(self) -> bool:
+        """Return whether gradients are kept for the next step."""
+        return bool(self._kept)
+
+    def forget(self) -> None:
+        """Drop what is kept: the next batch is the first of a step."""
+        self._kept, self._begun, self._spoiled = {}, None, None
+
+    def show(self) -> None:
+        """Let the parameters have the gradients that are kept, for whoever looks at them."""
+        for parameter, kept in self._kept.items():
+            parameter.grad = kept
+
+    @contextlib.contextmanager
+    def _attempt(self) -> Iterator[None]:
+        self._begins()
+        self.attempting = True
+        try:
+            with self._observing():
+                yield
+        finally:
+            self.attempting = False
+        for parameter, kept in self._kept.items():
+            kept = self._attempts.loss_scale.scale(kept)  # in fp16 the new gradients are scaled; else as it is
+            if parameter.grad is None:
+                parameter.grad = kept.clone()
+            elif parameter.grad.layout != kept.layout:
+                parameter.grad = parameter.grad + kept
+            else:
+                parameter.grad.add_(kept)
+
+    def add(
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        *,
+        optimizer: Sequence[str] | None = None,
+        split: Split | None = None,
+    ) -> StepResult:
+        """Add the gradient of a batch to those that are kept.
+
+        Args:
+            batch: As `Guard.step` takes it.
+            loss_fn: Likewise; it has divided the loss as the step needs it.
+            optimizer: Likewise; the same as for the step.
+            split: Likewise.
+
+        Returns:
+            What happened; ``skipped`` if it was NaN or Inf: then the whole step will be skipped.
+
+        Raises:
+            As `Guard.step`; what was kept before stays.
+        """
+        guard, names = self._guard, self._guard._parts.optimizer_names(optimizer)
+        if self._begun is None:
+            guard._ready()
+            self._begun = capture(guard._parts.devices())
+            self._buffers.keep()
+        plan, returns = guard._ladder.plan, guard._session.counters.rollbacks
+        work = self._attempts.begin(batch, loss_fn, names, self._transaction._split if split is None else split)
+        try:
+            attempt = self._transaction._attempt_until_it_fits(work)
+        except BaseException:
+            self._attempts.take_back(work)
+            raise
+        finally:
+            if guard._ladder.plan != plan:
+                guard._directory.remember_ladder(guard._ladder.state_dict())
+        guard._session.counters.out_of_memory += work.out_of_memory
+        if attempt.facts.nonfinite:
+            outcome = self._transaction._skip(work, attempt)
+            less = self._without_bad(work, outcome)
+            if less is not None:
+                return self.add(less, loss_fn, optimizer=optimizer, split=split)
+            self._spoiled = guard._recovery.after_refused_step(outcome)
+            if guard._session.counters.rollbacks != returns:
+                self._kept = {}  # they are gradients of other weights
+            return outcome.result(self._spoiled)
+        self._kept = {p: p.grad for p in work.parameters if p.grad is not None}
+        for parameter in work.parameters:
+            parameter.grad = None
+        self._attempts.buffers.learn()
+        self._attempts.loss_scale.forget()
+        return self._transaction._outcome(work, attempt, committed=True).result(None)
+
+    def _without_bad(self, work: Work, outcome: Outcome) -> Any | None:
+        """Return the batch without the samples that NaN came from, if the policy wants that and they are known."""
+        if not self._guard.policy.drop_nonfinite_samples or outcome.provenance is None:
+            return None
+        less = self._transaction._replay.without_samples(work, outcome.provenance)
+        if less is not None:
+            self._guard._recovery.dropped(outcome.provenance)
+        return less
+
+    def step(
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        *,
+        optimizer: Sequence[str] | None = None,
+        split: Split | None = None,
+    ) -> StepResult:
+        """Make the step, with this batch as the last one; see `Guard.step`.
+
+        If it is skipped, or a batch before was, buffers and random state are as before the first of them.
+        """
+        try:
+            if self._spoiled is None:
+                result = self._guard.step(batch, loss_fn, optimizer=optimizer, split=split)
+            else:
+                result = self.add(batch, loss_fn, optimizer=optimizer, split=split)
+                result = replace(result, skipped=True, reason=result.reason or self._spoiled)
+            if self._begun is not None:
+                if result.skipped:
+                    self._buffers.put_back()
+                    restore(self._begun)
+                else:
+                    self._buffers.learn()
+        finally:
+            self.forget()
+        return result
+
+
+class _Divided(torch.autograd.Function):
+    """The identity, with its gradient divided."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.count = count
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] / ctx.count, None
+
+
+def divided(loss: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a loss of the same value whose gradient is divided, so that a guard sees the loss as it was returned.
+
+    Args:
+        loss: Shape ``()``, with its graph.
+        count: Batches of a step, at least 1.
+    """
+    found: torch.Tensor = loss if count == 1 else _Divided.apply(loss, count)  # type: ignore[no-untyped-call]
+    return found
