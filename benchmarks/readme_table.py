@@ -29,12 +29,40 @@ def readme_table(results: Path) -> str:
     return "\n".join(lines)
 
 
+def faults_table(results: Path) -> str:
+    """Return a Markdown table of what faults did to a training in each framework, with and without holdfast.
+
+    Args:
+        results: Folder of the result files.
+    """
+    rows = json.loads((results / "integrations.json").read_text())["samples"]["table"]
+    sides = list(dict.fromkeys((row["framework"], row["how"]) for row in rows))
+    cells = {(row["fault"], row["framework"], row["how"]): _outcome(row) for row in rows}
+    faults = list(dict.fromkeys(row["fault"] for row in rows))
+    lines = [f"| | {' | '.join(faults)} |", "|---" * (1 + len(faults)) + "|"]
+    for framework, how in sides:
+        found = [cells.get((fault, framework, how), "") for fault in faults]
+        lines.append(f"| {framework}, {how} | {' | '.join(found)} |")
+    return "\n".join(lines)
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    if not row["survived"]:
+        return "ends"
+    words = {"bit-identical": "same", "equal up to rounding": "same up to rounding", "NaN": "**NaN**"}
+    again = f", {row['lost_steps']} again" if row["lost_steps"] else ""
+    return words.get(row["result"], "**other weights**") + again
+
+
 def _is_shown(name: str, figure: dict[str, Any]) -> bool:
     beside = figure["what"].startswith(_BESIDE) and "kills, of those" not in figure["what"]
     cost = name == "malloc_threshold" and figure["unit"] == "ratio"
     exactness = name == "oom_recovery" and "bare gradient" in figure["what"] and "others" not in figure["what"]
     origins = name == "provenance" and "all three right" in figure["what"]
-    return "to_reach" in figure or beside or cost or exactness or origins
+    estimates = name == "forecast_peers" and any(
+        word in figure["what"] for word in ("95th percentile", "too low", "time of an estimate")
+    )
+    return "to_reach" in figure or beside or cost or exactness or origins or estimates
 
 
 def _row(figure: dict[str, Any]) -> str:
@@ -53,3 +81,4 @@ def _row(figure: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     print(readme_table(Path(__file__).parent / "results"))
+    print(faults_table(Path(__file__).parent / "results"))
