@@ -3,13 +3,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+SPEECHBRAIN := .venv/speechbrain
 
-.PHONY: demo test check fast gpu benchmarks clean
+.PHONY: demo test check docs fast gpu speechbrain benchmarks clean
 
 demo: $(INSTALLED)  ## train the main job through real faults, and check every promise
 	$(BIN)/holdfast demo
 
-test: check  ## all gates and all tests, the slow ones too
+test: check speechbrain  ## all gates and all tests, the slow ones too
 	$(BIN)/pytest -m "" -n 2 --dist worksteal
 
 fast: $(INSTALLED)  ## the tests that take seconds
@@ -21,8 +22,22 @@ check: $(INSTALLED)  ## lint, format, types, floors
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(INSTALLED)  ## build the site into site/; a broken link or anchor is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 gpu: $(INSTALLED)  ## tests that need a CUDA machine; skipped, by name, elsewhere
 	$(BIN)/pytest -m "" tests/gpu
+
+speechbrain: $(SPEECHBRAIN)/installed  ## the tests of the SpeechBrain integration, with its packages beside the others
+	PYTHONPATH=$(SPEECHBRAIN) $(BIN)/pytest -m "" tests/integrations/test_speechbrain.py
+
+# The real packages. torchaudio's compiled part fits one build of torch, and it imports without it.
+$(SPEECHBRAIN)/installed: $(INSTALLED)
+	rm -rf $(SPEECHBRAIN)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target $(SPEECHBRAIN) \
+		speechbrain torchaudio hyperpyyaml ruamel.yaml sentencepiece
+	rm $(SPEECHBRAIN)/torchaudio/lib/*.so
+	@touch $@
 
 benchmarks: $(INSTALLED)  ## measure every figure in the README again; takes some hours
 	$(BIN)/python -m benchmarks.run_all
@@ -32,8 +47,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "holdfast needs Python 3.11 or later; $(PYTHON) is older. Fix: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,features,metrics,report,stacks]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,docs,features,integrations,metrics,report,stacks]'
 	@touch $@
 
 clean:  ## remove what make has made
-	rm -rf .venv demo dist build
+	rm -rf .venv demo dist build site

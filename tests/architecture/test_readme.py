@@ -14,7 +14,8 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_loop_of_the_readme_runs_before_and_after(tmp_path: Path) -> None:
     """The two loops are pasted into a script as they stand: both train, and the second one resumes."""
-    before, after = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:2]
+    _, _, section = README.partition("## Your loop, before and after")
+    before, after = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
     ending = "\nassert guard.epoch == 10 and not result.skipped\nprint(guard.global_step, guard.resumed_from)"
     script = tmp_path / "script.py"
     script.write_text(before + after + ending)
@@ -48,9 +49,10 @@ def test_links_lead_somewhere() -> None:
 
 def test_every_figure_of_the_readme_is_in_a_result_file() -> None:
     """The table of figures is the one that the result files give: nobody types a number."""
-    from benchmarks.readme_table import readme_table
+    from benchmarks.readme_table import faults_table, readme_table
 
     assert readme_table(ROOT / "benchmarks" / "results") in README
+    assert faults_table(ROOT / "benchmarks" / "results") in README
 
 
 def test_the_result_files_are_whole() -> None:

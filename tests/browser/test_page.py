@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.unit.report.made_runs import add_process, happened, make_run, sample, write_events
 from tests.unit.report.test_page import hostile_run
 
 from holdfast.report.gathering import gather
 from holdfast.report.page import render
+from holdfast.run.images import encoded_png
 
 pytest.importorskip("plotly")
 webdriver = pytest.importorskip("selenium.webdriver")
@@ -120,6 +122,21 @@ def test_the_page_opens_offline_and_draws(browser, tmp_path):
     assert max(height for _, height in boxes) > 50
     wide = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
     assert browser.execute_script(wide)
+
+
+def test_images_of_the_run_are_shown_under_the_policy_of_the_page(browser, tmp_path):
+    """Each is drawn from the page itself, enlarged, and nothing is asked for."""
+    run = make_run(tmp_path / "run")
+    for step, size in ((1, (4, 6, 3)), (2, (300, 2000))):
+        path = run / "images" / "samples" / f"{step}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded_png(np.full(size, 99, np.uint8)))
+    opened(browser, render(gather(run)), tmp_path / "page.html")
+    assert (said(browser), requested(browser)) == ([], [])
+    sizes = "return [...document.querySelectorAll('.images img')].map(e => [e.naturalWidth, e.width, e.height])"
+    (natural, wide, _), small = browser.execute_script(sizes)
+    assert small == [6, 318, 212]
+    assert (natural, wide < 1320) == (2000, True)
 
 
 def test_a_drag_zooms_all_panels_and_a_double_click_shows_all(browser, tmp_path):

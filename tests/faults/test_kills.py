@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -109,14 +110,48 @@ def test_sigterm_to_the_whole_process_group_is_a_clean_stop(start, undisturbed):
 
 
 def test_a_second_sigterm_means_it(start):
-    """Who asks twice gets a process that ends by the signal."""
+    """The first is heard, and says that it waits for the boundary; who asks again gets a process that ends by it."""
     life = start(seconds_per_step=600)
     life.wait_for(lambda line: "step" in line)
     life.send(signal.SIGTERM)
-    time.sleep(0.2)
+    assert life.process.stdout is not None
+    late = threading.Timer(60, life.process.kill)  # where nothing is said
+    late.start()
+    heard = next((line for line in life.process.stdout if "SIGTERM" in line), None)
+    late.cancel()
+    assert heard == "holdfast: SIGTERM: stops at the next boundary; a second one ends the process at once\n"
     assert life.process.poll() is None, "the first one waits for the boundary"
     life.send(signal.SIGTERM)
     assert life.process.wait(60) == -signal.SIGTERM
+
+
+def test_a_second_sigterm_ends_a_step_that_no_python_runs_in(start, undisturbed):
+    """A process that stands still in native code, where no handler of Python's runs, ends; its checkpoint counts."""
+    life = start(stuck_at=13, save_interval_steps=5, async_save=False)
+    life.wait_for(lambda line: "waits" in line)
+    life.send(signal.SIGTERM)
+    life.wait_for(lambda line: "stuck" in line)
+    time.sleep(0.5)
+    assert life.process.poll() is None
+    life.send(signal.SIGTERM)
+    assert life.process.wait(60) == -signal.SIGTERM
+    rest = start()
+    assert rest.end()["digest"] == undisturbed["digest"]
+    assert rest.lines()[0]["start"] == 10
+
+
+def test_one_sigterm_that_comes_twice_is_one(start, undisturbed):
+    """`timeout` signals the process and then its group: that is no second request, and the last step is saved."""
+    life = start(seconds_per_step=0.05, save_interval_steps=1000)
+    life.wait_for(lambda line: line.get("step", 0) >= 5)
+    life.send(signal.SIGTERM)
+    time.sleep(0.01)
+    os.killpg(life.process.pid, signal.SIGTERM)
+    end = life.end()
+    assert end["stop_reason"] == "SIGTERM"
+    rest = start(save_interval_steps=1000)
+    assert rest.end()["digest"] == undisturbed["digest"]
+    assert rest.lines()[0]["start"] == end["end"]
 
 
 def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(start, tmp_path):

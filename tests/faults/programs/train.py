@@ -7,6 +7,7 @@ After each step it appends a line to the trace, and at the end the digest of eve
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -50,6 +51,17 @@ class Augmented(torch.utils.data.Dataset):
         return base + noise, torch.tensor(index % 7)
 
 
+def stand_still(guard: holdfast.Guard) -> None:
+    """Wait until a stop was asked for, and then where no Python runs: for a mutex that is held already."""
+    write(waits=True)
+    while guard.stop_reason is None:
+        time.sleep(0.01)
+    lock, libc = ctypes.create_string_buffer(256), ctypes.CDLL(None)
+    write(stuck=True)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)
+
+
 def main() -> None:
     torch.manual_seed(1)
     random.seed(1)
@@ -77,6 +89,8 @@ def main() -> None:
     write(start=guard.global_step, resumed_from=None if guard.resumed_from is None else guard.resumed_from.name)
 
     def loss(batch: Any) -> torch.Tensor:
+        if guard.global_step == request.get("stuck_at"):
+            stand_still(guard)
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     for batch in guard.batches(max_epochs=request.get("epochs", 4)):

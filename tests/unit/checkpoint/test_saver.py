@@ -20,6 +20,7 @@ from torch import nn
 from holdfast.checkpoint.saver import Snapshot, read_components, snapshot, write
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.errors import CheckpointError
+from holdfast.testing import memory_limited
 
 
 @pytest.fixture
@@ -256,3 +257,39 @@ def test_lazily_negated_and_conjugated_tensors_keep_their_sign(store: Store) -> 
     assert found["plain"].tolist() == [2.0, -4.0]
     assert found["negated"].tolist() == [-2.0, 4.0]
     assert found["conjugated"].tolist() == [1 - 2j, 3 + 4j]
+
+
+def test_live_tensors_are_overwritten_where_they_lie(store: Store) -> None:
+    """Of the saved type and shape, in any layout; others are made anew and leave the live ones alone."""
+    saved = {
+        "plain": torch.randn(3, 4),
+        "turned": torch.randn(3, 4),
+        "channels last": torch.randn(2, 3, 4, 5),
+        "other type": torch.randn(2),
+        "other shape": torch.randn(2),
+        "empty": torch.ones(0, 3),
+    }
+    entry = _save(store, part=saved)
+    live = {
+        "plain": torch.zeros(3, 4),
+        "turned": torch.zeros(4, 3).T,
+        "channels last": torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "other type": torch.zeros(2, dtype=torch.float64),
+        "other shape": torch.zeros(3),
+        "empty": torch.ones(0, 3),
+    }
+    found = read_components(entry, ["part"], {"part": live})["part"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+    assert [name for name in live if found[name] is live[name]] == ["plain", "turned", "channels last", "empty"]
+    assert not live["other type"].any()
+    assert not live["other shape"].any()
+
+
+def test_reading_in_place_needs_no_memory(store: Store) -> None:
+    """48 MiB come back where the kernel grants 8 more: the file is not mapped, and nothing is copied."""
+    weight = torch.randn(12 * 2**20)
+    entry = _save(store, part={"weight": weight})
+    live = torch.zeros_like(weight)
+    with memory_limited(8 * 2**20):
+        read_components(entry, ["part"], {"part": {"weight": live}})
+    assert torch.equal(live, weight)

@@ -14,6 +14,7 @@ from tests.unit.memory.made_forecasts import make_plans, small_device
 from typer.testing import CliRunner, Result
 
 from holdfast.cli.main import make_app
+from holdfast.cli.plan import read_lengths
 from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
 from holdfast.memory.forecast.forecasting import Forecast
 
@@ -79,6 +80,12 @@ def test_a_lengths_file_without_lengths_is_refused(tmp_path, content, why):
     error = refused("--device", "T4", "--lengths", tmp_path / "lengths.txt")
     assert error["rule"] == "H419"
     assert why in error["what"]
+
+
+def test_a_lengths_file_may_begin_with_a_byte_order_mark(tmp_path):
+    """As editors on Windows write it."""
+    (tmp_path / "lengths.txt").write_bytes(b"\xef\xbb\xbf12\r\n7\r\n")
+    assert read_lengths(tmp_path / "lengths.txt") == [12, 7]
 
 
 def test_a_lengths_file_that_is_missing_is_an_error_of_the_system(tmp_path):
@@ -148,7 +155,9 @@ def test_yaml_is_the_policy_and_nothing_else():
     assert best is not None
     text = as_yaml(forecast)
     assert yaml.safe_load(text) == best.policy()
-    assert text.startswith("# holdfast plan train.py:build --device T4\n")
+    assert text.startswith(
+        '# holdfast plan train.py:build --device "T4" --precision fp32 --global-batch-size 64 --margin 0MiB\n'
+    )
     assert "AdamW(..., foreach=True)" in text
 
 
@@ -232,3 +241,31 @@ def test_a_step_that_goes_another_way_from_some_size_on_is_traced_beyond_it(tmp_
     result = CliRunner().invoke(make_app("plan"), ["plan", f"{tmp_path / 'job.py'}:build", *options])
     assert result.exit_code == 0, result.output
     assert any("from 4 and 8 samples" in one["what"] for one in json.loads(result.stdout)["assumptions"])
+
+
+_FP32_ONLY = """
+import torch
+
+def build():
+    model = torch.nn.Linear(8, 8)
+    def loss_fn(batch):
+        index = torch.zeros(len(batch), 8, dtype=torch.int64)
+        return torch.zeros(len(batch), 8).scatter_(1, index, model(batch)).mean()
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "loss_fn": loss_fn,
+            "batch": torch.zeros(4, 8)}
+"""
+
+
+@pytest.mark.slow
+def test_a_precision_in_which_the_step_does_not_run_is_left_out(tmp_path):
+    """The plans in fp32 stay, and why there are none in bf16 is said; asked for alone, the error names it."""
+    (tmp_path / "job.py").write_text(_FP32_ONLY)
+    command = ["plan", f"{tmp_path / 'job.py'}:build", "--device", "L4", "--global-batch-size", "8", "--json"]
+    result = CliRunner().invoke(make_app("plan"), [*command, "--no-verify"])
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert {row["precision"] for row in told["rows"]} == {"fp32"}
+    assert any(one["what"].startswith("bf16 was left out") for one in told["assumptions"])
+    alone = CliRunner().invoke(make_app("plan"), [*command, "--precision", "bf16"])
+    assert alone.exit_code == 2
+    assert "in bf16, under autocast" in alone.stdout

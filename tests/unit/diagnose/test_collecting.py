@@ -188,6 +188,24 @@ def test_a_guard_directory_alone_tells_what_it_stopped_for(tmp_path):
     assert any("no exit status" in words for words in verdict.missing)
 
 
+def test_an_error_that_the_process_and_its_guard_recorded_is_told_once(run, tmp_path):
+    """What left the Guard and then the process is one statement; what the Guard alone saw is told too."""
+    text = "a batch does not fit; may not split.\nFix: a smaller one.\n[H401] run `holdfast explain H401`"
+    raised = {"type": "holdfast.core.errors.OutOfMemoryError", "message": text, "frames": [["train.py", 9, "step"]]}
+    guard = tmp_path / "elsewhere"
+    run.process(7, ("guard", {"path": str(guard)}), ("exception", {**raised, "fatal": True}))
+    run.supervisor(("attempt_started", {"attempt": 0}))
+    left = ("left_by_exception", {"exception": "OutOfMemoryError", "rule": "H401", **raised})
+    run.tell(guard / "recorder" / "rank0", ("stop", {"reason": "may not split", "rule": "H401"}), left)
+    run.supervisor(ended(1))
+    facts = collect(run.path)
+    assert [each.source for each in facts.statements] == ["process 7"]
+    verdict = judge(facts)
+    assert (verdict.cause, verdict.fix, verdict.where) == ("H401", "a smaller one.", "train.py:9 in step")
+    (alone,) = collect(guard).statements
+    assert (alone.rule, alone.fatal, alone.exception) == ("H401", True, "OutOfMemoryError")
+
+
 def test_a_run_that_goes_on_is_still_running(run):
     """A process that lives and no end: still running, exit code 0."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -16,7 +16,7 @@ from holdfast.diagnose.collecting import collect
 from holdfast.diagnose.curves_seen import not_finite_since
 from holdfast.diagnose.evidence import Ending, Facts, Frame, Statement
 from holdfast.diagnose.judging import judge
-from holdfast.diagnose.run_statements import of_kernel
+from holdfast.diagnose.run_statements import already_tried, of_kernel
 from holdfast.diagnose.signatures import all_signatures
 from holdfast.diagnose.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
@@ -145,6 +145,64 @@ def test_a_leak_of_a_run_that_ended_well_is_told():
     assert "memory grew" not in judge(Facts(events=(trend, over), endings=ending)).summary
 
 
+FINDING = {
+    "rule": "H825", "severity": "advice", "about": "cause", "confidence": 0.8, "what": "the weights moved too far",
+    "fix": "lower the learning rate.", "where": "",
+}  # fmt: skip
+
+
+def test_a_fault_of_the_training_is_told_of_a_run_that_ended_well():
+    """What a Guard found stands in title, summary, evidence and fix, a cause before a symptom however severe."""
+    symptom = {
+        **FINDING,
+        "rule": "H804",
+        "severity": "error",
+        "about": "symptom",
+        "what": "NaN in w",
+        "confidence": 0.9,
+    }
+    warning = event("preflight", rule="H630", what="num_workers=64 on 2 processors", fix="pass 2.")
+    events = (event("finding", **symptom), event("finding", **FINDING), event("note", **FINDING), warning)
+    verdict = judge(Facts(events=events, endings=(Ending(status=0),)))
+    assert (verdict.cause, verdict.exit_code) == ("H1601", 0)
+    assert verdict.title == "ended well, but its training has a fault: learning rate too high"
+    assert "the weights moved too far [H825]" in verdict.summary
+    assert verdict.fix.startswith("Lower the learning rate.")
+    quoted = [each.text for each in verdict.evidence]
+    assert [text.partition("]")[0][-4:] for text in quoted if "[H" in text] == ["H825", "H804", "H630"]
+    broken = (
+        event("finding", rule=["H825"], what=None),
+        event("preflight", rule=5),
+        event("finding", rule="H9", what=""),
+    )
+    assert judge(Facts(events=broken, endings=(Ending(status=0),))).exit_code == 0, "damaged events cost no verdict"
+
+
+def test_a_fault_of_the_training_is_evidence_where_the_run_failed():
+    """A Guard that stopped for divergence is the cause, with what it had found before beside it."""
+    stop = Statement(text="Guard: the loss has run away", source="guard", fatal=True)
+    verdict = judge(Facts(statements=(stop,), events=(event("finding", **FINDING),), endings=(Ending(status=1),)))
+    assert verdict.cause == "H503"
+    assert any("[H825]" in each.text for each in verdict.evidence)
+
+
+def test_what_a_guard_did_is_told_with_the_newest_reason():
+    """The last line of why stands behind what was done, whatever key an event keeps it under."""
+    events = [
+        event("skip_step", reason="first"),
+        event("skip_step", reason="NaN in the batch; sample 4"),
+        event("sample_quarantined", evidence="Traceback\n  File\nValueError: 7.png cannot be read"),
+        event("loader_healed", cause="worker 1 was killed by SIGKILL"),
+        event("retry", reason=None),
+    ]
+    assert already_tried(events) == [
+        "a Guard tried again after freeing memory",
+        "a Guard skipped the step, 2 times: NaN in the batch; sample 4",
+        "a Guard replaced the workers of the loader: worker 1 was killed by SIGKILL",
+        "a Guard set a sample aside that could not be loaded: ValueError: 7.png cannot be read",
+    ]
+
+
 def test_a_leak_without_a_place_leaves_no_empty_places():
     """What is not known is left out, and where memory was made stands in for where it is kept."""
     failed = Statement(
@@ -270,6 +328,8 @@ def test_changes_of_restarts_before_the_attempt_are_collected(tmp_path):
     [
         (("loop", "checkpoint_saved", "gradient_flow"), "H1601"),
         (("loop", "stop_requested", "checkpoint_saved", "gradient_flow"), "H1603"),
+        (("loop", "checkpoint_saved", "finding", "note", "gradient_flow"), "H1601"),
+        (("loop", "checkpoint_saved", "gradient_flow", "finding"), "H1600"),
         (("loop", "checkpoint_saved"), "H1600"),
         (("loop", "checkpoint_saved", "gradient_flow", "resumed"), "H1600"),
     ],

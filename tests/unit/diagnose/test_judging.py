@@ -13,6 +13,7 @@ from holdfast.core.events import Event
 from holdfast.diagnose.collecting import collect_stream
 from holdfast.diagnose.evidence import Ending, Facts, Frame, Statement
 from holdfast.diagnose.judging import judge
+from holdfast.diagnose.rules import all_rules
 from holdfast.diagnose.signature import FAMILIES
 from holdfast.diagnose.signatures import all_signatures
 from holdfast.diagnose.verdict import Verdict
@@ -257,6 +258,24 @@ def test_our_own_errors_keep_their_rule_and_their_fix():
     verdict = of_log(f"{TRACE}holdfast.core.errors.NonFiniteError: {text}\n", status=1)
     assert (verdict.cause, verdict.family, verdict.fix) == ("H501", "numerics", "lower the learning rate.")
     assert of_log(f"{TRACE}ValueError: x\n[H404] run `holdfast explain H404`\n", status=1).cause == "H1608"
+
+
+@pytest.mark.parametrize("rule", sorted(all_rules()))
+def test_what_a_rule_says_to_do_is_told_whole_and_in_one_line(rule):
+    """Of a stop with a rule, the fix is the paragraph of its page to the last word, however the page is wrapped."""
+    stop = Statement(text="Guard: x", source="guard", fatal=True, rule=rule)
+    verdict = judge(Facts(statements=(stop,)))
+    paragraph = next(each for each in all_rules()[rule].text.split("\n\n") if each.startswith("**Fix.**"))
+    assert verdict.cause == rule
+    assert f"**Fix.** {verdict.fix}".split() == paragraph.split()
+    assert "\n" not in verdict.fix + verdict.summary
+    assert verdict.summary == "A Guard stopped it: x."
+
+
+def test_a_fix_of_several_lines_in_an_error_is_told_whole():
+    """The text between an error's `Fix:` and its rule is the fix; the rest of the message is not."""
+    text = "a; b.\nFix: first this,\nthen that.\n[H401] run `holdfast explain H401`\nmore"
+    assert of_log(f"{TRACE}holdfast.core.errors.OutOfMemoryError: {text}\n", status=1).fix == "first this, then that."
 
 
 def test_a_guard_that_stopped_on_request_was_preempted():

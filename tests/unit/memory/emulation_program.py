@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -131,7 +132,8 @@ def main() -> None:
         seen = Seen()
         for part in (attention, recurrent, normalization, sequences):
             part(device, seen)
-    print(json.dumps(seen.facts))  # noqa: T201
+    print(json.dumps(seen.facts), flush=True)  # noqa: T201
+    os._exit(0)  # as the forecast's own child ends: threads of a device that is none do not hold it up
 
 
 if __name__ == "__main__":

@@ -25,6 +25,18 @@ def mlp() -> dict[str, Any]:
     return _job(model, batch, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]))
 
 
+def asks_its_mask() -> dict[str, Any]:
+    """Go another way, with more memory, where the mask of the batch has holes."""
+    model = nn.Linear(64, 8)
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        whole = batch["mask"].sum() == batch["mask"].numel()
+        x = batch["x"] if whole else batch["x"].repeat(1, 1, 4096).view(-1, 16, 4096, 64).mean(2)
+        return model(x).mean()
+
+    return _job(model, {"x": torch.randn(4, 16, 64), "mask": torch.ones(4, 16, dtype=torch.int64)}, loss_fn)
+
+
 def mlp_on_cuda() -> dict[str, Any]:
     """Say ``cuda`` as one does on a machine that has it, and move the batch in the step."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -118,6 +130,32 @@ def gan() -> dict[str, Any]:
     return {"model": models, "optimizer": optimizers, "step": step, "batch": torch.randn(8, 32)}
 
 
+def gan_beside_a_guard() -> dict[str, Any]:
+    """Take a guard and never ask it."""
+    job = gan()
+    own = job["step"]
+
+    def step(guard: Any, batch: torch.Tensor) -> None:
+        own(batch)
+
+    return {**job, "step": step}
+
+
+def cuts_by_itself() -> dict[str, Any]:
+    """Accumulate over the four parts of a batch, which one of two samples does not have."""
+    model = nn.Linear(64, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        parts = batch.chunk(4)
+        for number in range(4):
+            (model(parts[number]).square().mean() / 4).backward()
+        optimizer.step()
+
+    return {"model": model, "optimizer": optimizer, "step": step, "batch": torch.randn(16, 64)}
+
+
 def gan_by_guard() -> dict[str, Any]:
     """Make the same by a guard, as `holdfast trial` wants it."""
     models, optimizers = _gan()
@@ -203,6 +241,32 @@ def branches() -> dict[str, Any]:
         return out.square().mean()
 
     return _job(model, torch.randn(256, 64), loss_fn)
+
+
+def branches_to_less() -> dict[str, Any]:
+    """Take the way that needs more only where a condition does not hold."""
+    model = nn.Linear(64, 64)
+
+    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        if out.mean() > 0.5:
+            return out.square().mean()
+        return torch.cat([out] * 64, dim=1).sigmoid().exp().square().mean()
+
+    return _job(model, torch.randn(256, 64), loss_fn)
+
+
+def listed() -> dict[str, Any]:
+    """Take a list of samples, each of which goes through the model by itself."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4))
+
+    def loss_fn(batch: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        losses = [functional.cross_entropy(model(each["x"].to("cuda")), each["y"].to("cuda")) for each in batch]
+        return torch.stack(losses).mean()
+
+    return _job(
+        model, [{"x": torch.zeros(512, 64), "y": torch.zeros(512, dtype=torch.long)} for _ in range(4)], loss_fn
+    )
 
 
 def frozen() -> dict[str, Any]:

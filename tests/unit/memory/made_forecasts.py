@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from tests.unit.memory.made_steps import Block, Layer, make_step
 
+from holdfast.memory.forecast.device_plans import Order, Verification, plan_device
 from holdfast.memory.forecast.devices import Device, find_device
 from holdfast.memory.forecast.extrapolation import fit
-from holdfast.memory.forecast.forecasting import Forecast, Order, Verification, plan_device
+from holdfast.memory.forecast.forecasting import Forecast
 from holdfast.memory.forecast.planning import Steps
 from holdfast.memory.forecast.trace import Assumption
 from holdfast.memory.forecast.tracing import TraceResult
@@ -33,7 +34,7 @@ def make_plans(*devices: Device, total: int | None = 64, accumulates: bool = Tru
     result = TraceResult(
         traces=traces, route="privateuse1", weights="fake", optimizers={"optimizer": "AdamW"}, parameters=4_000_000,
         trainable_parameters=4_000_000, accumulates=accumulates, sample_size=2, sample_length=None,
-        uncalibrated_scratch_bytes=(0, 0), host_bytes=1, build_seconds=0.1, trace_seconds=(0.1, 0.1),
+        uncalibrated_scratch_bytes=(0, 0), host_bytes=1, build_seconds=0.1, trace_seconds=(0.1, 0.1), answers=(),
         assumptions=ASSUMED,
     )  # fmt: skip
     order = Order(

@@ -107,6 +107,8 @@ def test_sizes() -> None:
     part = find_device("A100-80GB:20 GiB")
     assert (part.name, part.usable_bytes) == ("A100-80GB:20GiB", 20 * GIB)
     assert part.bandwidth == find_device("A100-80GB").bandwidth
+    assert all((find_device(f"{size}GiB").capability or (0, 0)) >= (8, 0) for size in (14, 16, 32, 64, 192))
+    assert find_device("16GiB").context_bytes == find_device("24GiB").context_bytes > 0.5 * GIB
     assert find_device("24GB").usable_bytes == 24 * 10**9
     assert find_device("16384 MiB").usable_bytes == 16 * GIB
 
@@ -176,3 +178,11 @@ def test_a_file_that_is_none_of_ours(tmp_path: Path, change: object, told: str) 
         find_device(str(path))
     assert caught.value.rule == "H416"
     assert str(path) in caught.value.what
+
+
+def test_a_broken_calibration_spoils_no_other_device() -> None:
+    """A file that nobody has named is passed over with a warning; the catalogue answers."""
+    configuration_directory().mkdir(parents=True)
+    (configuration_directory() / "old.json").write_text("{}")
+    with pytest.warns(UserWarning, match=r"old\.json"):
+        assert find_device("L4").name == "L4"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.memory.made_steps import LINE, SAVES, Block, Layer, make_step
 
 from holdfast.memory.forecast.extrapolation import NotAlignedError, fit, needed_points
-from holdfast.memory.forecast.trace import Trace, live_peak
+from holdfast.memory.forecast.trace import OWNERS, Trace, live_peak
 
 layers = st.builds(
     Layer,
@@ -170,6 +170,15 @@ def test_numbers_beyond_64_bits_on_the_way_do_not_spoil_the_result(size: int, gr
     assert scaled.at(1000, 64 * times).size_bytes.tolist() == sizes(1000, 64 * times)
 
 
+@pytest.mark.parametrize("batch", [10**12, 10**18, 10**30])
+def test_a_batch_beyond_all_memory_stays_above_any_device(batch: int) -> None:
+    """A size that no 64-bit integer holds is bounded, and so is the sum of all of them."""
+    sizes = lambda batch, length: [1000 * batch, 7 * batch, 8]  # noqa: E731
+    got = fit([at_length(one_storage_each(3), size, 4, sizes) for size in (2, 4)]).at(batch)
+    assert 1 << 42 < int(got.size_bytes.sum()) < 1 << 60
+    assert got.size_bytes[2] == 8
+
+
 def test_a_single_sample_is_said_to_be_extrapolated() -> None:
     """Micro-batch 1 is no size that was traced and may take another way, which is said."""
     scaled = fit([make_step([(Layer("linear", 40),)], size) for size in (2, 4)])
@@ -224,6 +233,19 @@ def test_parameters_in_another_order_are_refused() -> None:
     sizes[[0, 1]] = sizes[[1, 0]]
     with pytest.raises(NotAlignedError, match="parameters and states that live before it differ"):
         fit([two, replace(four, size_bytes=sizes)])
+
+
+def test_what_a_step_keeps_or_has_for_each_sample_is_said() -> None:
+    """Other numbers of storages before the step, or in its batch, are named in place of some operation."""
+    two, four = (make_step([(Layer("linear", 40),)], size) for size in (2, 4))
+    grown = replace(four, resident=(*four.resident, len(four.size_bytes)), events=four.events[1:])
+    with pytest.raises(NotAlignedError, match=r"storages live before it, there .*keeps something from step to step"):
+        fit([two, grown])
+    owner = four.owner.copy()
+    owner[len(four.resident)] = OWNERS.index("batch")
+    with pytest.raises(NotAlignedError, match="its batch is 1 tensors, there 2") as caught:
+        fit([two, replace(four, owner=owner, events=four.events[::-1])])
+    assert "collate a list of samples" in caught.value.fix
 
 
 def test_names_in_another_order_are_still_the_same_operations() -> None:

@@ -212,7 +212,16 @@ def operators_without_a_rule() -> Any:
             found += [error.rule, str(error)]
         torch.library.register_fake("holdfast_test::fold", lambda x: torch.empty(2, 3, device=x.device))
         found.append(str(list(torch.ops.holdfast_test.fold(x).shape)))
+        try:
+            doubled(x)
+        except PolicyError as error:
+            found += [error.rule, error.what]
     return found
+
+
+@torch.library.custom_op("holdfast_test::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
 
 
 @case
@@ -302,7 +311,9 @@ def test_a_real_model_is_built_while_the_mode_is_suspended(results: dict[str, An
 
 def test_an_operator_without_a_rule_is_named_with_the_line(results: dict[str, Any]) -> None:
     """H422 says operator, line and the call that helps; after ``register_fake`` the operator runs."""
-    rule, text, shape = results["operators_without_a_rule"]
+    rule, text, shape, *of_a_function = results["operators_without_a_rule"]
+    assert of_a_function[0] == "H422"
+    assert of_a_function[1].startswith("operator holdfast_test::doubled has no rule")
     assert rule == "H422"
     assert "holdfast_test::fold" in text
     assert "test_forecast_fake_device.py:" in text

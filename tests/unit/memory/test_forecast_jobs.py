@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import BatchError, PolicyError
 from holdfast.memory.forecast import building
-from holdfast.memory.forecast.jobs import find_blocks
+from holdfast.memory.forecast.blocks import find_blocks
+from holdfast.memory.forecast.fake_device import forecast_device
+from holdfast.memory.forecast.jobs import Job, StepOptions
 from holdfast.memory.forecast.tracing import TraceRequest, trace_job
 from holdfast.memory.forecast.user_functions import find_loss
 from holdfast.run.loss import Loss
@@ -96,6 +100,7 @@ def test_a_loader_gives_its_first_batch_without_workers() -> None:
         ((nn.Linear(1, 1), None, len), "a NoneType as optimizer"),
         (("net", None, len), "a str as model"),
         ((nn.Linear(1, 1), None, 3), "a int where"),
+        (([nn.Linear(1, 1)], None, len), "a list as model; several go into a dict by name: {'a': model_a"),
     ],
 )
 def test_what_a_factory_may_not_return_is_said(returned: Any, said: str) -> None:
@@ -104,6 +109,16 @@ def test_what_a_factory_may_not_return_is_said(returned: Any, said: str) -> None
         called(lambda: returned)
     assert caught.value.rule == "H412"
     assert "test_forecast_jobs.py:" in caught.value.what
+
+
+def test_a_scripted_model_is_refused() -> None:
+    """What TorchScript runs is seen by no trace: a forecast of it would have parameters and nothing else."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(PolicyError, match=r"a model made by torch\.jit, of which a trace sees nothing") as caught:
+        called(lambda: parts(model=scripted, loss_fn=len))
+    assert caught.value.rule == "H412"
 
 
 @pytest.mark.parametrize(
@@ -159,6 +174,13 @@ def test_a_loss_is_found_in_whatever_guard_takes() -> None:
     assert find_loss([]) is None
 
 
+def test_of_several_plain_terms_none_is_taken_for_the_loss() -> None:
+    """A dict or list of tensors has no loss that one could train alone, as Guard has it too."""
+    terms = [torch.tensor(2.0), torch.tensor(3.0)]
+    assert find_loss({"reconstruction": terms[0], "kl": terms[1]}) is None
+    assert find_loss(terms) is None
+
+
 def test_blocks_are_repeated_modules_or_else_the_children() -> None:
     """Names begin with the key of the model where there are several, as Guard names them."""
 
@@ -171,6 +193,182 @@ def test_blocks_are_repeated_modules_or_else_the_children() -> None:
     plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     assert [name for name, _ in find_blocks({"": repeated})] == ["1", "2"]
     assert [name for name, _ in find_blocks({"net": plain})] == ["net.0", "net.2"]
+
+
+@contextlib.contextmanager
+def job_of(returned: Any, length: int | None = None, *, as_cuda: bool = False) -> Iterator[Job]:
+    """Make a job on the fake CPU, which needs no process of its own."""
+    with forecast_device("cpu", as_cuda=as_cuda) as device:
+        built = called(returned, length=length)
+        yield Job(built, {length: built.batch} if built.has_batch else {}, device, StepOptions())
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters())
+
+
+def said_of(job: Job) -> str:
+    return " | ".join(assumption.what for assumption in job.assumptions)
+
+
+def test_of_a_step_that_accumulates_over_calls_the_last_is_made() -> None:
+    """Its gradients are never emptied, its optimizer is stepped by itself only, and a whole step ends with that."""
+    calls: list[bool] = []
+    stepped: list[int] = []
+
+    def build() -> dict[str, Any]:
+        model, optimizer = trained()
+        optimizer.register_step_post_hook(lambda *_: stepped.append(len(calls)))
+
+        def step(batch: torch.Tensor) -> None:
+            calls.append(model.weight.grad is not None)
+            model(batch).mean().backward()
+            if len(calls) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return {"model": model, "optimizer": optimizer, "step": step, "batch": torch.zeros(4, 2)}
+
+    with job_of(build) as job:
+        job.settle(2, None)
+        job.step_whole(2, None)
+        job.step(4)
+        job.step_whole(4, None)
+        assert not job.accumulates
+    assert stepped == [4, 8, 12]
+    assert len(calls) == 12
+    assert calls == [False, True, True, True] * 3
+    assert "not every call of the step steps the optimizer" in said_of(job)
+
+
+def test_an_optimizer_that_is_never_stepped_is_named() -> None:
+    """Calls are made until it ought to have come, then it is said that its state is not counted."""
+
+    def build() -> dict[str, Any]:
+        models, optimizers = zip(*(trained() for _ in range(2)), strict=True)
+
+        def step(batch: torch.Tensor) -> None:
+            models[0](batch).mean().backward()
+            optimizers[0].step()
+
+        named = {"optimizer": dict(zip("ab", optimizers, strict=True)), "model": dict(zip("ab", models, strict=True))}
+        return {**named, "step": step, "batch": torch.zeros(4, 2)}
+
+    with job_of(build) as job:
+        job.settle(2, None)
+    assert "did not step optimizer 'b': the state of it" in said_of(job)
+
+
+def test_a_step_may_make_its_gradients_as_it_likes() -> None:
+    """One that sets them by ``torch.autograd.grad`` and steps its optimizer owes nobody a loss."""
+
+    def build() -> dict[str, Any]:
+        model, optimizer = trained()
+
+        def step(batch: torch.Tensor) -> None:
+            (model.weight.grad,) = torch.autograd.grad(model(batch).mean(), [model.weight])
+            optimizer.step()
+
+        return {"model": model, "optimizer": optimizer, "step": step, "batch": torch.zeros(4, 2)}
+
+    with job_of(build) as job:
+        job.settle(2, None)
+        assert not job.accumulates
+
+
+@pytest.mark.parametrize("told", ["nobody", "step", "factory"])
+def test_a_length_that_nobody_is_told_of_is_refused(told: str) -> None:
+    """A step that makes its own batch gets the length, or its factory did, or it is refused."""
+    seen: list[int | None] = []
+
+    def made(length: int | None) -> tuple[Any, ...]:
+        model, optimizer = trained()
+
+        def step(batch_size: int) -> None:
+            model(torch.zeros(batch_size, 2)).mean().backward()
+            optimizer.step()
+
+        def step_of_length(batch_size: int, seq_len: int) -> None:
+            seen.append(seq_len)
+            step(batch_size)
+
+        seen.append(length)
+        return model, optimizer, step_of_length if told == "step" else step
+
+    factory = {"nobody": lambda: made(None), "step": lambda: made(None), "factory": lambda length: made(length)}[told]
+    with job_of(factory, length=50) as job:
+        if told == "nobody":
+            with pytest.raises(BatchError, match="takes no length, and 50 was asked for") as caught:
+                job.settle(2, 50)
+            assert caught.value.rule == "H413"
+            job.settle(2, None)
+        else:
+            job.settle(2, 50)
+            assert 50 in seen
+
+
+def test_the_tensors_of_a_dataclass_are_the_batchs() -> None:
+    """Whatever can be resized is claimed as the batch, not lists and dicts only."""
+
+    @dataclasses.dataclass
+    class Pairs:
+        x: torch.Tensor
+        names: list[str]
+
+    def build() -> dict[str, Any]:
+        model, optimizer = trained()
+        batch = Pairs(torch.zeros(4, 2), ["a"] * 4)
+        return {"model": model, "optimizer": optimizer, "loss_fn": lambda b: model(b.x).mean(), "batch": batch}
+
+    claimed: list[Any] = []
+    with job_of(build) as job:
+        job.claim = claimed.extend
+        job.step(3)
+    assert [tuple(leaf.shape) for leaf in claimed if isinstance(leaf, torch.Tensor)] == [(3, 2)]
+
+
+def test_an_error_of_the_step_says_what_was_taken_for_its_batch_size() -> None:
+    """A batch without a batch dimension is not told as a mystery of shapes."""
+
+    def build() -> dict[str, Any]:
+        model, optimizer = trained()
+        return {"model": model, "optimizer": optimizer, "loss_fn": lambda b: model(b).mean(), "batch": torch.zeros(2)}
+
+    with job_of(build) as job, pytest.raises(PolicyError, match="taken to have 2 samples: batch") as caught:
+        job.settle(3, None)
+    assert caught.value.rule == "H414"
+
+
+@pytest.mark.parametrize(("half", "said"), [(True, "parameters in bfloat16,"), (False, "an autocast of its own")])
+def test_half_precision_of_the_jobs_own_is_said(half: bool, said: str) -> None:
+    """What is forecast as fp32 is the code as it is: that may be a model in bf16, or an autocast of its own."""
+
+    def build() -> dict[str, Any]:
+        model, optimizer = trained()
+        model = model.to(torch.bfloat16) if half else model
+
+        def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", dtype=torch.float16, enabled=not half):
+                return model(batch.to(model.weight.dtype)).float().mean()
+
+        return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": torch.zeros(4, 2)}
+
+    with job_of(build, as_cuda=True) as job:
+        job.settle(2, None)
+    assert said in said_of(job)
+
+
+def test_a_criterion_may_be_a_function() -> None:
+    """``F.cross_entropy`` is called with what the model makes of the first of a pair, as a module would be."""
+
+    def build() -> tuple[Any, ...]:
+        batch = torch.zeros(4, 2), torch.zeros(4, 1)
+        return (*trained(), torch.nn.functional.mse_loss, batch)
+
+    with job_of(build) as job:
+        job.settle(2, None)
+        assert job.accumulates
 
 
 def test_an_unknown_module_to_recompute_gives_the_nearest_name() -> None:

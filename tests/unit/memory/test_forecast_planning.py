@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.memory.made_steps import Block, Layer, make_step
 
+from holdfast.memory.forecast import device_plans
 from holdfast.memory.forecast.accumulation import with_accumulation
 from holdfast.memory.forecast.allocator import DEFAULT_ALLOCATOR, EXPANDABLE_ALLOCATOR
+from holdfast.memory.forecast.device_plans import Order, Watcher, plan_device, verified
 from holdfast.memory.forecast.devices import Device, find_device
 from holdfast.memory.forecast.extrapolation import fit
 from holdfast.memory.forecast.fit import check_fit
-from holdfast.memory.forecast.forecasting import Order, plan_device
+from holdfast.memory.forecast.forecasting import make_forecast
 from holdfast.memory.forecast.planning import (
     Question,
     Row,
@@ -26,7 +30,9 @@ from holdfast.memory.forecast.planning import (
     with_relative_times,
 )
 from holdfast.memory.forecast.recomputation import with_recompute
-from holdfast.memory.forecast.trace import Trace, played
+from holdfast.memory.forecast.trace import Assumption, Trace, played
+from holdfast.memory.forecast.traced_sizes import TracedSizes
+from holdfast.memory.forecast.tracing import TraceRequest
 
 MIB = 1 << 20
 BLOCKS = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout", MIB))] * 4
@@ -206,3 +212,65 @@ def test_a_device_without_bf16_is_not_planned_for_with_it():
     assert {row.precision for row in plan_device(order, turing, traced).rows} == {"fp16"}
     assert {row.precision for row in plan_device(order, ada, traced).rows} == {"fp16", "bf16"}
     assert {row.precision for row in plan_device(order, turing, {"bf16": steps()}).rows} == {"bf16"}
+
+
+@settings(max_examples=15, deadline=None)
+@given(mib=st.integers(60, 250), sizes=st.sets(st.integers(1, 40), min_size=1, max_size=5))
+def test_sizes_that_were_traced_are_the_only_ones_that_are_planned(mib: int, sizes: set[int]) -> None:
+    """Of a step that is another program at each size, a plan holds at a size that was traced, and not at the next."""
+    known = sorted(sizes)
+    step = Steps(whole=TracedSizes(traces=tuple(make_step(BLOCKS, size, optimizer_bytes=MIB) for size in known)))
+    question = ask(mib, 64)
+    for found in plan_rows({"fp32": step}, question):
+        fitting = [size for size in known if holds(step, found, size, question)]
+        assert found.micro_batch_size in (fitting or [0])
+        if found.recompute != "some":
+            assert next((size for size in known if size > found.micro_batch_size), None) not in fitting
+
+
+@pytest.mark.slow
+def test_a_list_of_samples_is_planned_as_it_was_traced() -> None:
+    """Each size of a list is traced itself, the largest that fits is recommended, and one more trace agrees."""
+    order = Order(
+        factory=f"{Path(__file__).with_name('forecast_factories.py')}:listed",
+        devices=(device(400),),
+        precisions=("fp32",),
+        global_batch_size=12,
+        margin_bytes=0,
+    )
+    found = make_forecast(order)
+    (plan,) = found.plans
+    assert [one.micro_batch_size for one in found.traced["fp32"].traces] == [1, 2, 4, 8, 12]
+    assert plan.best is not None
+    assert plan.verification is not None
+    assert (plan.best.micro_batch_size, plan.verification.error) == (12, 0.0)
+    assert any("planned for no others, since otherwise" in said.what for said in found.assumptions)
+
+
+@pytest.mark.parametrize("more", [1.0, 1.3], ids=["blocks lie otherwise", "more is needed"])
+def test_a_plan_that_does_not_hold_raises_the_margin(more: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another plan, with a smaller micro-batch, is traced and taken; that a trace needs more is played here."""
+    order = Order(factory="train.py:build", devices=(device(800),), precisions=("fp32",), global_batch_size=64)
+    order = replace(order, margin_bytes=4 * MIB)
+    step = {"fp32": steps()}
+    heavier = [tuple(replace(layer, width=int(layer.width * more)) for layer in block) for block in BLOCKS]
+    tried: list[int] = []
+
+    def trace_job(request: TraceRequest) -> SimpleNamespace:
+        (size,) = request.sizes
+        tried.append(size)
+        if more == 1.0 and len(tried) == 1:
+            return SimpleNamespace(traces=[make_step(BLOCKS, 2 * size, optimizer_bytes=MIB)])
+        return SimpleNamespace(
+            traces=[with_recompute(make_step(heavier, size, optimizer_bytes=MIB), request.recompute)]
+        )
+
+    monkeypatch.setattr(device_plans, "trace_job", trace_job)
+    said: list[Assumption] = []
+    plan = verified(order, plan_device(order, device(800), step), step, Watcher(), said)
+    assert plan.best is not None
+    assert plan.verification is not None
+    assert plan.verification.fits
+    assert tried[-1] == plan.best.micro_batch_size < tried[0]
+    assert plan.best.margin_bytes > 4 * MIB
+    assert all("did not fit when it was traced, so that" in one.what for one in said)

@@ -88,6 +88,27 @@ def test_token_ids_masks_and_lengths_get_the_new_length() -> None:
     assert made["ids"][0].tolist() == [6, 7, 8, 9, 10, 11, 6, 7, 8]
 
 
+class Graph:
+    """Stands for torch_geometric's Data, which is no mapping and keeps its tensors in a store of its own."""
+
+    def __init__(self) -> None:
+        self.store = {"x": torch.zeros(4, 3)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"graph": Graph(), "y": torch.zeros(4)}, r"holds a Graph with tensors in it: batch\['graph'\]"),
+        ({"x": torch.zeros(0, 3), "i": torch.zeros(0, dtype=torch.long)}, r"the sample batch is empty: batch\['x'\]"),
+    ],
+)
+def test_a_batch_that_would_keep_its_size_is_refused(batch: Any, said: str) -> None:
+    """Tensors that nobody could make larger, and samples that are not there, are named before a step is made."""
+    with pytest.raises(BatchError, match=said) as caught:
+        sample(batch)
+    assert caught.value.rule == "H413"
+
+
 def test_samples_of_a_list_are_all_like_the_largest() -> None:
     """A detection batch, with a list of images and one of dicts, grows by copies of its largest samples."""
     images = [torch.zeros(3, 32, 32), torch.zeros(3, 40, 32)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import tempfile
 from pathlib import Path
@@ -168,12 +169,52 @@ def transformers() -> Any:
         )
         (package / "user.py").write_text("from .import_utils import is_fake_tensor, is_tracing\n")
         sys.path.insert(0, folder)
-        before = len(sys.meta_path)
+        before = list(sys.meta_path)
         with forecast_device():
             from transformers.utils import user  # type: ignore[import-not-found]
 
             x = torch.zeros(1)
-            return [user.is_fake_tensor(x), user.is_tracing(x), len(sys.meta_path) - before]
+            answers = [user.is_fake_tensor(x), user.is_tracing(x), len(sys.meta_path) - len(before)]
+        return [*answers, sys.meta_path == before]
+
+
+@case
+def saving() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder, "safetensors")
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "torch.py").write_text("def save_file(tensors, filename):\n    open(filename, 'w').close()\n")
+        kept = Path(folder, "best.pt")
+        kept.write_bytes(b"of a real run")
+        sys.path.insert(0, folder)
+        with forecast_device() as device:
+            import safetensors.torch  # type: ignore[import-not-found]
+            from torch import save
+
+            model = nn.Linear(2, 2).cuda()
+            torch.save(model.state_dict(), kept)
+            save(obj=model, f=str(kept))
+            safetensors.torch.save_file(model.state_dict(), str(kept))
+            with device.suspended():
+                copy = io.BytesIO()
+                torch.save(torch.ones(2), copy)
+                copy.seek(0)
+                copied = torch.load(copy).tolist()
+            said = sorted({a.what for a in device.assumptions if "was left out" in a.what})
+        after = Path(folder, "after.pt")
+        torch.save(torch.ones(1), after)
+        return [kept.read_bytes().decode(), copied, said, after.stat().st_size > 0]
+
+
+@case
+def large_arrays() -> Any:
+    with forecast_device() as device:
+        x = torch.randn(3, 1000, 1000, device="cuda")
+        array, nested = x.cpu().numpy(), torch.ones(2, 3, device="cuda").mul(x[0, 0, 0]).tolist()
+        mask = (x > 0).cpu().numpy()
+        asked = sum(question.times for question in device.guesses.questions)
+        return [array.shape, str(array.dtype), nested, mask.shape, str(mask.dtype), asked]
 
 
 @case
@@ -257,7 +298,27 @@ def test_compile_is_forecast_as_eager(results: dict[str, Any]) -> None:
 
 def test_transformers_does_not_notice(results: dict[str, Any]) -> None:
     """Its test for fake tensors says no in every module that is imported meanwhile."""
-    assert results["transformers"] == [False, False, 1]
+    assert results["transformers"] == [False, False, 2, True], "a hook for it and one for safetensors, both taken out"
+
+
+def test_nothing_is_saved(results: dict[str, Any]) -> None:
+    """What the step writes by torch or safetensors is left out and said; a copy in memory is made."""
+    content, copied, said, works_after = results["saving"]
+    assert content == "of a real run"
+    assert copied == [1.0, 1.0]
+    assert said == [
+        "safetensors.torch.save_file was left out: nothing was written",
+        "torch.save was left out: nothing was written",
+    ]
+    assert works_after is True
+
+
+def test_a_large_tensor_is_one_question(results: dict[str, Any]) -> None:
+    """All elements of an array whose values are unknown are answered at once, in its shape and type."""
+    shape = [3, 1000, 1000]
+    *found, asked = results["large_arrays"]
+    assert found == [shape, "float32", [[found[2][0][0]] * 3] * 2, shape, "bool"]
+    assert asked <= 3
 
 
 def test_without_cuda_torch_is_as_the_host_has_it(results: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from holdfast.core.errors import BatchError, HoldfastError, OutOfMemoryError, PolicyError
+from holdfast.memory.forecast.extrapolation import fit
 from holdfast.memory.forecast.trace import OWNERS, live_peak
 from holdfast.memory.forecast.tracing import Progress, TraceRequest, TraceResult, trace_job
 
@@ -36,6 +38,23 @@ def bytes_of(trace: Any, owner: str) -> int:
     return int(
         trace.size_bytes[: len(trace.resident)][trace.owner[: len(trace.resident)] == OWNERS.index(owner)].sum()
     )
+
+
+def test_a_trace_that_is_stopped_kills_its_child_and_starts_no_other() -> None:
+    """As Ctrl-C does: not one more attempt, on whatever route."""
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(PolicyError, match="was stopped while starting"):
+        trace_job(TraceRequest(factory=f"{FACTORIES}:mlp"), stop=stop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ["cpu", "privateuse1"])
+def test_values_of_the_sample_batch_answer_questions_about_them(route: str) -> None:
+    """A mask of ones is known to be one of ones at every size, so nothing has to be assumed about it."""
+    result = traced("asks_its_mask", sizes=(2, 4), route=route)
+    assert not any("taken as" in one.what for one in result.assumptions), result.assumptions
+    assert all(live_peak(trace) < 2**20 for trace in result.traces), "the way of a mask with holes takes 4 MiB"
 
 
 def test_a_small_job_is_traced_on_the_fake_accelerator() -> None:
@@ -119,6 +138,28 @@ def test_recomputation_is_traced_as_it_will_run() -> None:
 
 
 @pytest.mark.slow
+def test_a_step_that_never_asks_its_guard_is_a_step_of_its_own() -> None:
+    """It is traced as the same step without one, in half precision too, and both optimizers count as stepped."""
+    for precision in ("fp32", "bf16"):
+        named, own = (traced(name, precision=precision) for name in ("gan_beside_a_guard", "gan"))
+        assert [live_peak(trace) for trace in named.traces] == [live_peak(trace) for trace in own.traces]
+        assert not any("optimizer" in said.what for said in named.assumptions)
+        assert not named.accumulates
+        put_around = any("autocast to bf16 was put around" in said.what for said in named.assumptions)
+        assert put_around == (precision == "bf16")
+
+
+@pytest.mark.slow
+def test_a_step_that_takes_no_small_batch_is_traced_with_the_sample_batch() -> None:
+    """The sizes are its own and twice that, and why is said; an error at that size too is that of the small one."""
+    found = traced("cuts_by_itself")
+    assert [trace.micro_batch_size for trace in found.traces] == [16, 32]
+    (said,) = [said.what for said in found.assumptions if said.what.startswith("batches of 16 and 32 samples")]
+    assert "since with 2 the step raised IndexError" in said
+    assert live_peak(fit(found.traces).at(64)) == live_peak(traced("cuts_by_itself", sizes=(64,)).traces[0])
+
+
+@pytest.mark.slow
 def test_accumulation_keeps_gradients_while_the_next_part_runs() -> None:
     """Two micro-batches take two forward passes, and a peak that is not lower than that of one."""
     one, two = (traced("transformer", gradient_accumulation_steps=steps).traces[1] for steps in (1, 2))
@@ -152,6 +193,21 @@ def test_both_answers_of_a_branch_are_traced() -> None:
     (assumption,) = [one for one in traced("branches").assumptions if "bool(tensor)" in one.what]
     assert re.fullmatch(r"bool\(tensor\) was taken as True; False needs \d+\.\d\d% less", assumption.what)
     assert re.fullmatch(r"forecast_factories\.py:\d+ in loss_fn", assumption.line)
+
+
+@pytest.mark.slow
+def test_the_answer_that_needs_more_is_planned_for() -> None:
+    """Where it is not the one that was given, all is traced with it, and another process can be told to give it."""
+    found = traced("branches_to_less")
+    (assumption,) = [one for one in found.assumptions if "bool(tensor)" in one.what]
+    assert re.fullmatch(
+        r"bool\(tensor\) was taken as False, the answer that needs more \(True; False needs \d+\.\d\d% more\)",
+        assumption.what,
+    )
+    assert found.answers == ((assumption.line, False),)
+    again = traced("branches_to_less", sizes=(6,), answers=found.answers)
+    lighter = traced("branches_to_less", sizes=(6,))
+    assert live_peak(again.traces[0]) == live_peak(fit(found.traces).at(6)) > 2 * live_peak(lighter.traces[0])
 
 
 @pytest.mark.slow

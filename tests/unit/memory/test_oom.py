@@ -47,6 +47,7 @@ _TEXTS = [
     "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.",
     "Unable to allocate 8.00 PiB for an array with shape (3,) and data type float64",
     "std::bad_alloc",
+    "posix_memalign failed:Cannot allocate memory (12)",
     "could not create a primitive",
     "could not execute a primitive",
     "could not create a memory object",

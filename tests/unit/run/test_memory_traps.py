@@ -598,3 +598,47 @@ def test_double_precision_is_rehearsed_like_single(tmp_path):
     )
     guard.step((torch.randn(8, 6).double(), torch.randn(8, 6).double()), in_batch_negatives(model))
     assert "split_refused" in {event.kind for event in guard.events()}
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_where_memory_is_short_for_gradients_the_losses_of_a_few_samples_decide(tmp_path, coupled):
+    """If not even 2 samples can be differentiated, a split is found possible or coupled by its losses alone."""
+    model = small_model()
+
+    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        if len(batch) <= 4:  # those of the rehearsal
+            out = FailsInBackward.apply(out)
+        return out.std(correction=0) if coupled else out.square().mean()
+
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    guard.step(torch.randn(8, 6), loss_fn)
+    (promises,) = [event.data for event in guard.events() if event.kind == "promises"]
+    assert promises["rehearsal"]["outcome"] == ("coupled" if coupled else "exact"), promises
+
+
+@pytest.mark.parametrize("gains", [False, True])
+def test_why_nothing_is_recomputed_is_said_once(tmp_path, gains):
+    """Blocks of a layer with its ReLU keep nothing more than their neighbours do: an event, and the next remedy."""
+    torch.manual_seed(0)
+    activation = nn.GELU if gains else nn.ReLU
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), activation()) for _ in range(3)), nn.Linear(6, 1))
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_interval_steps=None
+    )
+    failures = 0
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            ask_for_too_much()
+        return model(x).square().mean()
+
+    for count in (0, 2, 3):
+        failures = count
+        guard.step(torch.randn(8, 6), loss)
+    kinds = [event.kind for event in guard.events()]
+    assert kinds.count("recompute_impossible") == (0 if gains else 1)
+    tried = [kind for kind in kinds if kind in ("retry", "recompute_impossible", "recompute", "split")]
+    assert tried[1] == ("recompute" if gains else "recompute_impossible")

@@ -429,6 +429,46 @@ def test_a_plateau_scheduler_that_is_never_told_a_metric_is_noticed(tmp_path):
         assert kinds(guard).count("schedulers_wait") == (0 if told else 1)
 
 
+def test_a_plateau_scheduler_that_is_told_late_is_left_in_peace(tmp_path):
+    """Short epochs: the first evaluation comes after the third, or in a later life, or after the loop of an epoch."""
+
+    def life(name: str, max_steps: int, *validate_at: int) -> holdfast.Guard:
+        model, optimizer = regression()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        guard = holdfast.Guard(
+            tmp_path / name, model=model, optimizer=optimizer, scheduler=plateau, loader=noisy_batches(2)
+        )
+        for batch in guard.batches(max_steps=max_steps):
+            result = guard.step(batch, loss_of(model))
+            if guard.global_step in validate_at:
+                guard.validated(result.loss)
+        return guard
+
+    assert "schedulers_wait" not in kinds(life("late", 20, 15))
+    life("lives", 20, 15)
+    assert "schedulers_wait" not in kinds(life("lives", 40))
+    life("each epoch", 2).validated(1.0)
+    assert "schedulers_wait" not in kinds(life("each epoch", 4))
+    assert kinds(life("never", 1002)).count("schedulers_wait") == 1
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_plateau_scheduler_that_is_told_the_loss_of_each_batch_is_noticed(tmp_path, every):
+    """H854, and not where it is told once in a while; nor is a resumed run mistaken for one."""
+    for max_steps in (30, 60):
+        model, optimizer = regression()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1000)
+        guard = holdfast.Guard(
+            tmp_path, model=model, optimizer=optimizer, scheduler=plateau, loader=noisy_batches(80)
+        )
+        for batch in guard.batches(max_steps=max_steps):
+            result = guard.step(batch, loss_of(model))
+            if guard.global_step % every == 0:
+                guard.validated(result.loss)
+    told = [event for event in guard.events() if event.kind == "finding" and event.data["rule"] == "H854"]
+    assert len(told) == (1 if every == 1 else 0)
+
+
 @pytest.mark.parametrize("wrong", [{"run_dir": None}, {"run_dir": 3}, {"loader": 3}])
 def test_what_is_no_path_and_no_loader_is_told(tmp_path, wrong):
     """A clear error and no TypeError."""

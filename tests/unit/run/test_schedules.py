@@ -290,3 +290,29 @@ def test_a_factor_that_would_stop_or_reverse_training_is_refused(factor):
     with pytest.raises(PolicyError, match="above 0"):
         run.scale(factor)
     assert run.rates() == [0.1, 0.02]
+
+
+class Wrapped(Optimizer):
+    """An optimizer around another one, as Accelerate's, with the parameter groups of the inner one."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_a_scheduler_of_a_wrapper_is_that_of_the_optimizer_inside() -> None:
+    """A schedule that was made on a wrapper is advanced with the inner optimizer, and its rates are scaled once."""
+    inner = SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = lr_scheduler.ExponentialLR(Wrapped(inner), gamma=0.5)
+    inner.step()
+    scheduler.optimizer.step()
+    advance({"s": scheduler}, {"o": inner}, ["o"])
+    assert inner.param_groups[0]["lr"] == pytest.approx(0.05)
+    scale({"s": scheduler}, {"o": inner}, 0.1)
+    assert inner.param_groups[0]["lr"] == pytest.approx(0.005)

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.events import Event
+from holdfast.core.raised import describe_exception
 from holdfast.recorder.event_ring import EventRing
 from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, StepSample, read_board, read_samples
 from holdfast.recorder.reader import read_events
@@ -30,7 +31,6 @@ from holdfast.recorder.run_files import (
     write_process,
 )
 from holdfast.supervise.launchers import find_launcher_name
-from holdfast.supervise.observe.exceptions import describe_exception
 from holdfast.supervise.observe.importing import ImportWatch
 from holdfast.supervise.observe.memory_readings import MemoryReadings
 from holdfast.supervise.observe.steps import Steps

@@ -1,0 +1,259 @@
+"""`accelerate_guard` with the real Accelerate: equal steps, exact windows, exact resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast
+from holdfast import PolicyError
+
+accelerate = pytest.importorskip("accelerate", exc_type=ImportError)
+pytestmark = pytest.mark.slow  # the import alone takes seconds
+
+
+def forget_settings() -> None:
+    """Forget what earlier accelerators have settled for the whole process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    """Let each test begin, and end, without settings of another."""
+    forget_settings()
+    yield
+    forget_settings()
+
+
+def prepared(
+    folder: Path,
+    *,
+    accumulate: int = 1,
+    samples: int = 24,
+    batch: int = 4,
+    seedable: bool = False,
+    shuffle: bool = True,
+    precision: str = "no",
+) -> tuple[Any, ...]:
+    """Return an accelerator with a model with dropout, an optimizer, a loader and a schedule, all prepared.
+
+    Accelerate leaves fp16 off on a CPU; here it is on.
+    """
+    from accelerate.utils import DataLoaderConfiguration
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(samples, 5, generator=generator), torch.arange(samples) % 3)
+    accelerator = accelerate.Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=accumulate,
+        project_dir=folder,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable),
+        mixed_precision=precision,
+    )
+    if precision == "fp16":
+        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=2.0**7)
+    loader = DataLoader(data, batch_size=batch, shuffle=shuffle)
+    return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
+
+
+def loss_of(model: Any) -> Any:
+    return lambda batch: F.cross_entropy(model(batch[0]), batch[1])
+
+
+def weights(model: Any) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
+
+
+def bare(folder: Path, *, epochs: int, **settings: Any) -> tuple[torch.Tensor, int]:
+    """Train as Accelerate's own examples do; return the weights and the optimizer steps."""
+    accelerator, model, optimizer, loader, scheduler = prepared(folder, **settings)
+    steps = 0
+    for _ in range(epochs):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model)(batch))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    steps += 1
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    return weights(model), steps
+
+
+def guarded(folder: Path, *, epochs: int, stop_after: int | None = None, **settings: Any) -> tuple[torch.Tensor, Any]:
+    """Train the same under a guard; with `stop_after` leave it so many windows later without a word."""
+    accelerator, model, optimizer, loader, scheduler = prepared(folder, **settings)
+    guard = holdfast.integrations.accelerate.accelerate_guard(
+        accelerator,
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        scheduler=scheduler,
+        max_grad_norm=0.5,
+        save_interval_steps=2,
+        async_save=False,
+    )
+    for count, batch in enumerate(guard.batches(max_epochs=epochs), start=1):
+        guard.step(batch, loss_of(model))
+        if count == stop_after:
+            break
+    found = weights(model), (guard.global_step, optimizer.param_groups[0]["lr"], guard.resumed_from)
+    del guard
+    return found
+
+
+@pytest.fixture(autouse=True)
+def imported() -> None:
+    import holdfast.integrations.accelerate  # noqa: F401
+
+
+@pytest.mark.parametrize(("accumulate", "seedable"), [(1, False), (2, True)])
+def test_training_is_bit_identical_to_the_bare_loop(tmp_path: Path, accumulate: int, seedable: bool) -> None:
+    """With dropout, shuffling, clipping and a schedule the guard makes the steps of Accelerate's own loop."""
+    expected, steps = bare(tmp_path / "a", epochs=2, accumulate=accumulate, seedable=seedable)
+    found, (made, _, _) = guarded(tmp_path / "b", epochs=2, accumulate=accumulate, seedable=seedable)
+    assert torch.equal(expected, found)
+    assert steps == made
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_bit_identical_to_the_bare_loop(tmp_path: Path, precision: str) -> None:
+    """In bf16, and in fp16 from the accelerator's own loss scale on, the steps are those of Accelerate's own loop."""
+    expected, steps = bare(tmp_path / "a", epochs=2, precision=precision)
+    found, (made, _, _) = guarded(tmp_path / "b", epochs=2, precision=precision)
+    assert torch.equal(expected, found)
+    assert steps == made
+    forget_settings()
+    assert not torch.equal(expected, bare(tmp_path / "c", epochs=2)[0])
+
+
+def test_the_last_batch_of_an_epoch_makes_one_step(tmp_path: Path) -> None:
+    """accelerate#1847: micro-batches cut out of the last batch each make a step there; a window makes one."""
+    accelerator, model, optimizer, loader, _ = prepared(tmp_path / "a", accumulate=2, shuffle=False)
+    calls = 0
+    for batch in loader:
+        for half in zip(*(tensor.split(2) for tensor in batch), strict=True):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model)(half))
+                calls += accelerator.sync_gradients
+                optimizer.step()
+                optimizer.zero_grad()
+    assert calls == 6 + 1  # six batches, and one step too many
+    _, (made, _, _) = guarded(tmp_path / "b", epochs=1, accumulate=2, batch=2, shuffle=False)
+    assert made == 6
+
+
+def test_an_incomplete_last_window_counts_what_it_holds(tmp_path: Path) -> None:
+    """With 22 samples in batches of 4, two to a window, the steps are those over 8, 8 and 6 samples."""
+
+    def without_dropout(batch: int, accumulate: int, folder: Path) -> torch.Tensor:
+        accelerator, model, optimizer, loader, _ = prepared(
+            folder, accumulate=accumulate, samples=22, batch=batch, shuffle=False
+        )
+        model[2].p = 0.0
+        guard = holdfast.integrations.accelerate.accelerate_guard(
+            accelerator, model=model, optimizer=optimizer, loader=loader
+        )
+        for each in guard.batches(max_epochs=2):
+            guard.step(each, loss_of(model))
+        assert guard.global_step == 6
+        return weights(model)
+
+    whole = without_dropout(8, 1, tmp_path / "a")
+    parts = without_dropout(4, 2, tmp_path / "b")
+    assert torch.allclose(whole, parts, atol=1e-6)
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_a_run_that_was_left_goes_on_exactly(tmp_path: Path, seedable: bool) -> None:
+    """Left in the middle of the second epoch, a run resumes with the order, dropout and rate of that place."""
+    settings: dict[str, Any] = {"accumulate": 2, "seedable": seedable}
+    expected, (_, rate, _) = guarded(tmp_path / "a", epochs=3, **settings)
+    guarded(tmp_path / "b", epochs=3, stop_after=5, **settings)
+    torch.manual_seed(99)
+    found, (steps, resumed_rate, resumed) = guarded(tmp_path / "b", epochs=3, **settings)
+    assert resumed is not None
+    assert steps == 9
+    assert resumed_rate == rate
+    assert torch.equal(expected, found)
+
+
+def test_out_of_memory_cuts_the_batches_of_a_window(tmp_path: Path) -> None:
+    """Batches of a window that do not fit are cut, and the step is that of the window all the same."""
+
+    def train(folder: Path, most: int) -> torch.Tensor:
+        accelerator, model, optimizer, loader, _ = prepared(folder, accumulate=2, shuffle=False)
+        model[2].p = 0.0
+
+        def loss(batch: Any) -> torch.Tensor:
+            if len(batch[0]) > most and torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return F.cross_entropy(model(batch[0]), batch[1])
+
+        guard = holdfast.integrations.accelerate.accelerate_guard(
+            accelerator, model=model, optimizer=optimizer, loader=loader, recompute=False, check_split=False
+        )
+        for batch in guard.batches(max_epochs=1):
+            assert guard.step(batch, loss).items == 8
+        return weights(model)
+
+    assert torch.allclose(train(tmp_path / "a", 4), train(tmp_path / "b", 1), atol=1e-6)
+
+
+def test_holdfast_loader_is_taken_as_it_is(tmp_path: Path) -> None:
+    """A holdfast.DataLoader that was not prepared keeps its exact order; accumulation with it is refused."""
+    accelerator, model, optimizer, _, _ = prepared(tmp_path)
+    loader = holdfast.DataLoader(TensorDataset(torch.randn(8, 5), torch.arange(8) % 3), batch_size=4)
+    guard = holdfast.integrations.accelerate.accelerate_guard(
+        accelerator, model=model, optimizer=optimizer, loader=loader
+    )
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(model))
+    assert guard.global_step == 2
+    accelerator.gradient_accumulation_steps = 2
+    with pytest.raises(PolicyError, match="gradient_accumulation_steps=2"):
+        holdfast.integrations.accelerate.accelerate_guard(
+            accelerator, model=model, optimizer=optimizer, loader=loader
+        )
+
+
+def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
+    """Several processes, an engine of its own, fp8, two precisions, and a run without a place are errors."""
+    accelerator, model, optimizer, loader, _ = prepared(tmp_path)
+
+    def refused(**settings: Any) -> str:
+        with pytest.raises(PolicyError) as found:
+            holdfast.integrations.accelerate.accelerate_guard(
+                accelerator, **({"model": model, "optimizer": optimizer, "loader": loader} | settings)
+            )
+        return found.value.rule
+
+    assert refused(precision="fp16") == "H109"
+    assert refused(max_grad_nrom=1.0) == "H101"
+    accelerator.project_configuration.project_dir = None
+    assert refused() == "H105"
+    shared = accelerator.state._shared_state
+    usual = dict(shared)
+    try:
+        shared["num_processes"] = 2
+        assert refused() == "H108"
+        shared.update(usual, distributed_type=accelerate.DistributedType.FSDP)
+        assert refused() == "H111"
+        shared.update(usual, _mixed_precision="fp8")
+        assert refused() == "H111"
+    finally:
+        shared.update(usual)

@@ -1,0 +1,515 @@
+"""The real Lightning, with and without holdfast: equal where nothing goes wrong, and what is kept where it does.
+
+Memory is really refused: 1 PiB is beyond the address space. NaN comes from the data.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import holdfast
+from holdfast.core.errors import CheckpointError, NonFiniteError, PolicyError
+from holdfast.recorder.black_box import StepMark
+from holdfast.recorder.reader import read_events, read_steps
+from holdfast.testing import flip_bit
+
+pytest.importorskip("lightning.pytorch")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the imports of Lightning itself
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+    from lightning.pytorch.plugins import MixedPrecision
+    from torchmetrics import MeanMetric
+
+    from holdfast.integrations.lightning import HoldfastCallback, HoldfastStrategy, VerifiedCheckpointIO
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.rank_zero.LightningDeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .train_dataloader. does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*tensorboardX.*"),
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),
+    pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*`isinstance.treespec, LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path."),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint"),
+]
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+SIZE = 8
+
+
+class FailsAbove(torch.autograd.Function):
+    """Passes its input on; in backward it asks for more memory than there is, for batches above a size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, limit: int) -> torch.Tensor:
+        ctx.fails = len(x) > limit
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.fails:
+            torch.empty(2**50, dtype=torch.uint8)
+        return gradient, None
+
+
+class Small(pl.LightningModule):
+    """A regression with the layers that a retry could disturb."""
+
+    def __init__(self, *, norm: bool = True, dropout: float = 0.3) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        layers = [nn.Linear(5, 16), *([nn.BatchNorm1d(16)] if norm else []), nn.Tanh(), nn.Dropout(dropout)]
+        self.body = nn.Sequential(*layers)
+        self.head = nn.Linear(16, 1)
+        self.seen = MeanMetric()
+        self.fails_at: dict[int, int] = {}
+        self.calls: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        limit = self.fails_at.get(batch_idx, 2**40)
+        loss = F.mse_loss(self.head(FailsAbove.apply(self.body(x), limit)), y)
+        self.seen.update(y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return {"loss": loss, "mean": y.mean()}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Unscheduled(Small):
+    """The same without a schedule, which the strategy holds where a step is skipped and Lightning does not."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+def _note(name: str) -> Any:
+    def hook(self: Any, *_: Any, **__: Any) -> None:
+        self.calls.append(name)
+
+    return hook
+
+
+class Seen(Callback):
+    """Notes what Lightning calls and logs, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.logged: list[dict[str, float]] = []
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+
+    on_before_zero_grad = _note("zero")
+    on_before_backward = _note("before_backward")
+    on_after_backward = _note("after_backward")
+    on_before_optimizer_step = _note("before_step")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.calls.append("end")
+        self.losses.append(float(outputs["loss"]))
+        self.logged.append({key: float(value) for key, value in trainer.callback_metrics.items()})
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.logged.append({key: float(value) for key, value in trainer.callback_metrics.items()})
+
+
+def batches(count: int = 7, bad: int | None = None) -> list[Any]:
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for number in range(count):
+        x = torch.randn(SIZE, 5, generator=generator)
+        y = x.sum(1, keepdim=True) + 3
+        if number == bad:
+            x[2, 1] = math.nan
+        found.append((x, y))
+    return found
+
+
+def fit(module: Any, folder: Path, data: Any, *, ckpt_path: Any = None, **given: Any) -> tuple[Any, Seen]:
+    seen = Seen()
+    settings = {
+        "max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "enable_checkpointing": False, "accelerator": "cpu", "default_root_dir": folder,
+        **given,
+    }  # fmt: skip
+    callbacks = [seen, *settings.pop("callbacks", [])]
+    trainer = pl.Trainer(callbacks=callbacks, **settings)
+    torch.manual_seed(11)
+    trainer.fit(module, train_dataloaders=as_loader(data), ckpt_path=ckpt_path)
+    return trainer, seen
+
+
+def as_loader(data: Any) -> Any:
+    return torch.utils.data.DataLoader(data, batch_size=None) if isinstance(data, list) else data
+
+
+def weights(module: nn.Module) -> list[torch.Tensor]:
+    return [value for key, value in module.state_dict().items() if not key.startswith("seen")]
+
+
+def assert_same(found: nn.Module, expected: nn.Module) -> None:
+    pairs = list(zip(weights(found), weights(expected), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def kinds(folder: Path) -> list[str]:
+    return [event.kind for event in read_events(folder / "holdfast" / "recorder" / "rank0")]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value", "precision": "bf16-mixed"},
+    ],
+    ids=["plain", "accumulated", "clipped by value"],
+)
+def test_an_undisturbed_training_is_lightnings_own_bit_for_bit(tmp_path, settings):
+    """Weights, losses, logs, rates, counters and the order of hooks are those of plain Lightning."""
+    plain, guarded = Small(), Small()
+    expected, usual = fit(plain, tmp_path / "plain", batches(), **settings)
+    found, seen = fit(guarded, tmp_path / "guarded", batches(), strategy=HoldfastStrategy(), **settings)
+    assert_same(guarded, plain)
+    assert (seen.losses, seen.rates) == (usual.losses, usual.rates)
+    assert seen.logged == usual.logged
+    assert found.global_step == expected.global_step
+    if "accumulate_grad_batches" not in settings:
+        assert seen.calls == usual.calls
+    assert sorted(seen.calls) == sorted(usual.calls)
+    assert "skip_step" not in kinds(tmp_path / "guarded")
+
+
+@pytest.mark.parametrize(
+    ("init_scale", "layers"),
+    [(2.0**7, {}), (2.0**22, {"norm": False, "dropout": 0.0})],
+    ids=["no overflow", "overflows"],
+)
+def test_fp16_is_lightnings_own_bit_for_bit(tmp_path, init_scale, layers):
+    """In fp16, from the scale of the user's scaler on, weights and losses are Lightning's, skipped steps included.
+
+    Lightning turns ``precision="16-mixed"`` into bf16 on a CPU; given as a plugin it trains in fp16 there. A skipped
+    step leaves BatchNorm and random numbers alone under holdfast only, hence other layers where one is skipped.
+    """
+    ways = {"plain": {}, "guarded": {"strategy": HoldfastStrategy()}, "watched": {"callbacks": [HoldfastCallback()]}}
+    found = {}
+    for name, own in ways.items():
+        module, scaler = Unscheduled(**layers), torch.amp.GradScaler("cpu", init_scale=init_scale)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        _, seen = fit(module, tmp_path / name, batches(), plugins=[plugin], gradient_clip_val=0.5, **own)
+        found[name] = module, seen.losses
+    plain, losses = found["plain"]
+    assert not torch.equal(plain.head.weight, Unscheduled(**layers).head.weight)
+    for name in ("guarded", "watched"):
+        assert_same(found[name][0], plain)
+        assert found[name][1] == losses
+    assert ("loss_scale_lowered" in kinds(tmp_path / "guarded")) is bool(layers)
+    marks = {step.mark for step in read_steps(tmp_path / "watched" / "holdfast" / "recorder" / "rank0")}
+    assert (StepMark.SKIPPED in marks) is bool(layers)
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_batch_that_does_not_fit_is_cut_and_training_ends_where_it_would_have(tmp_path, accumulated):
+    """After out-of-memory in backward, weights, losses and logged means are the undisturbed ones up to rounding."""
+    plain, guarded = Small(norm=False, dropout=0.0), Small(norm=False, dropout=0.0)
+    _, usual = fit(plain, tmp_path / "plain", batches(), accumulate_grad_batches=accumulated)
+    guarded.fails_at = {1: 5, 4: 3}
+    _, seen = fit(
+        guarded, tmp_path / "guarded", batches(), strategy=HoldfastStrategy(), accumulate_grad_batches=accumulated
+    )
+    for a, b in zip(weights(guarded), weights(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert seen.losses == pytest.approx(usual.losses, rel=1e-4)
+    for mine, theirs in zip(seen.logged, usual.logged, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+    assert "split" in kinds(tmp_path / "guarded")
+
+
+def test_without_holdfast_the_same_lack_of_memory_ends_training(tmp_path):
+    """Plain Lightning, and the callback, do not outlive it: the fault is real."""
+    for settings in ({}, {"callbacks": [HoldfastCallback()]}):
+        module = Small(norm=False)
+        module.fails_at = {1: 5}
+        with pytest.raises(RuntimeError, match="allocate"):
+            fit(module, tmp_path, batches(), **settings)
+    assert kinds(tmp_path)[-1] == "left_by_exception"
+
+
+def test_a_batch_with_nan_leaves_no_trace_and_the_schedule_waits(tmp_path):
+    """Weights, BatchNorm and rates are those of a training without this batch; the log keeps its NaN."""
+    data = batches(7, bad=3)
+    plain, guarded = Small(dropout=0.0), Small(dropout=0.0)
+    _, usual = fit(plain, tmp_path / "plain", [*data[:3], *data[4:]], max_epochs=1)
+    trainer, seen = fit(guarded, tmp_path / "guarded", data, max_epochs=1, strategy=HoldfastStrategy())
+    assert_same(guarded, plain)
+    assert seen.rates[:3] + seen.rates[4:] == usual.rates
+    assert math.isnan(seen.losses[3])
+    assert math.isnan(seen.logged[3]["loss_step"])
+    assert trainer.global_step == 7
+    assert {"skip_step", "nonfinite_origin"} <= set(kinds(tmp_path / "guarded"))
+
+
+def test_the_callback_leaves_out_the_same_batch(tmp_path):
+    """With the callback alone the weights and statistics are those of a training without the batch with NaN."""
+    data = batches(7, bad=3)
+    plain, watched = Small(dropout=0.0), Small(dropout=0.0)
+    for module in (plain, watched):
+        module.configure_optimizers = lambda module=module: torch.optim.AdamW(module.parameters(), lr=0.02)
+    fit(plain, tmp_path / "plain", [*data[:3], *data[4:]], max_epochs=1)
+    fit(watched, tmp_path / "watched", data, max_epochs=1, callbacks=[HoldfastCallback()])
+    assert_same(watched, plain)
+    assert "skip_step" in kinds(tmp_path / "watched")
+
+
+@pytest.mark.parametrize("bad", [3, 4, 5])
+@pytest.mark.parametrize("how", ["strategy", "callback"])
+def test_a_window_with_a_batch_of_nan_leaves_no_trace(tmp_path, how, bad):
+    """Wherever in a step of three batches the NaN is, training goes on as if these three had not been there."""
+    data, given = batches(9, bad=bad), {"accumulate_grad_batches": 3, "max_epochs": 1}
+    plain, guarded = Small(), Small()
+    for module in (plain, guarded):  # without a schedule, which goes on under the callback
+        module.configure_optimizers = lambda module=module: torch.optim.AdamW(module.parameters(), lr=0.02)
+    fit(plain, tmp_path / "plain", [*data[:3], *data[6:]], **given)
+    extra = {"strategy": HoldfastStrategy()} if how == "strategy" else {"callbacks": [HoldfastCallback()]}
+    fit(guarded, tmp_path / "guarded", data, **given, **extra)
+    assert_same(guarded, plain)
+
+
+def test_only_the_samples_with_nan_are_left_out_of_a_window_where_the_policy_says_so(tmp_path):
+    """With ``drop_nonfinite_samples`` a step of three batches is made without the one sample that NaN came from."""
+    data = batches(3, bad=1)
+    plain, guarded = Small(dropout=0.0), Small(dropout=0.0)
+    by_hand = torch.optim.AdamW(plain.parameters(), lr=0.02)
+    good = [place for place in range(SIZE) if place != 2]
+    for x, y in (data[0], (data[1][0][good], data[1][1][good]), data[2]):
+        (F.mse_loss(plain.head(plain.body(x)), y) / 3).backward()
+    by_hand.step()
+    policy = {"drop_nonfinite_samples": True}
+    fit(guarded, tmp_path, data, max_epochs=1, strategy=HoldfastStrategy(policy), accumulate_grad_batches=3)
+    assert_same(guarded, plain)
+
+
+@pytest.mark.parametrize("made", [HoldfastStrategy, HoldfastCallback])
+def test_nan_that_persists_ends_training_with_a_reason(tmp_path, made):
+    """After the patience of the policy training ends with H501, and the run directory is free again."""
+
+    def given() -> dict[str, Any]:
+        policy = {"nonfinite_patience": 2}
+        return {"strategy": made(policy)} if made is HoldfastStrategy else {"callbacks": [made(policy)]}
+
+    with pytest.raises(NonFiniteError, match="H501"):
+        fit(Small(), tmp_path, [(x * math.nan, y) for x, y in batches()], **given())
+    fit(Small(), tmp_path, batches(2), **given())
+
+
+@pytest.mark.parametrize("how", ["strategy", "callback"])
+def test_sigterm_ends_training_after_the_batch_with_a_checkpoint(tmp_path, how):
+    """The batch that is under way is finished, and what is saved then verifies and holds the step."""
+
+    class Ends(Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if trainer.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    extra = {"strategy": HoldfastStrategy()} if how == "strategy" else {}
+    callbacks = [Ends(), *([] if how == "strategy" else [HoldfastCallback()])]
+    with pytest.raises(SystemExit):
+        fit(Small(), tmp_path, batches(), callbacks=callbacks, **extra)
+    found = VerifiedCheckpointIO().load_checkpoint(tmp_path / "checkpoints" / "stopped-step=5.ckpt")
+    assert found["global_step"] == 5
+
+
+# --- manual optimization --------------------------------------------------------------------------------------
+
+
+class Gan(pl.LightningModule):
+    """Two networks, alternating, with or without the guard."""
+
+    automatic_optimization = False
+
+    def __init__(self, *, guarded: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(3)
+        self.generator, self.discriminator = (
+            nn.Linear(3, 5),
+            nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)),
+        )
+        self.guarded, self.limit = guarded, 2**40
+
+    def generator_loss(self, batch: Any) -> torch.Tensor:
+        fake = FailsAbove.apply(self.generator(batch[1]), self.limit)
+        loss = F.softplus(-self.discriminator(fake)).mean()
+        self.log("generator", loss)
+        return loss
+
+    def discriminator_loss(self, batch: Any) -> torch.Tensor:
+        real, noise = batch
+        fake = self.generator(noise).detach()
+        loss = F.softplus(self.discriminator(fake)).mean() + F.softplus(-self.discriminator(real)).mean()
+        self.log("discriminator", loss)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.limit = 3 if batch_idx == 2 and self.guarded == "short" else 2**40
+        for optimizer, loss_fn in zip(self.optimizers(), (self.generator_loss, self.discriminator_loss), strict=True):
+            if self.guarded:
+                self.trainer.strategy.guarded_step(batch, loss_fn, optimizer=optimizer)
+                continue
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss_fn(batch))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.generator, self.discriminator)
+        return [torch.optim.Adam(part.parameters(), lr=0.05) for part in parts], []
+
+
+def test_a_gan_by_manual_optimization_is_the_same_with_a_guard_and_outlives_a_lack_of_memory(tmp_path):
+    """Alternating guarded steps give the weights, logs and counter of Lightning's own, also where one was cut."""
+    data = [(torch.randn(8, 5), torch.randn(8, 3)) for _ in range(4)]
+
+    def train(guarded: Any, name: str, **settings: Any) -> tuple[Gan, Any]:
+        module = Gan(guarded=guarded)
+        trainer = pl.Trainer(
+            max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+            enable_checkpointing=False, default_root_dir=tmp_path / name, **settings,
+        )  # fmt: skip
+        trainer.fit(module, train_dataloaders=as_loader(data))
+        return module, trainer
+
+    plain, usual = train(False, "plain")
+    policy = {"objective": "adversarial"}
+    same, found = train(True, "same", strategy=HoldfastStrategy(policy))
+    assert_same(same, plain)
+    assert found.global_step == usual.global_step == 16
+    assert found.callback_metrics == usual.callback_metrics
+    short, found = train("short", "short", strategy=HoldfastStrategy(policy))
+    for a, b in zip(weights(short), weights(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert "split" in kinds(tmp_path / "short")
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.linspace(0, 1, 5) * index / 40 + 0.01 * torch.randn(5)  # an augmentation
+        return x, x.sum().view(1)
+
+
+def loader() -> Any:
+    return holdfast.DataLoader(Samples(), batch_size=8, shuffle=True, seed=4)
+
+
+def test_training_goes_on_from_the_middle_of_an_epoch_as_if_it_had_never_stopped(tmp_path):
+    """With a holdfast loader, order, augmentation, dropout and weights of a resumed training are bit-exact."""
+    whole = Small()
+    _, usual = fit(whole, tmp_path / "whole", loader(), strategy=HoldfastStrategy(), max_epochs=3)
+
+    saves = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)
+    first = Small()
+    options: dict[str, Any] = {"callbacks": [saves], "enable_checkpointing": True}
+    fit(first, tmp_path / "first", loader(), strategy=HoldfastStrategy(), max_steps=7, **options)
+    newest = str(max((tmp_path / "saved").glob("*.ckpt")))
+    second = Small()
+    trainer, seen = fit(
+        second, tmp_path / "second", loader(), strategy=HoldfastStrategy(), max_epochs=3, ckpt_path=newest
+    )
+    assert trainer.global_step == 15
+    assert seen.losses == usual.losses[4:]
+    assert_same(second, whole)
+
+
+def _saved(tmp_path: Path, **given: Any) -> list[Path]:
+    saves = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    fit(Small(), tmp_path, batches(), max_epochs=1, enable_checkpointing=True, callbacks=[saves], **given)
+    return sorted((tmp_path / "saved").glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("how", ["strategy", "callback"])
+def test_a_checkpoint_with_a_flipped_bit_is_not_loaded_but_the_one_before(tmp_path, how):
+    """The flipped bit is found, training goes on from the newest file that verifies, and if none does it says so."""
+    extra = {"strategy": HoldfastStrategy()} if how == "strategy" else {}
+    callbacks = [] if how == "strategy" else [HoldfastCallback()]
+    saves = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    fit(Small(), tmp_path, batches(), max_epochs=1, enable_checkpointing=True, callbacks=[saves, *callbacks], **extra)
+    second, third, fourth = sorted((tmp_path / "saved").glob("*.ckpt"))
+    flip_bit(fourth, 8 * 3000)
+    extra = {"strategy": HoldfastStrategy()} if how == "strategy" else {"callbacks": [HoldfastCallback()]}
+    trainer, seen = fit(Small(), tmp_path, batches(), max_epochs=1, ckpt_path=str(fourth), **extra)
+    assert len(seen.losses) == 3  # of seven, from step 4
+    assert trainer.global_step == 7
+    for path in (second, third):
+        flip_bit(path, 8 * 3000)
+    with pytest.raises(CheckpointError, match="H311"):
+        VerifiedCheckpointIO().load_checkpoint(str(fourth))
+
+
+def test_weights_with_nan_are_not_saved_and_the_last_good_file_is_not_removed(tmp_path, caplog):
+    """A poisoned state never becomes a checkpoint, and rotation leaves a file that verifies."""
+    files = VerifiedCheckpointIO()
+    good = {"state_dict": {"weight": torch.ones(3), "mask": torch.full((2,), -math.inf)}}
+    files.save_checkpoint(good, tmp_path / "good.ckpt")
+    files.save_checkpoint({"state_dict": {"weight": torch.tensor([1.0, math.nan])}}, tmp_path / "bad.ckpt")
+    assert not (tmp_path / "bad.ckpt").exists()
+    files.remove_checkpoint(tmp_path / "good.ckpt")
+    assert files.load_checkpoint(tmp_path / "good.ckpt")["state_dict"]["weight"].tolist() == [1, 1, 1]
+    files.save_checkpoint(good, tmp_path / "better.ckpt")
+    files.remove_checkpoint(tmp_path / "good.ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["better.ckpt", "better.ckpt.sha256"]
+    assert [record.message.split(":")[0] for record in caplog.records] == ["save_refused", "checkpoint_kept"]
+
+
+def test_a_disk_that_refuses_a_save_does_not_end_training(tmp_path):
+    """A save into a place that cannot be written is an event, and every step is made."""
+    blocked = tmp_path / "saved"
+    blocked.write_text("a file where the folder should be")
+    saves = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
+    saves.dirpath = str(blocked / "in")
+    options: dict[str, Any] = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 1}
+    saves.setup = lambda *_, **__: None
+    trainer, _ = fit(Small(), tmp_path / "run", batches(), strategy=HoldfastStrategy(), **options)
+    assert trainer.global_step == 7
+    assert "save_failed" in kinds(tmp_path / "run")
+
+
+# --- what cannot be -------------------------------------------------------------------------------------------
+
+
+def test_what_contradicts_the_trainer_or_cannot_be_guarded_is_said_before_training(tmp_path):
+    """A policy against the trainer's clipping and an overridden backward are errors with a fix; no step was made."""
+    with pytest.raises(PolicyError, match="H109"):
+        fit(Small(), tmp_path, batches(), strategy=HoldfastStrategy({"max_grad_norm": 2.0}), gradient_clip_val=1.0)
+
+    class Own(Small):
+        def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            loss.backward()
+
+    with pytest.raises(PolicyError, match="guarded_step"):
+        fit(Own(), tmp_path, batches(), strategy=HoldfastStrategy())
+    trainer, _ = fit(Small(), tmp_path, batches(), strategy="holdfast")
+    assert trainer.global_step == 14

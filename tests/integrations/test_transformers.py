@@ -1,0 +1,341 @@
+"""`HoldfastMixin` in the real Trainer: equal where nothing goes wrong, and what comes of faults."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.hugging_face import (
+    LENGTH,
+    digest,
+    distance,
+    logged,
+    make_gpt2,
+    make_pegasus,
+    make_trainer,
+    samples,
+)
+
+from holdfast import NonFiniteError, PolicyError
+
+transformers = pytest.importorskip("transformers", exc_type=ImportError)
+pytestmark = [
+    pytest.mark.slow,  # the import alone takes five seconds
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def guarded() -> Any:
+    from holdfast.integrations.transformers import HoldfastTrainer
+
+    return HoldfastTrainer
+
+
+class Failing(torch.nn.Module):
+    """Runs out of memory, as torch says it, in some calls that are given too many samples."""
+
+    def __init__(self, inner: torch.nn.Module, *, most: int, calls: range) -> None:
+        super().__init__()
+        self.inner, self.most, self.calls, self.count = inner, most, calls, 0
+        self.config = inner.config
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        if self.training:
+            self.count += 1
+            if self.count in self.calls and len(input_ids) > self.most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return self.inner(input_ids=input_ids, labels=labels, **kwargs)
+
+
+def trained(kind: type, folder: Path, **settings: Any) -> Any:
+    trainer = make_trainer(kind, folder, make_gpt2(), samples(), **settings)
+    trainer.train()
+    return trainer
+
+
+def on_cpu(kind: type, *, init_scale: float = 2.0**7) -> type:
+    """Return a Trainer in whose Accelerator fp16 is on, which on a CPU it leaves off."""
+
+    class OnCpu(kind):  # type: ignore[misc]
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.native_amp = True
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+
+    return OnCpu
+
+
+@pytest.mark.parametrize("windows", [1, 3])
+def test_fp16_is_bit_identical_to_the_plain_trainer(tmp_path: Path, windows: int) -> None:
+    """With a loss scale of its own, weights, losses and norms are those of the Trainer with Accelerate's scaler."""
+    settings: dict[str, Any] = {"gradient_accumulation_steps": windows, "fp16": True}
+    plain, other = (
+        trained(on_cpu(kind), tmp_path / name, **settings)
+        for name, kind in (("a", transformers.Trainer), ("b", guarded()))
+    )
+    assert digest(plain.model) == digest(other.model)
+    assert digest(plain.model) != digest(make_gpt2())
+    for key in ("loss", "grad_norm"):
+        assert logged(plain, key) == pytest.approx(logged(other, key), rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_on_a_cpu_is_what_the_trainer_makes_of_it(tmp_path: Path, precision: str) -> None:
+    """In bf16, and asked for fp16, which Accelerate leaves off on a CPU, weights are those of the Trainer alone."""
+    plain, other = (
+        trained(kind, tmp_path / name, **{precision: True})
+        for name, kind in (("a", transformers.Trainer), ("b", guarded()))
+    )
+    assert digest(plain.model) == digest(other.model)
+
+
+@pytest.mark.parametrize("windows", [1, 3])
+def test_training_is_bit_identical_to_the_plain_trainer(tmp_path: Path, windows: int) -> None:
+    """With dropout, weight decay, clipping and a schedule, weights and logs are those of the Trainer alone."""
+    settings: dict[str, Any] = {"gradient_accumulation_steps": windows}
+    plain = make_trainer(transformers.Trainer, tmp_path / "a", make_gpt2(), samples(), **settings)
+    one = plain.train()
+    guard = make_trainer(guarded(), tmp_path / "b", make_gpt2(), samples(), **settings)
+    other = guard.train()
+    assert digest(plain.model) == digest(guard.model)
+    for key in ("loss", "grad_norm", "learning_rate"):
+        assert logged(plain, key) == pytest.approx(logged(guard, key), rel=1e-6)
+    assert one.training_loss == pytest.approx(other.training_loss, rel=1e-6)
+    assert guard.holdfast_guard is None
+
+
+def test_out_of_memory_keeps_the_batch_and_the_schedule(tmp_path: Path) -> None:
+    """A batch that does not fit is cut inside its step, token-exact, and training ends as undisturbed."""
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "holdfast_policy": {"recompute": False}}
+    calm = make_trainer(guarded(), tmp_path / "a", make_gpt2(dropout=0.0), samples(), **settings)
+    calm.train()
+    model = Failing(make_gpt2(dropout=0.0), most=2, calls=range(5, 40))
+    struck = make_trainer(guarded(), tmp_path / "b", model, samples(), **settings)
+    struck.train()
+    assert distance(calm.model, model.inner) < 1e-5
+    assert struck.state.global_step == 6
+    assert logged(struck, "out_of_memory")[-1] >= 2
+    assert logged(struck, "learning_rate") == logged(calm, "learning_rate")
+    assert logged(struck, "loss") == pytest.approx(logged(calm, "loss"), rel=1e-4)
+
+
+def test_accumulation_is_token_exact_also_where_the_model_ignores_the_items(tmp_path: Path) -> None:
+    """Two ragged batches of Pegasus train as one large batch does; the plain Trainer's loss is twice too large."""
+    large = make_trainer(
+        transformers.Trainer, tmp_path / "a", make_pegasus(), samples(), per_device_train_batch_size=8
+    )
+    large.train()
+    exact = make_trainer(guarded(), tmp_path / "b", make_pegasus(), samples(), gradient_accumulation_steps=2)
+    exact.train()
+    assert distance(large.model, exact.model) < 1e-5
+    assert logged(exact, "loss") == pytest.approx(logged(large, "loss"), rel=1e-4)
+    plain = make_trainer(
+        transformers.Trainer, tmp_path / "c", make_pegasus(), samples(), gradient_accumulation_steps=2
+    )
+    plain.train()
+    assert logged(plain, "loss")[0] == pytest.approx(2 * logged(large, "loss")[0], rel=0.05)
+
+
+def test_a_batch_of_an_ignoring_model_is_cut_token_exact(tmp_path: Path) -> None:
+    """After out-of-memory the parts of a Pegasus batch count by their tokens."""
+    calm = make_trainer(guarded(), tmp_path / "a", make_pegasus(), samples())
+    calm.train()
+    model = Failing(make_pegasus(), most=1, calls=range(3, 60))
+    make_trainer(guarded(), tmp_path / "b", model, samples(), holdfast_policy={"recompute": False}).train()
+    assert distance(calm.model, model.inner) < 1e-5
+
+
+class Poisoned(torch.nn.Module):
+    """A model whose loss is NaN for samples that hold a certain token."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        out = self.inner(input_ids=input_ids, labels=labels, **kwargs)
+        hurt = (input_ids == 2).any(dim=1).to(out.logits.dtype)
+        out["loss"] = out["loss"] * (1 + 0 * torch.log(1 - hurt.max()))  # log 0 is -inf, and 0 times that NaN
+        return out
+
+
+def with_poison(at: int) -> list[dict[str, torch.Tensor]]:
+    data = samples()
+    data[at]["input_ids"] = data[at]["input_ids"].clone()
+    data[at]["input_ids"][0] = 2
+    return data
+
+
+def test_a_nan_is_skipped_and_stays_in_the_log(tmp_path: Path) -> None:
+    """A step with NaN moves neither weights nor schedule, is logged as NaN, and training ends as without it."""
+    settings: dict[str, Any] = {"lr_scheduler_type": "constant"}
+    calm = make_trainer(
+        guarded(), tmp_path / "a", Poisoned(make_gpt2()), samples()[:8] + samples()[12:], max_steps=5, **settings
+    )
+    calm.train()
+    hurt = make_trainer(guarded(), tmp_path / "b", Poisoned(make_gpt2()), with_poison(9), **settings)
+    done = hurt.train()
+    assert digest(calm.model) == digest(hurt.model)
+    assert [math.isnan(loss) for loss in logged(hurt, "loss")] == [False, False, True, False, False, False]
+    assert logged(hurt, "skipped_steps") == [1, 1, 1, 1]
+    assert math.isfinite(done.training_loss)
+
+
+def test_a_bad_sample_is_named_and_left_out(tmp_path: Path) -> None:
+    """Of two accumulated batches only the sample with NaN is left out, and the rest counts by its own tokens."""
+    policy = {"drop_nonfinite_samples": True}
+    settings: dict[str, Any] = {"max_steps": 1, "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant"}
+    good = with_poison(5)
+    del good[5]
+    calm = make_trainer(guarded(), tmp_path / "a", Poisoned(make_gpt2(dropout=0.0)), good[:7], **settings)
+    calm.train()
+    hurt = make_trainer(
+        guarded(),
+        tmp_path / "b",
+        Poisoned(make_gpt2(dropout=0.0)),
+        with_poison(5),
+        holdfast_policy=policy,
+        **settings,
+    )
+    seen: list[Any] = []
+    keep = hurt._finalize_training
+    hurt._finalize_training = lambda *a, **k: (seen.extend(hurt.holdfast_guard.events()), keep(*a, **k))[1]
+    hurt.train()
+    assert distance(calm.model, hurt.model) < 1e-5
+    origin = next(event for event in seen if event.kind == "nonfinite_origin")
+    assert origin.data["bad_samples"] == [5]
+
+
+def test_persistent_nan_ends_with_weights_that_are_sound(tmp_path: Path) -> None:
+    """When every batch gives NaN the run returns, then stops with H501; no weight was touched."""
+    data = [with_poison(at)[at] for at in range(24)]
+    model = Poisoned(make_gpt2())
+    before = digest(model)
+    trainer = make_trainer(guarded(), tmp_path, model, data, max_steps=6)
+    with pytest.raises(NonFiniteError, match="H501"):
+        trainer.train()
+    assert digest(model) == before
+    assert trainer.holdfast_guard is None  # the run directory is free again
+    trainer.train_dataset = samples()
+    trainer.train()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Samples of a length that nobody knows."""
+
+    def __init__(self, data: list[dict[str, torch.Tensor]]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Any:
+        return iter(self.data)
+
+
+def test_the_rest_of_a_stream_is_not_lost(tmp_path: Path) -> None:
+    """The last batch of a stream, too few for a window, is trained with the first window of the next epoch."""
+    trainer = make_trainer(
+        guarded(), tmp_path, make_gpt2(dropout=0.0), Stream(samples(12)), gradient_accumulation_steps=2, max_steps=2
+    )
+    sizes: list[int] = []
+    loss_of = type(trainer).compute_loss
+    trainer.compute_loss = lambda model, inputs, **k: (
+        sizes.append(len(inputs["input_ids"])) if model.training else None,
+        loss_of(trainer, model, inputs, **k),
+    )[1]
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert sum(sizes) == 20  # 8 in the first step; the rest of 4 and 8 of the next epoch in the second
+
+
+def test_evaluation_logs_and_the_best_model_are_the_trainers(tmp_path: Path) -> None:
+    """``load_best_model_at_end`` with evaluations gives the metrics, best step and weights of the plain Trainer."""
+    settings: dict[str, Any] = {
+        "eval_dataset": samples(8),
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "learning_rate": 0.3,
+    }
+    plain = make_trainer(transformers.Trainer, tmp_path / "a", make_gpt2(), samples(), **settings)
+    plain.train()
+    guard = make_trainer(guarded(), tmp_path / "b", make_gpt2(), samples(), **settings)
+    guard.train()
+    assert plain.state.best_global_step == guard.state.best_global_step
+    assert plain.state.best_metric == guard.state.best_metric
+    assert digest(plain.model) == digest(guard.model)
+    assert {path.name for path in (tmp_path / "a").glob("checkpoint-*")} == {
+        path.name for path in (tmp_path / "b").glob("checkpoint-*")
+    }
+    for path in (tmp_path / "b").glob("checkpoint-*"):
+        assert (path / "manifest.json").is_file()
+
+
+def test_seq2seq_trainer_generates_while_it_is_guarded(tmp_path: Path) -> None:
+    """``predict_with_generate`` gives a guarded Seq2SeqTrainer the metrics that it gives a plain one."""
+    from transformers import Seq2SeqTrainingArguments
+
+    from holdfast.integrations.transformers import HoldfastSeq2SeqTrainer
+
+    found = []
+    for kind in (transformers.Seq2SeqTrainer, HoldfastSeq2SeqTrainer):
+        arguments = Seq2SeqTrainingArguments(
+            str(tmp_path), predict_with_generate=True, max_steps=2, eval_strategy="steps", eval_steps=1,
+            save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, learning_rate=0.1,
+        )  # fmt: skip
+        trainer = kind(
+            make_pegasus(), arguments, train_dataset=samples(ragged=False), eval_dataset=samples(4, ragged=False),
+            compute_metrics=lambda found: {"tokens": int(found.predictions.sum())},
+        )  # fmt: skip
+        trainer.model.generation_config.max_new_tokens = 4
+        trainer.train()
+        found.append([entry["eval_tokens"] for entry in trainer.state.log_history if "eval_tokens" in entry])
+    assert found[0] == found[1]
+    assert len(found[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy", "rule", "says"),
+    [
+        ({"auto_find_batch_size": True}, None, "H111", "auto_find_batch_size"),
+        ({"enable_jit_checkpoint": True}, None, "H111", "enable_jit_checkpoint"),
+        ({"max_grad_norm": 1.0}, {"max_grad_norm": 5.0}, "H109", "TrainingArguments"),
+        ({}, {"precision": "fp16"}, "H109", "fp16"),
+        ({}, {"max_grad_nrom": 5.0}, "H101", "max_grad_norm"),
+    ],
+)
+def test_what_cannot_be_guarded_is_refused(
+    tmp_path: Path, settings: dict[str, Any], policy: Any, rule: str, says: str
+) -> None:
+    """A setting that excludes holdfast, or contradicts its policy, is an error that names it before training."""
+    with pytest.raises(PolicyError, match=says) as found:
+        make_trainer(guarded(), tmp_path, make_gpt2(), samples(), holdfast_policy=policy, **settings)
+    assert found.value.rule == rule
+
+
+def test_several_devices_are_refused(tmp_path: Path) -> None:
+    """DataParallel, an engine of its own and several processes are refused by name, also when set later."""
+    trainer = make_trainer(guarded(), tmp_path, make_gpt2(), samples(LENGTH))
+    trainer.args._n_gpu = 2
+    with pytest.raises(PolicyError, match="n_gpu=2"):
+        trainer.train()
+    trainer.args._n_gpu = 0
+    from accelerate.utils import DistributedType
+
+    state = trainer.accelerator.state
+    usual = state._shared_state["distributed_type"]
+    try:
+        state._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+        with pytest.raises(PolicyError, match="DEEPSPEED"):
+            trainer.train()
+        state._shared_state["distributed_type"] = usual
+        state._shared_state["num_processes"] = 2
+        with pytest.raises(PolicyError, match="num_processes=2"):
+            trainer.train()
+    finally:
+        state._shared_state["distributed_type"], state._shared_state["num_processes"] = usual, 1

@@ -1,0 +1,103 @@
+"""An optimizer runs out of memory half-way, under a limit that stays: the checkpoint has to come back all the same.
+
+The limit is the kernel's. What is large is larger than glibc's largest heap block, so no earlier test has left room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.memory.oom import release_memory
+from holdfast.testing import limit_memory
+
+WIDTH = 3072  # a weight, its gradient and its momentum take 36 MiB each
+HEADROOM_BYTES = 16 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def without_limit_afterwards() -> Iterator[None]:
+    yield
+    limit_memory(None)
+
+
+class Torn(torch.optim.SGD):
+    """Changes its weight and runs out of memory at one call of step, from which on memory is short."""
+
+    def __init__(self, parameters: Any, fail_at: int) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.calls, self.fail_at = 0, fail_at
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            release_memory([])  # what glibc keeps for later would be room
+            limit_memory(HEADROOM_BYTES)
+            torch.empty(2**50, dtype=torch.uint8)
+        super().step(closure)
+
+
+class Twin:
+    """State of the caller, whose tensors are made anew when it comes back."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(2 * WIDTH, WIDTH)  # also more than a gradient that is freed leaves
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight = state["weight"]
+
+
+def train(run_dir: Path, *, fail_at: int, **state: Any) -> tuple[holdfast.Guard, Any]:
+    """Make 5 steps; return the guard, and weight and momentum."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    optimizer = Torn(model.parameters(), fail_at)
+    data = holdfast.DataLoader(torch.randn(16, WIDTH).unbind(), batch_size=4, shuffle=True, seed=1)
+    guard = holdfast.Guard(
+        run_dir, model=model, optimizer=optimizer, loader=data, save_interval_steps=2, async_save=False, **state
+    )
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        limit_memory(None)  # the torn step is over
+        return model(batch).square().mean()
+
+    for batch in guard.batches(max_steps=5):
+        guard.step(batch, loss)
+    return guard, (model.weight.detach(), optimizer.state[model.weight]["momentum_buffer"])
+
+
+def test_a_checkpoint_comes_back_where_there_is_no_room_for_a_copy_of_it(tmp_path):
+    """Each tensor is read to where it lies, twice under the limit, and the run ends bit-identical."""
+    _, undisturbed = train(tmp_path / "a", fail_at=0)
+    guard, found = train(tmp_path / "b", fail_at=4)
+    (back,) = [event for event in guard.events() if event.kind == "roll_back"]
+    assert back.data["promise"] == "bit-exact"
+    assert all(torch.equal(a, b) for a, b in zip(found, undisturbed, strict=True))
+
+
+def test_where_it_cannot_come_back_the_run_ends_with_h402_and_goes_on_later(tmp_path):
+    """State that has to be made anew does not fit: an error that says so, an event, no half-changed checkpoint."""
+    _, undisturbed = train(tmp_path / "a", fail_at=0, state={"twin": Twin()})
+    with pytest.raises(holdfast.OutOfMemoryError, match="memory does not suffice to read the checkpoint") as caught:
+        train(tmp_path / "b", fail_at=4, state={"twin": Twin()})
+    limit_memory(None)
+    assert caught.value.rule == "H402"
+    del caught
+    guard, found = train(tmp_path / "b", fail_at=0, state={"twin": Twin()})
+    stops = [event for event in guard.events() if event.kind == "stop"]
+    assert [event.data["rule"] for event in stops] == ["H402"]
+    assert "memory does not suffice" in stops[0].data["reason"]
+    assert guard.resumed_from is not None
+    assert guard.resumed_from.name.endswith("step00000002")
+    assert all(torch.equal(a, b) for a, b in zip(found, undisturbed, strict=True))
