@@ -3,6 +3,8 @@
 Strongest first: an option of the command line, the file of ``--config``, the default of the field. Those of the
 policy are read by `holdfast.Policy`: an option, ``HOLDFAST_*``, the file of ``--policy``, which is the recipe's own
 ``policy.yaml`` unless another is given.
+
+Values that make no training are refused here, before data are made or a run directory: `RunOptions.check`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,12 @@ from holdfast import HoldfastError, Policy
 from holdfast.core.policy_sources import meanings_of
 
 _Options = TypeVar("_Options", bound="RunOptions")
+_OF_THE_POLICY = {*(field.name for field in dataclasses.fields(Policy)), "preset"}
+_SEEDS = 2**63  # that torch and numpy take alike
+
+
+class OptionError(ValueError):
+    """An option whose value makes no training: which, what is needed, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +57,46 @@ class RunOptions:
 
     num_workers: int = 0
     """Processes that load samples beside the training."""
+
+    def check(self) -> None:
+        """Look at each option by itself and beside the others; `read_options` does.
+
+        A recipe's own begins with ``RunOptions.check(self)``: super() does not know the class that slots=True makes.
+
+        Raises:
+            OptionError: One has a value that makes no training.
+        """
+        self.at_least({"max_steps": 0, "num_workers": 0, "seed": 0})
+        self.insist("seed", self.seed < _SEEDS, f"a number below {_SEEDS} is needed")
+
+    def at_least(self, limits: Mapping[str, float]) -> None:
+        """Insist that options are not below their limits, by name; None is left to the recipe."""
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            self.insist(name, value is None or value >= limit, f"at least {limit} is needed")
+
+    def above_zero(self, *names: str) -> None:
+        """Insist that options are more than 0."""
+        for name in names:
+            self.insist(name, getattr(self, name) > 0, "a number above 0 is needed")
+
+    def insist(self, name: str, kept: bool, needed: str) -> None:  # noqa: FBT001 - reads as a sentence
+        """Refuse the value of an option unless a condition is kept.
+
+        Args:
+            name: Of the field.
+            kept: The condition.
+            needed: What it asks for, as the rest of a sentence.
+
+        Raises:
+            OptionError: It is not kept.
+        """
+        if not kept:
+            usual = next(field.default for field in dataclasses.fields(self) if field.name == name)
+            raise OptionError(
+                f"{_flag(name)} {getattr(self, name)}; {needed}\n"
+                f"Fix: pass another value, or leave it out: {usual} is the default."
+            )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,7 +146,22 @@ def read_options(
         policy = Policy.from_arguments(found)
     except HoldfastError as error:
         parser.exit(2, f"{error}\n")
-    return cls(**{field.name: getattr(found, field.name) for field in dataclasses.fields(cls)}), policy
+    options = cls(**{field.name: getattr(found, field.name) for field in dataclasses.fields(cls)})
+    try:
+        options.check()
+    except OptionError as error:
+        parser.exit(2, f"{error}\n")
+    if options.resume and not options.run_dir.is_dir():  # before data are made there
+        parser.exit(2, nothing_to_resume(options.run_dir))
+    return options, policy
+
+
+def nothing_to_resume(run_dir: Path) -> str:
+    """Return what is said where ``--resume`` finds no checkpoint."""
+    return (
+        f"--resume: {run_dir} holds no checkpoint to go on from.\n"
+        "Fix: name the directory of the earlier run with --run-dir, or leave --resume out.\n"
+    )
 
 
 def _flag(name: str) -> str:
@@ -125,14 +188,25 @@ def _from_file(parser: _Parser, path: Path, hints: Mapping[str, Any]) -> dict[st
     found = {}
     for key, value in given.items():
         name = str(key).replace("-", "_")
+        if name not in hints and name in _OF_THE_POLICY:
+            how = f"write it into a file for --policy, or pass {_flag(name)}"
+            parser.error(f"{path}: {key!r} is a value of the policy: {how}")
         if name not in hints:
             nearest = difflib.get_close_matches(name, hints, n=1, cutoff=0.0)[0]
             parser.error(f"{path}: {key!r} is not an option of this recipe; did you mean {nearest!r}?")
         try:
-            found[name] = _reader(hints[name])("none" if value is None else str(value))
+            found[name] = _of_yaml(value, hints[name])
         except (ValueError, argparse.ArgumentTypeError) as error:
             parser.error(f"{path}: {key}: {value!r} cannot be used: {error}")
     return found
+
+
+def _of_yaml(value: Any, hint: Any) -> Any:
+    """Return what a value of a YAML file means; yes, no, on and off are truth values there, which are no texts."""
+    allowed, kind = _alternatives(hint), type(value)
+    if kind in (list, dict) or (kind in (bool, type(None)) and kind not in allowed):
+        _refuse(str(value), f"one of {_shape(hint)} is needed; a text that YAML reads otherwise goes into quotes")
+    return _reader(hint)("none" if value is None else str(value))
 
 
 def _alternatives(hint: Any) -> list[Any]:
@@ -168,6 +242,8 @@ def _reader(hint: Any) -> Any:
                 continue
             if each is float and not math.isfinite(value):
                 _refuse(text, "it is not finite")
+            if each is Path:  # the shell does this where it reads the option, and a YAML file has none
+                value = value.expanduser() if text else _refuse(text, "a path is needed")
             return value
         return _refuse(text, f"one of {_shape(hint)} is needed")
 

@@ -26,7 +26,7 @@ from holdfast.report.gathering import gather
 from holdfast.report.page import render
 from holdfast.report.sources import check_run
 from holdfast.run.stop import StopRequest
-from recipes.options import RunOptions
+from recipes.options import RunOptions, nothing_to_resume
 
 _SECONDS_BETWEEN_LINES = 10.0  # where nobody sees a bar
 _INTERRUPTED = 130  # the exit code of what Ctrl-C has ended, as shells have it
@@ -99,11 +99,7 @@ def open_guard(options: RunOptions, policy: Policy, **parts: Any) -> RecipeGuard
         raise SystemExit(2) from None
     if options.resume and guard.resumed_from is None:
         guard.close()
-        print(
-            f"--resume: {options.run_dir} holds no checkpoint to go on from.\n"
-            "Fix: name the directory of the earlier run with --run-dir, or leave --resume out.",
-            file=sys.stderr,
-        )
+        print(nothing_to_resume(options.run_dir), end="", file=sys.stderr)
         raise SystemExit(2)
     if guard.resumed_from is not None:
         print(f"going on from step {guard.global_step} ({guard.resumed_from})", file=sys.stderr)

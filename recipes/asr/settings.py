@@ -1,7 +1,5 @@
 """What both recipes of speech set alike: options, the policy also as SpeechBrain's files have it, learning rates.
 
-Values of options that make no model or no batch are refused here, before speech is made or a run directory.
-
 Does not: carry out SpeechBrain's hyperparameter files; of one only what a policy has a field for is read.
 """
 
@@ -12,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -49,34 +47,16 @@ class SpeechOptions(RunOptions):
         """Look at each option by itself and beside the others.
 
         Raises:
-            CorpusError: One has a value that makes no training.
+            OptionError: One has a value that makes no training.
         """
+        RunOptions.check(self)
         self.at_least(_LEAST)
-        self.insist("learning_rate", self.learning_rate > 0, "a number above 0 is needed")  # type: ignore[attr-defined]
-
-    def at_least(self, limits: Mapping[str, int]) -> None:
-        """Insist that options are not below their limits, by name."""
-        for name, limit in limits.items():
-            self.insist(name, getattr(self, name) >= limit, f"at least {limit} is needed")
-
-    def insist(self, name: str, kept: bool, needed: str) -> None:  # noqa: FBT001 - reads as a sentence
-        """Refuse the value of an option unless a condition is kept.
-
-        Raises:
-            CorpusError: It is not.
-        """
-        if not kept:
-            usual = next(field.default for field in dataclasses.fields(self) if field.name == name)
-            raise CorpusError(
-                f"--{name.replace('_', '-')} {getattr(self, name)}; {needed}\n"
-                f"Fix: pass another value, or leave it out: {usual} is the default."
-            )
+        self.above_zero("learning_rate")
 
 
 # What both recipes have. Made voices have harmonics up to half of the sample rate, and a pitch of up to 250 Hz.
 _LEAST = {
-    "max_steps": 0, "num_workers": 0, "seed": 0, "batch_size": 1, "eval_interval_steps": 1, "sample_rate": 1000,
-    "speakers": 1, "sentences": 1, "words": 1,
+    "batch_size": 1, "eval_interval_steps": 1, "sample_rate": 1000, "speakers": 1, "sentences": 1, "words": 1,
 }  # fmt: skip
 _WARM_UP_SHARE = 0.1  # of the steps, in which the learning rate rises
 _Options = TypeVar("_Options", bound=SpeechOptions)
@@ -94,7 +74,6 @@ def read_speech_options(
     """
     options, policy = read_options(cls, argv, policy_file=policy_file)
     with ending_clearly():
-        options.check()
         if options.hparams is not None:
             policy = Policy.from_speechbrain(options.hparams, **_options_given(argv))
         if options.clip_grad_norm is not None:

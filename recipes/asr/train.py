@@ -85,7 +85,7 @@ class Options(SpeechOptions):
         Raises:
             OptionError: One has a value that makes no training.
         """
-        SpeechOptions.check(self)  # super() does not know the class that slots=True makes
+        SpeechOptions.check(self)
         self.at_least({"n_mels": 1, "channels": 2, "blocks": 0})
         self.insist("channels", self.channels % 2 == 0, "an even number is needed: half of them for each direction")
         self.insist("dropout", 0 <= self.dropout < 1, "a share from 0 to below 1 is needed")

@@ -95,9 +95,9 @@ class Options(SpeechOptions):
         """Look at each option by itself and beside the others.
 
         Raises:
-            CorpusError: One has a value that makes no training.
+            OptionError: One has a value that makes no training.
         """
-        SpeechOptions.check(self)  # super() does not know the class that slots=True makes
+        SpeechOptions.check(self)
         self.at_least(
             dict.fromkeys(("filters", "bottleneck", "hidden", "blocks", "repeats"), 1) | {"length": 2, "speakers": 2}
         )
