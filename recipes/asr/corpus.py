@@ -6,9 +6,13 @@ Does not: read a recording. One that cannot be used is found when it is read, so
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+_NAMED = 5  # names that a message tells
 
 
 class CorpusError(ValueError):
@@ -45,7 +49,7 @@ def read_corpus(place: Path) -> list[Utterance]:
             LibriSpeech.
 
     Raises:
-        CorpusError: It is none of these, or empty, or FLAC.
+        CorpusError: It is none of these, or empty, or FLAC, or has a name twice.
     """
     if place.suffix == ".csv":
         found = list(_from_csv(place))
@@ -58,7 +62,22 @@ def read_corpus(place: Path) -> list[Utterance]:
             f"{place} holds no utterance\nFix: name a folder as LibriSpeech's (speaker/chapter/*.trans.txt), one as "
             "LJSpeech's (metadata.csv, wavs), or a CSV file with the columns ID, duration, wav and wrd."
         )
+    insist_on_own_names(place, (each.name for each in found))
     return found
+
+
+def insist_on_own_names(place: Path, names: Iterable[str]) -> None:
+    """Insist that each sample of a corpus has a name of its own.
+
+    Raises:
+        CorpusError: One occurs twice: it would be learnt twice, or be held out and learnt.
+    """
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        raise CorpusError(
+            f"{place} has {len(twice)} names more than once: {', '.join(twice[:_NAMED])}\n"
+            "Fix: remove the rows that are there twice, or give them names of their own."
+        )
 
 
 def hold_out(utterances: Sequence[Utterance], every: int = 20) -> tuple[list[Utterance], list[Utterance]]:
@@ -73,16 +92,21 @@ def hold_out(utterances: Sequence[Utterance], every: int = 20) -> tuple[list[Utt
     return training, [each for number, each in enumerate(utterances) if not (number + 1) % every]
 
 
-def read_lines(file: Path) -> list[str]:
-    """Return the lines of a text file.
+def _read(file: Path) -> str:
+    """Return a text file, whatever ends its lines, with or without a mark of UTF-8 at its beginning.
 
     Raises:
         CorpusError: It cannot be read.
     """
     try:
-        return file.read_text(encoding="utf-8").splitlines()
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CorpusError(f"{file} cannot be read: {error}\nFix: name a text file in UTF-8.") from error
+
+
+def _lines(file: Path) -> list[str]:
+    """Return the lines of a text file that are not blank."""
+    return [line.strip() for line in _read(file).split("\n") if line.strip()]
 
 
 def read_rows(file: Path, needed: Sequence[str]) -> list[dict[str, str]]:
@@ -91,14 +115,20 @@ def read_rows(file: Path, needed: Sequence[str]) -> list[dict[str, str]]:
     Raises:
         CorpusError: It cannot be read, or lacks a column.
     """
-    reader = csv.DictReader(read_lines(file))
+    reader = csv.DictReader(io.StringIO(_read(file), newline=""))
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        raise CorpusError(
+            f"{file} is no CSV file that can be read: {error}\nFix: look at line {reader.line_num}."
+        ) from error
     missing = [name for name in needed if name not in (reader.fieldnames or ())]
     if missing:
         raise CorpusError(
             f"{file} has no column {missing[0]!r}; it has {', '.join(reader.fieldnames or ()) or 'none'}\n"
             f"Fix: write the columns {', '.join(needed)}, as SpeechBrain's preparation does."
         )
-    return [{key: value or "" for key, value in row.items() if key is not None} for row in reader]
+    return [{key: value or "" for key, value in row.items() if key is not None} for row in rows]
 
 
 def placed(file: Path, written: str) -> Path:
@@ -132,15 +162,14 @@ def _from_csv(file: Path) -> Iterator[Utterance]:
 
 
 def _from_ljspeech(folder: Path) -> Iterator[Utterance]:
-    for line in read_lines(folder / "metadata.csv"):
-        name, *texts = line.split("|")
-        if name:
-            yield Utterance(name=name, path=folder / "wavs" / f"{name}.wav", text=texts[-1] if texts else "")
+    for line in _lines(folder / "metadata.csv"):
+        name, *texts = (part.strip() for part in line.split("|"))
+        text = next((each for each in reversed(texts) if each), "")  # the normalised one, if there is one
+        yield Utterance(name=name, path=folder / "wavs" / f"{name}.wav", text=text)
 
 
 def _from_transcript(file: Path) -> Iterator[Utterance]:
-    for line in read_lines(file):
-        name, _, text = line.partition(" ")
-        if name:
-            path = as_wav(file.parent / f"{name}.wav")
-            yield Utterance(name=name, path=path, text=text, speaker=name.partition("-")[0])
+    for line in _lines(file):
+        name, *text = line.split(maxsplit=1)
+        path = as_wav(file.parent / f"{name}.wav")
+        yield Utterance(name=name, path=path, text="".join(text), speaker=name.partition("-")[0])

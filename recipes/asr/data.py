@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from recipes.asr.corpus import Utterance
-from recipes.tacotron2.audio import MelSettings, log_mel, read_wav
+from recipes.tacotron2.audio import MelSettings, log_mel
+from recipes.tacotron2.wav import read_wav
 
 Sample = Mapping[str, torch.Tensor]
 CHARACTERS = " 'abcdefghijklmnopqrstuvwxyz"

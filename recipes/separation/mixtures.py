@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.asr.corpus import CorpusError, Utterance, as_wav, placed, read_rows
-from recipes.tacotron2.audio import read_wav, write_wav
+from recipes.asr.corpus import CorpusError, Utterance, as_wav, insist_on_own_names, placed, read_rows
+from recipes.tacotron2.wav import read_wav, write_wav
 
 Waves = NDArray[np.float32]
 _MIXED = ("mix", "mix_clean", "mix_both")  # WSJ0-2mix; LibriMix without and with noise
@@ -44,7 +44,7 @@ def read_mixtures(place: Path) -> list[Mixture]:
             same names; or a CSV file with the columns ID, mix_wav, s1_wav and s2_wav.
 
     Raises:
-        CorpusError: It is neither, or empty.
+        CorpusError: It is neither, or empty, or has a name twice.
     """
     found = list(_from_csv(place) if place.suffix == ".csv" else _from_folder(place))
     if not found:
@@ -52,6 +52,7 @@ def read_mixtures(place: Path) -> list[Mixture]:
             f"{place} holds no mixture\nFix: name a folder with the folders mix, s1 and s2 of WAV files of the same "
             "names, or a CSV file with the columns ID, duration, mix_wav, s1_wav and s2_wav."
         )
+    insist_on_own_names(place, (each.name for each in found))
     return found
 
 

@@ -1,22 +1,20 @@
-"""WAV files, log-mel spectrograms, and Griffin-Lim, which makes a wave of one again.
+"""Log-mel spectrograms, and Griffin-Lim, which makes a wave of one again.
 
-Not here: which files there are (``folder``), or where spectrograms are kept (``features``).
+Not here: files of sound (``wav``), or where spectrograms are kept (``data``).
 """
 
 from __future__ import annotations
 
 import functools
-import wave as wave_files
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-SAMPLE_RATE = 22050
-_LOUDEST = {1: 2.0**7, 2: 2.0**15, 3: 2.0**23, 4: 2.0**31}  # by bytes of a sample
+from recipes.tacotron2.wav import SAMPLE_RATE
+
 # The mel scale of Slaney's Auditory Toolbox: linear up to 1000 Hz, then 27 steps for each factor of 6.4.
 _HZ_PER_MEL, _LINEAR_TO_HZ, _LOG_STEP = 200.0 / 3, 1000.0, np.log(6.4) / 27
 
@@ -44,76 +42,6 @@ class MelSettings:
     fmin: float = 0.0
     fmax: float = 8000.0
     floor: float = 1e-5
-
-
-def read_wav(path: Path, sample_rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
-    """Return the samples of a mono PCM WAV file, shape ``(samples,)``, from -1 to 1.
-
-    Raises:
-        ValueError: What is wrong with it, and what to do: it is no WAV, cut short, empty, not mono, or has another
-            sample rate.
-        OSError: It cannot be read.
-    """
-    try:
-        with wave_files.open(str(path), "rb") as file:
-            about = file.getparams()
-            data = file.readframes(about.nframes)
-    except (wave_files.Error, EOFError) as error:
-        raise _unusable(path, f"is no WAV file that can be read ({error or 'it ends too early'})") from error
-    if about.framerate != sample_rate:
-        raise wrong_sample_rate(path, about.framerate, sample_rate)
-    if about.nchannels != 1:
-        raise _unusable(path, f"has {about.nchannels} channels; 1 is needed")
-    if about.sampwidth not in _LOUDEST:
-        raise _unusable(path, f"has {about.sampwidth} bytes a sample; 1 to 4 are known")
-    if len(data) < about.nframes * about.sampwidth or not data:
-        raise _unusable(path, f"ends after {len(data) // about.sampwidth} of {about.nframes} samples")
-    return _samples(data, about.sampwidth)
-
-
-def _samples(data: bytes, width: int) -> NDArray[np.float32]:
-    if width == 1:  # 8 bits are unsigned
-        wide = np.frombuffer(data, dtype=np.uint8).astype(np.float64) - 128
-    elif width == 3:
-        octets = np.frombuffer(data, dtype=np.uint8).reshape(-1, 3)
-        padded = np.zeros((len(octets), 4), dtype=np.uint8)
-        padded[:, 1:] = octets  # as the upper three bytes of 32 bits, so that the sign is right
-        wide = padded.reshape(-1).view("<i4").astype(np.float64) / 256
-    else:
-        wide = np.frombuffer(data, dtype=f"<i{width}").astype(np.float64)
-    return (wide / _LOUDEST[width]).astype(np.float32)
-
-
-def wrong_sample_rate(path: Path, found: int, wanted: int) -> ValueError:
-    """Return the error for a file of another sample rate."""
-    return _unusable(
-        path,
-        f"has {found} samples a second; {wanted} are needed",
-        f"resample all files once, for instance: sox in.wav -r {wanted} -c 1 -b 16 out.wav",
-    )
-
-
-def _unusable(
-    path: Path, why: str, fix: str = "take it from its source again, or leave its row out of metadata.csv."
-) -> ValueError:
-    return ValueError(f"{path} {why}.\nFix: {fix}")
-
-
-def write_wav(path: Path, wave: Tensor | NDArray[np.float32], sample_rate: int = SAMPLE_RATE) -> None:
-    """Write a mono WAV file of 16 bits; samples beyond -1 to 1 are clipped.
-
-    Args:
-        path: File; its folder is made.
-        wave: Shape ``(samples,)``.
-        sample_rate: Samples in a second.
-    """
-    samples = np.asarray(wave, dtype=np.float64).clip(-1, 1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with wave_files.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(sample_rate)
-        file.writeframes((samples * 32767).round().astype("<i2").tobytes())
 
 
 @functools.lru_cache(maxsize=8)

@@ -5,6 +5,7 @@ Not here: what is in the folder (``folder``), how a spectrogram is made (``audio
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ class MelFeatures:
         try:
             return {"mel": log_mel(sample["wave"], self.settings)}
         except ValueError as error:  # too short for a window
-            return {"error": str(error)}
+            return {"error": f"{sample['path']}: {error}"}
 
 
 def compute_features(folder: SpeechFolder, path: Path, settings: MelSettings, *, rebuild: bool) -> FeatureCache:
@@ -98,9 +99,10 @@ class Utterances(Dataset[dict[str, Tensor]]):
         return self.row(index).samples
 
     def mean_frame(self) -> Tensor:
-        """Return the mean frame of some utterances, shape ``(n_mels,)``."""
-        found = [self._features[place] for place in self._chosen[:_ENOUGH]]
-        return torch.cat([each["mel"] for each in found if "mel" in each]).mean(dim=0)
+        """Return the mean frame of the first utterances that have one, shape ``(n_mels,)``."""
+        features = (self._features[place] for place in self._chosen)
+        readable = (each["mel"] for each in features if "mel" in each)
+        return torch.cat(list(itertools.islice(readable, _ENOUGH))).mean(dim=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,18 +140,34 @@ def divide(folder: SpeechFolder, features: FeatureCache, held_out: int) -> tuple
         ValueError: There are not enough.
     """
     count = max(1, min(held_out, len(folder) // 10))
-    evenly = [place * len(folder) // count for place in range(count)]
-    apart = [place for place in evenly if "mel" in features[place]]
+    starts = [place * len(folder) // count for place in range(count + 1)]
+    readable = (
+        next((place for place in range(*each) if "mel" in features[place]), None)
+        for each in itertools.pairwise(starts)
+    )
+    apart = [place for place in readable if place is not None]
     left = sorted(set(range(len(folder))) - set(apart))
-    if not left or not apart:
-        raise ValueError(f"{folder.path} holds too few utterances that can be read.\nFix: at least two are needed.")
+    if not apart or not any("mel" in features[place] for place in left):
+        first = next((each.trouble for each in folder.unreadable), "").partition("\n")[0]
+        raise ValueError(
+            f"{folder.path} holds too few utterances that can be read. {first}".rstrip()
+            + "\nFix: at least two are needed."
+        )
     return Utterances(folder.rows, features, left), Utterances(folder.rows, features, apart)
 
 
 def make_loader(
-    utterances: Utterances, *, batch_size: int, frames_per_step: int, seed: int, num_workers: int, on_gpu: bool
+    utterances: Utterances,
+    *,
+    batch_size: int,
+    frames_per_step: int,
+    seed: int,
+    num_workers: int,
+    quarantine: float,
+    device: torch.device,
 ) -> DataLoader:
     """Return a loader of batches of about equally long utterances, in another order in each epoch."""
+    on_gpu = device.type == "cuda"
     lengths = [utterances.samples(index) for index in range(len(utterances))]
     return DataLoader(
         utterances,
@@ -158,6 +176,7 @@ def make_loader(
         collate_fn=Padded(frames_per_step=frames_per_step),
         num_workers=num_workers,
         pin_memory=on_gpu,
-        device="cuda" if on_gpu else None,
+        device=device if on_gpu else None,
         seed=seed,
+        quarantine=quarantine,
     )

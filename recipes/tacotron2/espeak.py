@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from recipes.tacotron2.audio import read_wav, write_wav
+from recipes.tacotron2.wav import read_wav, write_wav
 
 INSTALL = "install espeak-ng (Debian, Ubuntu: apt-get install espeak-ng; macOS: brew install espeak-ng)"
 _WORDS = {
@@ -87,17 +87,22 @@ def make_folder(folder: Path, clips: int, seed: int = 0) -> Path:
         seed: Decides the sentences.
 
     Raises:
+        ValueError: The folder holds other sentences.
         OSError: espeak-ng is not installed, or the disk refuses.
     """
     metadata = folder / "metadata.csv"
+    texts = {f"ES{seed:03d}-{number:04d}": text for number, text in enumerate(sentences(clips, seed))}
+    rows = "".join(f"{name}|{text}|{text.lower()}\n" for name, text in texts.items())
     if metadata.is_file():
+        if metadata.read_text(encoding="utf-8") != rows:
+            raise ValueError(
+                f"{folder} holds other sentences than {clips} of seed {seed}.\n"
+                "Fix: ask for as many as before, with the same seed, or begin a run directory of its own: --run-dir."
+            )
         return folder
-    rows = []
-    for number, text in enumerate(sentences(clips, seed)):
-        name = f"ES{seed:03d}-{number:04d}"
+    for name, text in texts.items():
         speak(text, folder / "wavs" / f"{name}.wav")
-        rows.append(f"{name}|{text}|{text.lower()}\n")
     unfinished = metadata.with_suffix(".unfinished")
-    unfinished.write_text("".join(rows), encoding="utf-8")
+    unfinished.write_text(rows, encoding="utf-8")
     unfinished.replace(metadata)
     return folder

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from holdfast import Event, Guard
 from holdfast.numerics.alignment import alignment_facts
-from recipes.tacotron2.audio import MelSettings, griffin_lim, write_wav
+from recipes.tacotron2.audio import MelSettings, griffin_lim
 from recipes.tacotron2.losses import Weights, losses_of, steps_of
 from recipes.tacotron2.model import Tacotron2
 from recipes.tacotron2.synthesis import MemoryUse, Synthesis, batch_of, synthesise
+from recipes.tacotron2.wav import write_wav
 
 _COLOURS = (
     np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]]) / 255

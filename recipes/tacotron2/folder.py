@@ -7,14 +7,13 @@ not in the third hour. A file that turns out to be no sound is the loader's busi
 from __future__ import annotations
 
 import hashlib
-import wave as wave_files
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.tacotron2.audio import SAMPLE_RATE, read_wav, wrong_sample_rate
 from recipes.tacotron2.text import numbers_of
+from recipes.tacotron2.wav import SAMPLE_RATE, WrongSampleRateError, check_wav, read_wav
 
 _NAMED = 5  # mistakes that a message names; more are counted
 _FORMAT = "a row is name|text|normalised text, as in LJSpeech, and wavs/<name>.wav is its sound"
@@ -29,12 +28,14 @@ class Row:
         text: Normalised.
         path: Of the file.
         samples: As its header says; 0 if it cannot be read.
+        trouble: Why it cannot.
     """
 
     name: str
     text: str
     path: Path
     samples: int
+    trouble: str = ""
 
 
 class SpeechFolder:
@@ -68,26 +69,28 @@ class SpeechFolder:
 
     @property
     def unreadable(self) -> list[Row]:
-        """Return the rows whose file is no WAV: the loader will set them aside, or stop if they are too many."""
+        """Return the rows whose file cannot be used: the loader will set them aside, or stop if they are too many."""
         return [row for row in self.rows if not row.samples]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``text``, and ``wave`` of shape ``(samples,)``, or ``error`` in its place."""
+        """Return ``text`` and ``path``, and ``wave`` of shape ``(samples,)``, or ``error`` in its place."""
         row = self.rows[index]
+        found = {"text": row.text, "path": str(row.path)}
         try:
-            return {"text": row.text, "wave": read_wav(row.path, self.sample_rate)}
+            return {**found, "wave": read_wav(row.path, self.sample_rate)}
         except (ValueError, OSError) as error:
-            return {"text": row.text, "error": str(error)}
+            return {**found, "error": str(error)}
 
     def _row(self, number: int, line: str) -> Row | None:
         """Return a row, or None where there is none or a mistake, which is remembered."""
         if not line.strip():
             return None
-        name, *texts = line.split("|")
-        text, path = (texts[-1] or texts[0]).strip() if texts else "", self.path / "wavs" / f"{name}.wav"
+        name, *texts = (part.strip() for part in line.split("|"))
+        text = next((each for each in reversed(texts) if each), "")  # the normalised one, if there is one
+        path = self.path / "wavs" / f"{name}.wav"
         if len(texts) not in (1, 2):
             self._mistakes.append(f"line {number} has {len(texts) + 1} columns: {line[:60]!r}")
         elif not name or Path(name).name != name:
@@ -97,19 +100,19 @@ class SpeechFolder:
         elif not path.is_file():
             self._mistakes.append(f"line {number}: there is no {path}")
         else:
-            return Row(name=name, text=text, path=path, samples=self._samples(number, path))
+            samples, trouble = self._samples(number, path)
+            return Row(name=name, text=text, path=path, samples=samples, trouble=trouble)
         return None
 
-    def _samples(self, number: int, path: Path) -> int:
+    def _samples(self, number: int, path: Path) -> tuple[int, str]:
+        """Return how many samples a file has, and why it cannot be used."""
         try:
-            with wave_files.open(str(path), "rb") as file:
-                rate, samples = file.getframerate(), file.getnframes()
-        except (wave_files.Error, EOFError, OSError):
-            return 0
-        if rate != self.sample_rate:
-            message = str(wrong_sample_rate(path, rate, self.sample_rate)).splitlines()
-            self._mistakes.append(f"line {number}: {message[0]} {message[1]}")
-        return samples
+            return check_wav(path, self.sample_rate).samples, ""
+        except WrongSampleRateError as error:
+            self._mistakes.append(f"line {number}: {' '.join(str(error).splitlines())}")
+            return 0, ""
+        except (ValueError, OSError) as error:
+            return 0, str(error)
 
     def _complain(self, metadata: Path) -> None:
         twice = [name for name, times in Counter(row.name for row in self.rows).items() if times > 1]

@@ -23,11 +23,18 @@ from recipes.tacotron2.losses import Weights, losses_of
 from recipes.tacotron2.model import Tacotron2
 from recipes.tacotron2.public_weights import read_public_weights
 from recipes.tacotron2.sizes import SIZES, Sizes
+from recipes.tacotron2.text import numbers_of
 from recipes.training import Training, find_device, open_guard
 
 HERE = Path(__file__).parent
 CLIPS = HERE / "clips"
 """A few seconds of speech that come with the recipe."""
+_LEAST = {
+    "clips": 2, "frames_per_step": 1, "batch_size": 1, "decay_after_steps": 0, "guided_attention": 0,
+    "last_step_weight": 0, "segment_steps": 0, "held_out": 1, "evaluate_every": 1, "max_decoder_steps": 1,
+    "quarantine": 0,
+}  # fmt: skip
+_MOST = {"clips": 10_000, "max_decoder_steps": 100_000}
 _FEWEST_DECAYED = 0.01  # of the learning rate: from 1e-3 to 1e-5, as in the paper
 
 
@@ -100,6 +107,22 @@ class TacotronOptions(RunOptions):
     say: str = "The quick brown fox follows a giant zebra."
     """Sentence that is said at the end, into samples/sentence.wav."""
 
+    quarantine: float = 0.001
+    """Most utterances that may be set aside because they cannot be read: a share below 1, or a number."""
+
+    def check(self) -> None:
+        """Look at each option by itself and beside the others.
+
+        Raises:
+            OptionError: One has a value that makes no training.
+        """
+        RunOptions.check(self)
+        self.at_least(_LEAST)
+        self.above_zero("learning_rate")
+        for name, most in _MOST.items():
+            self.insist(name, (getattr(self, name) or 0) <= most, f"at most {most} are possible")
+        self.insist("say", bool(numbers_of(self.say)), "a text with letters is needed")
+
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, and return what ``result.json`` holds."""
@@ -116,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         frames_per_step=per_step,
         seed=options.seed,
         num_workers=options.num_workers,
-        on_gpu=device.type == "cuda",
+        quarantine=options.quarantine,
+        device=device,
     )
     guard = open_guard(
         options, policy, model=model, optimizer=optimizer, scheduler=_decay(optimizer, options), loader=loader
@@ -124,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     weights = Weights(last_step=options.last_step_weight, guided=options.guided_attention)
     batch = Padded(frames_per_step=per_step)([held_out[place] for place in range(len(held_out))])
     evaluation = Evaluation(guard, model, {name: value.to(device) for name, value in batch.items()}, weights)
-    limit = options.max_decoder_steps or longest * 3 // (2 * per_step)
+    limit = options.max_decoder_steps or min(max(1, longest * 3 // (2 * per_step)), _MOST["max_decoder_steps"])
     free = partial(evaluation.run_free, options.say, limit, options.run_dir, settings)
     training = Training(guard, options)
     with guard:
@@ -160,7 +184,7 @@ def _utterances(options: TacotronOptions, settings: MelSettings) -> tuple[Uttera
     try:
         folder = SpeechFolder(_folder(options), settings.sample_rate)
         for row in folder.unreadable:
-            print(f"{row.path} is no WAV file that can be read: the loader will set it aside.", file=sys.stderr)
+            print(f"{row.trouble.partition(chr(10))[0]} The loader will set it aside.", file=sys.stderr)
         file = options.features or options.run_dir / "features.h5"
         file.parent.mkdir(parents=True, exist_ok=True)
         features = compute_features(folder, file, settings, rebuild=options.rebuild_features)

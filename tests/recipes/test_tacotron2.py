@@ -291,6 +291,36 @@ def test_a_folder_that_cannot_be_used_ends_with_code_2(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--say", "42!", "a text with letters is needed"),
+        ("--batch-size", 0, "at least 1"),
+        ("--evaluate-every", 0, "at least 1"),
+        ("--segment-steps", -1, "at least 0"),
+        ("--frames-per-step", 0, "at least 1"),
+        ("--held-out", 0, "at least 1"),
+        ("--clips", 1, "at least 2"),
+        ("--clips", 10**9, "at most 10000"),
+        ("--max-decoder-steps", 0, "at least 1"),
+        ("--max-decoder-steps", 10**9, "at most 100000"),
+        ("--learning-rate", -1.0, "above 0"),
+        ("--guided-attention", -1.0, "at least 0"),
+        ("--quarantine", -1.0, "at least 0"),
+    ],
+)
+def test_odd_sizes_are_refused_before_there_is_a_run(
+    option: str, value: object, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also what would fail only when the training is over: the sentence that is said then."""
+    with pytest.raises(SystemExit, match="2"):
+        main([option, str(value), "--run-dir", str(tmp_path / "run")])
+    told = capsys.readouterr().err
+    assert f"{option} {value}; " in told
+    assert said in told
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_a_run_with_a_spoilt_file_goes_on_and_resumes_exactly(folder: Path, tmp_path: Path) -> None:
     """A file that is no sound is set aside; six steps and then six more end, bit for bit, where twelve end."""

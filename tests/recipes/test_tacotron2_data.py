@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from recipes.tacotron2 import espeak
-from recipes.tacotron2.audio import MelSettings, griffin_lim, log_mel, mel_filters, read_wav, write_wav
+from recipes.tacotron2.audio import MelSettings, griffin_lim, log_mel, mel_filters
+from recipes.tacotron2.data import compute_features, divide
 from recipes.tacotron2.folder import SpeechFolder
 from recipes.tacotron2.text import SYMBOLS, numbers_of
 from recipes.tacotron2.train import CLIPS
+from recipes.tacotron2.wav import read_wav, write_wav
 
 # --- sound and text ----------------------------------------------------------------------------------------------
 
@@ -60,6 +62,40 @@ def test_wav_files_of_every_width_are_read(tmp_path: Path, width: int) -> None:
     assert read_wav(tmp_path / "a.wav").tolist() == [0.0, 0.5, -0.5, -1.0]
 
 
+def _riff(path: Path, form: bytes, data: bytes, *, length: int | None = None, before: bytes = b"") -> None:
+    """Write a WAV file of given bytes, which need not fit together."""
+    chunks = b"WAVEfmt " + struct.pack("<L", len(form)) + form + before
+    chunks += b"data" + struct.pack("<L", len(data) if length is None else length) + data
+    path.write_bytes(b"RIFF" + struct.pack("<L", len(chunks)) + chunks)
+
+
+def _form(tag: int, bits: int, *, extensible: bool = False, rate: int = 22050) -> bytes:
+    width = bits // 8
+    plain = struct.pack("<HHLLHH", 0xFFFE if extensible else tag, 1, rate, rate * width, width, bits)
+    return plain + (struct.pack("<HHL", 22, bits, 4) + struct.pack("<H", tag) + bytes(14) if extensible else b"")
+
+
+@pytest.mark.parametrize("extensible", [False, True])
+@pytest.mark.parametrize(
+    ("tag", "bits", "data"),
+    [
+        (3, 32, struct.pack("<3f", 0.0, 0.5, -1.5)),
+        (3, 64, struct.pack("<3d", 0.0, 0.5, -1.5)),
+        (1, 24, bytes([0, 0, 0, 0, 0, 0x40, 0, 0, 0x80])),
+    ],
+)
+def test_floating_point_and_the_extensible_format_are_read(
+    tmp_path: Path, tag: int, bits: int, data: bytes, extensible: bool
+) -> None:
+    """As scipy and soundfile write floats, and SoX and ffmpeg 24 bits; a chunk of odd length may stand before."""
+    path, form = tmp_path / "a.wav", _form(tag, bits, extensible=extensible)
+    expected = [0.0, 0.5, -1.5 if tag == 3 else -1.0]
+    _riff(path, form, data, before=b"LIST" + struct.pack("<L", 3) + b"abc\0")
+    assert read_wav(path).tolist() == expected
+    _riff(path, form, data, length=0xFFFFFFFF)  # written into a pipe
+    assert read_wav(path).tolist() == expected
+
+
 def _truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -79,6 +115,10 @@ def _stereo(path: Path) -> None:
         (_stereo, "has 2 channels"),
         (lambda path: write_wav(path, torch.zeros(4000), 16000), "has 16000 samples a second; 22050 are needed"),
         (lambda path: write_wav(path, torch.zeros(0)), "ends after 0 of 0 samples"),
+        (lambda path: _riff(path, _form(7, 8), bytes(9)), "has samples of 8 bits in format 7"),
+        (lambda path: _riff(path, _form(3, 32), struct.pack("<2f", 0, float("nan"))), "are no finite numbers"),
+        (lambda path: _riff(path, b"", bytes(9)), "does not say what its samples are"),
+        (lambda path: _riff(path, _form(1, 16), b"", before=b"LIST" + struct.pack("<L", 2**32 - 2)), "too early"),
     ],
 )
 def test_a_file_that_is_no_usable_sound_is_refused(tmp_path: Path, spoil: Callable[[Path], Any], said: str) -> None:
@@ -149,11 +189,51 @@ def test_a_folder_with_mistakes_is_refused_with_its_lines(
     assert "Fix: " in str(caught.value)
 
 
+def test_a_folder_is_read_as_editors_and_spreadsheets_write_it(folder: Path) -> None:
+    """A byte order mark, CRLF, blank lines, blanks around bars, two columns and an empty third one change nothing."""
+    expected = [(row.name, row.text) for row in SpeechFolder(folder).rows]
+    rows = [f"{name} | {text}{end}" for (name, text), end in zip(expected, ["", "|", "| ", "|x"] * 2, strict=True)]
+    expected = [(name, "x" if row.endswith("|x") else text) for (name, text), row in zip(expected, rows, strict=True)]
+    (folder / "metadata.csv").write_bytes(b"\xef\xbb\xbf" + "\r\n \r\n".join(rows).encode())
+    assert [(row.name, row.text) for row in SpeechFolder(folder).rows] == expected
+
+
+def _divided(folder: SpeechFolder) -> tuple[list[str], list[str]]:
+    path = folder.path / "features.h5"
+    features = compute_features(folder, path, MelSettings(), rebuild=path.exists())
+    both = divide(folder, features, 32)
+    assert torch.isfinite(both[0].mean_frame()).all()
+    return tuple([each.row(place).name for place in range(len(each))] for each in both)  # type: ignore[return-value]
+
+
+def test_files_that_are_no_sound_are_not_held_out_and_count_for_no_length(folder: Path) -> None:
+    """Stereo, cut short, of one sample: the next one is held out, and what a header claims is not believed."""
+    _stereo(folder / "wavs" / "clip-0.wav")
+    _truncated(folder / "wavs" / "clip-1.wav")
+    write_wav(folder / "wavs" / "clip-2.wav", torch.zeros(1))
+    found = SpeechFolder(folder)
+    assert [row.samples for row in found.rows[:3]] == [0, 0, 1]
+    assert ["channels" in found.rows[0].trouble, "ends after" in found.rows[1].trouble] == [True, True]
+    training, held_out = _divided(found)
+    assert held_out == ["clip-3"]
+    assert training == [f"clip-{number}" for number in (0, 1, 2, 4, 5, 6, 7)]
+
+
+def test_a_folder_of_which_nothing_can_be_learnt_says_why(folder: Path) -> None:
+    """With one readable file there is nothing to train on; the message has the first reason."""
+    for number in range(7):
+        _stereo(folder / "wavs" / f"clip-{number}.wav")
+    with pytest.raises(ValueError, match=r"too few utterances .*clip-0\.wav has 2 channels; 1 is needed\.\nFix: "):
+        _divided(SpeechFolder(folder))
+
+
 @pytest.mark.skipif(not espeak.is_installed(), reason="espeak-ng is not installed")
 def test_espeak_makes_a_folder_that_can_be_used(tmp_path: Path) -> None:
     """The made folder passes the checks, is the same each time, and an interrupted one is made again."""
     made = espeak.make_folder(tmp_path / "one", clips=3)
     folder = SpeechFolder(made)
     assert [len(folder), len(folder.unreadable)] == [3, 0]
+    with pytest.raises(ValueError, match=r"holds other sentences than 4 of seed 0\.\nFix: "):
+        espeak.make_folder(made, clips=4)
     (made / "metadata.csv").unlink()
     assert SpeechFolder(espeak.make_folder(made, clips=3)).digest == folder.digest
