@@ -116,18 +116,34 @@ class StopRequest:
         self.by_signal = True
         self.request(signal.Signals(number).name)
         _let_workers_die()
-        if not isinstance(getattr(following, "__self__", None), StopRequest):  # another guard's, which does this
-            self._settling = True
-            time.sleep(_ONE_REQUEST_SECONDS)
+        try:
+            if not isinstance(getattr(following, "__self__", None), StopRequest):  # another guard's, which does this
+                self._settle(signal.Signals(number).name, ends=following is signal.SIG_DFL)
+        finally:  # other handlers run and raise meanwhile: workers got the same signal, and are lost
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, following)
+            if callable(following):
+                following(number, frame)
+            if self._interruptible:
+                self._interruptible = False
+                raise Interrupted
+
+    def _settle(self, name: str, *, ends: bool) -> None:
+        """Take what comes within a moment for the same request, and tell of it."""
+        raised: BaseException | None = None
+        until = time.monotonic() + _ONE_REQUEST_SECONDS
+        self._settling = True
+        try:
+            while (left := until - time.monotonic()) > 0:
+                try:
+                    time.sleep(left)
+                except BaseException as error:  # noqa: BLE001 - of another handler, for whom it interrupts
+                    raised = error
+        finally:
             self._settling = False
-            _say(signal.Signals(number).name, ends=following is signal.SIG_DFL)
-        if signal.getsignal(number) == self._on_signal:
-            signal.signal(number, following)
-        if callable(following):
-            following(number, frame)
-        if self._interruptible:
-            self._interruptible = False
-            raise Interrupted
+            _say(name, ends=ends)
+        if raised is not None:
+            raise raised
 
 
 def _say(name: str, *, ends: bool) -> None:

@@ -42,6 +42,7 @@ _ANSWER_SECONDS = 0.5  # faulthandler takes 0.003 s
 _QUIET_SECONDS = 0.02
 _AT_ONCE = 8
 _MORE_LOOKS, _MORE_APART_SECONDS = 3, 0.03
+_MORE_LOOKS_IF_STILL = 8  # a loop that spends most of its time in one line is seen there a few times in a row
 _BUSY_SHARE = 0.3
 _MOST_FRAMES = 256
 _MOST_FILES = 1000  # dumps that are kept, some 5 KB each
@@ -157,15 +158,15 @@ class Stacks:
         about = replace(about, uses_gpu=uses_gpu(about.pid))
         if about.cpu_share < _BUSY_SHARE and about.last.main.waits != "running":
             return replace(subject, about=about)
-        for _ in range(_MORE_LOOKS):
-            if about.last.source == "/proc":
+        for number in range(_MORE_LOOKS_IF_STILL):
+            if about.last.source == "/proc" or (number >= _MORE_LOOKS and not _is_still(about)):
                 break
             time.sleep(_MORE_APART_SECONDS)
             look = self._once(subject)
             if look is not None:
                 about = replace(about, looks=(*about.looks, look))
-        if len({look.main.frames for look in about.looks}) == 1 and about.last.main.frames:
-            about = replace(about, native=self._native(about.pid))
+        if _is_still(about):
+            about = replace(about, native=self._native(about))
         return replace(subject, about=about)
 
     # --- py-spy -----------------------------------------------------------------------------------------------------
@@ -180,12 +181,17 @@ class Stacks:
             found = self._run([], pid, _PY_SPY_SECONDS)
         return None if found is None else tuple(map(_thread, found))
 
-    def _native(self, pid: int) -> tuple[str, ...] | None:
-        """Return the native functions below Python's innermost frame in the main thread, innermost first."""
-        for thread in (self._run(["--native"], pid, _NATIVE_SECONDS) or ()) if self._py_spy else ():
-            if thread.get("os_thread_id") == pid:
+    def _native(self, about: Examined) -> tuple[str, ...] | None:
+        """Return the native functions below Python's innermost frame in the main thread, innermost first.
+
+        None of them if that frame is another one than at the looks: what moves is in no native function for long.
+        """
+        for thread in (self._run(["--native"], about.pid, _NATIVE_SECONDS) or ()) if self._py_spy else ():
+            if thread.get("os_thread_id") == about.pid:
                 frames = [each for each in thread.get("frames") or () if isinstance(each, dict)]
                 python = next((n for n, each in enumerate(frames) if not each.get("module")), len(frames))
+                if python < len(frames) and frames[python].get("line") != about.last.main.frames[-1].line:
+                    return ()
                 return tuple(clean(str(each.get("name"))) for each in frames[:python][:_MOST_FRAMES])
         return None
 
@@ -325,6 +331,11 @@ def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
         ThreadLook(tid=ident, name=name, main=index == last, frames=tuple(reversed(frames)))
         for index, (ident, name, frames) in enumerate(zip(idents, names, stacks, strict=True))
     )
+
+
+def _is_still(about: Examined) -> bool:
+    """Say whether the stack of the main thread is known, and was the same at each look."""
+    return bool(about.last.main.frames) and len({look.main.frames for look in about.looks}) == 1
 
 
 # --- in words ---------------------------------------------------------------------------------------------------
