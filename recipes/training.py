@@ -1,7 +1,8 @@
 """What all recipes do around their own loop: where to train, a bar while it goes, a report and figures at its end.
 
 Ctrl-C ends a loop as SIGTERM does, at the end of the batch and with a checkpoint, and the process with exit code 130;
-an error of holdfast ends it with the error's text and exit code 1. There is a report of both.
+an error of holdfast, or of data that cannot be read, ends it with the error's text and exit code 1. There is a report
+of both.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ class RecipeGuard(Guard):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         super().__exit__(kind, error, *rest)
-        if isinstance(error, HoldfastError) and not _is_interactive():
-            self._write_what_there_is(error.what)
-            print(f"{error}\nWhat was found meanwhile: holdfast explain {self._run_dir}", file=sys.stderr)
+        told = _told(error)
+        if told is not None and not _is_interactive():
+            self._write_what_there_is(error.what if isinstance(error, HoldfastError) else told.splitlines()[0])
+            print(f"{told}\nWhat was found meanwhile: holdfast explain {self._run_dir}", file=sys.stderr)
             raise SystemExit(1) from None
 
     def end_interrupted(self) -> NoReturn:
@@ -77,6 +79,16 @@ class RecipeGuard(Guard):
             _write_end(self, self._run_dir, {"found": found(self)}, stopped=why)
         except (MemoryError, OSError) as error:  # memory may be what is short
             print(f"no report: {error!r}", file=sys.stderr)
+
+
+def _told(error: BaseException | None) -> str | None:
+    """Return what is said of an error of holdfast, or of data that holdfast's loader met; None for any other."""
+    if isinstance(error, HoldfastError):
+        return str(error)
+    notes = getattr(error, "__notes__", [])
+    if isinstance(error, (ValueError, OSError)) and notes and notes[-1].startswith("In holdfast.DataLoader"):
+        return "\n".join([str(error), *notes[:-1]])  # without the traceback in a dataset
+    return None
 
 
 def _is_interactive() -> bool:

@@ -75,7 +75,7 @@ def insist_on_own_names(place: Path, names: Iterable[str]) -> None:
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
         raise CorpusError(
-            f"{place} has {len(twice)} names more than once: {', '.join(twice[:_NAMED])}\n"
+            f"{place} has names more than once: {', '.join(twice[:_NAMED])}\n"
             "Fix: remove the rows that are there twice, or give them names of their own."
         )
 
@@ -120,7 +120,7 @@ def read_rows(file: Path, needed: Sequence[str]) -> list[dict[str, str]]:
         rows = list(reader)
     except csv.Error as error:
         raise CorpusError(
-            f"{file} is no CSV file that can be read: {error}\nFix: look at line {reader.line_num}."
+            f"{file} is no CSV file that can be read: {error}\nFix: look behind line {reader.line_num}."
         ) from error
     missing = [name for name in needed if name not in (reader.fieldnames or ())]
     if missing:

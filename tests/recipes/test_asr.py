@@ -88,6 +88,20 @@ def test_three_layouts_hold_the_same_utterances(corpus, tmp_path):
     assert {each.speaker for each in utterances} == {"1", "2"}
 
 
+def test_texts_are_read_as_editors_and_spreadsheets_write_them(tmp_path):
+    """A byte order mark, CRLF, blank lines, quoted lines, and an empty column of normalised text change nothing."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metadata.csv").write_bytes(b"\xef\xbb\xbfa | One\xe2\x80\xa8two\r\n \r\nb|One|\r\nc|1|One")
+    (tmp_path / "b.csv").write_bytes(b'\xef\xbb\xbfID,wav,wrd\r\na,a.wav,"One,\r\ntwo"\r\n')
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "1-1.trans.txt").write_bytes(b"\xef\xbb\xbf1-1-0000  ONE TWO\r\n\r\n")
+    found = {name: read_corpus(tmp_path / name) for name in ("a", "b.csv", "c")}
+    assert [(each.name, each.text) for each in found["a"]] == [("a", "One\u2028two"), ("b", "One"), ("c", "One")]
+    assert [(each.name, each.text) for each in found["b.csv"]] == [("a", "One,\ntwo")]
+    assert [(each.name, each.text) for each in found["c"]] == [("1-1-0000", "ONE TWO")]
+    assert found["a"][0].path == tmp_path / "a" / "wavs" / "a.wav"
+
+
 def test_a_corpus_that_is_none_is_refused(tmp_path):
     """A folder without transcripts, a CSV file without a column, FLAC, and too few to hold out end with a fix."""
     (tmp_path / "bad.csv").write_text("ID,wav,txt\n1,a.wav,hello\n")
@@ -96,7 +110,10 @@ def test_a_corpus_that_is_none_is_refused(tmp_path):
     flac.mkdir()
     (flac / "1-1.trans.txt").write_text("1-1-0000 HELLO\n")
     (flac / "1-1-0000.flac").touch()
+    (tmp_path / "twice.csv").write_text("ID,wav,wrd\n1,a.wav,hello\n1,b.wav,hello\n")
+    (tmp_path / "huge.csv").write_text(f"ID,wav,wrd\n1,a.wav,{'a' * 200_000}\n")
     told = {"bad.csv": "no column 'wrd'", "empty": "no utterance", "flac": "no WAV", "no.csv": "cannot be read"}
+    told |= {"twice.csv": "names more than once: 1", "huge.csv": "no CSV file .*behind line 1"}
     for place, said in told.items():
         with pytest.raises(CorpusError, match=rf"(?s){said}.*Fix: "):
             read_corpus(tmp_path / place)
@@ -301,6 +318,21 @@ def test_an_error_of_the_training_ends_with_its_message(corpus, tmp_path, capsys
     told = capsys.readouterr().err
     assert "[H501]" in told
     assert f"holdfast explain {tmp_path / 'run'}" in told
+
+
+@pytest.mark.parametrize("spoilt", ["--data", "--held-out"])
+def test_a_corpus_of_another_sample_rate_ends_with_its_reason(corpus, tmp_path, capsys, spoilt):
+    """Nothing of it can be read: the file, what is wrong and what to do, code 1, a report, and no traceback."""
+    plan = Plan(speakers=2, sentences=10, words=1, sample_rate=8000, seed=0, held_out=False)
+    places = {"--data": corpus, "--held-out": corpus} | {spoilt: make_corpus(plan, tmp_path)}
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path / "run", *itertools.chain(*places.items()), "--eval-interval-steps", 1)
+    assert ended.value.code == 1
+    told = capsys.readouterr().err
+    assert "has 8000 samples a second; 16000 are needed.\nFix: resample" in told
+    assert "Traceback" not in told
+    assert "8000 samples" in json.loads((tmp_path / "run" / "result.json").read_text())["stopped"]
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 def test_flac_is_refused_and_the_wave_beside_it_is_read(corpus, tmp_path):
