@@ -28,7 +28,7 @@ from holdfast.core.policy_sources import meanings_of
 
 _Options = TypeVar("_Options", bound="RunOptions")
 _OF_THE_POLICY = {*(field.name for field in dataclasses.fields(Policy)), "preset"}
-_SEEDS = 2**63  # that torch and numpy take alike
+_MOST = 2**63  # that torch and numpy take
 
 
 class OptionError(ValueError):
@@ -67,7 +67,11 @@ class RunOptions:
             OptionError: One has a value that makes no training.
         """
         self.at_least({"max_steps": 0, "num_workers": 0, "seed": 0})
-        self.insist("seed", self.seed < _SEEDS, f"a number below {_SEEDS} is needed")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            self.insist(field.name, not isinstance(value, int) or value < _MOST, f"a number below {_MOST} is needed")
+        is_folder = self.run_dir.is_dir() or not self.run_dir.exists()
+        self.insist("run_dir", is_folder, "a directory is needed, and that is a file")
 
     def at_least(self, limits: Mapping[str, float]) -> None:
         """Insist that options are not below their limits, by name; None is left to the recipe."""

@@ -7,6 +7,7 @@ of both.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -23,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from holdfast import Guard, HoldfastError, Policy
 from holdfast.core.durable import replace_file
+from holdfast.memory.oom import find_out_of_memory
 from holdfast.report.gathering import gather
 from holdfast.report.page import render
 from holdfast.report.sources import check_run
@@ -43,6 +45,22 @@ def find_device(options: RunOptions) -> torch.device:
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
         sys.exit(f"--device {name} cannot be used: {str(error).splitlines()[0]}\nFix: --device cpu, or auto.")
     return torch.device(name)
+
+
+@contextlib.contextmanager
+def making_the_model() -> Iterator[None]:
+    """Return a context in which a model that is too large for this machine ends the process, with exit code 2."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        if find_out_of_memory(error) is None and "overflow" not in str(error).lower():
+            raise
+        why = (str(error) or "no memory is left").splitlines()[0]
+        told = (
+            f"a model of these sizes cannot be made here: {why}\nFix: smaller sizes; `holdfast plan` says what fits."
+        )
+        print(told, file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 class RecipeGuard(Guard):

@@ -101,9 +101,10 @@ def ending_clearly(run_dir: Path | None = None) -> Iterator[None]:
     Args:
         run_dir: Of a training that runs, whose records tell more; None while nothing is lost, with exit code 2.
     """
+    kinds = (CorpusError, HoldfastError) if run_dir is not None else (CorpusError, HoldfastError, OSError)
     try:
         yield
-    except (CorpusError, HoldfastError) as error:
+    except kinds as error:
         more = "" if run_dir is None else f"\nWhat was found meanwhile: holdfast explain {run_dir}"
         print(f"{error}{more}", file=sys.stderr)
         raise SystemExit(2 if run_dir is None else 1) from None

@@ -18,7 +18,7 @@ from recipes.asr.model import Recogniser, ctc
 from recipes.asr.scoring import evaluate, picture
 from recipes.asr.settings import SpeechOptions, ending_clearly, learning_rate_factor, read_speech_options
 from recipes.asr.speech import Plan, make_corpus
-from recipes.training import Training, find_device, open_guard
+from recipes.training import Training, find_device, making_the_model, open_guard
 
 _MOST_MELS = 256  # that a picture of a run has room for
 
@@ -109,9 +109,10 @@ def _train(
     options: Options, policy: Policy, device: torch.device, loader: DataLoader, held_out: DataLoader
 ) -> dict[str, Any]:
     torch.manual_seed(options.seed)
-    model = Recogniser(
-        n_mels=options.n_mels, channels=options.channels, blocks=options.blocks, dropout=options.dropout
-    ).to(device)
+    with making_the_model():
+        model = Recogniser(
+            n_mels=options.n_mels, channels=options.channels, blocks=options.blocks, dropout=options.dropout
+        ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.max_steps)

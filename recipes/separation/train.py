@@ -18,7 +18,7 @@ from recipes.separation.mixtures import make_mixtures, read_mixtures, read_speak
 from recipes.separation.model import ConvTasNet
 from recipes.separation.scoring import evaluate, picture, write_example
 from recipes.separation.si_snr import separation_loss
-from recipes.training import Training, find_device, open_guard
+from recipes.training import Training, find_device, making_the_model, open_guard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +136,11 @@ def _train(
     options: Options, policy: Policy, device: torch.device, loader: DataLoader, held_out: DataLoader
 ) -> dict[str, Any]:
     torch.manual_seed(options.seed)
-    model = ConvTasNet(
-        filters=options.filters, length=options.length, bottleneck=options.bottleneck, hidden=options.hidden,
-        blocks=options.blocks, repeats=options.repeats,
-    ).to(device)  # fmt: skip
+    with making_the_model():
+        model = ConvTasNet(
+            filters=options.filters, length=options.length, bottleneck=options.bottleneck, hidden=options.hidden,
+            blocks=options.blocks, repeats=options.repeats,
+        ).to(device)  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: learning_rate_factor(step, options.max_steps)

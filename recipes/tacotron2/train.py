@@ -24,7 +24,7 @@ from recipes.tacotron2.model import Tacotron2
 from recipes.tacotron2.public_weights import read_public_weights
 from recipes.tacotron2.sizes import SIZES, Sizes
 from recipes.tacotron2.text import numbers_of
-from recipes.training import Training, find_device, open_guard
+from recipes.training import Training, find_device, making_the_model, open_guard
 
 HERE = Path(__file__).parent
 CLIPS = HERE / "clips"
@@ -130,7 +130,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     device, settings = find_device(options), MelSettings()
     torch.manual_seed(options.seed)
     trained_on, held_out, longest = _utterances(options, settings)
-    model = make_model(options, trained_on).to(device)
+    with making_the_model():
+        model = make_model(options, trained_on).to(device)
     per_step = model.decoder.frames_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate, eps=1e-6, weight_decay=1e-6)
     loader = make_loader(

@@ -15,7 +15,7 @@ from recipes.asr import forecast, train
 from recipes.asr.corpus import CorpusError, Utterance, hold_out, read_corpus
 from recipes.asr.data import CHARACTERS, Sound, Speech, collate, encode
 from recipes.asr.model import Recogniser, ctc
-from recipes.asr.scoring import best_path, edits, picture
+from recipes.asr.scoring import best_path, edits
 from recipes.asr.settings import read_speech_options
 from recipes.asr.speech import Plan, make_corpus, resampled
 from recipes.asr.voices import ALPHABET, Voice, speak
@@ -26,7 +26,6 @@ from typer.testing import CliRunner
 from holdfast import Guard
 from holdfast.cli.main import make_app
 from holdfast.data.quarantine import FILE_NAME, read_ledger
-from holdfast.run.images import MOST_PIXEL_BYTES
 
 SOUND = Sound(sample_rate=16000, n_mels=20)
 POLICY = Path(train.__file__).with_name("policy.yaml")
@@ -59,13 +58,6 @@ def test_best_path_joins_repeats_that_no_blank_parts():
     labels = torch.tensor([[0, 11, 11, 0, 14, 14, 0, 14, 17, 5, 5]])
     scores = torch.nn.functional.one_hot(labels, len(CHARACTERS) + 1).float()
     assert best_path(scores, torch.tensor([9])) == ["illo"]
-
-
-def test_pictures_of_long_sentences_stay_small():
-    """A sentence of a minute makes a picture that a run may keep, with values from 0 to 1."""
-    image = picture(torch.randn(6000, 80), torch.randn(3000, len(CHARACTERS) + 1).log_softmax(-1))
-    assert image.shape[0] * image.shape[1] < MOST_PIXEL_BYTES
-    assert 0 <= image.min() <= image.max() <= 1
 
 
 def test_three_layouts_hold_the_same_utterances(corpus, tmp_path):
@@ -219,35 +211,6 @@ def test_augmentation_follows_from_the_seed_of_a_sample(corpus):
     assert torch.equal(found[0][1], found[2][1])
 
 
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch):
-    """Stopped after step 4 and begun again, a run ends with the same weights, and with figures and a picture."""
-    whole = run(tmp_path / "whole")
-    show = train.Training.show
-
-    def show_and_stop(self: Any, **values: Any) -> None:
-        show(self, **values)
-        if self.guard.global_step == 4:
-            self.guard.request_stop("test")
-
-    monkeypatch.setattr(train.Training, "show", show_and_stop)
-    assert run(tmp_path / "parted")["global_step"] == 4
-    monkeypatch.undo()
-    parted = run(tmp_path / "parted", "--resume")
-    assert parted["weights"] == whole["weights"]
-    assert parted["statistics"]["resumes"] == 1
-    assert whole["figures"]["character_error_rate"] > 0
-    assert json.loads((tmp_path / "whole" / "result.json").read_text())["weights"] == whole["weights"]
-    assert (tmp_path / "whole" / "images" / "hearing" / "10.png").is_file()
-
-
-def test_recomputed_blocks_change_no_bit(tmp_path):
-    """A run whose blocks forget their activations and compute them again ends with the same weights."""
-    options = ("--max-steps", 4, "--speech-dir", tmp_path / "speech")
-    whole, again = (run(tmp_path / name, *options, "--recompute", name) for name in ("false", "blocks.0,blocks.1"))
-    assert again["statistics"]["recompute"] is True
-    assert again["weights"] == whole["weights"]
-
-
 def test_a_recording_that_is_none_is_set_aside(corpus, tmp_path):
     """A run over a corpus with a broken WAV file trains on, without it, and its ledger says why."""
     copy = tmp_path / "corpus"
@@ -280,34 +243,6 @@ def test_clipping_is_the_preset_unless_something_stronger_says_otherwise(tmp_pat
     options, policy = read("--hparams", hparams, "--config", config)
     assert (options.batch_size, policy.max_grad_norm) == (3, None)
     assert read("--config", config, "--clip-grad-norm", 7)[1].max_grad_norm == 7
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--channels", 17, "an even number"),
-        ("--channels", 0, "at least 2"),
-        ("--n-mels", 0, "at least 1"),
-        ("--n-mels", 400, "at most 256"),
-        ("--dropout", 1, "below 1"),
-        ("--learning-rate", 0, "above 0"),
-        ("--batch-size", 0, "at least 1"),
-        ("--eval-interval-steps", 0, "at least 1"),
-        ("--sample-rate", 100, "at least 1000"),
-        ("--num-workers", -1, "at least 0"),
-        ("--quarantine", -1, "H607"),
-    ],
-)
-def test_sizes_that_make_no_model_are_refused_before_there_is_a_run(option, value, said, tmp_path, capsys):
-    """The message names the option, its value, what is needed and what to do, and no run directory is made."""
-    with pytest.raises(SystemExit) as ended:
-        run(tmp_path / "run", option, value, "--speech-dir", tmp_path / "speech")
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert f"{option.removeprefix('--')}" in told
-    assert said in told
-    assert "Fix: " in told
-    assert not (tmp_path / "run").exists()
 
 
 def test_an_error_of_the_training_ends_with_its_message(corpus, tmp_path, capsys):

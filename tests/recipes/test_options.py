@@ -64,6 +64,8 @@ def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_defaul
         ("--num-workers", -1, "at least 0"),
         ("--seed", -1, "at least 0"),
         ("--seed", 10**30, "below"),
+        ("--limit", 10**30, "below"),
+        ("--run-dir", __file__, "a directory is needed"),
         ("--size", "medium", "small|large"),
         ("--place", "", "a path is needed"),
         ("--rat", 1, "did you mean '--rate'"),

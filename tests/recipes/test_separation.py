@@ -16,12 +16,10 @@ from recipes.separation import train
 from recipes.separation.data import CutMixtures, MixedOnTheFly
 from recipes.separation.mixtures import Mixture, make_mixtures, mixed, read_mixtures, read_speakers
 from recipes.separation.model import ConvTasNet
-from recipes.separation.scoring import Example, picture
 from recipes.separation.si_snr import best_order, separation_loss, si_snr
 from recipes.tacotron2.wav import read_wav, write_wav
 
 from holdfast.data.quarantine import FILE_NAME, read_ledger
-from holdfast.run.images import LONGEST_SIDE, MOST_PIXEL_BYTES
 
 RATE = 8000
 POLICY = Path(train.__file__).with_name("policy.yaml")
@@ -125,15 +123,6 @@ def test_a_mixture_is_the_sum_of_its_sources_at_the_level_that_was_drawn():
     assert np.abs(mixture).max() <= 0.9 + 1e-6
 
 
-def test_pictures_of_long_mixtures_stay_small():
-    """A mixture of a minute makes a picture that a run may keep, with values from 0 to 1."""
-    waves = torch.randn(5, 60 * RATE)
-    image = picture(Example(mixture=waves[0], sources=waves[1:3], estimates=waves[3:]))
-    assert max(image.shape) < LONGEST_SIDE
-    assert image.size < MOST_PIXEL_BYTES
-    assert 0 <= image.min() <= image.max() <= 1
-
-
 def test_mixing_on_the_fly_follows_from_the_seed_of_a_sample(speakers):
     """Equal random numbers make equal mixtures, others make others, and the two speakers always differ."""
     data = MixedOnTheFly(read_speakers(speakers), sample_rate=RATE, samples=4000)
@@ -200,34 +189,6 @@ def test_mixtures_that_cannot_be_used_say_why(mixtures, tmp_path):
             CutMixtures([odd], sample_rate=RATE, samples=None)[0]
 
 
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch):
-    """Stopped after step 4 and begun again, a run ends with the same weights, figures, a picture and waves."""
-    whole = run(tmp_path / "whole")
-    show = train.Training.show
-
-    def show_and_stop(self: Any, **values: Any) -> None:
-        show(self, **values)
-        if self.guard.global_step == 4:
-            self.guard.request_stop("test")
-
-    monkeypatch.setattr(train.Training, "show", show_and_stop)
-    assert run(tmp_path / "parted")["global_step"] == 4
-    monkeypatch.undo()
-    parted = run(tmp_path / "parted", "--resume")
-    assert parted["weights"] == whole["weights"]
-    assert parted["figures"] == whole["figures"]
-    assert (tmp_path / "whole" / "images" / "separated" / "10.png").is_file()
-    assert len(read_wav(tmp_path / "whole" / "examples" / "separated_2.wav", RATE)) > RATE / 4
-
-
-def test_recomputed_blocks_change_no_bit(tmp_path):
-    """A run whose blocks forget their activations and compute them again ends with the same weights."""
-    options = ("--max-steps", 4, "--speech-dir", tmp_path / "speech")
-    whole, again = (run(tmp_path / name, *options, "--recompute", name) for name in ("false", "blocks.0,blocks.1"))
-    assert again["statistics"]["recompute"] is True
-    assert again["weights"] == whole["weights"]
-
-
 def test_mixtures_on_a_disk_are_learnt_and_a_broken_one_is_set_aside(mixtures, tmp_path):
     """A run over a folder with one broken mixture trains on, without it, and its ledger says why."""
     for name in ("mix", "s1", "s2"):
@@ -263,30 +224,6 @@ def test_data_that_do_not_belong_together_end_with_a_message(argv, tmp_path, cap
         run(tmp_path / "run", *argv)
     assert ended.value.code == 2
     assert "Fix: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--length", 15, "an even number"),
-        ("--length", 0, "at least 2"),
-        ("--hidden", 0, "at least 1"),
-        ("--seconds", 0.001, "at least 0.002"),
-        ("--speakers", 1, "at least 2"),
-        ("--batch-size", 13, "pass 12 or less"),
-        ("--quarantine", -1, "H607"),
-    ],
-)
-def test_sizes_that_make_no_model_are_refused_before_there_is_a_run(option, value, said, tmp_path, capsys):
-    """The message names the option, its value, what is needed and what to do, and no run directory is made."""
-    with pytest.raises(SystemExit) as ended:
-        run(tmp_path / "run", option, value, "--speech-dir", tmp_path / "speech")
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert option.removeprefix("--") in told
-    assert said in told
-    assert "Fix: " in told
-    assert not (tmp_path / "run").exists()
 
 
 def test_flac_is_refused_with_the_line_that_converts_it(mixtures, tmp_path):
