@@ -201,6 +201,7 @@ def test_mixtures_on_a_disk_are_learnt_and_a_broken_one_is_set_aside(mixtures, t
     (aside,) = read_ledger(tmp_path / "run" / FILE_NAME).values()
     assert aside.index == 1
     assert "no WAV file" in aside.evidence
+    assert len(read_wav(tmp_path / "run" / "examples" / "separated_2.wav", RATE)) > RATE / 4
 
 
 def test_the_gate_turns_clipping_off_below_zero():
