@@ -135,16 +135,16 @@ def _retest(factory: str, aside: list[Quarantined], timeout_seconds: float) -> d
     from torch.utils.data import IterableDataset  # here, since torch takes seconds to import
 
     from holdfast.data.loader import DataLoader
-    from holdfast.data.seeds import derive_seed
+    from holdfast.data.seeds import SampleSeeds
 
     if isinstance(made.dataset, IterableDataset) or not hasattr(made.dataset, "__getitem__"):
         raise unusable_factory(factory, f"the samples of a {type(made.dataset).__name__} have no index")
     seed, checks = (made.seed, made._check_finite) if isinstance(made, DataLoader) else (0, False)
-    verdicts = {}
+    verdicts, seeds = {}, SampleSeeds(seed)
     for entry in aside:
         finite = checks or entry.kind == "non-finite" or entry.kind not in FOUND_BY_READING
         read = functools.partial(
-            _read_again, made.dataset, entry.index, derive_seed(seed, entry.epoch, entry.index), finite=finite
+            _read_again, made.dataset, entry.index, seeds.of(entry.epoch, entry.index), finite=finite
         )
         verdict, why = verdicts[entry.index] = _judge(entry.kind, read, timeout_seconds)
         typer.echo(f"sample {_plain(entry.index)}: {verdict}{why and ', '}{last_line(why)}", err=True)

@@ -266,7 +266,7 @@ class Fetcher(Dataset[Any]):
         board = self.board if worker is not None else None
         plain, seed = not entry.aside and entry.first is None, self._lazy.seeder
         # All at once: what runs between two samples leaves the processor's caches to them.
-        seeds = [self._seeds.of(entry.epoch, index) for index in entry.indices] if plain else []
+        seeds = self._seeds.all(entry.epoch, entry.indices) if plain else []
         for offset, index in enumerate(entry.indices):
             if board is not None:
                 board.step(worker, offset)  # type: ignore[arg-type] # there is a board only in a worker

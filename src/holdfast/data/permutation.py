@@ -22,10 +22,9 @@ _SORTED_UP_TO = 4096
 _ROUNDS = 8
 # Four rounds of random functions are a pseudorandom permutation in both directions (Luby, Rackoff 1988); more are
 # for the small halves, which are 6 bits at 4096. NIST SP 800-38G takes 8 (FF3) and 10 (FF1).
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
-_MASK = 2**64 - 1
+GAMMA, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""Of SplitMix64."""
+MASK = 2**64 - 1
 
 
 def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
@@ -42,12 +41,12 @@ def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
         64 random bits per counter, in the shape of the counters.
     """
     state = counters + np.uint64(1)
-    state *= _GAMMA
-    state += np.uint64(key & _MASK)
+    state *= np.uint64(GAMMA)
+    state += np.uint64(key & MASK)
     state ^= state >> np.uint64(30)
-    state *= _FIRST_FACTOR
+    state *= np.uint64(FIRST_FACTOR)
     state ^= state >> np.uint64(27)
-    state *= _SECOND_FACTOR
+    state *= np.uint64(SECOND_FACTOR)
     state ^= state >> np.uint64(31)
     return state
 

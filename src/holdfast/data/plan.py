@@ -24,6 +24,7 @@ from holdfast.data.ranks import rank_positions, steps_left
 from holdfast.data.seeds import derive_seed
 
 _PLACES = 20  # bits for the place in a batch
+_AHEAD = 1024  # positions that are looked up before they are needed
 _SPARES = 8  # samples that may stand in for bad ones of a batch; several bad ones in a row are rare
 
 
@@ -92,10 +93,15 @@ class ByPosition:
     def entries(self, epoch: int, start: int, aside: Collection[Any]) -> Iterator[tuple[Entry, int]]:
         """Yield entries as `Plan.entries` says."""
         number = 0
+        ahead: list[Any] = []
+        first_ahead = 0
         while (found := self._step(epoch, start)) is not None:
             positions, start = found
-            found_there = self.order.indices(self.seed, epoch, positions.start, positions.stop + _SPARES)
-            indices, spares = found_there[: len(positions)], found_there[len(positions) :]
+            begin, end = positions.start - first_ahead, positions.stop - first_ahead
+            if begin < 0 or end + _SPARES > len(ahead):  # many at once: less is done between two steps of training
+                first_ahead, begin, end = positions.start, 0, len(positions)
+                ahead = self.order.indices(self.seed, epoch, first_ahead, first_ahead + end + _SPARES + _AHEAD)
+            indices, spares = ahead[begin:end], ahead[end : end + _SPARES]
             if len(spares) < _SPARES:
                 spares += self.order.indices(self.seed, epoch, 0, _SPARES - len(spares))
             first = positions.start if self.order.repeats else None

@@ -241,25 +241,25 @@ class Borrowed:
 
     def __init__(self, lazy: LazySeeding) -> None:
         self._lazy = lazy
-        self._state: RandomState | None = None
+        self._cpu = torch.empty(0)
+        self._others: tuple[Any, Any] | None = None
         self._where = (0, 0, 0)
 
     def take(self) -> None:
         """Remember the state."""
         where = self._lazy.where()
-        if self._state is not None and where == self._where:
-            self._state = RandomState(self._state.python, self._state.numpy, torch.get_rng_state())
-        else:
-            self._state, self._where = capture(), where
+        if self._others is None or where != self._where:
+            self._others, self._where = (_python_state(), _numpy_state()), where
+        self._cpu = torch.default_generator.get_state()
 
     def give_back(self) -> None:
         """Put it back."""
-        assert self._state is not None
+        assert self._others is not None
         if self._lazy.where() == self._where and not self._lazy.draws:
-            torch.set_rng_state(self._state.cpu)
+            torch.default_generator.set_state(self._cpu)
         else:
-            restore(self._state)
-            self._state = None  # generators that are seeded all the time stand elsewhere each time
+            restore(RandomState(*self._others, self._cpu))
+            self._others = None  # generators that are seeded all the time stand elsewhere each time
 
 
 @contextlib.contextmanager

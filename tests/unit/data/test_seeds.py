@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from holdfast.data.permutation import random_bits
 from holdfast.data.seeds import SampleSeeds, derive_seed
 
 
@@ -25,8 +26,18 @@ def test_text_and_numbers_do_not_collide() -> None:
     assert len(seeds) == 6
 
 
-def test_the_seeds_of_samples_are_derived_seeds() -> None:
-    """The quick way to a sample's seed gives what `derive_seed` gives, for any kind of index."""
+def test_the_seeds_of_samples_are_outputs_of_splitmix() -> None:
+    """As arrays compute them, from (seed, epoch); the first one is part of the promise of an exact resume too."""
+    indices, seeds = [0, 3, 10**12, 2**63], SampleSeeds(5)
+    for epoch in (0, 7):
+        bits = random_bits(np.array(indices, dtype=np.uint64), derive_seed(5, epoch, "samples"))
+        assert seeds.all(epoch, indices) == (bits >> np.uint64(1)).tolist()
+    assert SampleSeeds(0).of(3, 17) == 2563759855497273831
+
+
+def test_each_kind_of_index_has_a_seed() -> None:
+    """Numbers from arrays seed as plain ones; text and tuples, which have no number, as their own derived seeds."""
     seeds = SampleSeeds(5)
-    for epoch, index in [(0, 3), (0, 10**12), (7, -1), (7, "a/b"), (0, np.int64(3)), (1, (2, "x")), (0, True)]:
-        assert seeds.of(epoch, index) == derive_seed(5, epoch, index)
+    assert seeds.all(0, [np.int64(3), torch.tensor(3), True]) == [seeds.of(0, 3), seeds.of(0, 3), seeds.of(0, 1)]
+    assert seeds.all(7, ["a/b", (2, "x")]) == [derive_seed(5, 7, "a/b"), derive_seed(5, 7, (2, "x"))]
+    assert 0 <= seeds.of(0, -1) < 2**63 != seeds.of(0, 0)
