@@ -10,9 +10,11 @@ Does not: scale, augment or collate (see ``samples``).
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import io
 import os
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +57,7 @@ def find_source(root: Path, *, train: bool) -> Source:
     """
     folder, prefix = _PARTS[train]
     if (root / folder).is_dir():
-        return Folder.of(root / folder)
+        return Folder.of(root / folder, None if train else root / _PARTS[True][0])
     images, labels = (_idx_file(root, f"{prefix}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
     if images is None or labels is None:
         raise DataError(
@@ -63,6 +65,21 @@ def find_source(root: Path, *, train: bool) -> Source:
             "Fix: name a directory of one of these two formats with --data-dir, or leave it out."
         )
     return Idx.of(images, labels)
+
+
+def check_classes(test: Source, classes: int) -> None:
+    """Refuse test images of classes that are not trained.
+
+    Raises:
+        DataError: There are some.
+    """
+    highest = max(test.labels)
+    if highest >= classes:
+        name = test.name(list(test.labels).index(highest))
+        raise DataError(
+            f"{name} of the test images is of class {highest}, and the training images are of 0 to {classes - 1}.\n"
+            "Fix: training and test images of one data set."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +90,32 @@ class Folder:
     labels: Sequence[int]
 
     @classmethod
-    def of(cls, root: Path) -> Folder:
+    def of(cls, root: Path, training: Path | None = None) -> Folder:
         """Return the pictures below a directory.
 
+        Args:
+            root: Holds a folder for each class.
+            training: The directory of the training images, where these are others: it says which number a class has,
+                also where some have no pictures here.
+
         Raises:
-            DataError: There are none, or of one class only.
+            DataError: There are none, or to train on of one class only; or the training images lack a class.
         """
-        classes = sorted(path for path in root.iterdir() if path.is_dir())
-        found = [
-            (path, number)
-            for number, each in enumerate(classes)
-            for path in sorted(each.iterdir())
-            if path.suffix.lower() in _SUFFIXES
-        ]
-        if len({label for _, label in found}) < 2:
-            raise DataError(f"{root} holds {len(found)} pictures of fewer than two classes.\nFix: a folder for each.")
-        return cls(paths=[path for path, _ in found], labels=[label for _, label in found])
+        _check_installed("PIL", "pillow")
+        found = _pictures_below(root)
+        names = sorted(found if training is None or not training.is_dir() else _pictures_below(training))
+        if len(names) < 2:
+            raise DataError(
+                f"{training or root} holds pictures of fewer than two classes: {', '.join(names) or 'none at all'}.\n"
+                "Fix: a folder for each, such as train/cat/1.png and train/dog/1.png."
+            )
+        strange = sorted(set(found) - set(names))
+        if strange or not found:
+            place = root / strange[0] if strange else root
+            what = f"is a class that {training} has no pictures of" if strange else "holds no pictures"
+            raise DataError(f"{place} {what}.\nFix: pictures in folders that are called as those to train on.")
+        of_all = [(path, number) for number, name in enumerate(names) for path in found.get(name, ())]
+        return cls(paths=[path for path, _ in of_all], labels=[label for _, label in of_all])
 
     def name(self, index: int) -> str:
         """Return the path."""
@@ -99,11 +126,16 @@ class Folder:
         return self.paths[index].read_bytes()
 
     def decode(self, stored: bytes) -> np.ndarray:
-        """Return the picture in grey; what is no whole picture raises."""
+        """Return the picture in grey; what is no whole picture raises ValueError."""
         from PIL import Image
 
-        with Image.open(io.BytesIO(stored)) as picture:
-            return np.asarray(picture.convert("L"))
+        try:
+            with Image.open(io.BytesIO(stored)) as picture:
+                return np.asarray(picture.convert("L"))
+        except MemoryError:
+            raise  # not the picture's fault
+        except Exception as error:  # of damage its decoders raise whatever they run into
+            raise ValueError(f"no whole picture: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +156,8 @@ class Idx:
         found, given = _read_idx(images, _IMAGES), _read_idx(labels, _LABELS)
         if len(found) != len(given):
             raise DataError(f"{images} holds {len(found)} images and {labels} {len(given)} labels.\nFix: both anew.")
+        if not found.size:
+            raise DataError(f"{images} holds images of shape {found.shape}: no pixel at all.\nFix: fetch it again.")
         return cls(images=found, labels=given.tolist(), path=images)
 
     def name(self, index: int) -> str:
@@ -139,6 +173,16 @@ class Idx:
         return np.frombuffer(stored, np.uint8).reshape(self.images.shape[1:])
 
 
+def _pictures_below(root: Path) -> dict[str, list[Path]]:
+    """Return the pictures of each folder that has some, by its name."""
+    found = {}
+    for folder in (path for path in root.iterdir() if path.is_dir()):
+        pictures = sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES)
+        if pictures:
+            found[folder.name] = pictures
+    return found
+
+
 def _idx_file(root: Path, name: str) -> Path | None:
     # Some unpack MNIST as train-images.idx3-ubyte.
     names = [name, f"{name}.gz", name.replace("-idx", ".idx")]
@@ -148,7 +192,7 @@ def _idx_file(root: Path, name: str) -> Path | None:
 def _read_idx(path: Path, magic: int) -> np.ndarray:
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}).\nFix: fetch it again.") from error
     dimensions = 3 if magic == _IMAGES else 1
     head = 4 + 4 * dimensions
@@ -160,10 +204,21 @@ def _read_idx(path: Path, magic: int) -> np.ndarray:
     return np.frombuffer(data, np.uint8, offset=head).reshape(shape)
 
 
+def _check_installed(module: str, package: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise DataError(f"{package} is not installed, which these images need.\nFix: pip install 'holdfast[demo]'")
+
+
 def write_digits(root: Path) -> None:
-    """Write scikit-learn's handwritten digits as PNG files, 1,437 to train on and 360 to test with, or nothing."""
+    """Write scikit-learn's handwritten digits as PNG files, 1,437 to train on and 360 to test with, or nothing.
+
+    Raises:
+        DataError: A package that this needs is not installed.
+    """
     if root.exists():
         return
+    _check_installed("PIL", "pillow")
+    _check_installed("sklearn", "scikit-learn")
     from PIL import Image
     from sklearn.datasets import load_digits
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from recipes.classifier.images import DataError, Source
 
-UNREADABLE = (OSError, ValueError, SyntaxError)  # Pillow has all of these for damage
+UNREADABLE = (OSError, ValueError)  # of the file, of what is in it
 _MEASURED = 2000  # images that mean and spread are taken from
 
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
 
 from holdfast import DataLoader, HoldfastError, Policy
 from recipes.classifier.faults import FAULTS, Altered, FaultName, Hurting
-from recipes.classifier.images import DataError, find_source, write_digits
+from recipes.classifier.images import DataError, check_classes, find_source, write_digits
 from recipes.classifier.model import Classifier
 from recipes.classifier.samples import Samples, Scale
 from recipes.options import RunOptions, read_options
@@ -87,6 +87,20 @@ class ClassifierOptions(RunOptions):
     quarantine: float = 0.001
     """Share of the images that may be set aside because they cannot be read."""
 
+    def check(self) -> None:
+        """Look at each option.
+
+        Raises:
+            OptionError: One has a value that makes no training.
+        """
+        RunOptions.check(self)
+        self.at_least({"batch_size": 1, "validate_steps": 1, "width": 1, "quarantine": 0})
+        self.at_least(
+            {"depth": 0, "patience": 0, "warmup_steps": 0, "weight_decay": 0, "momentum": 0, "init_scale": 0}
+        )
+        self.above_zero("lr")
+        self.insist("momentum", self.momentum < 1, "less than 1 is needed")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -121,6 +135,8 @@ def make_job(options: ClassifierOptions) -> Job:
 
     Raises:
         DataError: The data cannot be used.
+        HoldfastError: The loader cannot be made.
+        OSError: The run directory cannot be written.
     """
     torch.manual_seed(options.seed)
     device = find_device(options)
@@ -129,6 +145,7 @@ def make_job(options: ClassifierOptions) -> Job:
         write_digits(root)
     sources = {train: find_source(root, train=train) for train in (True, False)}
     classes = max(sources[True].labels) + 1
+    check_classes(sources[False], classes)
     measured = Scale.of(sources[True])
     scale = measured if options.scale_inputs else None
     altered = Altered(sources[True], options.fault, options.seed)
@@ -145,7 +162,8 @@ def make_job(options: ClassifierOptions) -> Job:
     optimizer = torch.optim.SGD(
         model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
     )
-    warm_up = LinearLR(optimizer, start_factor=0.1, total_iters=options.warmup_steps)
+    first = 0.1 if options.warmup_steps else 1.0  # else it would stay at a tenth
+    warm_up = LinearLR(optimizer, start_factor=first, total_iters=options.warmup_steps)
     return Job(
         model=model,
         optimizer=optimizer,
@@ -164,7 +182,9 @@ def make_job(options: ClassifierOptions) -> Job:
             **loading,
         ),
         test=DataLoader(
-            Samples(sources[False], scale, shape=measured.shape, classes=classes, shift=False), batch_size=256
+            Samples(sources[False], scale, shape=measured.shape, classes=classes, shift=False),
+            batch_size=256,
+            quarantine=options.quarantine,
         ),
         device=device,
     )
@@ -210,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options, policy = with_fault(*read_options(ClassifierOptions, argv, policy_file=POLICY))
     try:
         job = make_job(options)
-    except DataError as error:
+    except (DataError, HoldfastError, OSError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
     try:

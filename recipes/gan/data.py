@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from recipes.classifier.images import DataError, Source
-from recipes.classifier.samples import Scale
+from recipes.classifier.samples import UNREADABLE, Scale
 from recipes.gan.model import SMALLEST
 
 
@@ -62,15 +62,20 @@ class Images(Dataset[Any]):
         """Return images, evenly spread, and their labels; what cannot be read is passed over.
 
         Raises:
-            DataError: Fewer than two can be read.
+            DataError: Fewer than two can be used.
         """
         images, labels = [], []
+        why = ""
         for index in range(0, len(self), max(1, len(self) // most)):
             try:
                 images.append(self.image(index))
-            except (OSError, ValueError, SyntaxError):  # Pillow has all of these for damage
+            except UNREADABLE as error:
+                why = why or f" ({error})"
                 continue
             labels.append(int(self.source.labels[index]))
         if len(images) < 2:
-            raise DataError(f"images such as {self.source.name(0)} cannot be read.\nFix: look at one of them.")
+            raise DataError(
+                f"of {len(self)} images such as {self.source.name(0)} {len(images)} can be used{why}; two are needed."
+                "\nFix: look at them."
+            )
         return torch.stack(images), torch.tensor(labels)

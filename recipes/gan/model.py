@@ -8,6 +8,7 @@ Does not: know losses or optimizers (see ``players``).
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Literal
 
@@ -22,7 +23,7 @@ _DCGAN_STD = 0.02  # of convolutions that a BatchNorm follows, which undoes any 
 
 
 def _norm(kind: Norm, channels: int) -> nn.Module:
-    return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(min(8, channels), channels)
+    return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(math.gcd(8, channels), channels)
 
 
 def _widths(size: int, width: int) -> list[int]:

@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from holdfast import DataLoader, Guard, HoldfastError, Policy
+from holdfast.run.images import MOST_PIXEL_BYTES
 from recipes.classifier.images import DataError, find_source, write_digits
 from recipes.gan.data import Images
 from recipes.gan.model import Norm
@@ -82,6 +83,18 @@ class GanOptions(RunOptions):
     quarantine: float = 0.001
     """Share of the images that may be set aside because they cannot be read."""
 
+    def check(self) -> None:
+        """Look at each option.
+
+        Raises:
+            OptionError: One has a value that makes no training.
+        """
+        RunOptions.check(self)
+        self.at_least({"batch_size": 1, "base_batch_size": 1, "latent": 1, "width": 1, "sample_steps": 1})
+        self.at_least({"r1_weight": 0, "ema_decay": 0, "quarantine": 0})
+        self.above_zero("lr")
+        self.insist("ema_decay", self.ema_decay < 1, "less than 1 is needed: an average that moves")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -116,11 +129,14 @@ def make_job(options: GanOptions) -> Job:
     Raises:
         DataError: The data cannot be used.
         HoldfastError: The loader cannot be made.
+        OSError: The run directory cannot be written.
     """
     root = options.data_dir or options.run_dir / "data"
     if options.data_dir is None:
         write_digits(root)
     images = Images(find_source(root, train=True), options.latent)
+    test = Images(find_source(root, train=False), options.latent, images.shape)
+    test.some(_MOST_TEST)  # what is needed at the end is looked at before the training
     players = make_players(options, images.size, find_device(options))
     _, advice = (rescale(each, options.base_batch_size, options.batch_size) for each in players.optimizers.values())
     return Job(
@@ -135,7 +151,7 @@ def make_job(options: GanOptions) -> Job:
             quarantine=options.quarantine,
         ),
         images=images,
-        test=Images(find_source(root, train=False), options.latent, images.shape),
+        test=test,
         facts={
             "learning_rate": players.optimizers["generator"].param_groups[0]["lr"],
             "learning_rate_rule": advice.rule,
@@ -145,10 +161,15 @@ def make_job(options: GanOptions) -> Job:
 
 
 def grid_of(images: torch.Tensor) -> torch.Tensor:
-    """Return images, shape ``(n, 1, s, s)`` from -1 to 1, side by side: shape ``(height, width)`` from 0 to 1."""
-    count = len(images) // _COLUMNS * _COLUMNS
-    framed = F.pad(images[:count, 0], (0, 1, 0, 1), value=_FRAME)
-    return torch.cat([torch.cat(list(row), dim=1) for row in framed.split(_COLUMNS)]) / 2 + 0.5
+    """Return images, shape ``(n, 1, s, s)`` from -1 to 1, side by side: shape ``(height, width)`` from 0 to 1.
+
+    Rows are full, and there are as many images as the report takes.
+    """
+    fitting = max(1, MOST_PIXEL_BYTES // (images.shape[-1] + 1) ** 2)
+    columns = min(_COLUMNS, len(images), fitting)
+    rows = min(len(images), fitting) // columns
+    framed = F.pad(images[: rows * columns, 0], (0, 1, 0, 1), value=_FRAME)
+    return torch.cat([torch.cat(list(row), dim=1) for row in framed.split(columns)]) / 2 + 0.5
 
 
 def train(job: Job, options: GanOptions, policy: Policy) -> dict[str, Any]:
@@ -196,10 +217,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says, and return what result.json holds."""
     options, policy = read_options(GanOptions, argv, policy_file=POLICY)
     try:
-        return train(make_job(options), options, policy)
-    except DataError as error:
+        job = make_job(options)
+    except (DataError, HoldfastError, OSError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+    try:
+        return train(job, options, policy)
     except HoldfastError as error:
         print(f"{error}\nWhat was found meanwhile: holdfast explain {options.run_dir}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from recipes.classifier.faults import CUT_OFF, FAULTS, NOT_A_NUMBER
-from recipes.classifier.images import DataError, find_source, write_digits, write_idx
+from recipes.classifier.images import DataError, Folder, find_source, write_digits, write_idx
 from recipes.classifier.train import main
 
 from holdfast.core.events import Event
@@ -121,6 +123,12 @@ def test_a_bad_sample_is_named_with_its_file(digits, tmp_path):
     assert ended.result["statistics"]["skipped_steps"] > 0
 
 
+def test_without_a_warm_up_the_learning_rate_is_the_one_that_was_given(digits, tmp_path):
+    """From the first step on, and not the tenth that a warm-up begins with."""
+    ended = Ended(tmp_path / "run", digits, "--warmup-steps", 0, "--lr", 0.03, "--max-steps", 2)
+    assert ended.result["figures"]["learning_rate"] == 0.03
+
+
 @pytest.mark.slow
 def test_schedules_count_real_steps_over_skips_and_resumes(digits, tmp_path):
     """The warm-up passes over a skipped step, the plateau reacts to validations, and both go on in a later life."""
@@ -171,6 +179,20 @@ DAMAGE = {
         ),
         "cannot be read",
     ),
+    "a damaged gzip": (
+        lambda place: (
+            (place / "train-images-idx3-ubyte").unlink(),
+            (place / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"x" * 99)[:10] + bytes([255] * 40)),
+        ),
+        "cannot be read",
+    ),
+    "no image": (
+        lambda place: (
+            write_idx(place / "train-images-idx3-ubyte", np.zeros((0, 8, 8))),
+            write_idx(place / "train-labels-idx1-ubyte", np.zeros(0)),
+        ),
+        "no pixel at all",
+    ),
     "pictures of one class": (
         lambda place: (place / "train" / "0").mkdir(parents=True), "fewer than two classes",
     ),
@@ -190,6 +212,67 @@ def test_data_that_cannot_be_used_is_refused_by_name(damage, tmp_path, capsys):
     ended = Ended(tmp_path / "run", tmp_path, "--max-steps", 1)
     assert ended.code == 2
     assert "Fix: " in capsys.readouterr().err
+
+
+def picture(place: Path, shade: int, size: int = 8) -> Path:
+    """Write a picture of one shade, with a gradient across it."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    values = (np.arange(size * size).reshape(size, size) + shade) % 256
+    Image.fromarray(values.astype(np.uint8)).save(place)
+    return place
+
+
+def test_classes_have_one_number_in_training_and_test(tmp_path):
+    """Also where the test images lack a class, or a folder holds no pictures; a class to test alone is refused."""
+    for name in ("cat", "dog", "owl"):
+        picture(tmp_path / "train" / name / "1.png", 5)
+    (tmp_path / "train" / ".hidden").mkdir()
+    picture(tmp_path / "test" / "owl" / "1.png", 5)
+    assert list(find_source(tmp_path, train=True).labels) == [0, 1, 2]
+    assert list(find_source(tmp_path, train=False).labels) == [2]
+    picture(tmp_path / "test" / "rat" / "1.png", 5)
+    with pytest.raises(DataError, match=r"rat is a class that .* has no pictures of"):
+        find_source(tmp_path, train=False)
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg", "bmp", "gif"])
+def test_a_damaged_picture_is_read_or_refused_and_nothing_else(kind, tmp_path):
+    """With any byte changed or the end cut off, whatever Pillow raises is a ValueError, which sets it aside."""
+    whole = picture(tmp_path / "cat" / f"1.{kind}", 7).read_bytes()
+    picture(tmp_path / "dog" / f"1.{kind}", 9)
+    source = Folder.of(tmp_path)
+    refused = 0
+    for place in range(len(whole)):
+        for damaged in (whole[:place], bytes([*whole[:place], whole[place] ^ 0xFF, *whole[place + 1 :]])):
+            try:
+                assert source.decode(damaged).ndim == 2
+            except ValueError:
+                refused += 1
+    assert refused > len(whole)
+
+
+def test_test_images_that_cannot_be_read_do_not_end_a_training(digits, tmp_path):
+    """As many as --quarantine allows are set aside in a validation too."""
+    shutil.copytree(digits, tmp_path / "digits")
+    for path in sorted((tmp_path / "digits" / "test").glob("*/*.png"))[:2]:
+        path.write_bytes(path.read_bytes()[:50])
+    options = ("--max-steps", 4, "--validate-steps", 2, "--quarantine")
+    assert Ended(tmp_path / "two", tmp_path / "digits", *options, 2).result["global_step"] == 4
+    assert Ended(tmp_path / "one", tmp_path / "digits", *options, 1).code == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("batch-size", 0), ("validate-steps", 0), ("width", 0), ("depth", -1), ("lr", 0), ("momentum", 1),
+        ("momentum", -0.1), ("weight-decay", -1), ("patience", -1), ("warmup-steps", -1), ("quarantine", -1),
+    ],
+)  # fmt: skip
+def test_sizes_that_make_no_training_are_refused(option, value, tmp_path, capsys):
+    """Each is named with what is needed, with code 2, before a run directory is made."""
+    assert Ended(tmp_path / "run", tmp_path, f"--{option}", value).code == 2
+    assert re.search(rf"--{option} {value}(\.0)?; .* is needed\nFix: ", capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_readme_tells_of_every_fault():

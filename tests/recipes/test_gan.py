@@ -22,7 +22,7 @@ from recipes.gan import forecast
 from recipes.gan.data import Images
 from recipes.gan.players import Players, play
 from recipes.gan.quality import frechet_distance
-from recipes.gan.train import POLICY, GanOptions, main, make_job, train
+from recipes.gan.train import POLICY, GanOptions, grid_of, main, make_job, train
 from recipes.training import Training, digest, open_guard
 from tests.recipes.own_process import in_own_process
 from tests.unit.memory.allocations import real_allocations
@@ -197,6 +197,13 @@ def test_another_batch_takes_the_published_rule_with_it(tmp_path, digits):
     assert "2205.10287" in job.facts["learning_rate_source"]
 
 
+@pytest.mark.parametrize("width", [1, 3, 12, 20])
+def test_any_width_makes_networks(width):
+    """Also one whose channels do not fall into eight equal groups."""
+    players = make_players(width=width)
+    assert players.draw(2).shape == (2, 1, 8, 8)
+
+
 def test_what_a_forecast_is_made_of_trains_both_players(tmp_path):
     """The step that `holdfast plan` is given commits a step of each player on its sample batch."""
     built = forecast.build(4, size=8, width=4)
@@ -223,6 +230,28 @@ def test_images_are_padded_to_a_power_of_two_and_carry_their_noise(tmp_path):
         other[0]
 
 
+@pytest.mark.parametrize(("count", "size", "shape"), [(50, 32, (165, 330)), (3, 8, (9, 27)), (50, 512, (513, 5130))])
+def test_a_grid_fits_what_there_is_and_what_the_report_takes(tmp_path, count, size, shape):
+    """Few images make one row, large ones fewer rows; the run takes each as it is."""
+    grid = grid_of(torch.zeros(count, 1, size, size))
+    assert tuple(grid.shape) == shape
+    with guard_of(tmp_path, make_players()) as guard:
+        guard.add_image("drawn", grid)
+        assert guard.events()[-1].kind == "image_added"
+
+
+def test_what_is_needed_at_the_end_is_looked_at_before_training(tmp_path, digits, capsys):
+    """Test images of another shape end the process at once, with code 2 and the reason."""
+    for path in digits.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", np.zeros((20, 7, 8)))
+    with pytest.raises(SystemExit) as ended:
+        main(["--run-dir", str(tmp_path / "run"), "--data-dir", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "image 0 of" in (told := capsys.readouterr().err)
+    assert "has shape (7, 8)" in told
+
+
 def test_the_frechet_distance_is_that_of_two_normal_distributions():
     """It is known in closed form where the covariances commute, and does not depend on the order."""
     turn, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))
@@ -238,6 +267,13 @@ def test_bad_data_and_options_end_with_a_sentence(tmp_path, capsys):
     for argv, said in (
         (["--data-dir", str(tmp_path)], "holds neither"),
         (["--regulariser", "r1"], "did you mean '--regularizer'"),
+        *[
+            ([f"--{name}", "0"], f"--{name} 0; at least 1")
+            for name in ("batch-size", "latent", "width", "sample-steps")
+        ],
+        (["--base-batch-size", "0"], "at least 1 is needed"),
+        (["--ema-decay", "1"], "less than 1 is needed"),
+        (["--lr", "-1"], "a number above 0 is needed"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["--run-dir", str(tmp_path / "run"), *argv])
@@ -307,19 +343,19 @@ def test_a_notebook_survives_the_loss_of_its_kernel(tmp_path, request):
     settings = {"GAN_RUN_DIR": str(run_dir), "GAN_MAX_STEPS": str(steps), "GAN_WIDTH": str(width)}
     environment = {**os.environ, **settings, "HOLDFAST_SAVE_INTERVAL_STEPS": "4", "OMP_NUM_THREADS": "1"}
 
-    def execute() -> subprocess.Popen:
+    def execute(place: Path) -> subprocess.Popen:
         notebook = subprocess.Popen(
-            [sys.executable, "-c", EXECUTE, str(NOTEBOOK), str(NOTEBOOK.parent)],
+            [sys.executable, "-c", EXECUTE, str(NOTEBOOK), str(place)],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         request.addfinalizer(notebook.kill)  # without effect on one that has ended
         return notebook
 
-    first = execute()
+    first = execute(NOTEBOOK.parent)
     kill_kernel(first, run_dir)
     assert "DeadKernelError" in first.communicate(timeout=300)[1]
     assert not (run_dir / "result.json").exists()
-    second = execute()
+    second = execute(tmp_path)  # in a folder that has nothing to do with the repository
     told, errors = second.communicate(timeout=300)
     assert second.returncode == 0, errors
     assert told.startswith("2 ")
