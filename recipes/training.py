@@ -32,6 +32,7 @@ from holdfast.run.stop import StopRequest
 from recipes.options import RunOptions, nothing_to_resume
 
 _SECONDS_BETWEEN_LINES = 10.0  # where nobody sees a bar
+_TELLING = {"finding", "preflight", "loader_healed", "sample_quarantined", "nonfinite_origin"}
 _INTERRUPTED = 130  # the exit code of what Ctrl-C has ended, as shells have it
 
 
@@ -41,9 +42,11 @@ def find_device(options: RunOptions) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(1, device=name)
+        torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
-        sys.exit(f"--device {name} cannot be used: {str(error).splitlines()[0]}\nFix: --device cpu, or auto.")
+        why = str(error).splitlines()[0]
+        print(f"--device {name} cannot be used: {why}\nFix: --device cpu, or auto.", file=sys.stderr)
+        raise SystemExit(2) from None
     return torch.device(name)
 
 
@@ -78,25 +81,33 @@ class RecipeGuard(Guard):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
         super().__exit__(kind, error, *rest)
-        told = _told(error)
-        if told is not None and not _is_interactive():
-            self._write_what_there_is(error.what if isinstance(error, HoldfastError) else told.splitlines()[0])
-            print(f"{told}\nWhat was found meanwhile: holdfast explain {self._run_dir}", file=sys.stderr)
-            raise SystemExit(1) from None
+        if not is_interactive():
+            end_failed(self, self._run_dir, error)
 
-    def end_interrupted(self) -> NoReturn:
-        """End the process after Ctrl-C, and say how to go on."""
-        self._write_what_there_is("SIGINT")
-        saves = self.policy.save_interval_steps is not None
-        how = "the same command, or with --resume, goes on from here" if saves else "this run saves no checkpoints"
-        print(f"interrupted at step {self.global_step}: {how}", file=sys.stderr)
-        raise SystemExit(_INTERRUPTED) from None
 
-    def _write_what_there_is(self, why: str) -> None:
-        try:
-            _write_end(self, self._run_dir, {"found": found(self)}, stopped=why)
-        except (MemoryError, OSError) as error:  # memory may be what is short
-            print(f"no report: {error!r}", file=sys.stderr)
+def end_failed(guard: Guard, run_dir: Path, error: BaseException | None) -> None:
+    """End the process with a report and the text of an error, if that is one of holdfast or of data; else return."""
+    told = _told(error)
+    if told is not None:
+        why = error.what if isinstance(error, HoldfastError) else told.splitlines()[0]
+        _write_what_there_is(guard, run_dir, why)
+        print(f"{told}\nWhat was found meanwhile: holdfast explain {run_dir}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def end_interrupted(guard: Guard, run_dir: Path, *, saves: bool) -> NoReturn:
+    """End the process after Ctrl-C, with a report, and say how to go on."""
+    _write_what_there_is(guard, run_dir, "SIGINT")
+    how = "the same command, or with --resume, goes on from here" if saves else "this run saves no checkpoints"
+    print(f"interrupted at step {guard.global_step}: {how}", file=sys.stderr)
+    raise SystemExit(_INTERRUPTED) from None
+
+
+def _write_what_there_is(guard: Guard, run_dir: Path, why: str) -> None:
+    try:
+        _write_end(guard, run_dir, {"found": found(guard)}, stopped=why)
+    except (MemoryError, OSError) as error:  # memory may be what is short
+        print(f"no report: {error!r}", file=sys.stderr)
 
 
 def _told(error: BaseException | None) -> str | None:
@@ -109,7 +120,7 @@ def _told(error: BaseException | None) -> str | None:
     return None
 
 
-def _is_interactive() -> bool:
+def is_interactive() -> bool:
     """Say whether this is a notebook or a prompt, where errors and Ctrl-C end a cell and not the process."""
     return hasattr(sys, "ps1")
 
@@ -159,7 +170,7 @@ class Training:
     def batches(self) -> Iterator[Any]:
         """Yield the guard's batches up to ``max_steps`` of the options; after Ctrl-C, end the process."""
         ctrl_c = StopRequest(signal.SIGINT)
-        if not _is_interactive():
+        if not is_interactive():
             ctrl_c.install()
         try:
             for batch in self._under_a_bar():
@@ -167,7 +178,8 @@ class Training:
                 if ctrl_c.reason is not None:
                     self.guard.request_stop(ctrl_c.reason)
             if ctrl_c.reason is not None:
-                self.guard.end_interrupted()
+                saves = self.guard.policy.save_interval_steps is not None
+                end_interrupted(self.guard, self.options.run_dir, saves=saves)
         finally:
             ctrl_c.uninstall()
 
@@ -217,9 +229,13 @@ def _write_end(guard: Guard, run_dir: Path, figures: Mapping[str, Any], **more: 
 
 
 def found(guard: Guard) -> list[str]:
-    """Return the rules by which something was found to be wrong with a run, in the order of finding."""
-    rules = (event.data["rule"] for event in guard.events() if event.kind in ("finding", "preflight"))
-    return list(dict.fromkeys(rules))
+    """Return what was found to be wrong, in the order of finding: rules, and events of bad samples and workers."""
+    names = (
+        event.data["rule"] if event.kind in ("finding", "preflight") else event.kind
+        for event in guard.events()
+        if event.kind in _TELLING
+    )
+    return list(dict.fromkeys(names))
 
 
 def digest(model: torch.nn.Module) -> str:

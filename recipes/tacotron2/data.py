@@ -42,7 +42,7 @@ class MelFeatures:
         try:
             return {"mel": log_mel(sample["wave"], self.settings)}
         except ValueError as error:  # too short for a window
-            return {"error": f"{sample['path']}: {error}"}
+            return {"error": str(error)}
 
 
 def compute_features(folder: SpeechFolder, path: Path, settings: MelSettings, *, rebuild: bool) -> FeatureCache:
@@ -87,7 +87,8 @@ class Utterances(Dataset[dict[str, Tensor]]):
         place = self._chosen[index]
         found = self._features[place]
         if "error" in found:
-            raise ValueError(found["error"])
+            path, error = str(self._rows[place].path), str(found["error"])
+            raise ValueError(error if path in error else f"{path}: {error}")
         return {"text": torch.tensor(numbers_of(self._rows[place].text)), "mel": found["mel"]}
 
     def row(self, index: int) -> Row:

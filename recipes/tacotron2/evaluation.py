@@ -16,7 +16,7 @@ from torch import Tensor
 
 from holdfast import Event, Guard
 from holdfast.numerics.alignment import alignment_facts
-from recipes.tacotron2.audio import MelSettings, griffin_lim
+from recipes.tacotron2.audio import MelSettings, griffin_lim, mel_filters
 from recipes.tacotron2.losses import Weights, losses_of, steps_of
 from recipes.tacotron2.model import Tacotron2
 from recipes.tacotron2.synthesis import MemoryUse, Synthesis, batch_of, synthesise
@@ -88,6 +88,7 @@ class Evaluation:
             Figures: how many ended by the gate, how they are aligned, and what the memory did.
         """
         device = self.batch["text"].device
+        mel_filters(settings)  # are kept by whoever is the first to need them
         memory = MemoryUse(device)
         with self.guard.evaluate():
             found = self._measured(max_steps, memory)

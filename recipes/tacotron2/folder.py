@@ -76,13 +76,12 @@ class SpeechFolder:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return ``text`` and ``path``, and ``wave`` of shape ``(samples,)``, or ``error`` in its place."""
+        """Return ``text``, and ``wave`` of shape ``(samples,)``, or ``error`` in its place."""
         row = self.rows[index]
-        found = {"text": row.text, "path": str(row.path)}
         try:
-            return {**found, "wave": read_wav(row.path, self.sample_rate)}
+            return {"text": row.text, "wave": read_wav(row.path, self.sample_rate)}
         except (ValueError, OSError) as error:
-            return {**found, "error": str(error)}
+            return {"text": row.text, "error": str(error)}
 
     def _row(self, number: int, line: str) -> Row | None:
         """Return a row, or None where there is none or a mistake, which is remembered."""

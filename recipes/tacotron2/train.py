@@ -191,7 +191,8 @@ def _utterances(options: TacotronOptions, settings: MelSettings) -> tuple[Uttera
         features = compute_features(folder, file, settings, rebuild=options.rebuild_features)
         trained_on, held_out = divide(folder, features, options.held_out)
     except (HoldfastError, ValueError, OSError) as error:
-        _exit(error)
+        is_stale = isinstance(error, HoldfastError) and error.rule == "H620"
+        _exit(f"{error}\nHere that is --rebuild-features, or --features FILE." if is_stale else error)
     print(f"{folder.path}: {len(trained_on)} utterances to train on, {len(held_out)} held out", file=sys.stderr)
     return trained_on, held_out, max(row.samples for row in folder.rows) // settings.hop_length + 1
 
@@ -206,7 +207,7 @@ def _folder(options: TacotronOptions) -> Path:
     return CLIPS
 
 
-def _exit(error: Exception) -> NoReturn:
+def _exit(error: Exception | str) -> NoReturn:
     print(error, file=sys.stderr)
     raise SystemExit(2) from None
 

@@ -20,6 +20,8 @@ from recipes.tacotron2.text import SYMBOLS, numbers_of
 from recipes.tacotron2.train import CLIPS
 from recipes.tacotron2.wav import read_wav, write_wav
 
+from holdfast import LoaderError
+
 # --- sound and text ----------------------------------------------------------------------------------------------
 
 
@@ -217,6 +219,17 @@ def test_files_that_are_no_sound_are_not_held_out_and_count_for_no_length(folder
     training, held_out = _divided(found)
     assert held_out == ["clip-3"]
     assert training == [f"clip-{number}" for number in (0, 1, 2, 4, 5, 6, 7)]
+
+
+def test_features_are_those_of_a_folder_wherever_it_lies(folder: Path) -> None:
+    """A folder that was moved, or is named from another place, keeps its features; a changed file asks for new ones."""
+    path = folder.parent / "features.h5"
+    compute_features(SpeechFolder(folder), path, MelSettings(), rebuild=False)
+    moved = folder.rename(folder.parent / "moved")
+    compute_features(SpeechFolder(moved), path, MelSettings(), rebuild=False)
+    write_wav(moved / "wavs" / "clip-5.wav", torch.zeros(9000))
+    with pytest.raises(LoaderError, match="H620"):
+        compute_features(SpeechFolder(moved), path, MelSettings(), rebuild=False)
 
 
 def test_a_folder_of_which_nothing_can_be_learnt_says_why(folder: Path) -> None:
