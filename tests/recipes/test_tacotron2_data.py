@@ -222,7 +222,7 @@ def test_files_that_are_no_sound_are_not_held_out_and_count_for_no_length(folder
 
 
 def test_features_are_those_of_a_folder_wherever_it_lies(folder: Path) -> None:
-    """A folder that was moved, or is named from another place, keeps its features; a changed file asks for new ones."""
+    """A folder that was moved keeps its features; a file that was changed asks for new ones."""
     path = folder.parent / "features.h5"
     compute_features(SpeechFolder(folder), path, MelSettings(), rebuild=False)
     moved = folder.rename(folder.parent / "moved")
