@@ -26,7 +26,7 @@ from recipes.classifier.images import DataError, check_classes, find_source, wri
 from recipes.classifier.model import Classifier
 from recipes.classifier.samples import Samples, Scale
 from recipes.options import RunOptions, read_options
-from recipes.training import Training, find_device, found, open_guard
+from recipes.training import Training, find_device, found, making_the_model, open_guard
 
 POLICY = Path(__file__).parent / "policy.yaml"
 
@@ -151,14 +151,15 @@ def make_job(options: ClassifierOptions) -> Job:
     altered = Altered(sources[True], options.fault, options.seed)
     samples = Samples(altered, scale, shape=measured.shape, classes=classes, shift=True)
     loading = {} if options.fault is None else FAULTS[options.fault].loading
-    model = Classifier(
-        classes,
-        width=options.width,
-        depth=options.depth,
-        activation=options.activation,
-        init_scale=options.init_scale,
-        detached=options.fault == "frozen-layer",
-    ).to(device)
+    with making_the_model():
+        model = Classifier(
+            classes,
+            width=options.width,
+            depth=options.depth,
+            activation=options.activation,
+            init_scale=options.init_scale,
+            detached=options.fault == "frozen-layer",
+        ).to(device)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
     )

@@ -25,7 +25,7 @@ from recipes.gan.model import Norm
 from recipes.gan.players import Players, Regularizer, play, rescale
 from recipes.gan.quality import Judge
 from recipes.options import RunOptions, read_options
-from recipes.training import Training, find_device, open_guard
+from recipes.training import Training, find_device, making_the_model, open_guard
 
 POLICY = Path(__file__).parent / "policy.yaml"
 _COLUMNS = 10
@@ -137,7 +137,9 @@ def make_job(options: GanOptions) -> Job:
     images = Images(find_source(root, train=True), options.latent)
     test = Images(find_source(root, train=False), options.latent, images.shape)
     test.some(_MOST_TEST)  # what is needed at the end is looked at before the training
-    players = make_players(options, images.size, find_device(options))
+    device = find_device(options)
+    with making_the_model():
+        players = make_players(options, images.size, device)
     _, advice = (rescale(each, options.base_batch_size, options.batch_size) for each in players.optimizers.values())
     return Job(
         players=players,

@@ -54,7 +54,10 @@ def collect(folder: Path, train: Sequence[str], held_out: Sequence[str]) -> tupl
     """
     both = sorted(set(train) & set(held_out))
     if both:
-        raise ValueError(f"{', '.join(both)}: to train on and to hold out exclude each other")
+        raise ValueError(
+            f"{', '.join(both)}: to train on and to hold out exclude each other.\n"
+            "Fix: leave it out of --packages or of --held-out-packages."
+        )
     sources = {name: sources_of(name) for name in (*train, *held_out)}
     stamp = hashlib.blake2b(json.dumps([_FORMAT, list(train), list(held_out), sys.version_info[:3]]).encode())
     for name, paths in sources.items():
@@ -83,10 +86,18 @@ def sources_of(package: str) -> list[Path]:
         return [path for path in (home / f"{package}.py",) if path.exists()] + _files_below(home / package)
     spec = None if "." in package else importlib.util.find_spec(package)  # of a top-level name: nothing is imported
     if spec is None:
-        raise ValueError(f"{package!r} is not installed, or no name of a whole package")
+        raise ValueError(
+            f"{package!r} is not installed, or no name of a whole package.\n"
+            "Fix: install it, or name others with --packages and --held-out-packages."
+        )
     if spec.submodule_search_locations:
         return [path for home in spec.submodule_search_locations for path in _files_below(Path(home))]
     return [Path(spec.origin)] if spec.origin is not None and spec.origin.endswith(".py") else []
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be read."""
+    return package in {STANDARD_LIBRARY, *sys.stdlib_module_names} or importlib.util.find_spec(package) is not None
 
 
 def _files_below(home: Path) -> list[Path]:
@@ -170,7 +181,8 @@ def _write(
             count += 1
     if not count:
         unfinished.unlink()
-        raise ValueError(f"{', '.join(name for name, _ in sources)}: no usable docstring in the sources")
+        names = ", ".join(name for name, _ in sources)
+        raise ValueError(f"{names}: no usable docstring in the sources.\nFix: name other packages too.")
     unfinished.replace(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,12 @@ import torch
 from holdfast import DataLoader
 from holdfast.data.orders import LengthBucketed
 from recipes.options import RunOptions
-from recipes.pegasus.corpus import collect
+from recipes.pegasus.corpus import collect, is_installed
 from recipes.pegasus.model import Size, build_model, build_optimizer, load_pretrained, loss_of
 from recipes.pegasus.records import JsonLines, RecordError, Records, TokenizedRecords
 from recipes.pegasus.scoring import HeldOut, summarise
 from recipes.pegasus.vocabulary import load_tokenizer
-from recipes.training import find_device
+from recipes.training import find_device, making_the_model
 
 _TRAINED_ON = (
     "stdlib,accelerate,h5py,hypothesis,lightning,matplotlib,mpmath,numpy,rich,scipy,selenium,sympy,torch,transformers"
@@ -119,6 +120,27 @@ class PegasusOptions(RunOptions):
     eval_records: int = 300
     """Held-out records that are scored."""
 
+    def check(self) -> None:
+        """Look at each option.
+
+        Raises:
+            OptionError: One has a value that makes no training.
+        """
+        RunOptions.check(self)
+        self.at_least({"batch_size": 1, "gradient_accumulation_steps": 1, "num_beams": 1, "eval_steps": 1})
+        # A tokenizer ends each text with a mark, beside which a word needs room; its alphabet needs some pieces.
+        self.at_least({"max_source_length": 2, "max_target_length": 2, "eval_records": 2, "vocab_size": 50})
+        self.at_least({"warmup_steps": 0})
+        for name in ("quarantine", "copied", "hinted", "dropout"):
+            self.at_least({name: 0})
+        for name in ("copied", "hinted", "dropout"):
+            self.insist(name, getattr(self, name) <= 1, "a share from 0 to 1 is needed")
+        self.above_zero("learning_rate")
+        endless = self.loop == "trainer" and self.max_steps == 0  # it would take its three epochs
+        self.insist("max_steps", not endless, "--loop trainer makes at least one step")
+        whole = self.batch_size % self.gradient_accumulation_steps == 0
+        self.insist("gradient_accumulation_steps", whole, f"a divisor of --batch-size {self.batch_size} is needed")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -163,16 +185,12 @@ def make_job(options: PegasusOptions) -> Job:
         OSError, ValueError: for data that cannot be used as a whole.
         LoaderError: for arguments of the loader.
     """
-    if options.batch_size % options.gradient_accumulation_steps:
-        raise ValueError(
-            f"--batch-size {options.batch_size} is no multiple of --gradient-accumulation-steps "
-            f"{options.gradient_accumulation_steps}"
-        )
     torch.manual_seed(options.seed)
     device = find_device(options)
     train, validation = (_records(path, options) for path in _files(options))
-    tokenizer, model = _model(options, train)
-    model.to(device).train()  # as it is loaded it would have no dropout
+    with making_the_model():
+        tokenizer, model = _model(options, train)
+        model.to(device).train()  # as it is loaded it would have no dropout
     optimizer, scheduler = build_optimizer(
         model, learning_rate=options.learning_rate, warmup_steps=options.warmup_steps, max_steps=options.max_steps
     )
@@ -189,23 +207,38 @@ def make_job(options: PegasusOptions) -> Job:
 
 def _model(options: PegasusOptions, train: JsonLines) -> tuple[Any, Any]:
     """Return tokenizer and model."""
+    positions = max(options.max_source_length, options.max_target_length + 1)
     if options.pretrained is not None:
-        return load_pretrained(options.pretrained)
+        tokenizer, model = load_pretrained(options.pretrained)
+        most = model.config.max_position_embeddings
+        if positions > most:
+            lengths = (
+                f"--max-source-length {options.max_source_length}, --max-target-length {options.max_target_length}"
+            )
+            raise ValueError(
+                f"{lengths}: the model in {options.pretrained} has {most} positions, and summaries need one more.\n"
+                "Fix: shorter ones."
+            )
+        return tokenizer, model
     kept = options.run_dir / "vocabulary.json"
     tokenizer = load_tokenizer(kept, train, options.vocab_size, lowercase=options.lowercase)
-    positions = max(options.max_source_length, options.max_target_length + 1)
     return tokenizer, build_model(options.size, tokenizer, positions=positions, dropout=options.dropout)
 
 
 def _files(options: PegasusOptions) -> tuple[Path, Path]:
     if (options.train_file is None) != (options.validation_file is None):
-        raise RecordError("--train-file and --validation-file belong together")
+        raise RecordError("--train-file and --validation-file belong together.\nFix: name both, or neither.")
     if options.train_file is not None and options.validation_file is not None:
         return options.train_file, options.validation_file
     train, held_out = (
         [name.strip() for name in names.split(",") if name.strip()]
         for names in (options.packages, options.held_out_packages)
     )
+    if options.packages == _TRAINED_ON:  # nobody has asked for these by name
+        missing = [name for name in train if not is_installed(name)]
+        train = [name for name in train if name not in missing]
+        if missing:
+            print(f"not installed, so their docstrings are left out: {', '.join(missing)}", file=sys.stderr)
     return collect(options.corpus_dir, train, held_out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -71,10 +72,17 @@ def load_pretrained(folder: Path) -> tuple[Any, Any]:
     """Return tokenizer and model from a folder.
 
     Raises:
-        ValueError: if it holds none.
+        ValueError: if it holds none, or another kind of model, of which transformers would take what happens to fit.
     """
+    fix = "Fix: name a folder that save_pretrained wrote, such as a copy of google/pegasus-large."
     if not (folder / "config.json").is_file():
-        raise ValueError(f"--pretrained {folder} holds no config.json; name a folder that save_pretrained wrote")
+        raise ValueError(f"--pretrained {folder} holds no config.json.\n{fix}")
+    try:
+        kind = json.loads((folder / "config.json").read_bytes())["model_type"]
+    except (ValueError, TypeError, KeyError):
+        kind = None
+    if kind != "pegasus":
+        raise ValueError(f"--pretrained {folder} holds a model of type {kind!r}; 'pegasus' is needed.\n{fix}")
     from transformers import PegasusForConditionalGeneration
 
     model = PegasusForConditionalGeneration.from_pretrained(folder, local_files_only=True)

@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 Records: TypeAlias = "JsonLines | list[tuple[str, str]]"
+_LOOKED_AT = 100  # records, for their keys
 _LEADING_WORDS = 10  # as many as a summary has
 _WORD = re.compile(r"[a-z0-9]+")
+_HALF = re.compile(r"[\ud800-\udfff]")  # JSON may spell one half of a pair alone, at which tokenizers fail
 _KEPT = 0.8  # of the telling words of a summary: a title has most of them, not all
 _FREQUENT = (
     "a an and are as at be by can do does for from given has have if in into is it its no not of on one or should "
@@ -89,10 +91,13 @@ class JsonLines(Dataset[tuple[str, str]]):
             if not isinstance(value, str) or not value.strip():
                 what = "is missing" if value is None else "is empty" if value in ("", [], {}) else f"is {value!r:.40}"
                 raise self._error(index, f"{column!r} {what}; a text is needed")
-        if self._title_column is None:
-            return str(found[0]), str(found[1])
-        title = record.get(self._title_column)
-        return f"{' '.join(title.split()) if isinstance(title, str) else ''}\n{found[0]}", str(found[1])
+        document, summary = str(found[0]), str(found[1])
+        if self._title_column is not None:
+            title = record.get(self._title_column)
+            document = f"{' '.join(title.split()) if isinstance(title, str) else ''}\n{document}"
+        if _HALF.search(document) or _HALF.search(summary):
+            raise self._error(index, "half a character (\\ud800 to \\udfff, alone), which no encoding has")
+        return document, summary
 
     def sizes(self, longest: int) -> NDArray[np.int64]:
         """Return how long each record is, in characters of its document and of its summary, which go with its tokens.
@@ -121,20 +126,32 @@ class JsonLines(Dataset[tuple[str, str]]):
         line = os.pread(self._file, end - begin, begin)  # moves no position, which a forked worker would share
         try:
             record = json.loads(line)
-        except ValueError as error:
-            raise self._error(index, f"no JSON ({error}); has the file changed?") from None
+        except (ValueError, RecursionError) as error:
+            raise self._error(index, f"no JSON ({error})") from None
         if not isinstance(record, dict):
             raise self._error(index, f"{type(record).__name__}; an object is needed")
         return record
 
     def _check_columns(self) -> None:
-        """Tell at once, and not by setting everything aside, that the keys are called something else."""
-        record = self._read(0)
+        """Tell at once, and not by setting everything aside, that the keys are called something else.
+
+        The first records are looked at, and those that cannot be used among them are passed over.
+        """
+        keys: dict[str, None] = {}
+        why: RecordError | None = None
+        for index in range(min(len(self), _LOOKED_AT)):
+            try:
+                keys |= dict.fromkeys(map(str, self._read(index)))
+            except RecordError as error:
+                why = why or error
+        if why is not None and not keys:
+            fix = "one JSON object a line is needed, as datasets' to_json writes them, in UTF-8 and unpacked"
+            raise RecordError(f"{why}\nFix: {fix}.")
         columns = (*self._columns, self._title_column)
         for column, option in zip(columns, ("--text-column", "--summary-column", "--title-column"), strict=True):
-            if column is not None and column not in record:
-                keys = ", ".join(map(repr, record))
-                raise self._error(0, f"no key {column!r} among {keys}; name the right one with {option}")
+            if column is not None and column not in keys:
+                there = ", ".join(map(repr, keys))
+                raise self._error(0, f"no key {column!r} among {there}; name the right one with {option}")
 
     def _error(self, index: int, what: str) -> RecordError:
         return RecordError(f"{self.path}, record {index} at byte {self._offsets[index]}: {what}")

@@ -71,7 +71,8 @@ class HeldOut:
                 bad += 1
         if len(found) < 2:
             raise RecordError(
-                f"{records.path}: {len(found)} usable records to hold out and {bad} others; 2 are needed"
+                f"{records.path}: {len(found)} usable records to hold out and {bad} others; 2 are needed.\n"
+                "Fix: name a file with more of them, or a larger --eval-records."
             )
         return cls([document for document, _ in found], [summary for _, summary in found], records.titled)
 

@@ -8,6 +8,7 @@ Does not: make the corpus (see ``corpus``), read records (see ``records``) or bu
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -31,8 +32,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options, policy = read_options(PegasusOptions, argv, policy_file=POLICY)
     others = _CHECKPOINTS["plain" if options.loop == "trainer" else "trainer"]
     try:
+        _check_installed()
         if any(options.run_dir.glob(others)):
-            raise RecordError(f"{options.run_dir} is a run of the other --loop; give this one a --run-dir of its own")
+            raise RecordError(
+                f"{options.run_dir} is a run of the other --loop.\nFix: give this one a --run-dir of its own."
+            )
         job = make_job(options)
     except (OSError, ValueError) as error:  # also of holdfast's loader
         print(error, file=sys.stderr)
@@ -47,6 +51,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     except HoldfastError as error:
         print(f"{error}\nWhat was found meanwhile: holdfast explain {options.run_dir}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def _check_installed() -> None:
+    """Ask for what is needed now, and not at the first evaluation."""
+    missing = [
+        name for name in ("accelerate", "torchmetrics", "transformers") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise ValueError(f"{', '.join(missing)}: not installed.\nFix: pip install 'holdfast[integrations]'")
 
 
 class Curve:

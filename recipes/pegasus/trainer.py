@@ -6,26 +6,30 @@ loop, so that both end with the same weights.
 
 from __future__ import annotations
 
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from holdfast import Policy
+from holdfast.run.stop import StopRequest
+from recipes.options import nothing_to_resume
 from recipes.pegasus.job import Job, tokenized
 from recipes.pegasus.scoring import ROUGE, rouge
-from recipes.training import Training
+from recipes.training import Training, end_failed, end_interrupted, is_interactive
 
 _USUAL_SAVE_STEPS = 500  # of TrainingArguments
 _NAMES = {"step": "step", "held_out_loss": "eval_loss"} | {name: f"eval_{name}" for name in ROUGE}
 
 
 def train_with_trainer(job: Job, policy: Policy) -> dict[str, Any]:
-    """Train to the end, and return what result.json holds.
+    """Train to the end, and return what result.json holds; what ends it early ends the process, as in the plain loop.
 
     Raises:
-        HoldfastError: H501, H503, H401, or H311 for checkpoints none of which is whole.
+        HoldfastError: H312 for checkpoints none of which is whole.
     """
     from holdfast.integrations.transformers import last_good_checkpoint
     from recipes.pegasus.train import finished
@@ -33,9 +37,11 @@ def train_with_trainer(job: Job, policy: Policy) -> dict[str, Any]:
     trainer, options = make_trainer(job, policy), job.options
     newest = last_good_checkpoint(trainer.args.output_dir)
     if newest is None and options.resume:
-        print(f"--resume: {trainer.args.output_dir} holds no checkpoint to go on from.", file=sys.stderr)
+        print(nothing_to_resume(options.run_dir), end="", file=sys.stderr)
         raise SystemExit(2)
-    trainer.train(resume_from_checkpoint=newest)
+    if newest is not None:
+        print(f"going on from step {newest.rpartition('-')[2]} ({newest})", file=sys.stderr)
+    _train(trainer, newest, options.run_dir)
     trainer.accelerator.unwrap_model(job.model, keep_fp32_wrapper=False)  # else bf16 would go on in its forward
     job.model.eval()
     with torch.no_grad():
@@ -43,6 +49,22 @@ def train_with_trainer(job: Job, policy: Policy) -> dict[str, Any]:
     logged = [point for point in trainer.state.log_history if "eval_rouge1" in point]
     curve = [{name: point[theirs] for name, theirs in _NAMES.items()} for point in logged]
     return Training(trainer.trained_by, options).finish(job.model, {**figures, "curve": curve})
+
+
+def _train(trainer: Any, newest: str | None, run_dir: Path) -> None:
+    """Train; Ctrl-C ends the process after the step and with a checkpoint, an error of holdfast with a report."""
+    if not is_interactive():
+        trainer.ctrl_c.install()
+    try:
+        trainer.train(resume_from_checkpoint=newest)
+    except Exception as error:
+        if trainer.trained_by is not None and not is_interactive():
+            end_failed(trainer.trained_by, run_dir, error)
+        raise
+    finally:
+        trainer.ctrl_c.uninstall()
+    if trainer.ctrl_c.reason is not None:
+        end_interrupted(trainer.trained_by, run_dir, saves=trainer.args.save_strategy != "no")
 
 
 def make_trainer(job: Job, policy: Policy) -> Any:
@@ -63,16 +85,36 @@ def make_trainer(job: Job, policy: Policy) -> Any:
         """Takes its batches from holdfast's loader."""
 
         trained_by: Any = None
+        ctrl_c = StopRequest(signal.SIGINT)
 
         def get_train_dataloader(self) -> Any:
             """Return the loader of the plain loop, with its order, its quarantine and its workers that heal."""
             return job.loader
 
         def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
-            """Make a step, and remember the guard beyond the end of the training."""
+            """Make a step, and hand on what Ctrl-C asks for."""
             loss: torch.Tensor = super().training_step(*arguments, **named)
-            self.trained_by = self.holdfast_guard
+            if self.ctrl_c.reason is not None:
+                self.holdfast_guard.request_stop(self.ctrl_c.reason)
             return loss
+
+        def _holdfast_open(self, model: torch.nn.Module) -> Any:
+            """Remember the guard beyond the end of the training."""
+            self.trained_by = super()._holdfast_open(model)
+            return self.trained_by
+
+        def _run_epoch(self, *arguments: Any, **named: Any) -> Any:
+            """Begin no epoch where all steps are made: transformers 5.17 would make one more at each start."""
+            if self.state.global_step < self.args.max_steps:
+                return super()._run_epoch(*arguments, **named)
+            self.control.should_training_stop = True
+            return None
+
+        def _finalize_training(self, *arguments: Any, **named: Any) -> Any:
+            """Take up the guard's state where no step was left to make."""
+            if self.trained_by is None:
+                self._holdfast_open(self.model)
+            return super()._finalize_training(*arguments, **named)
 
         def evaluate(self, *arguments: Any, **named: Any) -> dict[str, float]:
             """Evaluate; random numbers go on as if it had not been, as in the plain loop."""

@@ -32,16 +32,41 @@ def load_tokenizer(path: Path, records: JsonLines, vocab_size: int, *, lowercase
         records: To train on.
         vocab_size: Most pieces.
         lowercase: Whether capitals are read as small letters, so that a word is the same at the begin of a sentence.
+
+    Raises:
+        RecordError: the file was made with other settings, or is damaged.
     """
     from transformers import PegasusTokenizer
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else its threads are in the way of forked workers
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(_train(records, vocab_size, lowercase=lowercase), ensure_ascii=False).encode())
-    pieces = [(str(piece), float(score)) for piece, score in json.loads(path.read_bytes())]
-    tokenizer = PegasusTokenizer(vocab=pieces, offset=2, model_max_length=1024)
+        pieces = _train(records, vocab_size, lowercase=lowercase)
+        made = {"vocab_size": vocab_size, "lowercase": lowercase, "pieces": pieces}
+        replace_file(path, json.dumps(made, ensure_ascii=False).encode())
+    kept = _kept_pieces(path, vocab_size, lowercase=lowercase)
+    tokenizer = PegasusTokenizer(vocab=kept, offset=2, model_max_length=1024)
     return _with_small_letters(tokenizer) if lowercase else tokenizer
+
+
+def _kept_pieces(path: Path, vocab_size: int, *, lowercase: bool) -> list[tuple[str, float]]:
+    """Return the pieces in a file; those of other settings would be taken for what was asked for."""
+    try:
+        kept = json.loads(path.read_bytes())
+        pieces = [(str(piece), float(score)) for piece, score in kept["pieces"]]
+        settings = int(kept["vocab_size"]), bool(kept["lowercase"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise RecordError(
+            f"{path} is no vocabulary, or a damaged one ({error!r}).\n"
+            "Fix: delete it: from the same records it is made anew, the same."
+        ) from None
+    if settings != (vocab_size, lowercase):
+        size, small = settings
+        raise RecordError(
+            f"{path} was made with --vocab-size {size} and --{'' if small else 'no-'}lowercase.\n"
+            "Fix: give the run the same again, or a --run-dir of its own."
+        )
+    return pieces
 
 
 def reload_tokenizer(folder: Path) -> Any:

@@ -83,6 +83,7 @@ def test_every_fault_is_named(fault, digits, undisturbed, tmp_path):
     found = {event.data["rule"] for event in ended.events("finding", "preflight")}
     kinds = {event.kind for event in ended.events(named_by)}
     assert named_by in found | kinds
+    assert named_by in json.loads((ended.run_dir / "result.json").read_text())["figures"]["found"]
     told = json.dumps(ended.verdict().as_json())
     said = {
         "loader_healed": "replaced the workers",

@@ -7,11 +7,14 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from recipes.pegasus.corpus import collect, records_in, sources_of, title_of
-from recipes.pegasus.job import Job, PegasusOptions, make_job
+from recipes.pegasus.job import Job, PegasusOptions, _files, make_job
 from recipes.pegasus.records import JsonLines, RecordError, TokenizedRecords
 from recipes.pegasus.scoring import HeldOut, rouge
 from recipes.pegasus.train import POLICY, main, train
@@ -27,6 +30,7 @@ from recipes.pegasus.vocabulary import load_tokenizer, reload_tokenizer
 
 from holdfast import DataLoader, LoaderError, Policy
 from holdfast.cli.factories import load_factory
+from holdfast.integrations.transformers import last_good_checkpoint
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as in the recipe: its threads are in the way of a fork
 
@@ -154,6 +158,18 @@ def test_a_corpus_is_made_without_importing_and_holds_nothing_twice(
     assert collect(tmp_path / "corpus", ["made_first"], ["made_second"])[0] != train, "an upgrade is another corpus"
 
 
+def test_of_the_usual_packages_those_that_are_there_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is not installed is left out with a line that says so; named on the command line it is an error."""
+    monkeypatch.setattr("recipes.pegasus.job._TRAINED_ON", "json,no_such_package")
+    usual = PegasusOptions(packages="json,no_such_package", held_out_packages="csv", corpus_dir=tmp_path)
+    assert all(path.exists() for path in _files(usual))
+    assert "left out: no_such_package" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"'no_such_package' is not installed.*\nFix: "):
+        _files(replace(usual, packages="no_such_package,json"))
+
+
 def test_packages_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     """A package that is not there, one in both lists, and one without docstrings are errors that name it."""
     with pytest.raises(ValueError, match="'no_such_package' is not installed"):
@@ -249,6 +265,29 @@ def test_a_file_that_cannot_be_used_as_a_whole_is_refused_at_once(tmp_path: Path
     (tmp_path / "c.csv").write_text("document,summary\na,b\n")
     with pytest.raises(RecordError, match="no JSON"):
         JsonLines(tmp_path / "c.csv")
+
+
+@pytest.mark.parametrize("first", [b'{"document": "Nobody has summarised this."}', b"{ no JSON", b"[" * 99_999])
+def test_a_bad_first_record_is_one_as_any_other(tmp_path: Path, first: bytes) -> None:
+    """The keys are those of the first records together, so that one bad record there costs itself and no more."""
+    path = lines(tmp_path / "records.jsonl", pairs(8))
+    path.write_bytes(b"\xef\xbb\xbf" + first + b"\n" + path.read_bytes())
+    records = JsonLines(path)
+    assert len(records) == 9
+    assert records[1] == (pairs(1)[0]["document"], pairs(1)[0]["summary"])
+    with pytest.raises(RecordError, match="record 0 at byte 0: "):
+        records[0]
+
+
+def test_half_a_character_is_set_aside_and_stops_no_tokenizer(tmp_path: Path) -> None:
+    """What JSON can spell and UTF-8 cannot is an error of its record, wherever it stands."""
+    bad = [{"document": "One \ud800.", "summary": "A."}, {"document": "One.", "summary": "\udfff"}]
+    (path := tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, [*pairs(16), *bad])))
+    records = JsonLines(path)
+    load_tokenizer(tmp_path / "pieces.json", records, 100)
+    for index in (16, 17):
+        with pytest.raises(RecordError, match=f"record {index} at byte .*half a character"):
+            records[index]
 
 
 def test_bad_records_are_set_aside_with_their_evidence(tmp_path: Path) -> None:
@@ -384,6 +423,20 @@ def test_a_tokenizer_is_the_same_every_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_vocabulary_of_other_settings_is_refused(tmp_path: Path) -> None:
+    """It is not taken for what was asked for; a damaged one is named, with what to do."""
+    records = JsonLines(lines(tmp_path / "records.jsonl", pairs(64)))
+    path = tmp_path / "vocabulary.json"
+    load_tokenizer(path, records, 100, lowercase=True)
+    for size, small in ((200, True), (100, False)):
+        with pytest.raises(RecordError, match=r"made with --vocab-size 100 and --lowercase.\nFix: "):
+            load_tokenizer(path, records, size, lowercase=small)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(RecordError, match=r"vocabulary.json is no vocabulary, or a damaged one .*\nFix: delete it"):
+        load_tokenizer(path, records, 100, lowercase=True)
+
+
+@pytest.mark.slow
 def test_some_samples_are_there_to_teach_copying(tmp_path: Path) -> None:
     """Of the share that is asked for, the target is how the marked document begins; which ones, the epoch decides."""
     records = JsonLines(lines(tmp_path / "records.jsonl", pairs(64)))
@@ -498,6 +551,72 @@ def test_a_trainer_that_is_started_again_ends_where_it_would_have(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("steps", [6, 8])
+def test_a_trainer_that_is_at_its_end_makes_no_further_step(tmp_path: Path, steps: int) -> None:
+    """Started again in the middle of an epoch, or at its end, it writes the same result once more."""
+    options = tiny(tmp_path, "run", loop="trainer", max_steps=steps)
+    _, whole = trained(options, save_interval_steps=2)
+    (options.run_dir / "result.json").unlink()
+    _, again = trained(replace(options, resume=True), save_interval_steps=2)
+    for name in ("weights", "global_step", "figures"):
+        assert again[name] == whole[name]
+    assert json.loads((options.run_dir / "result.json").read_text())["global_step"] == steps
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_trainer_as_it_does_a_loop_of_ours(tmp_path: Path) -> None:
+    """It saves, writes the page, says how to go on and ends with code 130; then it ends as if undisturbed."""
+    lines(tmp_path / "train.jsonl", pairs(64))
+    lines(tmp_path / "held-out.jsonl", pairs(8))
+
+    def start(run: str, steps: int) -> subprocess.Popen[str]:
+        given = {
+            "loop": "trainer", "run-dir": tmp_path / run, "train-file": tmp_path / "train.jsonl", "vocab-size": 200,
+            "validation-file": tmp_path / "held-out.jsonl", "batch-size": 8, "eval-steps": 100_000,
+            "eval-records": 4, "max-steps": steps, "dropout": 0.1, "save-interval-steps": 5, "warmup-steps": 5,
+        }  # fmt: skip
+        options = [f"--{name}={value}" for name, value in given.items()]
+        return subprocess.Popen(
+            [sys.executable, "-m", "recipes.pegasus", *options, "--no-save-pretrained"], text=True,
+            cwd=POLICY.parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+
+    life = start("run", 100_000)
+    while life.poll() is None and not (tmp_path / "run/trainer/checkpoint-5").exists():
+        time.sleep(0.02)
+    os.killpg(life.pid, signal.SIGINT)
+    _, err = life.communicate(timeout=300)
+    assert life.returncode == 130, err
+    assert "Traceback" not in err
+    step = int(re.search(r"interrupted at step (\d+): the same command, or with --resume, goes on", err)[1])
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert (result["global_step"], result["stopped"]) == (step, "SIGINT")
+    assert last_good_checkpoint(tmp_path / "run/trainer").endswith(f"-{step}")
+    assert "SIGINT" in (tmp_path / "run/report.html").read_text()
+    rest = start("run", step + 3)
+    _, err = rest.communicate(timeout=300)
+    assert rest.returncode == 0, err
+    assert f"going on from step {step} " in err
+    assert json.loads((tmp_path / "run/result.json").read_text())["global_step"] == step + 3
+
+
+@pytest.mark.slow
+def test_an_error_in_the_trainer_leaves_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Samples that cannot be used, beyond what --quarantine allows, end it with the reason, a page and code 1."""
+    rows: list[Any] = pairs(64)
+    rows[5], rows[9] = {"document": "Nobody has summarised this."}, {"summary": "Of nothing."}
+    options = tiny(tmp_path, "run", loop="trainer", max_steps=9, train_file=lines(tmp_path / "bad.jsonl", rows))
+    with pytest.raises(SystemExit) as ended:
+        trained(options)
+    assert ended.value.code == 1
+    told = capsys.readouterr().err
+    assert "[H612]" in told
+    assert "What was found meanwhile: holdfast explain" in told
+    assert "H612" in (options.run_dir / "report.html").read_text()
+    assert json.loads((options.run_dir / "result.json").read_text())["stopped"]
+
+
+@pytest.mark.slow
 def test_accumulation_counts_tokens_in_both_loops(tmp_path: Path) -> None:
     """Four micro-batches of ragged summaries make the update of their whole batch, up to rounding, in either loop."""
     whole, _ = trained(tiny(tmp_path, "whole", dropout=0.0))
@@ -525,6 +644,11 @@ def test_it_learns_what_it_is_shown_and_can_be_taken_elsewhere(tmp_path: Path) -
     again = make_job(tiny(tmp_path, "again", pretrained=options.run_dir / "model"))
     assert torch.equal(weights(again), weights(job))
     assert again.tokenizer("boxes.")["input_ids"] == job.tokenizer("boxes.")["input_ids"]
+    with pytest.raises(ValueError, match=r"--max-source-length 99, .* has 24 positions.*\nFix: "):
+        make_job(tiny(tmp_path, "long", pretrained=options.run_dir / "model", max_source_length=99))
+    (options.run_dir / "model/config.json").write_text('{"model_type": "bart"}')
+    with pytest.raises(ValueError, match=r"a model of type 'bart'; 'pegasus' is needed.\nFix: "):
+        make_job(tiny(tmp_path, "bart", pretrained=options.run_dir / "model"))
 
 
 @pytest.mark.slow
@@ -545,7 +669,16 @@ def test_the_forecast_is_about_the_published_model(monkeypatch: pytest.MonkeyPat
         (["--train-file", "missing.jsonl"], "--train-file and --validation-file belong together"),
         (["--train-file", "missing.jsonl", "--validation-file", "missing.jsonl"], "No such file"),
         (["--packages", "json", "--held-out-packages", "no_such_package"], "'no_such_package' is not installed"),
-        (["--batch-size", "10", "--gradient-accumulation-steps", "3"], "no multiple"),
+        (["--batch-size", "10", "--gradient-accumulation-steps", "3"], "a divisor of --batch-size 10"),
+        (["--batch-size", "0"], "--batch-size 0; at least 1 is needed"),
+        (["--gradient-accumulation-steps", "0"], "at least 1 is needed"),
+        (["--eval-steps", "0"], "at least 1 is needed"),
+        (["--num-beams", "0"], "at least 1 is needed"),
+        (["--max-target-length", "1"], "at least 2 is needed"),
+        (["--vocab-size", "-1"], "at least 50 is needed"),
+        (["--hinted", "1.5"], "a share from 0 to 1 is needed"),
+        (["--learning-rate", "0"], "a number above 0 is needed"),
+        (["--loop", "trainer", "--max-steps", "0"], "--loop trainer makes at least one step"),
         (["--pretrained", "nowhere", "--packages", "json", "--held-out-packages", "csv"], "holds no config.json"),
     ],
 )
