@@ -31,7 +31,8 @@ from holdfast.report.sources import check_run
 from holdfast.run.stop import StopRequest
 from recipes.options import RunOptions, nothing_to_resume
 
-_SECONDS_BETWEEN_LINES = 10.0  # where nobody sees a bar
+_SECONDS_BETWEEN_PICTURES = 0.2  # of the bar
+_SECONDS_BETWEEN_LINES = 10.0  # where nobody sees one
 _TELLING = {"finding", "preflight", "loader_healed", "sample_quarantined", "nonfinite_origin"}
 _INTERRUPTED = 130  # the exit code of what Ctrl-C has ended, as shells have it
 
@@ -187,14 +188,20 @@ class Training:
         guard, most = self.guard, self.options.max_steps
         console, last = Console(stderr=True, force_jupyter=False), time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("{task.fields[told]}"), console=console, transient=True) as bar:
+        told = TextColumn("{task.fields[told]}")
+        # A thread of its own may not start where memory is short, and may hold a lock when workers are forked.
+        with Progress(*columns, told, console=console, transient=True, auto_refresh=False) as bar:
             console.show_cursor()  # a second Ctrl-C would leave the terminal without one
             task = bar.add_task("step", total=most, completed=guard.global_step, told="")
             for batch in guard.batches(max_steps=most):
                 yield batch
-                bar.update(task, completed=guard.global_step, told=self._told)
-                if not console.is_terminal and time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-                    last = time.monotonic()
+                waited = time.monotonic() - last
+                if waited < (_SECONDS_BETWEEN_PICTURES if console.is_terminal else _SECONDS_BETWEEN_LINES):
+                    continue
+                last += waited
+                if console.is_terminal:
+                    bar.update(task, completed=guard.global_step, told=self._told, refresh=True)
+                else:
                     print(f"step {guard.global_step} of {most}  {self._told}", file=sys.stderr, flush=True)
 
     def finish(self, model: torch.nn.Module, figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,6 +232,8 @@ def _write_end(guard: Guard, run_dir: Path, figures: Mapping[str, Any], **more: 
         print(f"report: {page}")
     except HoldfastError as error:  # no plotly: the run itself is whole
         print(f"no report: {error.what}. {error.fix}", file=sys.stderr)
+    except (MemoryError, OSError) as error:  # likewise
+        print(f"no report: {error!r}. `holdfast report {run_dir}` makes it.", file=sys.stderr)
     return result
 
 
