@@ -122,12 +122,12 @@ class Parcel:
         except Exception as error:  # noqa: BLE001 - whatever it is, the parent has to know
             shortage = shortage_in(error)
             fatal = None if shortage else failure_of(None, error)
-            return _unpack, (b"", self.report._replace(fatal=fatal, shortage=shortage))
-        return _unpack, (body, self.report)
+            return _unpack, (b"", tuple(self.report._replace(fatal=fatal, shortage=shortage)))
+        return _unpack, (body, tuple(self.report))  # quicker to pickle
 
 
-def _unpack(body: bytes, report: Report) -> tuple[Any, Report]:
-    return (ForkingPickler.loads(body) if body else None), report
+def _unpack(body: bytes, report: tuple[Any, ...]) -> tuple[Any, Report]:
+    return (ForkingPickler.loads(body) if body else None), Report(*report)
 
 
 def sent(batch: Any, report: Report, board: Board | None) -> Any:
@@ -203,7 +203,8 @@ class Fetcher(Dataset[Any]):
         """Return the user's dataset, for ``get_worker_info()``."""
         return self.dataset
 
-    def __getitem__(self, entry: Entry) -> Any:
+    def __getitem__(self, fields: tuple[Any, ...]) -> Any:
+        entry = Entry(*fields)
         info = None if self.board is None else get_worker_info()  # else in the worker of another loader
         worker = None if info is None else info.id
         if worker is not None and self.board is not None:

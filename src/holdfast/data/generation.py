@@ -127,13 +127,13 @@ class Generation:
         Raises:
             WorkersLostError: if the workers cannot be started for want of something.
         """
-        self._entries.source = entries
+        self._entries.source = map(tuple, entries) if self.num_workers else entries  # quicker to pickle
         watch = self._watch
         if watch is not None and watch.lost:  # between two epochs
             raise WorkersLostError(watch.loss())
         loss: Loss | None
         try:
-            with watch.wakes() if watch is not None else contextlib.nullcontext(), warnings.catch_warnings():
+            with watch if watch is not None else contextlib.nullcontext(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # as above
                 self._iterator[:] = [iter(self._inner[0])]
         except (OSError, MemoryError, RuntimeError, WorkerLostError) as error:
@@ -163,7 +163,7 @@ class Generation:
         if watch is None:
             return _ask(self._iterator[0])
         try:
-            with watch.wakes():
+            with watch:
                 return _ask(self._iterator[0])
         except StopIteration:
             raise

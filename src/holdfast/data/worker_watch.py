@@ -6,12 +6,11 @@ timeouts. Time is counted in ticks of this watch, so a suspended machine or cont
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -60,7 +59,7 @@ class Loss:
 
 
 class Watch:
-    """Watches workers from a thread of its own.
+    """Watches workers from a thread of its own; a context in which a loss interrupts what the main thread waits for.
 
     Args:
         processes: The workers.
@@ -113,18 +112,18 @@ class Watch:
         if kills and self._parent == os.getpid():
             kill(self._processes)
 
-    @contextlib.contextmanager
-    def wakes(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Let a loss interrupt what the main thread waits for inside, with a `WorkerLostError`."""
         # The handler runs in the main thread: if that is not the one that waits, it must not be interrupted.
-        self.in_main_thread = threading.current_thread() is threading.main_thread()
+        self.in_main_thread = threading.get_ident() == threading.main_thread().ident
         self._inside = self.waiting = True
-        try:
-            if self.lost:
-                raise WorkerLostError
-            yield
-        finally:
+        if self.lost:
             self._inside = self.waiting = False
+            raise WorkerLostError
+
+    def __exit__(self, *error: object) -> None:
+        """Interrupt nothing any more."""
+        self._inside = self.waiting = False
 
     def loss(self, patience_seconds: float = 0.0) -> Loss:
         """Return why the workers were lost; called once they are.

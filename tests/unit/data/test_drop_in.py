@@ -262,3 +262,14 @@ def test_torch_raises_about_no_worker_of_ours(monkeypatch: pytest.MonkeyPatch) -
     raised.append("DataLoader worker (pid 1234) is killed by signal: Killed.")
     with pytest.raises(RuntimeError, match="1234"):
         worker_processes._on_child(signal.SIGCHLD, None)
+
+
+@pytest.mark.parametrize(
+    ("workers", "kind"), [(0, "_SingleProcessDataLoaderIter"), (1, "_MultiProcessingDataLoaderIter")]
+)
+def test_a_profiler_sees_the_waits_for_batches(workers: int, kind: str) -> None:
+    """Under the name that torch's loader gives them, one for each batch and for the end."""
+    with torch.profiler.profile() as profiler:
+        assert len(list(DataLoader(list(range(6)), batch_size=2, num_workers=workers))) == 3
+    waits = {event.key: event.count for event in profiler.key_averages()}
+    assert waits[f"enumerate(DataLoader)#{kind}.__next__"] in (3, 4)

@@ -46,7 +46,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 def _wait_for_loss(watch: Watch, *, waiting: bool = True) -> worker_watch.Loss:
     """Wait, as a loop does that waits for a batch, until the watch interrupts it."""
     if waiting:
-        with pytest.raises(WorkerLostError), watch.wakes():
+        with pytest.raises(WorkerLostError), watch:
             threading.Event().wait(20)
     else:
         for _ in range(2000):
@@ -215,7 +215,7 @@ def test_a_loss_waits_until_the_loop_waits(start: Callable[..., Any]) -> None:
     for _ in range(50):
         time.sleep(0.01)  # any exception would come here
     assert watch.lost
-    with pytest.raises(WorkerLostError), watch.wakes():
+    with pytest.raises(WorkerLostError), watch:
         pytest.fail("the loop should not have begun to wait")
 
 
