@@ -318,6 +318,76 @@ def test_what_cannot_be_guarded_is_refused(
     assert found.value.rule == rule
 
 
+def test_a_limit_that_is_off_or_changed_later_is_the_trainers(tmp_path: Path) -> None:
+    """A negative ``max_grad_norm`` turns clipping off, and one that is set after the Trainer was made holds."""
+    for name, first, later in (("off", -1.0, -1.0), ("later", 1.0, 0.01)):
+        found = []
+        for kind in (transformers.Trainer, guarded()):
+            trainer = make_trainer(kind, tmp_path / name, make_gpt2(), samples(), max_grad_norm=first)
+            trainer.args.max_grad_norm = later
+            trainer.train()
+            found.append(digest(trainer.model))
+        assert found[0] == found[1]
+
+
+class OwnLoss(transformers.Trainer):
+    """Ignores ``num_items_in_batch``, as most losses of one's own do."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def test_a_mean_of_ones_own_is_weighted_by_the_labels_that_it_is_over(tmp_path: Path) -> None:
+    """Two ragged batches of a GPT-2 whose loss shifts labels train as one large one, also where they are cut."""
+    from holdfast.integrations.transformers import HoldfastMixin
+
+    class Guarded(HoldfastMixin, OwnLoss):
+        pass
+
+    large = make_trainer(OwnLoss, tmp_path / "a", make_gpt2(dropout=0.0), samples(), per_device_train_batch_size=8)
+    large.train()
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "holdfast_policy": {"recompute": False}}
+    exact = make_trainer(Guarded, tmp_path / "b", make_gpt2(dropout=0.0), samples(), **settings)
+    exact.train()
+    assert distance(large.model, exact.model) < 1e-5
+    model = Failing(make_gpt2(dropout=0.0), most=2, calls=range(5, 60))
+    struck = make_trainer(Guarded, tmp_path / "c", model, samples(), **settings)
+    struck.train()
+    assert logged(struck, "out_of_memory")
+    assert distance(large.model, model.inner) < 1e-5
+
+
+def with_a_table(batch: Any) -> dict[str, Any]:
+    """Collate samples with a tensor that all of them share."""
+    return transformers.default_data_collator(batch) | {"table": torch.zeros(3, 2)}
+
+
+def test_a_batch_without_one_batch_dimension_is_trained_and_cut_as_told(tmp_path: Path) -> None:
+    """With splitting off it is trained as it is; told where its dimension is, it is cut after out-of-memory."""
+    settings: dict[str, Any] = {"remove_unused_columns": False}
+
+    def train(kind: type, name: str, model: Any, **more: Any) -> Any:
+        trainer = make_trainer(kind, tmp_path / name, model, samples(), **settings, **more)
+        trainer.data_collator = with_a_table
+        trainer.train()
+        return trainer
+
+    def model() -> Any:
+        inner = Failing(make_gpt2(dropout=0.0), most=99, calls=range(0))
+        inner.forward = lambda table=None, **named: Failing.forward(inner, **named)
+        return inner
+
+    plain = train(transformers.Trainer, "a", model())
+    whole = train(guarded(), "b", model(), holdfast_policy={"micro_batch_size": None})
+    assert digest(plain.model) == digest(whole.model)
+    short = model()
+    short.most, short.calls = 2, range(3, 40)
+    split = {"input_ids": 0, "labels": 0, "table": None}
+    train(guarded(), "c", short, holdfast_policy={"recompute": False}, holdfast_split=split)
+    assert distance(plain.model, short) < 1e-5
+
+
 def test_several_devices_are_refused(tmp_path: Path) -> None:
     """DataParallel, an engine of its own and several processes are refused by name, also when set later."""
     trainer = make_trainer(guarded(), tmp_path, make_gpt2(), samples(LENGTH))

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integrations.hugging_face import digest, logged, make_gpt2, make_trainer, samples
+import torch
+from tests.integrations.hugging_face import LENGTH, digest, logged, make_gpt2, make_trainer, samples
 from tests.integrations.test_transformers import Poisoned, with_poison
 
 from holdfast import CheckpointError, NonFiniteError, PolicyError
@@ -94,3 +95,40 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(type(trainer.args), "world_size", 2)
     with pytest.raises(PolicyError, match="world_size=2"):
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
+def test_a_training_that_failed_can_be_begun_again_in_its_folder(tmp_path: Path) -> None:
+    """An exception, of which callbacks hear nothing, does not leave the recording locked for the next Trainer."""
+
+    class Fails(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+    failed = watched(tmp_path, make_gpt2(), samples(), Fails())
+    with pytest.raises(KeyboardInterrupt):
+        failed.train()
+    watched(tmp_path, make_gpt2(), samples()).train()
+    assert failed is not None  # still there, as in a notebook
+
+
+class Normed(torch.nn.Module):
+    """A GPT-2 with running statistics beside it, which a batch with NaN spoils."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = make_gpt2(), torch.nn.BatchNorm1d(LENGTH)
+        self.config = self.inner.config
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        out = self.inner(input_ids=input_ids, labels=labels, **kwargs)
+        values = input_ids.float()
+        out["loss"] = out["loss"] + self.norm(torch.where(values == 2, torch.nan, values)).square().mean()
+        return out
+
+
+def test_a_nan_leaves_running_statistics_alone(tmp_path: Path) -> None:
+    """BatchNorm's statistics are finite after a batch with NaN, as weights are."""
+    trainer = watched(tmp_path, Normed(), with_poison(9))
+    trainer.train()
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+    assert not trainer.model.norm.running_mean.eq(0).all()

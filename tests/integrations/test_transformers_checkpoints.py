@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.integrations.hugging_face import digest, make_gpt2, make_trainer, samples
 
-from holdfast import CheckpointError, NonFiniteError
+from holdfast import CheckpointError, NonFiniteError, OutOfMemoryError
 from holdfast.checkpoint.sealing import verify
 from holdfast.testing import flip_bit
 
@@ -209,3 +209,104 @@ def test_what_can_never_be_saved_is_said_at_once(tmp_path: Path) -> None:
     trainer.model.again.weight = torch.nn.Parameter(model.weight[:1])  # shares memory, which safetensors refuses
     with pytest.raises(RuntimeError, match="shared tensors"):
         trainer.train()
+
+
+EVALUATED: dict[str, Any] = {
+    "eval_dataset": samples(8),
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "per_device_eval_batch_size": 8,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # so that the best is the first, whatever is learnt
+}
+
+
+@pytest.mark.parametrize("where", ["on_step_end", "on_evaluate"])
+def test_sigterm_saves_also_where_only_the_best_is_saved(tmp_path: Path, where: str) -> None:
+    """With ``save_strategy="best"`` the step at which training was stopped is saved although it is not the best."""
+
+    def kill(_: Any, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Kill = type("Kill", (transformers.TrainerCallback,), {where: kill})
+    settings = EVALUATED | {"save_strategy": "best", "learning_rate": 3.0}
+    trainer = guarded(tmp_path, callbacks=[Kill()], **settings)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert trainer.state.best_global_step == 2
+    verify(tmp_path / "checkpoint-4")
+
+
+class NoRoom(torch.nn.Module):
+    """Runs out of memory in training after so many calls, or in evaluation."""
+
+    def __init__(self, *, calls: int = 10**9, evaluates: bool = True) -> None:
+        super().__init__()
+        self.inner, self.calls, self.evaluates = make_gpt2(), calls, evaluates
+        self.config = self.inner.config
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        self.calls -= self.training
+        if self.calls < 0 or (len(input_ids) == 8 and not self.evaluates):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return self.inner(input_ids=input_ids, labels=labels, **kwargs)
+
+
+def test_out_of_memory_in_an_evaluation_loses_no_step(tmp_path: Path) -> None:
+    """It ends training with what to change, and with a checkpoint of the step before, from which training goes on."""
+    trainer = guarded(tmp_path, **(EVALUATED | {"save_steps": 6}))
+    trainer.model = trainer.model_wrapped = NoRoom(evaluates=False)
+    with pytest.raises(OutOfMemoryError, match="per_device_eval_batch_size=8"):
+        trainer.train()
+    verify(tmp_path / "checkpoint-2")
+    assert trainer.holdfast_guard is None
+
+
+@pytest.mark.parametrize(("calls", "steps"), [(7, [2, 4]), (9, [2, 4, 5])])
+def test_a_checkpoint_that_is_there_is_not_written_again_at_the_end(
+    tmp_path: Path, calls: int, steps: list[int]
+) -> None:
+    """When memory ends a training right after a save, the good checkpoint is left alone; later steps are saved."""
+    saved: list[str] = []
+    trainer = guarded(tmp_path)
+    trainer.model = trainer.model_wrapped = NoRoom(calls=calls)
+    save = trainer.save_model
+    trainer.save_model = lambda folder, **named: (saved.append(Path(folder).name), save(folder, **named))[1]
+    with pytest.raises(OutOfMemoryError, match="H401"):
+        trainer.train()
+    assert saved == [f"checkpoint-{step}" for step in steps]
+
+
+@pytest.mark.parametrize("with_callback", [False, True])
+def test_a_best_model_that_was_damaged_is_not_loaded(tmp_path: Path, with_callback: bool) -> None:
+    """One flipped bit in the weights of the best checkpoint is an error, and not the result of the training."""
+    from holdfast.integrations.transformers import HoldfastCallback, HoldfastTrainer
+
+    def hurt(_: Any) -> None:
+        weights = tmp_path / "checkpoint-2" / "model.safetensors"
+        flip_bit(weights, 8 * weights.stat().st_size - 3)
+
+    settings: dict[str, Any] = SAVING | EVALUATED | {"load_best_model_at_end": True, "learning_rate": 3.0}
+    kind, more = (transformers.Trainer, [HoldfastCallback()]) if with_callback else (HoldfastTrainer, [])
+    trainer = make_trainer(kind, tmp_path, make_gpt2(), samples(20), callbacks=[At(7, hurt), *more], **settings)
+    with pytest.raises(CheckpointError, match="checkpoint-2"):
+        trainer.train()
+    assert trainer.state.best_global_step == 2
+
+
+def test_a_checkpoint_can_be_saved_by_hand_after_training(tmp_path: Path) -> None:
+    """``_save_checkpoint`` outside of a training saves and seals, as the Trainer's own does."""
+    trainer = guarded(tmp_path, save_strategy="no")
+    trainer.train()
+    trainer._save_checkpoint(trainer.model, trial=None)
+    verify(tmp_path / "checkpoint-8")
+
+
+def test_steps_are_counted_on_from_a_checkpoint_of_the_plain_trainer(tmp_path: Path) -> None:
+    """What is recorded bears the Trainer's numbers of steps."""
+    make_trainer(transformers.Trainer, tmp_path, make_gpt2(), samples(20), **(SAVING | {"max_steps": 4})).train()
+    told: list[int] = []
+    trainer = guarded(tmp_path, callbacks=[At(5, lambda _: told.append(trainer.holdfast_guard.global_step))])
+    trainer.train(resume_from_checkpoint=True)
+    assert told == [5]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from holdfast.recorder.run_files import announce_recording
 from holdfast.run.directory import RunDirectory
 from holdfast.run.record import RunRecord
 from holdfast.run.watch import Watch, watch
+
+_open: weakref.WeakValueDictionary[str, Recording] = weakref.WeakValueDictionary()
 
 
 class Recording:
@@ -73,7 +76,11 @@ class Recording:
             )
         self.close()
         self._directory = RunDirectory(self._run_dir or Path(usual, "holdfast"))
+        left = _open.get(str(self._directory.path.resolve()))
+        if left is not None:
+            left.close()  # of a training that ended with an exception, which its framework tells no callback
         self._directory.acquire()
+        _open[str(self._directory.path.resolve())] = self
         self._record = RunRecord(self._directory.recorder, SystemClock())
         self._record.open()
         announce_recording(self._directory.path)

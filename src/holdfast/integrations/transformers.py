@@ -26,12 +26,15 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import CheckpointError, OutOfMemoryError
+from holdfast.core.policy import Policy
 from holdfast.data.loader import DataLoader
+from holdfast.data.splitting import Split
 from holdfast.integrations.frameworks import load
 from holdfast.integrations.transformers_callback import CallbackParts
 from holdfast.integrations.transformers_checkpoints import (
     SealedSave,
     carried_in,
+    check_best,
     is_of_the_disk,
     last_good_checkpoint,
     resumable,
@@ -39,6 +42,8 @@ from holdfast.integrations.transformers_checkpoints import (
 from holdfast.integrations.transformers_limits import check_supported, late_callbacks, precision_of
 from holdfast.integrations.transformers_loader import PlacedLoader
 from holdfast.integrations.transformers_loss import TrainerLoss
+from holdfast.integrations.transformers_parts import StepMade, StopWhenAsked
+from holdfast.memory.oom import find_out_of_memory, let_go, release_memory
 from holdfast.run.hosted import HostedGuard, hosted_policy, take_scale
 
 __all__ = ["HoldfastCallback", "HoldfastMixin", "HoldfastSeq2SeqTrainer", "HoldfastTrainer", "last_good_checkpoint"]
@@ -61,6 +66,7 @@ class HoldfastMixin:
         *positional: Of the Trainer.
         holdfast_policy: Settings: a `Policy`, a dict of its fields, the path of a YAML file, or None for defaults.
         holdfast_run_dir: Where it is recorded; None: ``holdfast`` in the output directory.
+        holdfast_split: Where the batch dimension is, as `holdfast.Guard` takes ``split``.
         **named: Of the Trainer.
 
     Raises:
@@ -78,17 +84,18 @@ class HoldfastMixin:
     """The guard, while a training runs: `statistics`, `events`, `request_stop`."""
 
     def __init__(
-        self, *positional: Any, holdfast_policy: Any = None, holdfast_run_dir: str | None = None, **named: Any
+        self,
+        *positional: Any,
+        holdfast_policy: Any = None,
+        holdfast_run_dir: str | None = None,
+        holdfast_split: Split = 0,
+        **named: Any,
     ) -> None:
         super().__init__(*positional, **named)
         check_supported(self)
-        self._holdfast_policy = hosted_policy(
-            holdfast_policy,
-            max_grad_norm=self.args.max_grad_norm or None,
-            precision=precision_of(self.accelerator),
-            host="TrainingArguments",
-        )
-        self._holdfast_run_dir = holdfast_run_dir
+        self._holdfast_given = Policy.of(holdfast_policy)
+        self._holdfast_settings()  # a contradiction is an error before anything else is made
+        self._holdfast_run_dir, self._holdfast_split = holdfast_run_dir, holdfast_split
         self._holdfast_loss: TrainerLoss | None = None
         self._holdfast_window: list[Any] = []
         self._holdfast_loader: DataLoader | None = None
@@ -100,9 +107,19 @@ class HoldfastMixin:
         self._holdfast_trial: Any = None
         self._holdfast_step_before: Any = None
         self._holdfast_saves = 0
+        self._holdfast_saved_at: int | None = None  # step of the newest checkpoint that holds the weights as they are
         self.args.logging_nan_inf_filter = False
         base = load("transformers").TrainerCallback
-        self.add_callback(type("HoldfastStop", (_StopWhenAsked, base), {})(self))  # type: ignore[attr-defined]
+        self.add_callback(type("HoldfastStop", (StopWhenAsked, base), {})(self))  # type: ignore[attr-defined]
+
+    def _holdfast_settings(self) -> Policy:
+        """Return the policy under the arguments as they are now: a hyperparameter search changes them."""
+        return hosted_policy(
+            self._holdfast_given,
+            max_grad_norm=self.args.max_grad_norm if self.args.max_grad_norm > 0 else None,
+            precision=precision_of(self.accelerator),
+            host="TrainingArguments",
+        )
 
     # --- the training ---------------------------------------------------------------------------------------
 
@@ -116,6 +133,7 @@ class HoldfastMixin:
         resume_from_checkpoint = resumable(resume_from_checkpoint, self.args.output_dir)
         self._holdfast_resumed, self._holdfast_trial = resume_from_checkpoint, trial
         self._holdfast_loader, self._holdfast_position, self._holdfast_indices = None, None, []
+        self._holdfast_saved_at = None
         self._holdfast_total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         try:
             done = super().train(resume_from_checkpoint, trial, **named)  # type: ignore[misc]
@@ -133,7 +151,8 @@ class HoldfastMixin:
             optimizer=self.optimizer.optimizer,
             scheduler=self.lr_scheduler,
             loader=self._holdfast_loader,
-            policy=self._holdfast_policy,
+            policy=self._holdfast_settings(),
+            split=self._holdfast_split,
         )
         late = late_callbacks(self)
         if late:
@@ -144,9 +163,11 @@ class HoldfastMixin:
         carried = carried_in(self._holdfast_resumed)
         if carried is not None:
             guard.take_up(carried)
-        self._holdfast_loss, self._holdfast_window = TrainerLoss(self, model), []
+        else:
+            guard.count_from(self.state.global_step)  # of a checkpoint that was written without holdfast
+        self._holdfast_loss, self._holdfast_window = TrainerLoss(self, model, self._holdfast_split), []
         self._holdfast_step_before = vars(self.optimizer).get("step")
-        self.optimizer.step = _Made(self.optimizer)  # the guard steps the optimizer inside this one
+        self.optimizer.step = StepMade(self.optimizer)  # the guard steps the optimizer inside this one
         self.holdfast_guard = guard
         return guard
 
@@ -221,8 +242,7 @@ class HoldfastMixin:
         try:
             result = guard.step(self._holdfast_loss.window(window, num_items_in_batch, guard), self._holdfast_loss)
         except OutOfMemoryError:
-            if self.args.save_strategy != "no" and self.state.global_step:
-                self._save_checkpoint(model, self._holdfast_trial)  # the weights are those of the last step
+            self._holdfast_keep(model)  # the weights are those of the last step
             raise
         self._holdfast_position = None  # what was handed out is trained
         self.optimizer._is_overflow = result.skipped  # so that the schedule stays where it is
@@ -264,61 +284,71 @@ class HoldfastMixin:
         """Save as the Trainer does, and seal; a save that fails is an event and does not stop training."""
         guard, step = self.holdfast_guard, self.state.global_step
         bad = None if guard is None else guard.nonfinite_state()
-        if guard is None or bad is not None:
-            if guard is not None:
-                guard.note("save_refused", why=bad)
-                guard.return_from(str(bad))
+        if guard is not None and bad is not None:
+            guard.note("save_refused", why=bad)
+            guard.return_from(bad)
             return
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{step}")  # type: ignore[attr-defined]
         with SealedSave(self, folder) as save:
             try:
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
-                save.seal(self._holdfast_carried(guard))
+                save.seal(None if guard is None else self._holdfast_carried(guard))
             except (OSError, RuntimeError, CheckpointError, load("safetensors").SafetensorError) as error:
                 save.give_up()
-                if not self._holdfast_saves and not is_of_the_disk(error):
+                if guard is None or not (self._holdfast_saves or is_of_the_disk(error)):
                     raise  # a state that can never be saved is for the caller to know
                 guard.note("save_failed", checkpoint=folder.name, why=f"{type(error).__name__}: {error}"[:500])
                 return
-        self._holdfast_saves += 1
-        guard.note("saved", checkpoint=folder.name)
+        if guard is not None:
+            self._holdfast_saves, self._holdfast_saved_at = self._holdfast_saves + 1, step
+            guard.note("saved", checkpoint=folder.name)
 
+    def _holdfast_keep(self, model: torch.nn.Module) -> None:
+        """Save before training ends, unless these weights were saved or nothing shall be."""
+        step, resumed = self.state.global_step, self._holdfast_resumed
+        there = isinstance(resumed, str) and Path(resumed).name == f"checkpoint-{step}"
+        if self.args.save_strategy != "no" and step and step != self._holdfast_saved_at and not there:
+            self._save_checkpoint(model, self._holdfast_trial)
 
-class _StopWhenAsked:
-    """Ends a training after SIGTERM or ``request_stop``, with a checkpoint, and hands evaluations on."""
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: Any, *rest: Any, **named: Any) -> None:
+        """Log, evaluate and save as the Trainer does; when training stops, ``save_strategy="best"`` saves too."""
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *rest, **named)  # type: ignore[misc]
+        if self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None:
+            self._holdfast_keep(model)
 
-    def __init__(self, trainer: HoldfastMixin) -> None:
-        self._trainer = trainer
+    def _evaluate(self, *rest: Any, **named: Any) -> Any:
+        """Evaluate as the Trainer does; out-of-memory there ends training with a checkpoint.
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Look for a request."""
-        self._look(args, state, control)
+        Raises:
+            OutOfMemoryError: H401.
+        """
+        try:
+            return super()._evaluate(*rest, **named)  # type: ignore[misc]
+        except Exception as error:
+            found = find_out_of_memory(error)
+            if found is None or self.holdfast_guard is None:
+                raise
+            failure = error
+        let_go(failure)
+        release_memory([] if self.args.device.type == "cpu" else [self.args.device])
+        self._holdfast_keep(self.model_wrapped)  # type: ignore[attr-defined]
+        raise OutOfMemoryError(
+            f"an evaluation with per_device_eval_batch_size={self.args.per_device_eval_batch_size} "
+            f"ran out of memory ({found})",
+            limit="its batches are not cut; the weights are those of the last step",
+            fix="lower per_device_eval_batch_size, or set eval_accumulation_steps or preprocess_logits_for_metrics, "
+            "and go on with train(resume_from_checkpoint=True).",
+            rule="H401",
+        )
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        """Look again, since an evaluation lasts; tell the guard its loss."""
-        self._look(args, state, control)
-        guard, loss = self._trainer.holdfast_guard, (metrics or {}).get("eval_loss")
-        if guard is not None and loss is not None:
-            guard.validated(loss)
+    def _load_best_model(self) -> None:
+        """Load the best model as the Trainer does, if its checkpoint verifies.
 
-    def _look(self, args: Any, state: Any, control: Any) -> None:
-        guard = self._trainer.holdfast_guard
-        if guard is not None and guard.stop_reason is not None and not control.should_training_stop:
-            guard.note("stop_requested", reason=guard.stop_reason, at=state.global_step)
-            control.should_training_stop = True
-            control.should_save = args.save_strategy != "no"
-
-
-class _Made:
-    """Stands in for the step of an optimizer that was stepped already."""
-
-    _wrapped_by_lr_sched = True  # as torch's schedulers want to see it
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    def __call__(self, _closure: Any = None) -> None:
-        self._optimizer._opt_called = True  # likewise
+        Raises:
+            CheckpointError: H311.
+        """
+        check_best(self.state)
+        super()._load_best_model()  # type: ignore[misc]
 
 
 _BUILT: dict[str, tuple[type, str]] = {

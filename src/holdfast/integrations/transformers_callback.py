@@ -15,16 +15,19 @@ from typing import Any
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.sealing import is_sealed, seal, set_aside, verify
 from holdfast.integrations.recording import Recording
+from holdfast.integrations.transformers_checkpoints import check_best
+from holdfast.run.buffers import BufferKeeper
 from holdfast.run.stop import StopRequest
 
 
 class CallbackParts:
     """A ``TrainerCallback`` that records every step, leaves out those with NaN or Inf, and seals checkpoints.
 
-    A step whose gradients are not finite moves no weight: they are emptied before the optimizer sees them (the
-    schedule goes on all the same), and after ``nonfinite_patience`` of them in a row training ends. SIGTERM ends it
-    after the step, with a checkpoint. What is saved gets digests; resuming from a checkpoint whose bytes have changed
-    is refused, and `last_good_checkpoint` finds the one before. ``logging_nan_inf_filter`` is switched off.
+    A step whose gradients are not finite moves no weight or buffer: they are emptied before the optimizer sees them
+    (the schedule goes on all the same), and after ``nonfinite_patience`` of them in a row training ends. SIGTERM ends
+    it after the step, with a checkpoint. What is saved gets digests; resuming from a checkpoint in the output
+    directory, or loading the best one, is refused if bytes have changed, and `last_good_checkpoint` finds the one
+    before. ``logging_nan_inf_filter`` is switched off.
 
     Args:
         holdfast_policy: As for `HoldfastMixin`; used are ``nonfinite_patience``, ``diagnose``, ``objective``,
@@ -35,6 +38,7 @@ class CallbackParts:
     def __init__(self, holdfast_policy: Any = None, holdfast_run_dir: str | os.PathLike[str] | None = None) -> None:
         self._recording = Recording(holdfast_policy, holdfast_run_dir, instead="HoldfastMixin")
         self._stop = StopRequest()
+        self._buffers: BufferKeeper | None = None
         weakref.finalize(self, self._stop.uninstall)
 
     # --- begin and end --------------------------------------------------------------------------------------
@@ -55,6 +59,7 @@ class CallbackParts:
         )
         args.logging_nan_inf_filter = False
         self._stop.install()
+        self._buffers = BufferKeeper({"model": model})
         self._recording.look_at(model, getattr(named["optimizer"], "optimizer", named["optimizer"]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
@@ -65,8 +70,10 @@ class CallbackParts:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Mark that a step has begun."""
+        """Mark that a step has begun, and keep the buffers that it may change."""
         self._recording.begin_step()
+        if self._buffers is not None:
+            self._buffers.keep()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:  # noqa: ARG002
         """Empty gradients that hold NaN or Inf.
@@ -84,10 +91,14 @@ class CallbackParts:
         ]
         bad, count = nonfinite_tensors(gradients)
         if count:
+            if self._buffers is not None:
+                self._buffers.put_back()
             reason = f"{count} gradient(s) hold NaN or Inf, after clipping: {', '.join(bad)}"
             self._recording.leave_out(optimizer, reason)
         else:
             self._recording.skipped_in_a_row = 0
+            if self._buffers is not None:
+                self._buffers.learn()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Mark that it has ended; stop if that was asked for."""
@@ -95,10 +106,16 @@ class CallbackParts:
         self._look(args, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:  # noqa: ARG002
-        """Take the loss and the norm of the steps that are logged; those of others are not known."""
+        """Take the loss and the norm of the steps that are logged; those of others are not known.
+
+        Raises:
+            CheckpointError: H311, if the best model is about to be loaded and its checkpoint has changed.
+        """
         if logs and "loss" in logs:
             self._recording.loss, self._recording.norm = float(logs["loss"]), float(logs.get("grad_norm", math.nan))
             self._recording.record_step()
+        if logs and "train_loss" in logs and args.load_best_model_at_end:  # the last thing before that
+            check_best(state)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:  # noqa: ARG002
         """Take in an evaluation; stop if that was asked for meanwhile."""

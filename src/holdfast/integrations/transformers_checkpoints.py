@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from holdfast.checkpoint.sealing import newest_good, remove_draft, seal, set_aside, unseal
+from holdfast.checkpoint.sealing import is_sealed, newest_good, remove_draft, seal, set_aside, unseal, verify
 from holdfast.core.durable import write_file
 from holdfast.integrations.frameworks import load
 
@@ -101,14 +101,18 @@ class SealedSave:
     def __exit__(self, *_: object) -> None:
         self._trainer.args.save_total_limit = self._limit
 
-    def seal(self, carried: Mapping[str, Any]) -> None:
+    def seal(self, carried: Mapping[str, Any] | None) -> None:
         """Write what holdfast needs of it, and the digests; then older ones may go.
+
+        Args:
+            carried: For a later life; None: nothing.
 
         Raises:
             OSError: if the disk refuses.
         """
         trainer, step = self._trainer, self._trainer.state.global_step
-        write_file(self._folder / STATE_FILE, json.dumps(carried).encode())
+        if carried is not None:
+            write_file(self._folder / STATE_FILE, json.dumps(carried).encode())
         seal(self._folder, global_step=step, unix_seconds=time.time())
         load("transformers.trainer_utils").rotate_checkpoints(
             output_dir=str(self._folder.parent),
@@ -127,6 +131,20 @@ def carried_in(checkpoint: Any) -> dict[str, Any] | None:
     """Return what `SealedSave.seal` was given, or None if it was not written with holdfast."""
     path = Path(checkpoint) / STATE_FILE if isinstance(checkpoint, str) else None
     return json.loads(path.read_bytes()) if path is not None and path.is_file() else None
+
+
+def check_best(state: Any) -> None:
+    """Verify the checkpoint of the best model before it is loaded, if it was sealed.
+
+    Args:
+        state: Of the Trainer.
+
+    Raises:
+        CheckpointError: H311.
+    """
+    best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
+    if best is not None and is_sealed(best):
+        verify(best)
 
 
 def is_of_the_disk(error: Exception) -> bool:

@@ -126,6 +126,10 @@ class HostedGuard(Guard):
         self._record.global_step = state["global_step"]
         self._record.happened("resumed", by="the framework")
 
+    def count_from(self, global_step: int) -> None:
+        """Go on counting from the framework's number of steps, where no earlier life of a guard has left its own."""
+        self._record.global_step = global_step
+
     def replaced_state(self) -> None:
         """Note that the framework has loaded weights and optimizer state."""
         self._transaction.state_was_replaced()
