@@ -28,8 +28,14 @@ pytest.importorskip("lightning.pytorch")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the imports of Lightning itself
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+    from lightning.pytorch.callbacks import (
+        Callback,
+        GradientAccumulationScheduler,
+        ModelCheckpoint,
+        StochasticWeightAveraging,
+    )
     from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.tuner import Tuner
     from torchmetrics import MeanMetric
 
     from holdfast.integrations.lightning import HoldfastCallback, HoldfastStrategy, VerifiedCheckpointIO
@@ -195,6 +201,72 @@ def test_an_undisturbed_training_is_lightnings_own_bit_for_bit(tmp_path, setting
         assert seen.calls == usual.calls
     assert sorted(seen.calls) == sorted(usual.calls)
     assert "skip_step" not in kinds(tmp_path / "guarded")
+
+
+class Silent(Unscheduled):
+    """Returns no loss for some batches."""
+
+    none_at: frozenset[int] = frozenset()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in self.none_at else super().training_step(batch, batch_idx)
+
+
+class NoneSeen(Seen):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")
+@pytest.mark.parametrize("none_at", [{0}, {2}, {4, 5}, {0, 1, 2}])
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_batches_without_a_loss_are_lightnings_own(tmp_path, none_at, accumulated):
+    """Where ``training_step`` returns None the others of the step are made, and the schedule goes on, as there."""
+    found = []
+    for name, strategy in (("plain", "auto"), ("guarded", HoldfastStrategy())):
+        module, seen = Silent(), NoneSeen()
+        module.configure_optimizers = lambda module=module: Small.configure_optimizers(module)
+        module.none_at = frozenset(none_at)
+        trainer = pl.Trainer(
+            max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+            enable_checkpointing=False, default_root_dir=tmp_path / name, strategy=strategy, callbacks=[seen],
+            accumulate_grad_batches=accumulated,
+        )  # fmt: skip
+        torch.manual_seed(11)
+        trainer.fit(module, as_loader(batches()))
+        found.append((module, seen.rates, trainer.global_step))
+    assert_same(found[1][0], found[0][0])
+    assert found[1][1:] == found[0][1:]
+
+
+class EverySecond(Unscheduled):
+    """Steps every second batch only, and runs the closure for the others, as Lightning's manual shows it."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        if batch_idx % 2:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "makes"),
+    [
+        (Unscheduled, lambda: [GradientAccumulationScheduler({0: 4, 1: 2})]),
+        (Unscheduled, lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)]),
+        (EverySecond, list),
+    ],
+    ids=["other windows in each epoch", "averaged weights", "an optimizer step of one's own"],
+)
+def test_callbacks_that_reach_into_steps_are_as_in_plain_lightning(tmp_path, kind, makes):
+    """Windows that change between epochs, batches without a backward pass, closures without a step: bit for bit."""
+    plain, watched = kind(), kind()
+    _, usual = fit(plain, tmp_path / "plain", batches(8), max_epochs=3, callbacks=makes())
+    _, seen = fit(
+        watched, tmp_path / "guarded", batches(8), max_epochs=3, callbacks=makes(), strategy=HoldfastStrategy()
+    )
+    assert_same(watched, plain)
+    assert seen.losses == usual.losses
 
 
 @pytest.mark.parametrize(
@@ -409,6 +481,27 @@ def test_a_gan_by_manual_optimization_is_the_same_with_a_guard_and_outlives_a_la
     assert "split" in kinds(tmp_path / "short")
 
 
+def test_manual_optimization_is_clipped_by_the_policy_and_steps_past_the_guard_are_told(tmp_path):
+    """Lightning refuses ``gradient_clip_val`` there, so the policy's limit holds; unguarded steps are an event."""
+    data = [(torch.randn(8, 5), torch.randn(8, 3))]
+    for guarded in (True, False):
+        module = Gan(guarded=guarded)
+        module.configure_optimizers = lambda module=module: (
+            [torch.optim.SGD(part.parameters(), lr=1.0) for part in (module.generator, module.discriminator)],
+            [],
+        )
+        before = [each.clone() for each in weights(module.generator)]
+        trainer = pl.Trainer(
+            max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+            enable_checkpointing=False, default_root_dir=tmp_path / str(guarded),
+            strategy=HoldfastStrategy({"max_grad_norm": 1e-3, "objective": "adversarial"}),
+        )  # fmt: skip
+        trainer.fit(module, as_loader(data))
+        moved = torch.cat([(a - b).flatten() for a, b in zip(weights(module.generator), before, strict=True)]).norm()
+        assert (moved.item() == pytest.approx(1e-3, rel=1e-2)) is guarded
+        assert ("own_steps" in kinds(tmp_path / str(guarded))) is not guarded
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------
 
 
@@ -442,6 +535,53 @@ def test_training_goes_on_from_the_middle_of_an_epoch_as_if_it_had_never_stopped
     assert trainer.global_step == 15
     assert seen.losses == usual.losses[4:]
     assert_same(second, whole)
+
+
+def test_after_an_epoch_torchs_own_loader_goes_on_as_if_it_had_never_stopped(tmp_path):
+    """From a checkpoint at the end of an epoch, shuffled order, dropout and weights are bit-exact."""
+
+    def shuffled() -> Any:
+        torch.manual_seed(8)
+        data = torch.utils.data.TensorDataset(torch.randn(40, 5), torch.randn(40, 1))
+        return torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+
+    def train(module: Any, name: str, **given: Any) -> Any:
+        return fit(module, tmp_path / name, shuffled(), strategy=HoldfastStrategy(), **given)
+
+    whole, second = Small(), Small()
+    _, usual = train(whole, "whole", max_epochs=3)
+    saves = ModelCheckpoint(dirpath=tmp_path / "saved", save_top_k=-1)
+    train(Small(), "first", max_epochs=2, callbacks=[saves], enable_checkpointing=True)
+    newest = str(max((tmp_path / "saved").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns))
+    _, seen = train(second, "second", max_epochs=3, ckpt_path=newest)
+    assert seen.losses == usual.losses[10:]
+    assert_same(second, whole)
+
+
+def test_what_a_test_loads_is_not_taken_up_by_a_later_fit(tmp_path):
+    """``test(ckpt_path=...)`` takes weights from a checkpoint, and a ``fit`` afterwards nothing else from it."""
+    newest = str(_saved(tmp_path, strategy=HoldfastStrategy())[-1])
+    module, strategy = Small(), HoldfastStrategy()
+    module.test_step = lambda batch, batch_idx: None
+    trainer = pl.Trainer(
+        max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+        enable_checkpointing=False, default_root_dir=tmp_path / "later", strategy=strategy,
+    )  # fmt: skip
+    trainer.test(module, as_loader(batches(1)), ckpt_path=newest, verbose=False)
+    trainer.fit(module, as_loader(batches(1)))
+    assert "resumed" not in kinds(tmp_path / "later")
+
+
+def test_the_tuner_leaves_no_file(tmp_path):
+    """What ``lr_find`` saves to go back to is removed, although it is the only file that verifies."""
+    module = Unscheduled()
+    module.lr = 0.02
+    trainer = pl.Trainer(
+        max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+        enable_checkpointing=False, default_root_dir=tmp_path, strategy=HoldfastStrategy(),
+    )  # fmt: skip
+    Tuner(trainer).lr_find(module, as_loader(batches()), num_training=3, update_attr=False)
+    assert list(tmp_path.glob("*.ckpt*")) == []
 
 
 def _saved(tmp_path: Path, **given: Any) -> list[Path]:
@@ -513,3 +653,22 @@ def test_what_contradicts_the_trainer_or_cannot_be_guarded_is_said_before_traini
         fit(Own(), tmp_path, batches(), strategy=HoldfastStrategy())
     trainer, _ = fit(Small(), tmp_path, batches(), strategy="holdfast")
     assert trainer.global_step == 14
+    for strategy in ("holdfast", HoldfastStrategy()):
+        with pytest.raises(PolicyError, match="H108"):
+            pl.Trainer(strategy=strategy, devices=2, accelerator="cpu", logger=False)
+
+
+def test_the_trainer_settles_device_and_plugins(tmp_path):
+    """The device is that of the trainer's arguments unless it was named, and its checkpoint plugin is used."""
+    strategy = HoldfastStrategy()
+    strategy.parallel_devices = [torch.device("cuda", 1)]  # as Lightning says it, for devices=[1]
+    assert strategy.root_device == torch.device("cuda", 1)
+    named = HoldfastStrategy(device="cuda:0")
+    named.parallel_devices = [torch.device("cuda", 1)]
+    assert named.root_device == torch.device("cuda", 0)
+    files = VerifiedCheckpointIO()
+    trainer = pl.Trainer(
+        strategy=strategy, plugins=[files], accelerator="cpu", logger=False, default_root_dir=tmp_path
+    )
+    assert trainer.strategy.root_device.type == "cpu"
+    assert trainer.strategy.checkpoint_io is files

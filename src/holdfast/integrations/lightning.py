@@ -14,8 +14,8 @@ Lightning's, in its order and with its results, bit for bit, as long as nothing 
 - a batch that was cut calls ``training_step`` once for each part; what it logs is the mean over the parts.
 
 One device. A window of ``accumulate_grad_batches`` is one step; each of its batches is a transaction of its own.
-Checkpoints hold random state, so that training goes on with the same dropout; which batches follow is up to the
-loader: exactly the same with a `holdfast.DataLoader`.
+Checkpoints hold random state, so that training goes on with the same dropout. Which batches follow is up to the
+loader: exactly the same with a `holdfast.DataLoader`; with torch's, shuffled or not, from the end of an epoch only.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.core.errors import PolicyError
 from holdfast.core.policy import Policy
 from holdfast.data.random_state import RandomState, capture, restore
 from holdfast.data.splitting import Split
@@ -58,7 +59,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
             defaults. Clipping and precision are the trainer's; a policy that says otherwise is an error.
         holdfast_run_dir: Where it is recorded; None: ``holdfast`` in the trainer's ``default_root_dir``.
         split: Where the batch dimension is, as `holdfast.Guard` takes it.
-        device: As Lightning has it; ``"auto"``: the first CUDA device, or the CPU.
+        device: As Lightning has it; ``"auto"``: that of the trainer's ``accelerator`` and ``devices``.
         accelerator: As Lightning has it.
         checkpoint_io: As Lightning has it; None: a `VerifiedCheckpointIO`.
         precision_plugin: As Lightning has it.
@@ -84,11 +85,11 @@ class HoldfastStrategy(SingleDeviceStrategy):
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> None:
+        self._chooses_device = device == "auto"
         if device == "auto":
-            device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        files = VerifiedCheckpointIO() if checkpoint_io is None else checkpoint_io
+            device = "cuda:0" if torch.cuda.is_available() else "cpu"  # until the trainer says its own
         super().__init__(
-            device=device, accelerator=accelerator, checkpoint_io=files, precision_plugin=precision_plugin
+            device=device, accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
         self._policy = Policy.of(holdfast_policy)
         self._run_dir = holdfast_run_dir
@@ -98,6 +99,36 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self.holdfast_guard: HostedGuard | None = None
         """The guard, while ``fit`` trains: `statistics`, `events`, `request_stop`."""
 
+    # --- what the trainer settles ---------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """Return what writes checkpoints: a plugin of the trainer, or one that verifies."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = VerifiedCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, files: Any) -> None:
+        self._checkpoint_io = files
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """Return no device: this is where Lightning tells a strategy those that the trainer was given."""
+        return []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Any) -> None:
+        if devices is not None and len(devices) > 1:
+            raise PolicyError(
+                f"devices={len(devices)}",
+                limit="this version guards one process on one device",
+                fix="pass Trainer(devices=1), or another strategy and start the job under `holdfast run`.",
+                rule="H108",
+            )
+        if devices and self._chooses_device:
+            self._root_device = torch.device(devices[0])
+
     # --- open and close -------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
@@ -106,7 +137,6 @@ class HoldfastStrategy(SingleDeviceStrategy):
         module: Any = self.lightning_module
         trainer = module.trainer
         _check_supported(module)
-        clips = float(trainer.gradient_clip_val or 0)
         schedulers = {f"scheduler_{i}": each.scheduler for i, each in enumerate(self.lr_scheduler_configs)}
         self.holdfast_guard = guard = HostedGuard(
             self._run_dir or Path(trainer.default_root_dir, "holdfast"),
@@ -115,7 +145,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
             scheduler=schedulers or None,
             policy=hosted_policy(
                 self._policy,
-                max_grad_norm=clips if clips > 0 and not clips_itself(module) else None,
+                max_grad_norm=self._clips(module),
                 precision=_PRECISION.get(str(trainer.precision), "fp32"),
                 host="the Trainer",
             ),
@@ -131,7 +161,15 @@ class HoldfastStrategy(SingleDeviceStrategy):
             guard.replaced_state()
         else:
             guard.take_up(carried["guard"])
-            restore(RandomState.from_tree(decode(carried["random_state"], carried["tensors"])))
+            if not carried.get("between_epochs"):
+                _restore_random_state(carried)
+
+    def _clips(self, module: Any) -> float | None:
+        """Return to which norm the guard clips: the trainer's; by manual optimization, where it has none, ours."""
+        if not module.automatic_optimization:
+            return self._policy.max_grad_norm
+        limit = float(module.trainer.gradient_clip_val or 0)
+        return limit if limit > 0 and not clips_itself(module) else None
 
     def _hold_schedulers(self, module: Any, steps: TrainerSteps) -> None:
         """Let schedulers stand still where a step was skipped; Lightning calls this hook of the module for each."""
@@ -173,6 +211,13 @@ class HoldfastStrategy(SingleDeviceStrategy):
 
     # --- steps ----------------------------------------------------------------------------------------------
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Take the loader as it is; after the end of an epoch, random numbers come back before it draws its order."""
+        carried, module = self._carried, self.lightning_module
+        if carried is not None and carried.get("between_epochs") and module is not None and module.trainer.training:
+            _restore_random_state(carried)
+        return super().process_dataloader(dataloader)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Keep the batch; end after it if that was asked for."""
         super().on_train_batch_start(batch, batch_idx)
@@ -184,7 +229,10 @@ class HoldfastStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step``, within a step of the guard."""
         if self._steps is None or not self._steps.automatic:
-            return super().training_step(*args, **kwargs)
+            found = super().training_step(*args, **kwargs)
+            if self._steps is not None:
+                self._steps.tell_of_own_steps()
+            return found
         return self._steps.training_step(*args, **kwargs)
 
     def optimizer_step(
@@ -237,19 +285,27 @@ class HoldfastStrategy(SingleDeviceStrategy):
                 guard.return_from(why)
                 return
             encoder = Encoder(_KEY)
+            done = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # type: ignore[union-attr]
             devices = [] if self.root_device.type == "cpu" else [self.root_device]
             checkpoint[_KEY] = {
                 "guard": guard.carried_state(),
                 "random_state": encoder.encode(capture(devices).to_tree()),
                 "tensors": encoder.tensors,
+                "between_epochs": bool(done),
             }
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """Load a checkpoint that verifies."""
         found = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        self._carried = found.get(_KEY)
+        module = self.lightning_module
+        fits = module is not None and module.trainer.state.fn == "fit"  # others load weights only
+        self._carried = found.get(_KEY) if fits else None
         return found
+
+
+def _restore_random_state(carried: dict[str, Any]) -> None:
+    restore(RandomState.from_tree(decode(carried["random_state"], carried["tensors"])))
 
 
 def _check_supported(module: Any) -> None:

@@ -102,12 +102,13 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         return found
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file, unless it is the last one that verifies."""
+        """Remove a file, unless it is the last one that verifies; hidden ones are for the moment and always go."""
         target = _local(path)
         if target is None or not target.is_file() or target.is_symlink():
             super().remove_checkpoint(path)
             return
-        if is_sealed(target) and not any(damage_of(each) is None for each in _others(target)):
+        passing = target.name.startswith(".")  # of Lightning's Tuner, which goes back to it once
+        if not passing and is_sealed(target) and not any(damage_of(each) is None for each in _others(target)):
             tell(self.note, "checkpoint_kept", checkpoint=target.name, why="no other in its folder verifies")
             return
         super().remove_checkpoint(path)
@@ -174,7 +175,8 @@ def _seal_of(path: Path) -> Path:
 
 
 def _siblings(path: Path) -> list[Path]:
-    return [each for each in path.parent.glob("*.ckpt") if each.resolve() != path.resolve()]
+    found = (each for each in path.parent.glob("*.ckpt") if not each.name.startswith("."))
+    return [each for each in found if each.resolve() != path.resolve()]
 
 
 def _others(path: Path) -> list[Path]:

@@ -61,7 +61,6 @@ class TrainerSteps:
         self._logs = StepLogs(module, self._trainer)
         self._hooks = [each.register_step_pre_hook(self._before_optimizer) for each in optimizers]
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-        self._divisor: int = self._trainer.accumulate_grad_batches
         self._batch: Any = None
         self._rest: tuple[Any, ...] = ()
         self._closure: Callable[[], Any] | None = None  # of the optimizer step that is being made
@@ -69,13 +68,22 @@ class TrainerSteps:
         self._part: Any = None
         self._loss: torch.Tensor | None = None
         self._result: Any = None
+        self._manual: bool | None = None  # whether manual optimization is guarded; None: nobody looked
         self.skipped = False
         """Whether the last step has left the weights as they were."""
 
     @property
     def automatic(self) -> bool:
-        """Return whether Lightning optimizes, and not the module itself."""
-        return bool(self._module.automatic_optimization)
+        """Return whether Lightning optimizes: not the module itself, nor a callback that only looks at batches.
+
+        StochasticWeightAveraging has batches run through the averaged weights, for BatchNorm, and no backward pass.
+        """
+        return bool(self._module.automatic_optimization) and not self._trainer.fit_loop._skip_backward
+
+    @property
+    def _divisor(self) -> int:
+        """Return the batches of a step; GradientAccumulationScheduler changes them between epochs."""
+        return int(self._trainer.accumulate_grad_batches)
 
     def close(self) -> None:
         """Leave the optimizers alone from now on."""
@@ -85,6 +93,8 @@ class TrainerSteps:
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Keep the batch: a step may need it several times."""
         self._batch, self._rest = batch, (batch_idx,) if self._takes_index else ()
+        if batch_idx % self._divisor == 0:
+            self._steps.forget()  # as Lightning empties gradients; an optimizer_step of the module's may leave some
 
     # --- automatic optimization -----------------------------------------------------------------------------
 
@@ -132,6 +142,9 @@ class TrainerSteps:
             result = make(self._batch, self._pass)
         except _NoLoss:
             self._guard.note("step_without_loss", why="training_step returned None")
+            self.skipped = False  # it was asked for: the schedule goes on, as in Lightning
+            for optimizer in self._optimizers:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # as torch's schedulers want to see it
             return None
         finally:
             self._logs.whole(self._batch)
@@ -160,9 +173,14 @@ class TrainerSteps:
             self._loss, self._part, self._passing = None, None, False
 
     def _returned(self) -> torch.Tensor:
-        if self._loss is None:
+        """Return the loss; without one, one that adds nothing to the gradients of earlier batches of the step."""
+        if self._loss is not None:
+            return self._loss
+        kept = self._steps.kept() if self._closure is not None else []
+        if not kept:
             raise _NoLoss
-        return self._loss
+        self._guard.note("batch_without_loss", why="training_step returned None; its step is that of the others")
+        return torch.stack([0.0 * parameter.flatten()[:1].sum() for parameter in kept]).sum()
 
     @contextlib.contextmanager
     def _logged(self, part: Any) -> Iterator[bool]:
@@ -242,7 +260,7 @@ class TrainerSteps:
         raw = [getattr(each, "optimizer", each) for each in wanted]
         chosen = [i for i, each in enumerate(self._optimizers) if any(each is one for one in raw)]
         names = names_of(self._optimizers)
-        before, self._batch = self._batch, batch
+        before, self._batch, self._manual = self._batch, batch, True
         self._logs.keep()
         for i in chosen:
             wrappers[i]._on_before_step()
@@ -256,6 +274,16 @@ class TrainerSteps:
         for i in chosen:
             wrappers[i]._on_after_step()
         return result
+
+    def tell_of_own_steps(self) -> None:
+        """Say it once if the first batch of manual optimization went past the guard."""
+        if not self._module.automatic_optimization and self._manual is None:
+            self._manual = False
+            self._guard.note(
+                "own_steps",
+                why="training_step optimizes by itself, and its first batch called no guarded_step; such steps are "
+                "not guarded. Fix: self.trainer.strategy.guarded_step(batch, loss_fn, optimizer=...)",
+            )
 
     def watched(self, part: Any, loss_fn: LossFunction) -> Any:
         """Call a loss function of manual optimization, and keep what it logs right."""

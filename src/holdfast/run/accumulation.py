@@ -67,6 +67,10 @@ class Accumulation:
         """Return whether gradients are kept for the next step."""
         return bool(self._kept)
 
+    def kept(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients are kept for the next step."""
+        return list(self._kept)
+
     def forget(self) -> None:
         """Drop what is kept: the next batch is the first of a step."""
         self._kept, self._begun, self._spoiled = {}, None, None
