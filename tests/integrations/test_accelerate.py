@@ -231,6 +231,73 @@ def test_holdfast_loader_is_taken_as_it_is(tmp_path: Path) -> None:
         )
 
 
+def test_a_loop_over_the_loader_itself_is_refused_where_it_would_not_accumulate(tmp_path: Path) -> None:
+    """A batch that is no window is an error that says how to iterate; without accumulation it is a step."""
+    from holdfast import BatchError
+
+    for accumulate in (1, 2):
+        accelerator, model, optimizer, loader, _ = prepared(tmp_path / str(accumulate), accumulate=accumulate)
+        guard = holdfast.integrations.accelerate.accelerate_guard(accelerator, model=model, optimizer=optimizer)
+        before, batch = weights(model), next(iter(loader))
+        if accumulate == 1:
+            assert not guard.step(batch, loss_of(model)).skipped
+        else:
+            with pytest.raises(BatchError, match=r"gradient_accumulation_steps=2[^$]*guard\.batches"):
+                guard.step(batch, loss_of(model))
+        assert torch.equal(before, weights(model)) is (accumulate == 2)
+        guard.close()
+        forget_settings()
+
+
+def test_a_schedule_that_the_accelerator_leaves_to_the_user_stays_his(tmp_path: Path) -> None:
+    """With ``step_scheduler_with_optimizer=False`` no step of the guard is one of the schedule."""
+    accelerator = accelerate.Accelerator(cpu=True, project_dir=tmp_path, step_scheduler_with_optimizer=False)
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader = DataLoader(TensorDataset(torch.randn(8, 5), torch.arange(8) % 3), batch_size=4)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    guard = holdfast.integrations.accelerate.accelerate_guard(
+        accelerator, model=model, optimizer=optimizer, loader=loader, scheduler=schedule
+    )
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, loss_of(model))
+    schedule.step()
+    assert (guard.global_step, optimizer.param_groups[0]["lr"]) == (2, 0.5)
+
+
+def test_a_schedule_that_ends_before_the_windows_do_stays_at_its_end(tmp_path: Path) -> None:
+    """A OneCycleLR planned for fewer steps than there are windows ends as in Accelerate's own loop, without error."""
+    rates = {}
+    for guarded_by in (False, True):
+        torch.manual_seed(0)
+        folder = tmp_path / str(guarded_by)
+        accelerator = accelerate.Accelerator(cpu=True, project_dir=folder, gradient_accumulation_steps=2)
+        model = torch.nn.Linear(5, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+        loader = DataLoader(TensorDataset(torch.randn(12, 5), torch.arange(12) % 3), batch_size=4)
+        model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        if guarded_by:
+            guard = holdfast.integrations.accelerate.accelerate_guard(
+                accelerator, model=model, optimizer=optimizer, loader=loader, scheduler=schedule
+            )
+            for batch in guard.batches(max_epochs=3):
+                guard.step(batch, loss_of(model))
+            assert guard.global_step == 6
+        else:
+            for _ in range(3):
+                for batch in loader:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(loss_of(model)(batch))
+                        optimizer.step()
+                        schedule.step()
+                        optimizer.zero_grad()
+        rates[guarded_by] = optimizer.param_groups[0]["lr"]
+        forget_settings()
+    assert rates[True] == rates[False]
+
+
 def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
     """Several processes, an engine of its own, fp8, two precisions, and a run without a place are errors."""
     accelerator, model, optimizer, loader, _ = prepared(tmp_path)
@@ -242,6 +309,8 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
             )
         return found.value.rule
 
+    for wrong in ({"model": None}, {"optimizer": None}, {"loader": 5}):
+        assert refused(**wrong) == "H105"
     assert refused(precision="fp16") == "H109"
     assert refused(max_grad_nrom=1.0) == "H101"
     accelerator.project_configuration.project_dir = None

@@ -10,6 +10,9 @@
 ``scheduler.step`` and ``zero_grad``. With ``gradient_accumulation_steps`` a batch of ``guard.batches`` is a window of
 so many batches of the loader, and the last window of an epoch has what is left: it is one step, weighted by what it
 holds. The guard writes the checkpoints and resumes from them.
+
+``save_state`` and ``load_state`` of the accelerator save and load the same objects; the place in the data, and what a
+guard has learnt, are in its own checkpoints only.
 """
 
 from __future__ import annotations
@@ -22,13 +25,15 @@ from typing import Any
 
 import torch
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import BatchError, PolicyError
 from holdfast.core.policy import Policy
 from holdfast.data.loader import DataLoader
 from holdfast.integrations.frameworks import excluded, load
 from holdfast.integrations.transformers_limits import check_one_process, precision_of
 from holdfast.run.guard import Guard
 from holdfast.run.hosted import take_scale
+from holdfast.run.promises import LossFunction
+from holdfast.run.result import StepResult
 from holdfast.run.window import Window
 
 
@@ -86,6 +91,54 @@ class _Order:
             self._loader.set_epoch(epoch)
 
 
+class AcceleratedGuard(Guard):
+    """A guard of objects that an accelerator has prepared."""
+
+    _batches_of_a_step = 1
+
+    def step(self, batch: Any, loss_fn: LossFunction, **named: Any) -> StepResult:
+        """Make one training step, as `Guard.step`.
+
+        Args:
+            batch: One of ``guard.batches``.
+            loss_fn: As there.
+            **named: As there.
+
+        Raises:
+            BatchError: H203, for a single batch where a step is made of several. H2xx as there.
+        """
+        if self._batches_of_a_step > 1 and not isinstance(batch, Window):
+            raise BatchError(
+                f"a {type(batch).__name__} is given to guard.step, and "
+                f"gradient_accumulation_steps={self._batches_of_a_step}",
+                limit="each call makes a whole step, so a loop over the loader itself would not accumulate",
+                fix="pass loader= to accelerate_guard and iterate guard.batches(max_epochs=...), which yields "
+                "windows of so many batches; or leave out gradient_accumulation_steps.",
+                rule="H203",
+            )
+        return super().step(batch, loss_fn, **named)
+
+
+class _Ends:
+    """Put before a schedule of so many steps, it lets it stay at its end, as Accelerate does, and raise nothing."""
+
+    _step_count: int
+    total_steps: int
+
+    def step(self, *args: Any) -> None:
+        """Advance, unless the end is reached."""
+        if self._step_count <= self.total_steps:
+            super().step(*args)  # type: ignore[misc]
+
+
+def _schedule(given: Any) -> Any:
+    """Return the scheduler inside a prepared one."""
+    inner = getattr(given, "scheduler", given)
+    if inner is not given and hasattr(inner, "total_steps") and not isinstance(inner, _Ends):
+        inner.__class__ = type(type(inner).__name__, (_Ends, type(inner)), {})
+    return inner
+
+
 def accelerate_guard(
     accelerator: Any,
     *,
@@ -97,7 +150,7 @@ def accelerate_guard(
     state: Any = None,
     policy: Any = None,
     **overrides: Any,
-) -> Guard:
+) -> AcceleratedGuard:
     """Return a guard for what ``accelerator.prepare`` has returned, or for the bare objects.
 
     Args:
@@ -107,17 +160,25 @@ def accelerate_guard(
             for the last batch of an epoch, have no say in it.
         loader: A prepared loader, or a `holdfast.DataLoader` that was not prepared, which resumes exactly without
             reading over; it takes its ``device=`` itself, and no accumulation: make its batches larger instead.
-        scheduler: One, or a dict of named ones, prepared or not; advanced once for each optimizer step.
+        scheduler: One, or a dict of named ones, prepared or not; advanced once for each optimizer step, or by you,
+            where the accelerator has ``step_scheduler_with_optimizer=False``.
         run_dir: None: ``holdfast`` in the accelerator's ``project_dir``.
         state: As for `Guard`.
         policy: As for `Guard`; the precision is the accelerator's.
         **overrides: Fields of the policy, such as ``max_grad_norm``, and ``split`` or ``clock`` of `Guard`.
 
     Raises:
-        PolicyError: H108 for several processes, H111 for an engine or a setting that cannot be guarded, H109 for a
-            policy with another precision; H1xx as `Guard`.
+        PolicyError: H105 for an object of the wrong kind, H108 for several processes, H111 for an engine or a setting
+            that cannot be guarded, H109 for a policy with another precision; H1xx as `Guard`.
     """
+    if not hasattr(accelerator, "gradient_accumulation_steps"):
+        raise _wrong(f"accelerator is a {type(accelerator).__name__}", "an accelerate.Accelerator is needed")
     check_one_process(accelerator)
+    for name, given in (("model", model), ("optimizer", optimizer)):
+        if given is None:
+            raise _wrong(f"{name}=None", "a guard steps a model by an optimizer")
+    if loader is not None and not isinstance(loader, Iterable):
+        raise _wrong(f"loader is a {type(loader).__name__}", "it is iterated for batches")
     own = {name: overrides.pop(name) for name in ("split", "clock") if name in overrides}
     found, precision = Policy.of(policy, **overrides), precision_of(accelerator)
     if found.precision not in ("fp32", precision):
@@ -134,20 +195,31 @@ def accelerate_guard(
             fix='pass run_dir="runs/a", or Accelerator(project_dir=...).',
             rule="H105",
         )
-    guard = Guard(
+    interval: dict[str, Any] = {}
+    if not accelerator.step_scheduler_with_optimizer and found.scheduler_interval == "step":
+        interval["scheduler_interval"] = None
+    guard = AcceleratedGuard(
         Path(accelerator.project_dir, "holdfast") if run_dir is None else run_dir,
         model=_each(
             model, lambda given: accelerator.unwrap_model(given, keep_fp32_wrapper=True, keep_torch_compile=True)
         ),
         optimizer=_each(optimizer, lambda given: getattr(given, "optimizer", given)),
-        scheduler=None if scheduler is None else _each(scheduler, lambda given: getattr(given, "scheduler", given)),
+        scheduler=None if scheduler is None else _each(scheduler, _schedule),
         loader=None if loader is None else _loader(loader, accelerator),
         state=state,
-        policy=found.replace(precision=precision),
+        policy=found.replace(precision=precision, **interval),
         **own,
     )
+    if not isinstance(loader, DataLoader):
+        guard._batches_of_a_step = accelerator.gradient_accumulation_steps
     take_scale(guard, accelerator.scaler)
     return guard
+
+
+def _wrong(what: str, limit: str) -> PolicyError:
+    return PolicyError(
+        what, limit=limit, fix="pass the Accelerator, and what its prepare() has returned.", rule="H105"
+    )
 
 
 def _each(given: Any, unwrapped: Any) -> Any:
