@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from speechbrain.utils.checkpoints import Checkpointer
 
 from holdfast.integrations.speechbrain import HoldfastMixin
-from holdfast.integrations.speechbrain_batches import cut_padded
+from holdfast.integrations.speechbrain_batches import cut_padded, joined
 
 logging.getLogger("speechbrain").setLevel(logging.ERROR)
 pytestmark = [pytest.mark.filterwarnings("ignore:.*recoverable is marked as optional")]
@@ -211,6 +211,30 @@ def test_nan_that_persists_ends_training_with_a_reason(tmp_path):
     with pytest.raises(NonFiniteError, match="H501"):
         train(Guarded, tmp_path, loader, nonfinite_patience=2)
     train(Guarded, tmp_path, batches(2))
+
+
+@pytest.mark.parametrize("kind", [Plain, Guarded])
+def test_patience_is_speechbrains(tmp_path, kind):
+    """With a patience of 1 one NaN is passed over, and a second right after it ends training, as in SpeechBrain."""
+    good, bad = list(batches(2)), next(iter(batches(1, bad=0)))
+
+    def fed(*data: Any) -> Any:
+        loader = torch.utils.data.DataLoader(list(data), batch_size=None, collate_fn=lambda batch: batch)
+        return train(kind, tmp_path, loader, epochs=1, nonfinite_patience=1)
+
+    assert len(fed(good[0], bad).seen) == 2
+    with pytest.raises((NonFiniteError, ValueError)):
+        fed(good[0], bad, bad, good[1])
+
+
+def test_what_came_of_parts_is_put_together():
+    """Tensors and lists with an entry for each sample are joined in order, also where the parts are not alike."""
+    parts = [(torch.ones(n, 2), ["a", "b", "c"][:n], {"hyps": [[1], [2, 3], []][:n]}, 0.5) for n in (3, 2)]
+    tensors, names, found, number = joined(parts, [3, 2])
+    assert (tensors.shape, names, number) == ((5, 2), ["a", "b", "c", "a", "b"], 0.5)
+    assert found["hyps"] == [[1], [2, 3], [], [1], [2, 3]]
+    same = [[torch.ones(2), torch.zeros(2)], [torch.ones(2), torch.zeros(2)]]
+    assert [each.tolist() for each in joined(same, [2, 2])] == [[1, 1, 1, 1], [0, 0, 0, 0]]
 
 
 class Alternating(Plain):

@@ -4,10 +4,15 @@
 
 ``compute_forward``, ``compute_objectives``, the hooks, ``freeze_optimizers``, precision, the options of the recipe
 (``max_grad_norm``, ``nonfinite_patience``, ``grad_accumulation_factor``, ``precision``) and the checkpointer stay
-SpeechBrain's. While nothing goes wrong, a training is SpeechBrain's own, bit for bit, but for two things:
+SpeechBrain's. While nothing goes wrong, a training is SpeechBrain's own, bit for bit, but for three things:
 
 - the norm of each optimizer is over all its parameter groups, where SpeechBrain clips the first group only;
-- the last window of an epoch is stepped although it is not full, where SpeechBrain drops its gradients.
+- the last window of an epoch is stepped although it is not full, where SpeechBrain drops its gradients;
+- an optimizer that ``freeze_optimizers`` leaves out gathers no gradients, where SpeechBrain adds them up until it is
+  stepped again.
+
+``nonfinite_patience`` is how many losses of NaN or Inf in a row are passed over before training returns to a good
+state or ends. ``check_loss_isfinite`` and ``check_gradients`` are not called: such a step is never made.
 
 ``on_fit_batch_end`` is told ``should_step=False`` for a step that was skipped, and ``optimizer_step`` counts steps
 that were made. Checkpoints within an epoch wait for the end of a window. After SIGTERM there is one, and the process
@@ -178,7 +183,8 @@ class HoldfastMixin:
         chosen = hosted_policy(
             mine, max_grad_norm=recipe.max_grad_norm, precision=recipe.precision, host="the options of the Brain"
         )
-        return chosen.replace(clip_by=recipe.clip_by, nonfinite_patience=recipe.nonfinite_patience)
+        # SpeechBrain ends at the one after so many, a guard at the last of so many.
+        return chosen.replace(clip_by=recipe.clip_by, nonfinite_patience=int(self.nonfinite_patience) + 1)
 
     def _holdfast_directory(self) -> Path:
         if self._holdfast_run_dir is not None:

@@ -52,6 +52,8 @@ def _cut(value: Any, where: slice) -> Any:
 def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Put together what ``compute_forward`` returned for the parts of a batch: tensors along their first dimension.
 
+    Lists with one entry for each sample, such as names or decoded words, are put one after the other.
+
     Args:
         parts: Tuples, lists, dicts and tensors, of one structure.
         sizes: Samples of each part.
@@ -65,11 +67,24 @@ def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, dict):
         return {key: joined([part[key] for part in parts], sizes) for key in first}
     if isinstance(first, (list, tuple)) and not hasattr(first, "_fields"):
+        lengths = [len(part) for part in parts]
+        if lengths == list(sizes) and (len(set(lengths)) > 1 or not any(map(_holds_tensors, parts))):
+            return type(first)(entry for part in parts for entry in part)
+        if len(set(lengths)) > 1:
+            return parts[-1]
         return type(first)(joined(list(each), sizes) for each in zip(*parts, strict=True))
     fits = all(isinstance(part, torch.Tensor) and part.ndim for part in parts)
     if fits and all(len(part) == size for part, size in zip(parts, sizes, strict=True)):
         return torch.cat(list(parts))
     return parts[-1]
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor)
 
 
 def detached(value: Any) -> Any:
