@@ -29,6 +29,7 @@ from holdfast.core.policy_sources import meanings_of
 _Options = TypeVar("_Options", bound="RunOptions")
 _OF_THE_POLICY = {*(field.name for field in dataclasses.fields(Policy)), "preset"}
 _MOST = 2**63  # that torch and numpy take
+_MOST_WORKERS = 1024  # more would take a machine down
 
 
 class OptionError(ValueError):
@@ -67,6 +68,7 @@ class RunOptions:
             OptionError: One has a value that makes no training.
         """
         self.at_least({"max_steps": 0, "num_workers": 0, "seed": 0})
+        self.at_most({"num_workers": _MOST_WORKERS})
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             self.insist(field.name, not isinstance(value, int) or value < _MOST, f"a number below {_MOST} is needed")
@@ -78,6 +80,12 @@ class RunOptions:
         for name, limit in limits.items():
             value = getattr(self, name)
             self.insist(name, value is None or value >= limit, f"at least {limit} is needed")
+
+    def at_most(self, limits: Mapping[str, float]) -> None:
+        """Insist that options are not above their limits, by name; None is left to the recipe."""
+        for name, limit in limits.items():
+            value = getattr(self, name)
+            self.insist(name, value is None or value <= limit, f"at most {limit} is possible")
 
     def above_zero(self, *names: str) -> None:
         """Insist that options are more than 0."""

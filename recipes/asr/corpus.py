@@ -51,7 +51,7 @@ def read_corpus(place: Path) -> list[Utterance]:
     Raises:
         CorpusError: It is none of these, or empty, or FLAC, or has a name twice.
     """
-    if place.suffix == ".csv":
+    if place.suffix.lower() == ".csv":
         found = list(_from_csv(place))
     elif (place / "metadata.csv").is_file():
         found = list(_from_ljspeech(place))

@@ -51,6 +51,7 @@ class SpeechOptions(RunOptions):
         """
         RunOptions.check(self)
         self.at_least(_LEAST)
+        self.at_most(_MOST)
         self.above_zero("learning_rate")
 
 
@@ -58,6 +59,7 @@ class SpeechOptions(RunOptions):
 _LEAST = {
     "batch_size": 1, "eval_interval_steps": 1, "sample_rate": 1000, "speakers": 1, "sentences": 1, "words": 1,
 }  # fmt: skip
+_MOST = {"sample_rate": 384_000, "speakers": 10_000, "sentences": 10_000, "words": 1000}
 _WARM_UP_SHARE = 0.1  # of the steps, in which the learning rate rises
 _Options = TypeVar("_Options", bound=SpeechOptions)
 

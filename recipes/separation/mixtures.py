@@ -46,7 +46,7 @@ def read_mixtures(place: Path) -> list[Mixture]:
     Raises:
         CorpusError: It is neither, or empty, or has a name twice.
     """
-    found = list(_from_csv(place) if place.suffix == ".csv" else _from_folder(place))
+    found = list(_from_csv(place) if place.suffix.lower() == ".csv" else _from_folder(place))
     if not found:
         raise CorpusError(
             f"{place} holds no mixture\nFix: name a folder with the folders mix, s1 and s2 of WAV files of the same "

@@ -101,6 +101,7 @@ class Options(SpeechOptions):
         self.at_least(
             dict.fromkeys(("filters", "bottleneck", "hidden", "blocks", "repeats"), 1) | {"length": 2, "speakers": 2}
         )
+        self.at_most({"seconds": 600})
         self.insist("length", self.length % 2 == 0, "an even number is needed: filters overlap by half")
         shortest = self.length / self.sample_rate
         self.insist("seconds", self.seconds >= shortest, f"at least {shortest:g} are needed, the length of a filter")

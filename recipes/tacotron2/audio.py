@@ -6,6 +6,7 @@ Not here: files of sound (``wav``), or where spectrograms are kept (``data``).
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,9 +102,12 @@ def griffin_lim(spectrogram: Tensor, settings: MelSettings = MelSettings(), *, r
         rounds: Of setting magnitudes and keeping phases; phases begin at random, always the same.
 
     Returns:
-        Shape ``(samples,)``, its loudest sample at 0.95 if it was beyond 1.
+        Shape ``(samples,)``, ``hop_length`` for each frame after the first, and as many for a single one; its loudest
+        sample at 0.95 if it was beyond 1.
     """
-    bands = spectrogram.detach().float().cpu().T.exp()
+    frames, least = len(spectrogram), settings.n_fft // 2 // settings.hop_length + 2  # that a transform can be of
+    silence = torch.full((max(0, least - frames), settings.n_mels), math.log(settings.floor))
+    bands = torch.cat((spectrogram.detach().float().cpu(), silence)).T.exp()
     magnitudes = (torch.linalg.pinv(mel_filters(settings)) @ bands).clamp(min=0)
     sizes = settings.n_fft, settings.hop_length, settings.win_length, torch.hann_window(settings.win_length)
     angles = torch.rand(magnitudes.shape, generator=torch.Generator().manual_seed(0)) * (2 * torch.pi)
@@ -115,6 +119,6 @@ def griffin_lim(spectrogram: Tensor, settings: MelSettings = MelSettings(), *, r
     for _ in range(rounds):
         spectrum = _stft(inverse(magnitudes * phases), settings)
         phases = spectrum / spectrum.abs().clamp(min=1e-8)
-    wave = inverse(magnitudes * phases)
+    wave = inverse(magnitudes * phases)[: max(1, frames - 1) * settings.hop_length]
     loudest = float(wave.abs().max())
     return wave * (0.95 / loudest) if loudest > 1 else wave

@@ -119,8 +119,7 @@ class TacotronOptions(RunOptions):
         RunOptions.check(self)
         self.at_least(_LEAST)
         self.above_zero("learning_rate")
-        for name, most in _MOST.items():
-            self.insist(name, (getattr(self, name) or 0) <= most, f"at most {most} are possible")
+        self.at_most(_MOST)
         self.insist("say", bool(numbers_of(self.say)), "a text with letters is needed")
 
 
@@ -225,8 +224,11 @@ def make_model(options: TacotronOptions, utterances: Utterances) -> Tacotron2:
         return model
     try:
         model.load_state_dict(read_public_weights(options.weights))
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError) as error:
         _exit(error)
+    except RuntimeError as error:  # names every tensor
+        first = " ".join(str(error).splitlines()[1:2]).strip()
+        _exit(f"{options.weights} does not fit: {first}\nFix: --size paper, with one frame a step.")
     return model
 
 

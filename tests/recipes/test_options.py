@@ -62,6 +62,7 @@ def test_the_command_line_is_stronger_than_the_file_and_the_file_than_the_defaul
         ("--max-steps", -1, "at least 0"),
         ("--max-steps", 2.5, "one of INT"),
         ("--num-workers", -1, "at least 0"),
+        ("--num-workers", 10**6, "at most 1024"),
         ("--seed", -1, "at least 0"),
         ("--seed", 10**30, "below"),
         ("--limit", 10**30, "below"),

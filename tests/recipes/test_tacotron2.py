@@ -16,7 +16,7 @@ from recipes.tacotron2.data import Padded
 from recipes.tacotron2.forecast import build
 from recipes.tacotron2.losses import Weights, losses_of, steps_of
 from recipes.tacotron2.model import Spoken, Tacotron2
-from recipes.tacotron2.public_weights import named_as_here
+from recipes.tacotron2.public_weights import named_as_here, read_public_weights
 from recipes.tacotron2.sizes import PAPER, TINY
 from recipes.tacotron2.synthesis import MemoryUse, batch_of, synthesise, tensor_bytes
 from recipes.tacotron2.text import SYMBOLS
@@ -98,6 +98,26 @@ def test_the_papers_size_has_the_weights_of_the_public_implementation() -> None:
     assert {name: each.shape for name, each in renamed.items()} == {
         name: each.shape for name, each in model.state_dict().items()
     }
+
+
+def test_published_weights_are_read_and_other_files_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names may begin with module., as DataParallel writes them; text, code, another size are told in a sentence."""
+    made = {name: torch.rand(shape) for name, shape in public_shapes().items()}
+    torch.save({"state_dict": {f"module.{name}": value for name, value in made.items()}}, tmp_path / "public.pt")
+    model = Tacotron2(PAPER)
+    model.load_state_dict(read_public_weights(tmp_path / "public.pt"))
+    assert torch.equal(model.encoder.embedding.weight, made["embedding.weight"])
+    (tmp_path / "text.pt").write_text("hello, this is no file of weights")
+    torch.save(Tacotron2(TINY), tmp_path / "code.pt")
+    torch.save([1], tmp_path / "list.pt")
+    for name in ("text.pt", "code.pt", "list.pt", "nowhere.pt", "public.pt"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--data", str(CLIPS), "--run-dir", str(tmp_path), "--weights", str(tmp_path / name), *TINY_RUN])
+        told = capsys.readouterr().err.splitlines()
+        assert len(told) < 6, told
+        assert any(name in line for line in told)
 
 
 def test_a_forward_pass_of_the_papers_size_has_the_published_shapes() -> None:

@@ -49,6 +49,12 @@ def test_griffin_lim_gives_a_wave_with_this_spectrogram() -> None:
     assert torch.equal(griffin_lim(true, rounds=2), griffin_lim(true, rounds=2))
 
 
+@pytest.mark.parametrize("frames", [1, 2, 3, 4])
+def test_griffin_lim_of_what_ends_at_once_is_as_short(frames: int) -> None:
+    """A gate that opens in the first steps leaves less than a transform needs: the wave is short."""
+    assert griffin_lim(torch.zeros(frames, 80), rounds=2).shape == (256 * max(1, frames - 1),)
+
+
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_wav_files_of_every_width_are_read(tmp_path: Path, width: int) -> None:
     """The same wave comes back from samples of 8, 16, 24 and 32 bits."""
