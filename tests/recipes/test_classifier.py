@@ -98,6 +98,15 @@ def test_every_fault_is_named(fault, digits, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_momentum_that_is_too_high_is_named_in_large_batches_too(digits, tmp_path):
+    """Clipped steps of few, large batches hardly leave the scale of the weights at a smaller rate."""
+    options = ("--fault", "momentum-too-high", "--seed", 5, "--batch-size", 64, "--warmup-steps", 50)
+    assert "H825" in {
+        event.data["rule"] for event in Ended(tmp_path, digits, *options, "--max-steps", 220).events("finding")
+    }
+
+
+@pytest.mark.slow
 def test_the_healthy_run_is_left_in_peace(digits, tmp_path):
     """Beyond the first window of the diagnosis nothing is found, skipped or healed, and digits are learnt."""
     ended = Ended(tmp_path / "run", digits, "--max-steps", 420)
