@@ -48,6 +48,7 @@ class Entry(NamedTuple):
         alone: Whether this is a sample by itself (``batch_size=None``), not a batch of one.
         twice: Whether to read it twice and compare, which tells whether the dataset is deterministic.
         control: Place, among `indices` and `spares`, of a sample that a new worker reads first, to show that it can.
+        seeds: Of the samples at `indices`, or none if they are not known yet.
     """
 
     number: int
@@ -59,6 +60,7 @@ class Entry(NamedTuple):
     alone: bool = False
     twice: bool = False
     control: int | None = None
+    seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,23 +263,19 @@ class Fetcher(Dataset[Any]):
 
     def _read(self, entry: Entry, worker: int | None) -> tuple[list[Any] | None, Report]:
         """Return the samples of a batch, or None and why there are none."""
-        failures: list[Failure] = []
-        found: list[Any] = []
-        samples: list[Any] = []
         board = self.board if worker is not None else None
-        plain, seed = not entry.aside and entry.first is None, self._lazy.seeder
-        # All at once: what runs between two samples leaves the processor's caches to them.
-        seeds = self._seeds.all(entry.epoch, entry.indices) if plain else []
-        for offset, index in enumerate(entry.indices):
+        plain = not entry.aside and entry.first is None
+        samples = self._read_plain(entry, board, worker) if plain else []
+        if len(samples) == len(entry.indices):
+            return samples, Report(entry.number, entry.indices)
+        tried = len(samples) if plain else -1
+        found, failures = list(entry.indices[: len(samples)]), list[Failure]()
+        for offset, index in enumerate(entry.indices[len(samples) :], start=len(samples)):
             if board is not None:
                 board.step(worker, offset)  # type: ignore[arg-type] # there is a board only in a worker
-            if plain or index not in entry.aside:
+            if offset != tried and index not in entry.aside:
                 try:
-                    if plain:  # most are: not one call too many
-                        seed(seeds[offset])
-                        sample = self.dataset[index]
-                    else:
-                        sample = self._seeded(entry, offset, index)
+                    sample = self._seeded(entry, offset, index)
                     if not self.check_finite or find_nonfinite(sample) is None:
                         found.append(index)
                         samples.append(sample)
@@ -290,6 +288,22 @@ class Fetcher(Dataset[Any]):
             found.append(chosen)
             samples.append(sample)
         return samples, Report(number=entry.number, indices=tuple(found), failures=tuple(failures))
+
+    def _read_plain(self, entry: Entry, board: Board | None, worker: int | None) -> list[Any]:
+        """Return the samples up to the first one that cannot be used: mostly all, so not one call too many here."""
+        # Seeds are made all at once: what runs between two samples leaves the processor's caches to them.
+        seeds = entry.seeds or self._seeds.all(entry.epoch, entry.indices)
+        seed, samples = self._lazy.seeder, list[Any]()
+        with contextlib.suppress(Exception, SystemExit):  # looked at in `_read`, where it is tried again
+            for offset, index in enumerate(entry.indices):
+                if board is not None:
+                    board.step(worker, offset)  # type: ignore[arg-type] # there is a board only in a worker
+                seed(seeds[offset])
+                sample = self.dataset[index]
+                if self.check_finite and find_nonfinite(sample) is not None:
+                    break
+                samples.append(sample)
+        return samples
 
     def _seeded(self, entry: Entry, place: int, index: Any) -> Any:
         """Return a sample that draws its own random numbers."""

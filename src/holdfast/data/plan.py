@@ -9,7 +9,7 @@ A position counts samples of all ranks, or batches of a batch sampler.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from holdfast.data.orders import TokenBatches
 from holdfast.data.quarantine import key_of
 from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.ranks import rank_positions, steps_left
-from holdfast.data.seeds import derive_seed
+from holdfast.data.seeds import SampleSeeds, derive_seed
 
 _PLACES = 20  # bits for the place in a batch
 _AHEAD = 1024  # positions that are looked up before they are needed
@@ -92,20 +92,24 @@ class ByPosition:
 
     def entries(self, epoch: int, start: int, aside: Collection[Any]) -> Iterator[tuple[Entry, int]]:
         """Yield entries as `Plan.entries` says."""
-        number = 0
+        number = first_ahead = 0
         ahead: list[Any] = []
-        first_ahead = 0
+        seeds: list[int] = []
+        seeds_of = SampleSeeds(self.seed)
+        more = _AHEAD if self.world_size == 1 else 0  # with others, most of it would be theirs
         while (found := self._step(epoch, start)) is not None:
             positions, start = found
             begin, end = positions.start - first_ahead, positions.stop - first_ahead
             if begin < 0 or end + _SPARES > len(ahead):  # many at once: less is done between two steps of training
                 first_ahead, begin, end = positions.start, 0, len(positions)
-                ahead = self.order.indices(self.seed, epoch, first_ahead, first_ahead + end + _SPARES + _AHEAD)
+                ahead = self.order.indices(self.seed, epoch, first_ahead, first_ahead + end + _SPARES + more)
+                seeds = [] if self.order.repeats else seeds_of.all(epoch, ahead)
             indices, spares = ahead[begin:end], ahead[end : end + _SPARES]
             if len(spares) < _SPARES:
                 spares += self.order.indices(self.seed, epoch, 0, _SPARES - len(spares))
             first = positions.start if self.order.repeats else None
-            yield _entry(number, epoch, indices, spares, aside, first=first, alone=self.batch_size is None), start
+            alone = self.batch_size is None
+            yield _entry(number, epoch, indices, spares, aside, seeds[begin:end], first=first, alone=alone), start
             number += 1
 
     def _step(self, epoch: int, start: int) -> tuple[range, int] | None:
@@ -149,7 +153,9 @@ class ByBatch:
             following = batches[(place + 1) % len(batches)]
             first = place << _PLACES if self.sampler.repeats else None
             yield (
-                _entry(place - start, epoch, list(batches[place]), list(following), aside, first=first, alone=False),
+                _entry(
+                    place - start, epoch, list(batches[place]), list(following), aside, (), first=first, alone=False
+                ),
                 place + 1,
             )
 
@@ -174,13 +180,14 @@ def _entry(
     indices: list[Any],
     spares: list[Any],
     aside: Collection[Any],
+    seeds: Sequence[int],
     *,
     first: int | None,
     alone: bool,
 ) -> Entry:
     spares = spares[:_SPARES]
     bad = tuple(index for index in (*indices, *spares) if key_of(index) in aside) if aside else ()
-    return Entry(number, epoch, tuple(indices), tuple(spares), bad, first, alone)
+    return Entry(number, epoch, tuple(indices), tuple(spares), bad, first, alone, seeds=tuple(seeds))
 
 
 class Sampled:

@@ -9,7 +9,11 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.data.permutation import FIRST_FACTOR, GAMMA, MASK, SECOND_FACTOR
+import numpy as np
+
+from holdfast.data.permutation import FIRST_FACTOR, GAMMA, MASK, SECOND_FACTOR, random_bits
+
+_MANY = 32  # for fewer, arrays take longer than Python's numbers
 
 
 def derive_seed(*parts: object) -> int:
@@ -31,8 +35,7 @@ def _plain(part: object) -> str:
 class SampleSeeds:
     """The seeds of samples: for a number, that output of the SplitMix64 generator that (seed, epoch) seeds.
 
-    For other indices `derive_seed` of all three. The generator is that of `holdfast.data.permutation.random_bits`, in
-    Python's numbers, which for the few samples of a batch are faster than arrays.
+    For other indices `derive_seed` of all three.
 
     Args:
         seed: Of the loader.
@@ -52,14 +55,17 @@ class SampleSeeds:
         if epoch != self._epoch:
             self._epoch, self._key = epoch, derive_seed(self._seed, epoch, "samples")
         key, seeds = self._key, []
+        if len(indices) >= _MANY and set(map(type, indices)) == {int} and 0 <= min(indices) <= max(indices) <= MASK:
+            bits = random_bits(np.array(indices, dtype=np.uint64), key)
+            return (bits >> np.uint64(1)).tolist()  # type: ignore[no-any-return]
         for index in indices:
             if type(index) is not int:
                 if not hasattr(index, "__index__"):
                     seeds.append(derive_seed(self._seed, epoch, index))
                     continue
                 index = int(index)
-            bits = (key + (index + 1) * GAMMA) & MASK
-            bits = (bits ^ bits >> 30) * FIRST_FACTOR & MASK
-            bits = (bits ^ bits >> 27) * SECOND_FACTOR & MASK
-            seeds.append((bits ^ bits >> 31) >> 1)
+            state = (key + (index + 1) * GAMMA) & MASK  # as `random_bits`
+            state = (state ^ state >> 30) * FIRST_FACTOR & MASK
+            state = (state ^ state >> 27) * SECOND_FACTOR & MASK
+            seeds.append((state ^ state >> 31) >> 1)
         return seeds
