@@ -238,11 +238,14 @@ def _write_end(guard: Guard, run_dir: Path, figures: Mapping[str, Any], **more: 
 
 
 def found(guard: Guard) -> list[str]:
-    """Return what was found to be wrong, in the order of finding: rules, and events of bad samples and workers."""
+    """Return what was found to be wrong, in the order of finding: rules, and events of bad samples and workers.
+
+    Workers that were replaced because the signal that ended the run came to them first are not among it.
+    """
     names = (
         event.data["rule"] if event.kind in ("finding", "preflight") else event.kind
         for event in guard.events()
-        if event.kind in _TELLING
+        if event.kind in _TELLING and not (guard.stop_reason and guard.stop_reason in str(event.data.get("cause")))
     )
     return list(dict.fromkeys(names))
 

@@ -7,10 +7,12 @@ grants it. Tests with a real memory limit are in tests/faults.
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.recipes.own_process import in_own_process
 from torch import nn
 from torch.nn import functional as F
 
@@ -52,10 +54,13 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 
 def test_adam_state_that_was_half_made_never_breaks_later_steps(tmp_path):
     """Out of memory while Adam makes its moments leaves no entry behind, and the next step is the bare loop's."""
+    in_own_process(half_made, tmp_path)  # where no earlier test has left room
 
+
+def half_made(run_dir: Path) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(1)
-        model = nn.Linear(3072, 3072)  # larger than glibc's largest heap block: no earlier test has left room
+        model = nn.Linear(3072, 3072)  # larger than glibc's largest heap block
         return model, torch.optim.Adam(model.parameters(), foreach=False)
 
     data = torch.randn(4, 3072)
@@ -71,7 +76,7 @@ def test_adam_state_that_was_half_made_never_breaks_later_steps(tmp_path):
     bare.step()
 
     model, optimizer = make()
-    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=None)
+    guard = holdfast.Guard(run_dir, model=model, optimizer=optimizer, save_interval_steps=None)
     before = state_of(model, optimizer)
     with memory_limited(54 * 2**20), pytest.raises(holdfast.OutOfMemoryError, match="state of the optimizer"):
         guard.step(data, lambda x: model(x).square().mean())
