@@ -52,6 +52,27 @@ def find_device(options: RunOptions) -> torch.device:
 
 
 @contextlib.contextmanager
+def ending_clearly(kind: type[Exception], run_dir: Path | None = None) -> Iterator[None]:
+    """Return a context in which what cannot be used ends the process with its message.
+
+    Args:
+        kind: Of errors that the recipe has for its data.
+        run_dir: Of a training that runs, whose records tell more; None while nothing is lost, with exit code 2.
+    """
+    kinds = (kind, HoldfastError) if run_dir is not None else (kind, HoldfastError, OSError)
+    try:
+        yield
+    except kinds as error:
+        more = "" if run_dir is None else _told_meanwhile(run_dir)
+        print(f"{error}{more}", file=sys.stderr)
+        raise SystemExit(2 if run_dir is None else 1) from None
+
+
+def _told_meanwhile(run_dir: Path) -> str:
+    return f"\nWhat was found meanwhile: holdfast explain {run_dir}"
+
+
+@contextlib.contextmanager
 def making_the_model() -> Iterator[None]:
     """Return a context in which a model that is too large for this machine ends the process, with exit code 2."""
     try:
@@ -92,7 +113,7 @@ def end_failed(guard: Guard, run_dir: Path, error: BaseException | None) -> None
     if told is not None:
         why = error.what if isinstance(error, HoldfastError) else told.splitlines()[0]
         _write_what_there_is(guard, run_dir, why)
-        print(f"{told}\nWhat was found meanwhile: holdfast explain {run_dir}", file=sys.stderr)
+        print(f"{told}{_told_meanwhile(run_dir)}", file=sys.stderr)
         raise SystemExit(1) from None
 
 

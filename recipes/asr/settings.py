@@ -6,19 +6,19 @@ Does not: carry out SpeechBrain's hyperparameter files; of one only what a polic
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from holdfast import HoldfastError, Policy
+from holdfast import Policy
 from holdfast.core.policy_sources import from_options, from_speechbrain
 from recipes.asr.corpus import CorpusError
 from recipes.options import RunOptions, read_options
+from recipes.training import ending_clearly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def read_speech_options(
         policy_file: Of the recipe.
     """
     options, policy = read_options(cls, argv, policy_file=policy_file)
-    with ending_clearly():
+    with ending_clearly(CorpusError):
         if options.hparams is not None:
             policy = Policy.from_speechbrain(options.hparams, **_options_given(argv))
         if options.clip_grad_norm is not None:
@@ -94,22 +94,6 @@ def _options_given(argv: Sequence[str] | None) -> dict[str, Any]:
         print("--hparams and --policy both say where the policy is\nFix: leave one of them out.", file=sys.stderr)
         raise SystemExit(2)
     return given
-
-
-@contextlib.contextmanager
-def ending_clearly(run_dir: Path | None = None) -> Iterator[None]:
-    """Return a context in which what cannot be used ends the process with its message.
-
-    Args:
-        run_dir: Of a training that runs, whose records tell more; None while nothing is lost, with exit code 2.
-    """
-    kinds = (CorpusError, HoldfastError) if run_dir is not None else (CorpusError, HoldfastError, OSError)
-    try:
-        yield
-    except kinds as error:
-        more = "" if run_dir is None else f"\nWhat was found meanwhile: holdfast explain {run_dir}"
-        print(f"{error}{more}", file=sys.stderr)
-        raise SystemExit(2 if run_dir is None else 1) from None
 
 
 def learning_rate_factor(step: int, steps: int) -> float:

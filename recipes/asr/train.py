@@ -16,9 +16,9 @@ from recipes.asr.corpus import CorpusError, Utterance, hold_out, read_corpus
 from recipes.asr.data import Sound, Speech, collate
 from recipes.asr.model import Recogniser, ctc
 from recipes.asr.scoring import evaluate, picture
-from recipes.asr.settings import SpeechOptions, ending_clearly, learning_rate_factor, read_speech_options
+from recipes.asr.settings import SpeechOptions, learning_rate_factor, read_speech_options
 from recipes.asr.speech import Plan, make_corpus
-from recipes.training import Training, find_device, making_the_model, open_guard
+from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
 
 _MOST_MELS = 256  # that a picture of a run has room for
 
@@ -97,11 +97,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, and return what ``result.json`` holds."""
     options, policy = read_speech_options(Options, argv, policy_file=Path(__file__).with_name("policy.yaml"))
     device = find_device(options)
-    with ending_clearly():
+    with ending_clearly(CorpusError):
         training_set, held_out = _corpora(options)
         loader = _loader(training_set, options, device, training=True)
         test = _loader(held_out, options, device, training=False)
-    with ending_clearly(options.run_dir):
+    with ending_clearly(CorpusError, options.run_dir):
         return _train(options, policy, device, loader, test)
 
 

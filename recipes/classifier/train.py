@@ -9,7 +9,6 @@ Does not: read images (see ``images``) or make them samples (see ``samples``).
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,13 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
 
-from holdfast import DataLoader, HoldfastError, Policy
+from holdfast import DataLoader, Policy
 from recipes.classifier.faults import FAULTS, Altered, FaultName, Hurting
 from recipes.classifier.images import DataError, check_classes, find_source, write_digits
 from recipes.classifier.model import Classifier
 from recipes.classifier.samples import Samples, Scale
 from recipes.options import RunOptions, read_options
-from recipes.training import Training, find_device, found, making_the_model, open_guard
+from recipes.training import Training, ending_clearly, find_device, found, making_the_model, open_guard
 
 POLICY = Path(__file__).parent / "policy.yaml"
 
@@ -229,13 +228,7 @@ def with_fault(options: ClassifierOptions, policy: Policy) -> tuple[ClassifierOp
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says, and return what result.json holds."""
     options, policy = with_fault(*read_options(ClassifierOptions, argv, policy_file=POLICY))
-    try:
+    with ending_clearly(DataError):
         job = make_job(options)
-    except (DataError, HoldfastError, OSError) as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
-    try:
+    with ending_clearly(DataError, options.run_dir):
         return train(job, options, policy)
-    except HoldfastError as error:
-        print(f"{error}\nWhat was found meanwhile: holdfast explain {options.run_dir}", file=sys.stderr)
-        raise SystemExit(1) from None

@@ -8,7 +8,6 @@ Does not: define networks (``model``), losses (``players``) or figures (``qualit
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from holdfast import DataLoader, Guard, HoldfastError, Policy
+from holdfast import DataLoader, Guard, Policy
 from holdfast.run.images import MOST_PIXEL_BYTES
 from recipes.classifier.images import DataError, find_source, write_digits
 from recipes.gan.data import Images
@@ -25,7 +24,7 @@ from recipes.gan.model import Norm
 from recipes.gan.players import Players, Regularizer, play, rescale
 from recipes.gan.quality import Judge
 from recipes.options import RunOptions, read_options
-from recipes.training import Training, find_device, making_the_model, open_guard
+from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
 
 POLICY = Path(__file__).parent / "policy.yaml"
 _COLUMNS = 10
@@ -218,13 +217,7 @@ def figures_of(job: Job, options: GanOptions, guard: Guard) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says, and return what result.json holds."""
     options, policy = read_options(GanOptions, argv, policy_file=POLICY)
-    try:
+    with ending_clearly(DataError):
         job = make_job(options)
-    except (DataError, HoldfastError, OSError) as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
-    try:
+    with ending_clearly(DataError, options.run_dir):
         return train(job, options, policy)
-    except HoldfastError as error:
-        print(f"{error}\nWhat was found meanwhile: holdfast explain {options.run_dir}", file=sys.stderr)
-        raise SystemExit(1) from None

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast import Guard, HoldfastError, Policy, advise_learning_rate
+from holdfast import Guard, Policy, advise_learning_rate
 from holdfast.core.durable import replace_file
 from recipes.options import read_options
 from recipes.pegasus.job import Job, PegasusOptions, make_job
 from recipes.pegasus.records import RecordError
 from recipes.pegasus.scoring import rouge
-from recipes.training import Training, open_guard
+from recipes.training import Training, ending_clearly, open_guard
 
 POLICY = Path(__file__).with_name("policy.yaml")
 _CHECKPOINTS = {"plain": "checkpoints/*-step*", "trainer": "trainer/checkpoint-*"}  # of a run in either loop
@@ -31,26 +31,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says, and return what result.json holds."""
     options, policy = read_options(PegasusOptions, argv, policy_file=POLICY)
     others = _CHECKPOINTS["plain" if options.loop == "trainer" else "trainer"]
-    try:
+    with ending_clearly(ValueError):
         _check_installed()
         if any(options.run_dir.glob(others)):
             raise RecordError(
                 f"{options.run_dir} is a run of the other --loop.\nFix: give this one a --run-dir of its own."
             )
         job = make_job(options)
-    except (OSError, ValueError) as error:  # also of holdfast's loader
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
     _advise(job)
-    try:
+    with ending_clearly(RecordError, options.run_dir):
         if options.loop == "trainer":
             from recipes.pegasus.trainer import train_with_trainer
 
             return train_with_trainer(job, policy)
         return train(job, policy)
-    except HoldfastError as error:
-        print(f"{error}\nWhat was found meanwhile: holdfast explain {options.run_dir}", file=sys.stderr)
-        raise SystemExit(1) from None
 
 
 def _check_installed() -> None:

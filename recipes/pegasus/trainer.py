@@ -137,7 +137,7 @@ def make_trainer(job: Job, policy: Policy) -> Any:
         model=job.model, args=arguments, processing_class=job.tokenizer, data_collator=job.loader.collate_fn,
         train_dataset=job.loader.dataset, eval_dataset=tokenized(job.held_out.pairs(), job.tokenizer, options),
         compute_metrics=lambda found: _metrics(job, found.predictions), optimizers=(job.optimizer, job.scheduler),
-        holdfast_policy=policy, holdfast_run_dir=str(options.run_dir),
+        holdfast_policy=policy.replace(save_interval_steps=None), holdfast_run_dir=str(options.run_dir),
     )  # fmt: skip
     torch.manual_seed(options.seed)  # as in the plain loop: making a Trainer draws
     return trainer

@@ -11,14 +11,14 @@ import torch
 
 from holdfast import DataLoader, Guard, Policy
 from recipes.asr.corpus import CorpusError
-from recipes.asr.settings import SpeechOptions, ending_clearly, learning_rate_factor, read_speech_options
+from recipes.asr.settings import SpeechOptions, learning_rate_factor, read_speech_options
 from recipes.asr.speech import Plan, make_corpus
 from recipes.separation.data import CutMixtures, MixedOnTheFly
 from recipes.separation.mixtures import make_mixtures, read_mixtures, read_speakers
 from recipes.separation.model import ConvTasNet
 from recipes.separation.scoring import evaluate, picture, write_example
 from recipes.separation.si_snr import separation_loss
-from recipes.training import Training, find_device, making_the_model, open_guard
+from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, and return what ``result.json`` holds."""
     options, policy = read_speech_options(Options, argv, policy_file=Path(__file__).with_name("policy.yaml"))
     device = find_device(options)
-    with ending_clearly():
+    with ending_clearly(CorpusError):
         loader, held_out = _loaders(options, device)
-    with ending_clearly(options.run_dir):
+    with ending_clearly(CorpusError, options.run_dir):
         return _train(options, policy, device, loader, held_out)
 
 

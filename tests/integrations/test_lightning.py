@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.out_of_memory import FailsAbove
 from torch import nn
 from torch.nn import functional as F
 
@@ -53,21 +54,6 @@ pytestmark = [
 ]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 SIZE = 8
-
-
-class FailsAbove(torch.autograd.Function):
-    """Passes its input on; in backward it asks for more memory than there is, for batches above a size."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, limit: int) -> torch.Tensor:
-        ctx.fails = len(x) > limit
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.fails:
-            torch.empty(2**50, dtype=torch.uint8)
-        return gradient, None
 
 
 class Small(pl.LightningModule):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.out_of_memory import FailsAbove
 from torch import nn
 
 from holdfast.core.errors import CheckpointError, NonFiniteError
@@ -33,21 +34,6 @@ from holdfast.integrations.speechbrain_batches import cut_padded, joined
 
 logging.getLogger("speechbrain").setLevel(logging.ERROR)
 pytestmark = [pytest.mark.filterwarnings("ignore:.*recoverable is marked as optional")]
-
-
-class FailsAbove(torch.autograd.Function):
-    """Passes its input on; in backward it asks for more memory than there is, for batches above a size."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, limit: int) -> torch.Tensor:
-        ctx.fails = len(x) > limit
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.fails:
-            torch.empty(2**50, dtype=torch.uint8)
-        return gradient, None
 
 
 class Plain(sb.Brain):

@@ -306,6 +306,8 @@ def test_seq2seq_trainer_generates_while_it_is_guarded(tmp_path: Path) -> None:
         ({"enable_jit_checkpoint": True}, None, "H111", "enable_jit_checkpoint"),
         ({"max_grad_norm": 1.0}, {"max_grad_norm": 5.0}, "H109", "TrainingArguments"),
         ({}, {"precision": "fp16"}, "H109", "fp16"),
+        ({}, {"save_interval_steps": 7}, "H109", "save_interval_steps=7"),
+        ({}, {"scheduler_interval": "epoch"}, "H109", "scheduler_interval='epoch'"),
         ({}, {"max_grad_nrom": 5.0}, "H101", "max_grad_norm"),
     ],
 )

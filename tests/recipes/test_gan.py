@@ -24,7 +24,7 @@ from recipes.gan.players import Players, play
 from recipes.gan.quality import frechet_distance
 from recipes.gan.train import POLICY, GanOptions, grid_of, main, make_job, train
 from recipes.training import Training, digest, open_guard
-from tests.recipes.own_process import in_own_process
+from tests.own_process import in_own_process
 from tests.unit.memory.allocations import real_allocations
 
 import holdfast

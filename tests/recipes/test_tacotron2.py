@@ -21,7 +21,7 @@ from recipes.tacotron2.sizes import PAPER, TINY
 from recipes.tacotron2.synthesis import MemoryUse, batch_of, synthesise, tensor_bytes
 from recipes.tacotron2.text import SYMBOLS
 from recipes.tacotron2.train import CLIPS, main
-from tests.recipes.own_process import in_own_process
+from tests.own_process import in_own_process
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from holdfast.data import random_state

@@ -37,7 +37,7 @@ def hosted_policy(
         schedules: Whether the guard drives the schedulers all the same.
 
     Raises:
-        PolicyError: H109, for a value that contradicts the host's.
+        PolicyError: H109, for a value that contradicts the host's, or that is the host's to set.
     """
     found, usual = Policy.of(policy), Policy()
     for name, value in (("max_grad_norm", max_grad_norm), ("precision", precision)):
@@ -49,8 +49,17 @@ def hosted_policy(
                 fix=f"set it in {host}, and leave it out of the policy.",
                 rule="H109",
             )
-    own = {} if schedules else {"scheduler_interval": None}
-    return found.replace(max_grad_norm=max_grad_norm, precision=precision, save_interval_steps=None, **own)
+    hosts = ("save_interval_steps",) if schedules else ("save_interval_steps", "scheduler_interval")
+    for name in hosts:
+        mine = getattr(found, name)
+        if mine not in (None, getattr(usual, name)):
+            raise PolicyError(
+                f"{name}={mine!r} in the holdfast policy",
+                limit=f"{host} decides when that is done",
+                fix=f"set it in {host}, and leave it out of the policy.",
+                rule="H109",
+            )
+    return found.replace(max_grad_norm=max_grad_norm, precision=precision, **dict.fromkeys(hosts))
 
 
 def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.recipes.own_process import in_own_process
+from tests.own_process import in_own_process
 from torch import nn
 from torch.nn import functional as F
 
