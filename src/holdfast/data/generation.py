@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.data.fetch import as_is, shortage_in
 from holdfast.data.worker_board import Board
-from holdfast.data.worker_processes import Started, WorkerLostError, kill, let_go, recording_context
+from holdfast.data.worker_processes import Started, WorkerLostError, kill, let_go, recording_context, undisturbed
 from holdfast.data.worker_watch import Loss, Watch
 
 _PATIENCE_SECONDS = 0.25
@@ -177,10 +177,11 @@ class Generation:
 
     def abandon(self) -> None:
         """Kill the workers and forget them: they may have died holding a lock, so nothing of theirs is used again."""
-        if self._watch is not None:
-            self._watch.end()
-        kill(self._processes)
-        let_go(self._take())
+        with undisturbed():
+            if self._watch is not None:
+                self._watch.end()
+            kill(self._processes)
+            let_go(self._take())
 
     def _take(self) -> list[Any]:
         taken = [*self._iterator, *self._inner]
@@ -190,10 +191,11 @@ class Generation:
 
     def close(self) -> None:
         """End the workers in order, and those that do not end by force."""
-        if self._watch is not None:
-            self._watch.end()
-        let_go(self._take())
-        kill([process for process in self._processes if process.is_alive()])
+        with undisturbed():
+            if self._watch is not None:
+                self._watch.end()
+            let_go(self._take())
+            kill([process for process in self._processes if process.is_alive()])
 
 
 def _ask(iterator: Any) -> Any:

@@ -20,8 +20,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -62,6 +62,7 @@ class Started(list[Any]):
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 _started: weakref.WeakSet[Started] = weakref.WeakSet()
 _previous: Any = None
+_closing = 0
 
 
 @atexit.register  # before that of multiprocessing, which would wait for ever for a worker that is stopped
@@ -73,7 +74,7 @@ def _kill_all() -> None:
 def _on_child(number: int, frame: Any) -> None:
     """Wake who waits for a batch of a lost worker; let torch raise about workers that are not ours."""
     for each in list(_alive):
-        if each.lost and each.waiting and each.in_main_thread:
+        if each.lost and each.waiting and each.in_main_thread and not _closing:
             each.waiting = False
             raise WorkerLostError
     while callable(_previous):
@@ -90,6 +91,22 @@ def _on_child(number: int, frame: Any) -> None:
 def wake_on_loss(waiting: Waiting) -> None:
     """Let a lost worker interrupt this one's waiting. Without effect outside the main thread, as with torch."""
     _alive.add(waiting)
+
+
+@contextmanager
+def undisturbed() -> Generator[None]:
+    """Have a loss wait until the end of the block.
+
+    A loader that was dropped is closed wherever the interpreter collects it, so also where the main thread waits for
+    a batch of another one, whose loss would leave the workers of the first running.
+    """
+    global _closing
+    counts = threading.current_thread() is threading.main_thread()  # nobody else is interrupted
+    _closing += counts
+    try:
+        yield
+    finally:
+        _closing -= counts
 
 
 def _handle_children() -> None:

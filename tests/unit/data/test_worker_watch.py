@@ -6,13 +6,16 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from torch.utils.data import Dataset
 
+from holdfast import DataLoader
 from holdfast.data import worker_watch
 from holdfast.data.worker_board import COLLATING, IDLE, STARTING, Board, Showing
 from holdfast.data.worker_processes import Started, WorkerLostError, how_it_ended, is_stopped, kill, recording_context
@@ -55,6 +58,16 @@ def _wait_for_loss(watch: Watch, *, waiting: bool = True) -> worker_watch.Loss:
             time.sleep(0.01)
     assert watch.lost
     return watch.loss()
+
+
+class _Pids(Dataset[int]):
+    """Tells who reads it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
 
 
 def _forever(board: Board, number: int) -> None:
@@ -217,6 +230,29 @@ def test_a_loss_waits_until_the_loop_waits(start: Callable[..., Any]) -> None:
     assert watch.lost
     with pytest.raises(WorkerLostError), watch:
         pytest.fail("the loop should not have begun to wait")
+
+
+def test_a_loss_waits_until_another_loader_is_closed(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loader that is collected while one waits for another's batch is closed, also if that one loses a worker."""
+    unheard: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: unheard.append(what.exc_value))
+    dropped = [iter(DataLoader(_Pids(), batch_size=2, num_workers=1))]
+    pid = int(next(dropped[0])[0])
+    os.kill(pid, signal.SIGSTOP)  # so that closing takes a while
+
+    def dies(board: Board, number: int) -> None:
+        time.sleep(0.1)
+        os._exit(1)
+
+    watch, _, _ = start(dies)
+    with pytest.raises(WorkerLostError), watch:
+        dropped.clear()  # the last reference: its workers are ended here
+        threading.Event().wait(20)
+    assert not unheard
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_a_watch_that_has_ended_says_nothing(start: Callable[..., Any]) -> None:
