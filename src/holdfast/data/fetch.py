@@ -110,31 +110,9 @@ class Report(NamedTuple):
         return Report(*self[:6], seconds, self.state, draws)
 
 
-class Parcel:
-    """A batch on its way out of a worker; what cannot be sent arrives as a report of why."""
-
-    def __init__(self, batch: Any, report: Report) -> None:
-        self.batch = batch
-        self.report = report
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The queue pickles in a thread of its own, where an error would only be printed and the batch be lost.
-        try:
-            body = bytes(ForkingPickler.dumps(self.batch))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the parent has to know
-            shortage = shortage_in(error)
-            fatal = None if shortage else failure_of(None, error)
-            return _unpack, (b"", tuple(self.report._replace(fatal=fatal, shortage=shortage)))
-        return _unpack, (body, tuple(self.report))  # quicker to pickle
-
-
-def _unpack(body: bytes, report: tuple[Any, ...]) -> tuple[Any, Report]:
-    return (ForkingPickler.loads(body) if body else None), Report(*report)
-
-
 def sent(batch: Any, report: Report, board: Board | None) -> Any:
     """Return what a worker hands over, or where the loader works by itself (no board) the pair that arrives."""
-    return (batch, report) if board is None else Parcel(batch, report)
+    return batch, report if board is None else tuple(report)  # quicker to pickle
 
 
 def as_is(value: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
-from holdfast.data.fetch import as_is, shortage_in
+from holdfast.data.fetch import Report, as_is, shortage_in
 from holdfast.data.worker_board import Board
 from holdfast.data.worker_processes import Started, WorkerLostError, kill, let_go, recording_context, undisturbed
 from holdfast.data.worker_watch import Loss, Watch
@@ -164,7 +164,7 @@ class Generation:
             return _ask(self._iterator[0])
         try:
             with watch:
-                return _ask(self._iterator[0])
+                batch, fields = _ask(self._iterator[0])
         except StopIteration:
             raise
         except WorkerLostError:
@@ -173,6 +173,8 @@ class Generation:
             if "in DataLoader worker process" in str(error):
                 raise  # of the user's worker_init_fn: everything else comes as a report
             loss = _broken(error, watch)
+        else:
+            return batch, Report(*fields)
         raise WorkersLostError(loss)
 
     def abandon(self) -> None:

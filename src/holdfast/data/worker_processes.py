@@ -28,6 +28,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data._utils import signal_handling
 
+from holdfast.data.result_queue import ResultQueue
+
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 1.0
 _LOOKS, _LOOK_SECONDS = 50, 0.01  # half a second: a process whose sentinel fires is dead already
@@ -42,10 +44,16 @@ class WorkerLostError(BaseException):
 
 
 class Waiting(Protocol):
-    """Who wants to be woken when a worker is lost."""
+    """Who wants to be woken when a worker is lost.
 
-    waiting: bool
-    in_main_thread: bool
+    Args:
+        waiter: The thread that waits, or 0.
+        called: Whether an exception was raised there.
+        lost: Whether there is a loss.
+    """
+
+    waiter: int
+    called: bool
     lost: bool
 
     def end(self, *, kills: bool = False) -> None:
@@ -74,8 +82,9 @@ def _kill_all() -> None:
 def _on_child(number: int, frame: Any) -> None:
     """Wake who waits for a batch of a lost worker; let torch raise about workers that are not ours."""
     for each in list(_alive):
-        if each.lost and each.waiting and each.in_main_thread and not _closing:
-            each.waiting = False
+        # This runs in the main thread: if that is not the one that waits, it must not be interrupted.
+        if each.lost and not each.called and each.waiter == threading.get_ident() and not _closing:
+            each.called = True
             raise WorkerLostError
     while callable(_previous):
         try:
@@ -160,6 +169,9 @@ def _recording(kind: Any) -> Any:
             process = kind.Process(target=_begin, args=(self.how, target, *args), **options)
             self.started.append(process)
             return process
+
+        def Queue(self, maxsize: int = 0) -> ResultQueue:  # noqa: N802
+            return ResultQueue(maxsize, ctx=self)
 
     return Recording
 

@@ -94,9 +94,8 @@ class Watch:
         self._quiet = 0.0
         self._loss: Loss | None = None
         self.lost_at = 0.0
-        self._inside = False
-        self.waiting = False
-        self.in_main_thread = False
+        self.waiter = 0  # the thread that is inside
+        self.called = False
         self.lost = False
         self.longest_seconds = 0.0
         wake_on_loss(self)
@@ -114,16 +113,14 @@ class Watch:
 
     def __enter__(self) -> None:
         """Let a loss interrupt what the main thread waits for inside, with a `WorkerLostError`."""
-        # The handler runs in the main thread: if that is not the one that waits, it must not be interrupted.
-        self.in_main_thread = threading.get_ident() == threading.main_thread().ident
-        self._inside = self.waiting = True
+        self.waiter = threading.get_ident()
         if self.lost:
-            self._inside = self.waiting = False
+            self.waiter = 0
             raise WorkerLostError
 
     def __exit__(self, *error: object) -> None:
         """Interrupt nothing any more."""
-        self._inside = self.waiting = False
+        self.waiter = 0
 
     def loss(self, patience_seconds: float = 0.0) -> Loss:
         """Return why the workers were lost; called once they are.
@@ -196,10 +193,10 @@ class Watch:
         unheard = 0.0
         while not self._ended.wait(_CALL_SECONDS):
             # An exception in a destructor that happens to run is lost, so call again while nobody comes out.
-            unheard = unheard + _CALL_SECONDS if self._inside and not self.waiting else 0.0
+            unheard = unheard + _CALL_SECONDS if self.waiter and self.called else 0.0
             if unheard > _TICK_SECONDS:
-                self.waiting = True
-            if self.waiting and self.in_main_thread:
+                self.called = False
+            if self.waiter == threading.main_thread().ident and not self.called:
                 wake_main_thread()
 
     def _look(self, passed: float) -> Loss | None:
@@ -212,8 +209,8 @@ class Watch:
                 self.longest_seconds = max(self.longest_seconds, self._stuck[worker])
                 self._stuck[worker], self._last[worker], moved = 0.0, showing, True
         limit = max(self._limit, _LONGEST_FACTOR * self.longest_seconds)
-        self._waited = self._waited + passed if self.waiting else 0.0
-        self._quiet = 0.0 if moved or not self.waiting else self._quiet + passed
+        self._waited = self._waited + passed if self.waiter else 0.0
+        self._quiet = 0.0 if moved or not self.waiter else self._quiet + passed
         return self._find_stopped() or self._find_stuck(limit) or self._find_late(limit)
 
     def _find_stopped(self) -> Loss | None:
