@@ -14,7 +14,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,6 +49,16 @@ def find_device(options: RunOptions) -> torch.device:
         print(f"--device {name} cannot be used: {why}\nFix: --device cpu, or auto.", file=sys.stderr)
         raise SystemExit(2) from None
     return torch.device(name)
+
+
+@contextlib.contextmanager
+def at_the_command_line() -> Iterator[None]:
+    """Return a context in which Ctrl-C ends the process with a line and exit code 130, where no loop takes it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted: the same command begins anew, or goes on from the newest checkpoint", file=sys.stderr)
+        raise SystemExit(_INTERRUPTED) from None
 
 
 @contextlib.contextmanager
@@ -155,6 +165,9 @@ def open_guard(options: RunOptions, policy: Policy, **parts: Any) -> RecipeGuard
         policy: Of the run.
         **parts: What else `Guard` takes: model, optimizer, scheduler, loader, state, split.
     """
+    optimizers = parts.get("optimizer")
+    optimizers = tuple(optimizers.values()) if isinstance(optimizers, Mapping) else (optimizers,)
+    asked = _learning_rates(optimizers)
     try:
         guard = RecipeGuard(options, policy, **parts)
     except HoldfastError as error:
@@ -166,7 +179,18 @@ def open_guard(options: RunOptions, policy: Policy, **parts: Any) -> RecipeGuard
         raise SystemExit(2)
     if guard.resumed_from is not None:
         print(f"going on from step {guard.global_step} ({guard.resumed_from})", file=sys.stderr)
+        if (used := _learning_rates(optimizers)) != asked:
+            print(
+                f"the learning rate is the checkpoint's, {used}, not {asked}. Fix: another --run-dir begins anew.",
+                file=sys.stderr,
+            )
     return guard
+
+
+def _learning_rates(optimizers: Iterable[Any]) -> str:
+    """Return with which learning rates optimizers began, before any scheduler."""
+    groups = [group for each in optimizers if each is not None for group in each.param_groups]
+    return ", ".join(dict.fromkeys(f"{float(group.get('initial_lr', group['lr'])):.6g}" for group in groups))
 
 
 class Training:

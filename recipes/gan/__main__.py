@@ -1,6 +1,8 @@
 """``python -m recipes.gan``; a module of its own, since workers that are spawned import it again."""
 
 from recipes.gan.train import main
+from recipes.training import at_the_command_line
 
 if __name__ == "__main__":
-    main()
+    with at_the_command_line():
+        main()
