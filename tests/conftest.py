@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from tests.prepared import prepare_forecasts
 
 torch.set_num_threads(1)  # sums are rounded differently by another number of threads
 
@@ -26,3 +27,9 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     signal.signal(signal.SIGTERM, handler)
     assert torch._C._get_mkldnn_enabled(), "a test has left oneDNN switched off"
+
+
+@pytest.fixture
+def prepared_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forecast's children are forked from a process that is prepared; tests of how one starts go without."""
+    prepare_forecasts(monkeypatch)
