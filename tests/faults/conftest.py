@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.prepared import Prepared
 
 PROGRAMS = Path(__file__).parent / "programs"
 _TIMEOUT_SECONDS = 120.0
@@ -25,15 +26,18 @@ class Life:
     Args:
         trace: Where it writes.
         request: What it is asked for.
-        command: What comes before the interpreter, such as a command that mounts a disk.
+        command: What comes before the interpreter, such as a command that mounts a disk; None: it is forked from a
+            process that is prepared.
     """
 
-    def __init__(self, trace: Path, request: dict[str, Any], command: list[str]) -> None:
+    def __init__(self, trace: Path, request: dict[str, Any], command: list[str] | None) -> None:
         self.trace = trace
-        full = [*command, sys.executable, str(PROGRAMS / "train.py"), json.dumps({"trace": str(trace), **request})]
-        self.process = subprocess.Popen(
-            full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, text=True
-        )
+        program = [str(PROGRAMS / "train.py"), json.dumps({"trace": str(trace), **request})]
+        given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+        if command is None:
+            self.process: subprocess.Popen[str] = Prepared(program, **given, text=True)
+        else:
+            self.process = subprocess.Popen([*command, sys.executable, *program], **given, text=True)
 
     def lines(self) -> list[dict[str, Any]]:
         """Return what was written so far; a line that was cut by a kill does not count."""
@@ -79,7 +83,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Life]]:
 
     def start_one(*, command: list[str] | None = None, **request: Any) -> Life:
         full = {**request, "run_dir": str(tmp_path / request.get("run_dir", "run"))}
-        life = Life(tmp_path / f"trace{next(numbers)}.jsonl", full, command or [])
+        life = Life(tmp_path / f"trace{next(numbers)}.jsonl", full, command)
         lives.append(life)
         return life
 
@@ -94,7 +98,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Life]]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the last line of a run that nothing happened to."""
+    """Return the last line of a run that nothing happened to, of a new interpreter: its hashes are others."""
     place = tmp_path_factory.mktemp("undisturbed")
     life = Life(place / "trace.jsonl", {"run_dir": str(place / "run")}, [])
     return life.end()

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import pytest
 import torch
 from benchmarks.loader_cases import KINDS, Samples, children, fork_lock, why_not_here
 from benchmarks.loader_runs import digest, run_case
+from tests.prepared import Prepared, run_prepared
 
 from holdfast import Guard
 from holdfast.core.errors import LoaderError
@@ -59,8 +59,7 @@ def _run(name: str, seed: int, workers: int, place: Path) -> dict[str, Any]:
     if name not in _OWN_PROCESS:
         outcome = run_case(name, seed, workers, place)
         return {field: getattr(outcome, field) for field in outcome.__slots__}
-    program = [sys.executable, "-m", "benchmarks.loader_runs", name, str(seed), str(workers)]
-    ended = subprocess.run(program, cwd=_ROOT, capture_output=True, text=True, timeout=120, check=False)
+    ended = run_prepared(["-m", "benchmarks.loader_runs", name, seed, workers], cwd=_ROOT, timeout=120)
     assert ended.returncode == 0, ended.stderr
     return dict(json.loads(ended.stdout.splitlines()[-1]))
 
@@ -332,8 +331,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _start(mode: str) -> tuple[subprocess.Popen[str], list[int]]:
-    program = [sys.executable, "-W", "ignore", str(_PARENT), mode]
-    parent = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    parent = Prepared([_PARENT, mode], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert parent.stdout is not None
     workers = [int(word) for word in parent.stdout.readline().split()]
     assert len(workers) == 2

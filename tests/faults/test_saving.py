@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.prepared import Prepared
 
 from holdfast.checkpoint.store import Store
 
@@ -26,15 +27,17 @@ class Program:
     Args:
         folder: Of its run directory and its trace.
         request: What it is asked for.
+        new: Whether it has an interpreter that it started itself; others are forked from one that is prepared.
     """
 
-    def __init__(self, folder: Path, request: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, request: dict[str, Any], *, new: bool) -> None:
         self._trace = folder / "trace.jsonl"
         full = {"run_dir": str(folder / "run"), "trace": str(self._trace), **request}
         self._before = len(self.all_lines())
-        self.process = subprocess.Popen(
-            [sys.executable, _PROGRAM, json.dumps(full)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        program = [_PROGRAM, json.dumps(full)]
+        given: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process: subprocess.Popen[str]
+        self.process = subprocess.Popen([sys.executable, *program], **given) if new else Prepared(program, **given)
 
     def all_lines(self) -> list[dict[str, Any]]:
         """Return what was written, by earlier lives too."""
@@ -65,8 +68,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     """Return a function that starts a life of the program; what still runs at the end of the test is killed."""
     lives: list[Program] = []
 
-    def start_one(**request: Any) -> Program:
-        lives.append(Program(tmp_path, request))
+    def start_one(*, new: bool = False, **request: Any) -> Program:
+        lives.append(Program(tmp_path, request, new=new))
         return lives[-1]
 
     yield start_one
@@ -82,7 +85,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
 @pytest.mark.parametrize(("end", "status"), [("return", 0), ("error", 1), ("exit", 3), ("break", 0)])
 def test_a_program_that_ends_finishes_the_save_that_it_began(start, tmp_path, end, status):
     """However an interpreter ends, without `close`: the checkpoint that was under way is there and verifies."""
-    life = start(end=end)
+    life = start(end=end, new=end == "return")
     assert life.ended() == status
     assert {"saving": True} in life.lines()
     entries = Store(tmp_path / "run" / "checkpoints").entries()
