@@ -183,6 +183,7 @@ def test_a_plan_is_made_written_and_drawn(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_lengths_are_planned_for_the_longest(tmp_path):
     """A batch of the longest samples leaves room for fewer of them than the sample batch's own length."""
     (tmp_path / "lengths.txt").write_text("12\n256\n\n40\n")
@@ -195,6 +196,7 @@ def test_lengths_are_planned_for_the_longest(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_device_too_small_is_exit_code_1(tmp_path):
     """The table is printed all the same, then what is missing."""
     result = call("--device", "A100-80GB:1GiB", "--margin", "900MiB", "--precision", "fp32", "--out", tmp_path / "p")
@@ -204,6 +206,7 @@ def test_a_device_too_small_is_exit_code_1(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 @pytest.mark.parametrize(("factory", "rule"), [("needs_cuda", "H410"), ("raises", "H411"), ("wrong_shapes", "H414")])
 def test_a_job_that_cannot_be_traced_says_why(factory, rule):
     """The error of the child is that of the command, with the user's own line."""
@@ -234,6 +237,7 @@ def build():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_step_that_goes_another_way_from_some_size_on_is_traced_beyond_it(tmp_path):
     """Two and four samples differ, so four and eight are taken, and that is said among the assumptions."""
     (tmp_path / "job.py").write_text(_BRANCHING)
@@ -257,6 +261,7 @@ def build():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_precision_in_which_the_step_does_not_run_is_left_out(tmp_path):
     """The plans in fp32 stay, and why there are none in bf16 is said; asked for alone, the error names it."""
     (tmp_path / "job.py").write_text(_FP32_ONLY)

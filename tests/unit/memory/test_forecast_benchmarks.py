@@ -136,6 +136,7 @@ def _simulated(scaled: ScaledTrace, plan: Plan, cap_bytes: int) -> Outcome:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_chosen_plans_come_through_on_the_simulated_device() -> None:
     """A plan chosen for 8 GiB runs there on the simulated allocator, and twice its micro-batch does not."""
     model = next(model for model in OWN if model.name == "lora")

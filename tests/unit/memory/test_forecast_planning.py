@@ -229,6 +229,7 @@ def test_sizes_that_were_traced_are_the_only_ones_that_are_planned(mib: int, siz
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_list_of_samples_is_planned_as_it_was_traced() -> None:
     """Each size of a list is traced itself, the largest that fits is recommended, and one more trace agrees."""
     order = Order(

@@ -49,6 +49,7 @@ def test_a_trace_that_is_stopped_kills_its_child_and_starts_no_other() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 @pytest.mark.parametrize("route", ["cpu", "privateuse1"])
 def test_values_of_the_sample_batch_answer_questions_about_them(route: str) -> None:
     """A mask of ones is known to be one of ones at every size, so nothing has to be assumed about it."""
@@ -82,6 +83,7 @@ JOBS = ("mlp", "mlp_on_cuda", "transformer", "conv_net", "lstm", "gan", "gan_by_
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 @pytest.mark.parametrize(
     ("name", "route", "precision"),
     [
@@ -101,6 +103,7 @@ def test_every_kind_of_job_is_traced_on_both_routes(name: str, route: str, preci
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 @pytest.mark.parametrize(
     ("name", "size"), [("own_step_of_a_size", None), ("four_things", 8), ("loader_with_workers", 5), ("prints", 8)]
 )
@@ -112,6 +115,7 @@ def test_all_that_a_factory_may_return_is_traced(name: str, size: int | None) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_lengths_come_from_the_sample_batch_or_from_the_factory() -> None:
     """Each length is traced at each size; activations of an encoder grow with both."""
     result = traced("transformer", sizes=(2, 4), lengths=(16, 32, 64))
@@ -126,6 +130,7 @@ def test_lengths_come_from_the_sample_batch_or_from_the_factory() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_recomputation_is_traced_as_it_will_run() -> None:
     """With all blocks recomputed the peak is lower and more is computed; no block keeps its activations."""
     options: dict[str, Any] = {"sizes": (32,), "lengths": (128,)}
@@ -138,6 +143,7 @@ def test_recomputation_is_traced_as_it_will_run() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_step_that_never_asks_its_guard_is_a_step_of_its_own() -> None:
     """It is traced as the same step without one, in half precision too, and both optimizers count as stepped."""
     for precision in ("fp32", "bf16"):
@@ -150,6 +156,7 @@ def test_a_step_that_never_asks_its_guard_is_a_step_of_its_own() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_step_that_takes_no_small_batch_is_traced_with_the_sample_batch() -> None:
     """The sizes are its own and twice that, and why is said; an error at that size too is that of the small one."""
     found = traced("cuts_by_itself")
@@ -160,6 +167,7 @@ def test_a_step_that_takes_no_small_batch_is_traced_with_the_sample_batch() -> N
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_accumulation_keeps_gradients_while_the_next_part_runs() -> None:
     """Two micro-batches take two forward passes, and a peak that is not lower than that of one."""
     one, two = (traced("transformer", gradient_accumulation_steps=steps).traces[1] for steps in (1, 2))
@@ -176,6 +184,7 @@ def test_accumulation_keeps_gradients_while_the_next_part_runs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 @pytest.mark.parametrize("name", ["real_weights", "real_weights_on_cuda"])
 def test_a_build_that_needs_values_runs_with_real_weights(name: str) -> None:
     """The second child builds for real, and both the reason and the memory that it took are said."""
@@ -188,6 +197,7 @@ def test_a_build_that_needs_values_runs_with_real_weights(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_both_answers_of_a_branch_are_traced() -> None:
     """Where the way depends on values, the other way is traced too, and how much less or more it needs is said."""
     (assumption,) = [one for one in traced("branches").assumptions if "bool(tensor)" in one.what]
@@ -196,6 +206,7 @@ def test_both_answers_of_a_branch_are_traced() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_the_answer_that_needs_more_is_planned_for() -> None:
     """Where it is not the one that was given, all is traced with it, and another process can be told to give it."""
     found = traced("branches_to_less")
@@ -221,6 +232,7 @@ def test_a_crash_on_the_accelerator_falls_back_to_the_cpu() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 @pytest.mark.parametrize(
     ("name", "kind", "rule", "said"),
     [
