@@ -7,12 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from recipes.tacotron2 import espeak
+from tests.prepared import Prepared
 
 from holdfast.checkpoint.store import Store
 
@@ -43,13 +44,13 @@ train.main()
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Return a function that starts Python; what still runs at the end of the test is killed."""
+    """Return a function that starts a program of Python; what still runs at the end of the test is killed."""
     started: list[subprocess.Popen[str]] = []
 
     def start_one(*arguments: object) -> subprocess.Popen[str]:
         started.append(
-            subprocess.Popen(
-                [sys.executable, *map(str, arguments)],
+            Prepared(
+                arguments,
                 cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             )
         )  # fmt: skip
@@ -93,10 +94,25 @@ def test_ctrl_c_saves_and_says_how_to_go_on(start, tmp_path, times):
     assert checkpoints(tmp_path)[0] == step
     assert "found: []" in out
     assert "SIGINT" in (tmp_path / "report.html").read_text()
-    rest = start(*options, "--max-steps", step + 1, "--resume")
+    rest = start(*options, "--max-steps", step + 1, "--resume", "--lr", 0.02)
     _, err = rest.communicate(timeout=120)
     assert rest.returncode == 0, err
     assert f"going on from step {step} " in err
+    assert "the learning rate is the checkpoint's, 0.05, not 0.02. Fix: another --run-dir begins anew." in err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not espeak.is_installed(), reason="espeak-ng is not installed")
+def test_ctrl_c_while_data_are_made_ends_a_recipe_with_a_line(start, tmp_path):
+    """No loop runs yet that could end: code 130, no traceback, and the next start makes the rest."""
+    options = ("-m", "recipes.tacotron2", "--run-dir", tmp_path, "--clips", 2000)
+    life = start(*options)
+    wait_until(lambda: any(tmp_path.rglob("*.wav")), life)
+    os.killpg(life.pid, signal.SIGINT)
+    _, err = life.communicate(timeout=120)
+    assert life.returncode == 130, err
+    assert err.endswith("interrupted: the same command begins anew, or goes on from the newest checkpoint\n")
+    assert "Traceback" not in err
 
 
 @pytest.mark.slow
