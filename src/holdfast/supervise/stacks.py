@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -41,12 +42,17 @@ _NATIVE_SECONDS = 10.0  # it reads the symbols of every library
 _ANSWER_SECONDS = 0.5  # faulthandler takes 0.003 s
 _QUIET_SECONDS = 0.02
 _AT_ONCE = 8
-_MORE_LOOKS, _MORE_APART_SECONDS = 3, 0.03
+_MORE_LOOKS = 3
 _MORE_LOOKS_IF_STILL = 8  # a loop that spends most of its time in one line is seen there a few times in a row
+_MORE_APART_SECONDS = (0.01, 0.05)  # drawn each time: equal steps meet a loop of their period at one line for ever
+_NATIVE_LOOKS = 3  # where a loop spends half its time in C, one look finds it there as often as not
+_CHANCE = random.SystemRandom()  # has no seed that anybody counts on
 _BUSY_SHARE = 0.3
 _MOST_FRAMES = 256
 _MOST_FILES = 1000  # dumps that are kept, some 5 KB each
 _MOST_BYTES = 1 << 22
+_C_LIBRARY = re.compile(r"lib(?:c|m|pthread)[-.]|ld-|\[vdso\]")
+_INTERPRETER = re.compile(r"(?:lib)?(?:python|pypy)\d")
 _FAULT_THREAD = re.compile(
     r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]{1,16})(?: \[(?P<name>.*?)\])? \(most recent call first\):"
 )
@@ -161,7 +167,7 @@ class Stacks:
         for number in range(_MORE_LOOKS_IF_STILL):
             if about.last.source == "/proc" or (number >= _MORE_LOOKS and not _is_still(about)):
                 break
-            time.sleep(_MORE_APART_SECONDS)
+            time.sleep(_CHANCE.uniform(*_MORE_APART_SECONDS))
             look = self._once(subject)
             if look is not None:
                 about = replace(about, looks=(*about.looks, look))
@@ -184,16 +190,24 @@ class Stacks:
     def _native(self, about: Examined) -> tuple[str, ...] | None:
         """Return the native functions below Python's innermost frame in the main thread, innermost first.
 
-        None of them if that frame is another one than at the looks: what moves is in no native function for long.
+        A loop calls functions in C too, for a moment each: only what is there at each of a few looks counts. None of
+        them if that frame is another one than at the looks: what moves is in no native function for long.
         """
-        for thread in (self._run(["--native"], about.pid, _NATIVE_SECONDS) or ()) if self._py_spy else ():
-            if thread.get("os_thread_id") == about.pid:
-                frames = [each for each in thread.get("frames") or () if isinstance(each, dict)]
-                python = next((n for n, each in enumerate(frames) if not each.get("module")), len(frames))
-                if python < len(frames) and frames[python].get("line") != about.last.main.frames[-1].line:
-                    return ()
-                return tuple(clean(str(each.get("name"))) for each in frames[:python][:_MOST_FRAMES])
-        return None
+        names: tuple[str, ...] | None = None
+        homes: set[str] | None = None
+        for number in range(_NATIVE_LOOKS if self._py_spy else 0):
+            if number:
+                time.sleep(_CHANCE.uniform(*_MORE_APART_SECONDS))
+            dump = self._run(["--native"], about.pid, _NATIVE_SECONDS) or ()
+            thread = next((each for each in dump if each.get("os_thread_id") == about.pid), None)
+            if thread is None:
+                break
+            found = _native_functions(thread, about.last.main.frames[-1].line)
+            homes = {home for _, home in found if homes is None or home in homes}
+            names = tuple(name for name, home in found if home in homes)[:_MOST_FRAMES]
+            if not names:
+                break
+        return names
 
     def _run(self, options: list[str], pid: int, seconds: float) -> list[dict[str, Any]] | None:
         command = [self._py_spy, "dump", "--json", *options, "--pid", str(pid)]
@@ -266,6 +280,23 @@ def _thread(found: dict[str, Any]) -> ThreadLook:
         frames=tuple(reversed(frames)),
         holds_gil=bool(found.get("owns_gil")),
     )
+
+
+def _native_functions(thread: Mapping[str, Any], line: int) -> list[tuple[str, str]]:
+    """Return name and home of the native functions below Python's innermost frame, if that is at a line.
+
+    The home is the library's file: not all have names, and of MKL py-spy finds often only the innermost. Within the
+    interpreter it is the function. The C library and the kernel's (allocating, copying, clocks) are left out: any
+    Python runs them.
+    """
+    found: list[tuple[str, str]] = []
+    for each in (each for each in thread.get("frames") or () if isinstance(each, dict)):
+        name, file = clean(str(each.get("name"))), clean(Path(str(each.get("module") or "")).name)
+        if not file and each.get("filename") != "?":  # that is machine code from no file
+            return found if each.get("line") == line else []
+        if file and not _C_LIBRARY.match(file):
+            found.append((file if name.startswith("0x") else name, name if _INTERPRETER.match(file) else file))
+    return found
 
 
 def _joined(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tuple[ThreadLook, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -176,6 +177,47 @@ def test_a_process_that_computes_is_looked_at_more_often_and_into_its_native_cod
     assert len(native.looks) == len(plain.looks) == 10
     assert native.native, "the names of functions in C"
     assert plain.native == ()
+
+
+LIBC, PYTHON, SPIN = "/usr/lib/x86_64-linux-gnu/libc.so.6", "/opt/lib/libpython3.11.so.1.0", "/opt/spin.so"
+BLAS = "/opt/numpy.libs/libscipy_openblas64_-32a4b2a6.so"
+SPRINTF = [("0x7f0f6266fab0", LIBC), ("0x7f0f6267ae59", LIBC), ("0x7f0f626962f7", LIBC), ("sprintf", LIBC)]
+MATCH = [("sre_ucs1_match", PYTHON), ("_sre_SRE_Pattern_match", PYTHON)]
+CLOCK = [("0x7f451d149b46", "[vdso]"), ("clock_gettime", LIBC)]
+
+
+@pytest.mark.parametrize(
+    ("dumps", "native"),
+    [
+        pytest.param([[("0x7f0f6278b853", LIBC)]], (), id="a loop that copies"),
+        pytest.param([SPRINTF], (), id="a loop that formats"),
+        pytest.param([CLOCK], (), id="a loop that reads the clock"),
+        pytest.param([[("unicode_repr", PYTHON)], []], (), id="a function at one look"),
+        pytest.param([[("unicode_repr", PYTHON)], [("unicode_fromformat_write_str", PYTHON)]], (), id="two of them"),
+        pytest.param([[("0x7f010dd8b874", LIBC), *MATCH], MATCH], ("sre_ucs1_match", MATCH[1][0]), id="a search"),
+        pytest.param([[("0x7f06049b6135", SPIN)], [("0x7f06049b612e", SPIN)]], ("spin.so",), id="without symbols"),
+        pytest.param([[("dgemv_kernel_4x4", BLAS)], [("dcopy_k_SKYLAKEX", BLAS)]], ("dcopy_k_SKYLAKEX",), id="BLAS"),
+        pytest.param([[("0x7f0000000010", None), ("call", SPIN)]], ("call",), id="made at run time"),
+    ],
+)
+def test_what_a_loop_calls_for_a_moment_is_no_native_code(
+    dumps: list[list[tuple[str, str | None]]], native: tuple[str, ...], start: Start, tmp_path: Path
+) -> None:
+    """Frames that py-spy has printed of loops, of a search and of libraries; the last dump is repeated."""
+    child = start("print(flush=True)\nwhile True: pass\n")
+    python = {"name": "<module>", "filename": "<string>", "module": None, "line": 2}
+    for name, functions in {"look": [], "1": dumps[0], "2": dumps[-1], "3": dumps[-1]}.items():
+        inside = [{"name": each, "filename": file or "?", "module": file, "line": 0} for each, file in functions]
+        thread = {"pid": child.pid, "os_thread_id": child.pid, "owns_gil": True, "frames": [*inside, python]}
+        (tmp_path / f"{name}.json").write_text(json.dumps([thread]))
+    printer = tmp_path / "py-spy"
+    printer.write_text(
+        f"#!/bin/sh\ncd {tmp_path}\n"
+        'case "$*" in *--native*) set -- ?.json; cat "$1"; rm "$1";; *) cat look.json;; esac\n'
+    )
+    printer.chmod(0o755)
+    (found,) = take(tmp_path, subject(child.pid), py_spy=str(printer))
+    assert found.native == native
 
 
 def test_faulthandler_s_text_is_read_with_names_and_without() -> None:
