@@ -9,10 +9,7 @@ Does not: undo what the replay does to gradients, buffers and random state, nor 
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,6 +17,7 @@ import torch
 from torch import nn
 
 from holdfast.numerics.births import OUTSIDE, Birth, Births, Kind, Phase
+from holdfast.numerics.eager import eager
 from holdfast.numerics.mechanisms import Confidence, Facts, explain, readable
 from holdfast.numerics.operands import Operand, nonfinite
 
@@ -116,7 +114,7 @@ def trace(
     by `run_once` alone.
     """
     births = Births(dict(models), [*_tensors(models, parameters, batch_tensors)], batch_size)
-    with _eager(), births:
+    with eager(), births:
         loss = run_once()
     bad_loss = nonfinite(loss)
     hit = [(name, p.grad) for name, p in parameters if p.grad is not None and nonfinite(p.grad) is not None]
@@ -142,19 +140,6 @@ def _tensors(
         found += [("parameter", prefix + name, tensor) for name, tensor in model.named_parameters()]
         found += [("buffer", prefix + name, tensor) for name, tensor in model.named_buffers()]
     return found
-
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Run compiled modules as they are written, if anything was compiled at all."""
-    set_stance = getattr(torch.compiler, "set_stance", None)
-    if set_stance is None or "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with warnings.catch_warnings(), set_stance("force_eager"):
-        # A compiled module warns that global hooks fire once more for its wrapper; that changes no path here.
-        warnings.filterwarnings("ignore", message="Using `torch.compile")
-        yield
 
 
 def _holds_nan(tensor: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ from holdfast.data.random_state import isolated
 from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
 from holdfast.memory.ladder import Means
 from holdfast.memory.onednn import is_onednn_failure
+from holdfast.numerics.eager import eager
 from holdfast.run.buffers import BufferKeeper
 from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
 from holdfast.run.hazards import find_hazards, mixing_layers, split_promise
@@ -341,7 +342,8 @@ def _in_a_copy(run: Callable[[], Verdict]) -> Verdict:
 def _attempted(rehearsal: Rehearsal, batch: Any, size: int) -> Verdict:
     """Return the verdict, or say why there is none."""
     try:
-        return rehearsal.run(batch, size)
+        with eager():  # its sizes would be compiled for, and a copy of this process has no threads that compile
+            return rehearsal.run(batch, size)
     except Exception as error:  # noqa: BLE001 - whatever the caller's loss does with 3 samples is an answer
         first = (str(error).strip().splitlines() or [""])[0]
         return Verdict(outcome="unknown", why=f"{type(error).__name__}: {first}"[:300])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -247,3 +249,23 @@ def test_no_leaf_of_a_batch_is_too_strange_to_look_at(leaf):
     assert shares(Weighting(kind="labels", keys=("absent", 0)), [(batch, 4)]) is None
     with pytest.raises(holdfast.HoldfastError, match=r"(?s)valid labels of batch\['absent'\].*H207"):
         Weighting(kind="labels", keys=("absent",)).count(batch, 4)
+
+
+def test_a_compiled_model_is_tried_as_it_is_written(tmp_path):
+    """The trial of a split compiles nothing: in a copy of the process that would never end."""
+    ours = os.getpid()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        if os.getpid() != ours:
+            time.sleep(1000)  # as inductor does, whose own processes are not copied
+        return graph.forward
+
+    model = torch.compile(nn.Linear(4, 1), backend=backend)
+    features, targets = torch.randn(8, 4), torch.randn(8, 1)
+    F.mse_loss(model(features), targets).backward()  # it is compiled for batches of 8
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = holdfast.Policy(micro_batch_size=3)
+    with holdfast.Guard(tmp_path, model=model, optimizer=optimizer, policy=policy) as guard:
+        guard.step((features, targets), lambda batch: F.mse_loss(model(batch[0]), batch[1]))
+        (promises,) = (event for event in guard.events() if event.kind == "promises")
+    assert promises.data["rehearsal"]["outcome"] == "exact"
