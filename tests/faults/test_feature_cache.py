@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.prepared import Prepared
 
 from holdfast.chaos.small_disk import command_with_small_disk
 
@@ -28,8 +29,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def start_one(path: Path, **request: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, PROGRAM, json.dumps({"path": str(path), **request})]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        process = Prepared([PROGRAM, json.dumps({"path": str(path), **request})], stdout=subprocess.PIPE, text=True)
         started.append(process)
         return process
 

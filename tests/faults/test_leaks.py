@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.prepared import run_prepared
 
 from holdfast.core.events import Event
 from holdfast.recorder.progress import read_board, request_trace
@@ -49,7 +50,8 @@ def test_a_traced_training_computes_the_same(tmp_path: Path) -> None:
     run.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(PROGRAM), "200"]
-    plain = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=_TIMEOUT_SECONDS)
+    plain = run_prepared(command[1:], text=False, timeout=_TIMEOUT_SECONDS)
+    assert plain.returncode == 0, plain.stderr
     with subprocess.Popen(command, env=observing(environment, run, 0), stdout=subprocess.PIPE) as process:
         request(run, process.poll)
         output, _ = process.communicate(timeout=_TIMEOUT_SECONDS)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.prepared import run_prepared
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parent / "programs" / "short_of_memory.py"
 
 
 def take_steps(name: str, *shares: float) -> list[dict[str, Any]]:
-    command = [sys.executable, str(PROGRAM), name, *map(str, shares)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    ended = run_prepared([PROGRAM, name, *shares], timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return [json.loads(line) for line in ended.stdout.splitlines()]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.prepared import run_prepared
 
 from holdfast.core.events import Event
 from holdfast.recorder.progress import Phase, Standing, StepSample, read_board, read_samples
@@ -69,13 +70,15 @@ def train(tmp_path: Path) -> Train:
     def run(*arguments: str, observed: bool = True, program: Path = PROGRAM) -> Ended:
         place = tmp_path / ("observed" if observed else "plain")
         place.mkdir()
-        environment = observing(os.environ, place, 0) if observed else dict(os.environ)
+        if not observed:
+            ended = run_prepared([program, *arguments], cwd=place, timeout=_SECONDS)
+            return Ended(ended.stdout + ended.stderr, ended.returncode, None)
         ended = subprocess.run(
-            [sys.executable, str(program), *arguments],
-            env={**environment, "OMP_NUM_THREADS": "1"}, cwd=place, capture_output=True, text=True, check=False,
-            timeout=_SECONDS,
+            [sys.executable, str(program), *arguments], cwd=place,
+            env={**observing(os.environ, place, 0), "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, check=False, timeout=_SECONDS,
         )  # fmt: skip
-        return Ended(ended.stdout + ended.stderr, ended.returncode, place if observed else None)
+        return Ended(ended.stdout + ended.stderr, ended.returncode, place)
 
     return run
 
