@@ -212,7 +212,7 @@ def _burning(process: Examined, thread: ThreadLook, group: int) -> How:
     if group > 1 and _any(_COLLECTIVE, below):
         return How(kind="collective", confidence=0.8, frame=frame, doing="waits in a collective, polling")
     native = " ".join(process.native or ())
-    if still and (_any(_CUDA, below) or _NATIVE_CUDA.search(native) or (process.uses_gpu and not native)):
+    if still and (_any(_CUDA, below) or _NATIVE_CUDA.search(native) or (process.uses_gpu and process.native is None)):
         if group > 1:
             return How(kind="collective", confidence=0.5, frame=frame, doing="waits for the GPU, and that for others")
         return How(kind="GPU sync", confidence=0.75, frame=frame, doing="waits for the GPU")
