@@ -246,6 +246,7 @@ def test_a_gpu_that_is_waited_for_is_told_by_its_calls_or_its_device() -> None:
     sync = [TRAIN, (TORCH + "cuda/__init__.py", 1040, "synchronize")]
     assert judged(process(thread(sync, "running"), share=1.0)).kind == "GPU sync"
     assert judged(process(thread([TRAIN], "running"), share=1.0, uses_gpu=True)).kind == "GPU sync"
+    assert judged(process(thread([TRAIN], "running"), share=1.0, uses_gpu=True, native=())).kind == "Python loop"
     assert judged(process(thread([TRAIN], "running"), share=1.0, native=("cuEventSynchronize",))).kind == "GPU sync"
 
 
