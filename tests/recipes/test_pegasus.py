@@ -27,6 +27,7 @@ from recipes.pegasus.records import JsonLines, RecordError, TokenizedRecords
 from recipes.pegasus.scoring import HeldOut, rouge
 from recipes.pegasus.train import POLICY, main, train
 from recipes.pegasus.vocabulary import load_tokenizer, reload_tokenizer
+from tests.prepared import Prepared
 
 from holdfast import DataLoader, LoaderError, Policy
 from holdfast.cli.factories import load_factory
@@ -576,8 +577,8 @@ def test_ctrl_c_ends_a_trainer_as_it_does_a_loop_of_ours(tmp_path: Path) -> None
             "eval-records": 4, "max-steps": steps, "dropout": 0.1, "save-interval-steps": 5, "warmup-steps": 5,
         }  # fmt: skip
         options = [f"--{name}={value}" for name, value in given.items()]
-        return subprocess.Popen(
-            [sys.executable, "-m", "recipes.pegasus", *options, "--no-save-pretrained"], text=True,
+        return Prepared(
+            ["-m", "recipes.pegasus", *options, "--no-save-pretrained"], text=True,
             cwd=POLICY.parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
 

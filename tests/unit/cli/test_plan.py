@@ -162,6 +162,7 @@ def test_yaml_is_the_policy_and_nothing_else():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_plan_is_made_written_and_drawn(tmp_path):
     """A real job: traced in children, planned, traced once more within 0.5 %, written as a policy and as a page."""
     pytest.importorskip("plotly")
@@ -196,9 +197,8 @@ def test_lengths_are_planned_for_the_longest(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_device_too_small_is_exit_code_1(tmp_path):
-    """The table is printed all the same, then what is missing."""
+    """The table is printed all the same, then what is missing; the child is started as a user's."""
     result = call("--device", "A100-80GB:1GiB", "--margin", "900MiB", "--precision", "fp32", "--out", tmp_path / "p")
     assert result.exit_code == 1, result.output
     assert "[H420]" in result.stdout

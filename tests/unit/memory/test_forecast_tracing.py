@@ -222,6 +222,7 @@ def test_the_answer_that_needs_more_is_planned_for() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_crash_on_the_accelerator_falls_back_to_the_cpu() -> None:
     """A step that aborts there is traced as the CPU would run it, and the signal and its last words are said."""
     result = traced("crashes_on_the_accelerator")
