@@ -4,14 +4,19 @@ If the kernel refuses memory while oneDNN compiles a kernel, that thread can com
 memory again: every convolution of a new shape fails with "could not create a primitive" (seen with torch 2.13, whose
 oneDNN keeps the error of its assembler in a thread-local variable and never clears it). torch's own kernels still
 work, so oneDNN is switched off for the rest of the process.
+
+Its strided convolution does not even notice: it goes on without the kernels that were refused, calls address 0, and
+the process ends with SIGSEGV. So oneDNN must be off before such kernels are made where memory is short.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterable
 
 import torch
+from torch.nn.modules.conv import _ConvNd
 
 _FAILURE = re.compile(r"could not (create|execute|initialize) an? [\w ]*(primitive|memory|descriptor)", re.IGNORECASE)
 _fresh_widths = itertools.count(5)
@@ -40,6 +45,26 @@ def switch_off_if_broken() -> bool:
         if not is_onednn_failure(str(error)):
             raise
     else:
+        return False
+    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+    return True
+
+
+def switch_off_if_unsafe(models: Iterable[torch.nn.Module]) -> bool:
+    """Switch oneDNN off if a model has a strided convolution, also a transposed one, that it might crash in.
+
+    Call it where memory was short and kernels of new shapes are about to be made.
+
+    Args:
+        models: Those that are trained. A convolution that is called as a function is not seen.
+
+    Returns:
+        True if it was on and is off now. Results then differ by rounding from those of oneDNN's kernels.
+    """
+    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():  # type: ignore[no-untyped-call]
+        return False
+    modules = (module for model in models for module in model.modules())
+    if not any(isinstance(module, _ConvNd) and max(module.stride) > 1 for module in modules):
         return False
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
     return True

@@ -27,11 +27,12 @@ from torch.utils.checkpoint import CheckpointError as RecomputeMismatch
 
 from holdfast.core.clock import Clock
 from holdfast.core.errors import DeviceError, OutOfMemoryError
+from holdfast.core.events import Split as SplitDecision
 from holdfast.core.events import Stop
 from holdfast.core.policy import Policy
 from holdfast.data.splitting import Split, versions_of
 from holdfast.memory.ladder import Means, MemoryLadder
-from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken
+from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
 from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
 from holdfast.memory.recompute import NO_BLOCKS
 from holdfast.numerics.gradients import Group, clip, clip_adaptively, inspect, nonfinite_gradients
@@ -97,6 +98,7 @@ class Transaction:
         self._tells_of_no_blocks = policy.recompute is True and not self._attempts.blocks
         self.spare_memory: Callable[[], None] = lambda: None  # called when memory is short on the host
         self.committing = False
+        self._stepped: set[str] = set()  # optimizers whose kernels for whole batches are made
 
     def state_was_replaced(self) -> None:
         """Note that optimizer state was loaded: some of it may be missing again."""
@@ -262,6 +264,9 @@ class Transaction:
                 "Policy(allow_split_with=...); the weights are those of the last committed step.",
                 rule="H401",
             )
+        makes_kernels = isinstance(decision, SplitDecision) or not self._stepped.issuperset(work.names)
+        if makes_kernels and self._parts.device_type() == "cpu" and switch_off_if_unsafe(self._parts.models.values()):
+            self._record.happened("onednn_switched_off", promise="equal up to rounding")
 
     def _means(self, work: Work) -> Means:
         if not work.prepared:
@@ -301,6 +306,7 @@ class Transaction:
         self.committing = True  # stays so if an optimizer fails
         self._step_optimizers(work.names, outcome)
         self.committing = False
+        self._stepped.update(work.names)
         if self._is_to_be_compared():
             self._compare_with_forecast()
         self.loss_scale.update()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken
+from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
 
 
 def test_a_healthy_onednn_stays_on() -> None:
@@ -22,6 +22,25 @@ def test_nothing_is_tried_where_it_is_off_already() -> None:
     try:
         assert switch_off_if_broken() is False
         assert not torch._C._get_mkldnn_enabled()
+    finally:
+        torch.backends.mkldnn.set_flags(True)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_unsafe"),
+    [
+        (torch.nn.Conv2d(1, 1, 4, stride=(1, 2)), True),
+        (torch.nn.ConvTranspose1d(1, 1, 4, stride=2), True),
+        (torch.nn.Conv2d(1, 1, 3, padding=1), False),
+        (torch.nn.MaxPool2d(2, stride=2), False),
+    ],
+)
+def test_it_is_switched_off_for_strided_convolutions_only(model: torch.nn.Module, is_unsafe: bool) -> None:
+    """Wherever in the models it lies, once; all else keeps oneDNN's kernels, and so its bits."""
+    models = [torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Sequential(model))]
+    try:
+        assert [switch_off_if_unsafe(models) for _ in range(2)] == [is_unsafe, False]
+        assert torch._C._get_mkldnn_enabled() is not is_unsafe
     finally:
         torch.backends.mkldnn.set_flags(True)
 
