@@ -7,14 +7,15 @@ what `results_of` brought back.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.prepared import run_prepared
+
+_ROOT = Path(__file__).parents[3]
 _cases: dict[str, Callable[[], Any]] = {}
 
 
@@ -41,10 +42,8 @@ def results_of(file: str) -> dict[str, Any]:
     Returns:
         The result of each case by its name; ``{"failed": traceback}`` for one that raised.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(Path.cwd()), "src"))}
-    done = subprocess.run(
-        [sys.executable, file], capture_output=True, text=True, timeout=240, env=environment, check=False
-    )
+    module = ".".join(Path(file).relative_to(_ROOT).with_suffix("").parts)
+    done = run_prepared(["-m", module], cwd=_ROOT, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     results: dict[str, Any] = json.loads(done.stdout.rstrip().rsplit("\n", 1)[-1])
     return results

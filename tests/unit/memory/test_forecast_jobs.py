@@ -371,6 +371,7 @@ def test_a_criterion_may_be_a_function() -> None:
         assert job.accumulates
 
 
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_an_unknown_module_to_recompute_gives_the_nearest_name() -> None:
     """A name that no module has is refused in the child, with a proposal."""
     with pytest.raises(PolicyError, match=r"did you mean 'encoder\.layers\.1'"):
