@@ -36,7 +36,7 @@ class Utterance:
     speaker: str = ""
 
     def size(self) -> int:
-        """Return the bytes of the recording, which order recordings by length; 0 if there is none."""
+        """Return the bytes of the recording, which order recordings by length, FLAC nearly; 0 if there is none."""
         return self.path.stat().st_size if self.path.is_file() else 0
 
 
@@ -49,7 +49,7 @@ def read_corpus(place: Path) -> list[Utterance]:
             LibriSpeech.
 
     Raises:
-        CorpusError: It is none of these, or empty, or FLAC, or has a name twice.
+        CorpusError: It is none of these, or empty, or has a name twice.
     """
     if place.suffix.lower() == ".csv":
         found = list(_from_csv(place))
@@ -138,26 +138,16 @@ def placed(file: Path, written: str) -> Path:
     return file.parent / written
 
 
-def as_wav(path: Path) -> Path:
-    """Return the WAV file of a recording: of one that is named as FLAC, that beside it.
-
-    Raises:
-        CorpusError: There is a FLAC file only.
-    """
+def recording(path: Path) -> Path:
+    """Return where a recording lies: as WAV or else as FLAC, of that name; the path itself if neither is there."""
     if path.suffix not in (".wav", ".flac"):
         return path
-    wav, flac = path.with_suffix(".wav"), path.with_suffix(".flac")
-    if flac.is_file() and not wav.is_file():
-        raise CorpusError(
-            f"{flac} is no WAV file\n"
-            "Fix: find . -name '*.flac' -exec sh -c 'ffmpeg -i \"$1\" \"${1%.flac}.wav\"' _ {} \\;"
-        )
-    return wav
+    return next((each for each in map(path.with_suffix, (".wav", ".flac")) if each.is_file()), path)
 
 
 def _from_csv(file: Path) -> Iterator[Utterance]:
     for row in read_rows(file, ("ID", "wav", "wrd")):
-        path = as_wav(placed(file, row["wav"]))
+        path = recording(placed(file, row["wav"]))
         yield Utterance(name=row["ID"], path=path, text=row["wrd"], speaker=row.get("spk_id", ""))
 
 
@@ -165,11 +155,11 @@ def _from_ljspeech(folder: Path) -> Iterator[Utterance]:
     for line in _lines(folder / "metadata.csv"):
         name, *texts = (part.strip() for part in line.split("|"))
         text = next((each for each in reversed(texts) if each), "")  # the normalised one, if there is one
-        yield Utterance(name=name, path=folder / "wavs" / f"{name}.wav", text=text)
+        yield Utterance(name=name, path=recording(folder / "wavs" / f"{name}.wav"), text=text)
 
 
 def _from_transcript(file: Path) -> Iterator[Utterance]:
     for line in _lines(file):
         name, *text = line.split(maxsplit=1)
-        path = as_wav(file.parent / f"{name}.wav")
+        path = recording(file.parent / f"{name}.wav")
         yield Utterance(name=name, path=path, text="".join(text), speaker=name.partition("-")[0])

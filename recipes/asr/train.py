@@ -34,8 +34,8 @@ class Options(SpeechOptions):
     """Optimizer steps, counted over all lives of the run."""
 
     data: Path | None = None
-    """Corpus to learn: a folder as LibriSpeech's or LJSpeech's with WAV files, or a CSV file as SpeechBrain's (ID,
-    duration, wav, wrd). none: speech is made."""
+    """Corpus to learn: a folder as LibriSpeech's or LJSpeech's with WAV or FLAC files, or a CSV file as
+    SpeechBrain's (ID, duration, wav, wrd). none: speech is made."""
 
     held_out: Path | None = None
     """Corpus to test with, in the same forms. none: each 20th utterance of --data."""

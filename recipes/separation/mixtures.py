@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.asr.corpus import CorpusError, Utterance, as_wav, insist_on_own_names, placed, read_rows
+from recipes.asr.corpus import CorpusError, Utterance, insist_on_own_names, placed, read_rows, recording
 from recipes.tacotron2.wav import read_wav, write_wav
 
 Waves = NDArray[np.float32]
@@ -40,8 +40,8 @@ def read_mixtures(place: Path) -> list[Mixture]:
     """Return the mixtures of a set, in the order of their names or rows.
 
     Args:
-        place: A folder with ``mix`` (or ``mix_clean``, ``mix_both``), ``s1`` and ``s2``, each with WAV files of the
-            same names; or a CSV file with the columns ID, mix_wav, s1_wav and s2_wav.
+        place: A folder with ``mix`` (or ``mix_clean``, ``mix_both``), ``s1`` and ``s2``, each with WAV or FLAC files
+            of the same names; or a CSV file with the columns ID, mix_wav, s1_wav and s2_wav.
 
     Raises:
         CorpusError: It is neither, or empty, or has a name twice.
@@ -49,8 +49,8 @@ def read_mixtures(place: Path) -> list[Mixture]:
     found = list(_from_csv(place) if place.suffix.lower() == ".csv" else _from_folder(place))
     if not found:
         raise CorpusError(
-            f"{place} holds no mixture\nFix: name a folder with the folders mix, s1 and s2 of WAV files of the same "
-            "names, or a CSV file with the columns ID, duration, mix_wav, s1_wav and s2_wav."
+            f"{place} holds no mixture\nFix: name a folder with the folders mix, s1 and s2 of WAV or FLAC files of "
+            "the same names, or a CSV file with the columns ID, duration, mix_wav, s1_wav and s2_wav."
         )
     insist_on_own_names(place, (each.name for each in found))
     return found
@@ -58,21 +58,20 @@ def read_mixtures(place: Path) -> list[Mixture]:
 
 def _from_csv(file: Path) -> Iterator[Mixture]:
     for row in read_rows(file, ("ID", "mix_wav", "s1_wav", "s2_wav")):
-        path, first, second = (as_wav(placed(file, row[column])) for column in ("mix_wav", "s1_wav", "s2_wav"))
+        path, first, second = (recording(placed(file, row[column])) for column in ("mix_wav", "s1_wav", "s2_wav"))
         yield Mixture(name=row["ID"], path=path, sources=(first, second))
 
 
 def _from_folder(folder: Path) -> Iterator[Mixture]:
     mixed = next((folder / name for name in _MIXED if (folder / name).is_dir()), folder / _MIXED[0])
     for path in _recordings(mixed, "*"):
-        yield Mixture(name=path.stem, path=path, sources=(folder / "s1" / path.name, folder / "s2" / path.name))
+        first, second = (recording(folder / source / path.name) for source in ("s1", "s2"))
+        yield Mixture(name=path.stem, path=path, sources=(first, second))
 
 
 def _recordings(folder: Path, pattern: str) -> list[Path]:
-    """Return the WAV files in a folder; where there are FLAC files instead, that is an error."""
-    for flac in folder.glob(f"{pattern}.flac"):
-        as_wav(flac)
-    return sorted(folder.glob(f"{pattern}.wav"))
+    """Return the recordings in a folder, each once: as WAV, or else as FLAC."""
+    return sorted({recording(path) for suffix in (".wav", ".flac") for path in folder.glob(pattern + suffix)})
 
 
 def read_speakers(folder: Path) -> list[Utterance]:
@@ -88,7 +87,7 @@ def read_speakers(folder: Path) -> list[Utterance]:
     ]
     if len({each.speaker for each in found}) < 2:
         raise CorpusError(
-            f"{folder} does not hold the WAV files of two speakers or more\n"
+            f"{folder} does not hold WAV or FLAC files of two speakers or more\n"
             "Fix: name a folder that holds a folder for each speaker, as LibriSpeech's train-clean-100."
         )
     return found

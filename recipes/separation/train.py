@@ -36,8 +36,8 @@ class Options(SpeechOptions):
     duration, mix_wav, s1_wav, s2_wav)."""
 
     speakers_dir: Path | None = None
-    """Recordings to mix on the fly instead: a folder with one folder of WAV files for each speaker, as LibriSpeech's.
-    none, and no --data: voices are made and mixed."""
+    """Recordings to mix on the fly instead: a folder with one folder of WAV or FLAC files for each speaker, as
+    LibriSpeech's. none, and no --data: voices are made and mixed."""
 
     held_out: Path | None = None
     """Mixtures to test with, in the forms of --data; needed with data of yours."""

@@ -106,7 +106,7 @@ class SpeechFolder:
     def _samples(self, number: int, path: Path) -> tuple[int, str]:
         """Return how many samples a file has, and why it cannot be used."""
         try:
-            return check_wav(path, self.sample_rate).samples, ""
+            return check_wav(path, self.sample_rate), ""
         except WrongSampleRateError as error:
             self._mistakes.append(f"line {number}: {' '.join(str(error).splitlines())}")
             return 0, ""

@@ -1,149 +1,132 @@
-"""WAV files of one channel: PCM of 8 to 32 bits and floating point, also in the extensible format, become samples.
+"""Sound files of one channel: WAV and FLAC become samples, and samples WAV. libsndfile does it, by soundfile.
 
-Python's own ``wave`` reads no floating point, and before version 3.12 not what ffmpeg and SoX write for 24 bits.
+To libsndfile a WAV file that was cut short is a shorter one. What its header promises is therefore looked up here.
 """
 
 from __future__ import annotations
 
+import io
 import os
-import struct
-import wave as wave_files
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 SAMPLE_RATE = 22050
-_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE  # tags of formats
-_KNOWN = {(_PCM, 1), (_PCM, 2), (_PCM, 3), (_PCM, 4), (_FLOAT, 4), (_FLOAT, 8)}  # with bytes of a sample
-_LOUDEST = {1: 2.0**7, 2: 2.0**15, 3: 2.0**23, 4: 2.0**31}  # by bytes of a sample
-_UNTIL_THE_END = 0xFFFFFFFF  # the length of data that programs write into a pipe
-_FORMAT_BYTES = 26  # of the description: all that is looked at
+_BYTES = {"PCM_S8": 1, "PCM_U8": 1, "PCM_16": 2, "PCM_24": 3, "PCM_32": 4, "FLOAT": 4, "DOUBLE": 8}  # of a sample
+_STREAMED = 0x7FFFF000  # into a pipe programs write that many bytes or more are to come: espeak-ng, SoX, ffmpeg
+_BLOCK = 2**20  # samples decoded at a time, so that a header that lies takes no memory
 
 
 class WrongSampleRateError(ValueError):
     """A file has another sample rate than all are to have."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WavHeader:
-    """What a file says about itself, and how much of it is there.
-
-    Args:
-        tag: Of the format of its samples.
-        width: Bytes of a sample.
-        sample_rate: Samples in a second.
-        channels: Of them.
-        samples: Of each channel, as it says.
-        there: Of each channel, that are in the file.
-        start: Byte at which they begin.
-    """
-
-    tag: int
-    width: int
-    sample_rate: int
-    channels: int
-    samples: int
-    there: int
-    start: int
+def _soundfile() -> Any:
+    """Return the package, or raise an OSError, as whatever else files cannot be read for."""
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:  # the latter: it finds no libsndfile
+        raise OSError(f"soundfile cannot be imported ({error}).\nFix: pip install 'holdfast[demo]'") from error
+    return soundfile
 
 
-def check_wav(path: Path, sample_rate: int = SAMPLE_RATE) -> WavHeader:
-    """Return the header of a file that can be read, as far as that is known without reading its samples.
+def check_wav(path: Path, sample_rate: int = SAMPLE_RATE) -> int:
+    """Return how many samples a file has; one of WAV is not read for it.
 
     Raises:
         WrongSampleRateError: It has another sample rate.
-        ValueError: What else is wrong with it, and what to do: it is no WAV file, cut short, empty or not mono.
-        OSError: It cannot be read.
+        ValueError: What else is wrong with it, and what to do: it is no WAV or FLAC file, cut short, empty, not mono.
+        OSError: It cannot be read, or soundfile is not installed.
     """
-    header = _header(path)
-    if header.sample_rate != sample_rate:
-        raise WrongSampleRateError(
-            f"{path} has {header.sample_rate} samples a second; {sample_rate} are needed.\n"
-            f"Fix: resample all files once, for instance: sox in.wav -r {sample_rate} -c 1 -b 16 out.wav"
-        )
-    if header.channels != 1:
-        fix = "mix it down, for instance: sox in.wav -c 1 out.wav"
-        raise _unusable(path, f"has {header.channels} channels; 1 is needed", fix)
-    if (header.tag, header.width) not in _KNOWN:
-        why = f"has samples of {8 * header.width} bits in format {header.tag}, which are not known here"
-        raise _unusable(path, why, "convert it, for instance: sox in.wav -b 16 out.wav")
-    if header.there < header.samples or not header.samples:
-        raise _unusable(path, f"ends after {header.there} of {header.samples} samples")
-    return header
-
-
-def _header(path: Path) -> WavHeader:
-    form = b""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        riff = file.read(12)
-        if riff[:4] != b"RIFF" or riff[8:] != b"WAVE":
-            raise _unusable(path, "is no WAV file that can be read (it begins otherwise)")
-        name = b""
-        while name != b"data":
-            chunk = file.read(8)
-            if len(chunk) < 8:
-                raise _unusable(path, "is no WAV file that can be read (it ends too early)")
-            name, length = struct.unpack("<4sL", chunk)
-            after = file.tell() + length + length % 2
-            if name == b"fmt ":
-                form = file.read(min(length, _FORMAT_BYTES))
-            if name != b"data":
-                file.seek(after)
-        start = file.tell()
-    if len(form) < 16:
-        raise _unusable(path, "is no WAV file that can be read (it does not say what its samples are)")
-    tag, channels, rate, _, _, bits = struct.unpack("<HHLLHH", form[:16])
-    if tag == _EXTENSIBLE and len(form) == _FORMAT_BYTES:
-        (tag,) = struct.unpack("<H", form[24:])
-    width, there = (bits + 7) // 8, max(0, size - start)
-    each = max(1, width * channels)
-    said = there if length == _UNTIL_THE_END else length
-    return WavHeader(
-        tag=tag,
-        width=width,
-        sample_rate=rate,
-        channels=channels,
-        samples=said // each,
-        there=there // each,
-        start=start,
-    )
+    with _opened(path, sample_rate) as sound:
+        return len(_decoded(path, sound)) if sound.format == "FLAC" else sound.frames
 
 
 def read_wav(path: Path, sample_rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
-    """Return the samples of a mono WAV file, shape ``(samples,)``; PCM from -1 to 1.
+    """Return the samples of a mono WAV or FLAC file, shape ``(samples,)``; PCM from -1 to 1.
 
     Raises:
         ValueError: As `check_wav`, or the samples are no finite numbers.
-        OSError: It cannot be read.
+        OSError: It cannot be read, or soundfile is not installed.
     """
-    header = check_wav(path, sample_rate)
-    with path.open("rb") as file:
-        file.seek(header.start)
-        data = file.read(header.samples * header.width)
-    if header.tag == _PCM:
-        return _of_pcm(data, header.width)
-    with np.errstate(over="ignore"):  # it is looked at
-        found = np.frombuffer(data, dtype=f"<f{header.width}").astype(np.float32)
+    with _opened(path, sample_rate) as sound:
+        found = _decoded(path, sound)
     if not np.isfinite(found).all():
         raise _unusable(path, "holds samples that are no finite numbers")
     return found
 
 
-def _of_pcm(data: bytes, width: int) -> NDArray[np.float32]:
-    if width == 1:  # 8 bits are unsigned
-        wide = np.frombuffer(data, dtype=np.uint8).astype(np.float64) - 128
-    elif width == 3:
-        octets = np.frombuffer(data, dtype=np.uint8).reshape(-1, 3)
-        padded = np.zeros((len(octets), 4), dtype=np.uint8)
-        padded[:, 1:] = octets  # as the upper three bytes of 32 bits, so that the sign is right
-        wide = padded.reshape(-1).view("<i4").astype(np.float64) / 256
-    else:
-        wide = np.frombuffer(data, dtype=f"<i{width}").astype(np.float64)
-    return (wide / _LOUDEST[width]).astype(np.float32)
+@contextmanager
+def _opened(path: Path, sample_rate: int) -> Iterator[Any]:
+    """Open a file that can be used, as far as that is known without decoding its samples."""
+    soundfile = _soundfile()
+    with path.open("rb", buffering=0) as raw:
+        promised = _promised(path, raw)
+        source = raw.fileno() if promised != 0 else _until_its_end(raw)
+        raw.seek(0)
+        try:
+            sound = soundfile.SoundFile(source, closefd=False)
+        except soundfile.LibsndfileError as error:
+            raise _unusable(path, f"is no WAV file, nor FLAC, that can be read ({error.error_string})") from error
+        with sound:
+            if sound.samplerate != sample_rate:
+                raise WrongSampleRateError(
+                    f"{path} has {sound.samplerate} samples a second; {sample_rate} are needed.\n"
+                    f"Fix: resample all files once, for instance: sox in.wav -r {sample_rate} -c 1 -b 16 out.wav"
+                )
+            if sound.channels != 1:
+                fix = "mix it down, for instance: sox in.wav -c 1 out.wav"
+                raise _unusable(path, f"has {sound.channels} channels; 1 is needed", fix)
+            if sound.subtype not in _BYTES:
+                why = f"has samples of the sort {sound.subtype}; {', '.join(_BYTES)} are known"
+                raise _unusable(path, why, "convert it, for instance: sox in.wav -b 16 out.wav")
+            _insist_on_all(path, sound.frames, promised // _BYTES[sound.subtype] if promised else sound.frames)
+            yield sound
+
+
+def _promised(path: Path, raw: io.FileIO) -> int | None:
+    """Return how many bytes of samples a WAV file says it has, and stand behind it; None if it does not say."""
+    begins = raw.read(4)
+    if begins == b"fLaC":
+        return None
+    if begins != b"RIFF":
+        raise _unusable(path, "is no WAV file, nor FLAC (it begins otherwise)")
+    raw.seek(12)
+    while len(chunk := raw.read(8)) == 8:
+        length = int.from_bytes(chunk[4:], "little")
+        if chunk[:4] == b"data":
+            return length if length < _STREAMED else None
+        raw.seek(length + length % 2, os.SEEK_CUR)
+    raise _unusable(path, "is no WAV file that can be read (it ends too early)")
+
+
+def _until_its_end(raw: io.FileIO) -> io.BytesIO:
+    """Return a WAV file that promises no samples with a promise of too many: libsndfile reads what is there."""
+    samples = raw.read()
+    head = os.pread(raw.fileno(), raw.tell() - len(samples) - 4, 0)
+    return io.BytesIO(head + b"\xff" * 4 + samples)
+
+
+def _decoded(path: Path, sound: Any) -> NDArray[np.float32]:
+    blocks = [np.zeros(0, dtype=np.float32)]
+    try:
+        while len(block := sound.read(_BLOCK, dtype="float32")):
+            blocks.append(block)
+    except _soundfile().LibsndfileError as error:
+        raise _unusable(path, f"is cut short, damaged or written into a pipe ({error.error_string})") from error
+    found = np.concatenate(blocks)
+    _insist_on_all(path, len(found), sound.frames)
+    return found
+
+
+def _insist_on_all(path: Path, there: int, promised: int) -> None:
+    if there < promised or not there:
+        raise _unusable(path, f"ends after {there} of {promised} samples")
 
 
 def _unusable(path: Path, why: str, fix: str = "take it from its source again, or leave its row out.") -> ValueError:
@@ -157,11 +140,12 @@ def write_wav(path: Path, wave: Tensor | NDArray[np.float32], sample_rate: int =
         path: File; its folder is made.
         wave: Shape ``(samples,)``.
         sample_rate: Samples in a second.
+
+    Raises:
+        OSError: The disk refuses, or soundfile is not installed.
     """
-    samples = np.asarray(wave, dtype=np.float64).clip(-1, 1)
+    samples = (np.asarray(wave, dtype=np.float64).clip(-1, 1) * 32767).round().astype(np.int16)
+    written = io.BytesIO()  # libsndfile would not say why a disk refuses
+    _soundfile().write(written, samples, sample_rate, format="WAV", subtype="PCM_16")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with wave_files.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(sample_rate)
-        file.writeframes((samples * 32767).round().astype("<i2").tobytes())
+    path.write_bytes(written.getvalue())

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from recipes.asr import forecast, train
 from recipes.asr.corpus import CorpusError, Utterance, hold_out, read_corpus
@@ -95,16 +96,12 @@ def test_texts_are_read_as_editors_and_spreadsheets_write_them(tmp_path):
 
 
 def test_a_corpus_that_is_none_is_refused(tmp_path):
-    """A folder without transcripts, a CSV file without a column, FLAC, and too few to hold out end with a fix."""
+    """A folder without transcripts, a CSV file without a column, and too few to hold out end with a fix."""
     (tmp_path / "bad.csv").write_text("ID,wav,txt\n1,a.wav,hello\n")
     (tmp_path / "empty").mkdir()
-    flac = tmp_path / "flac"
-    flac.mkdir()
-    (flac / "1-1.trans.txt").write_text("1-1-0000 HELLO\n")
-    (flac / "1-1-0000.flac").touch()
     (tmp_path / "twice.csv").write_text("ID,wav,wrd\n1,a.wav,hello\n1,b.wav,hello\n")
     (tmp_path / "huge.csv").write_text(f"ID,wav,wrd\n1,a.wav,{'a' * 200_000}\n")
-    told = {"bad.csv": "no column 'wrd'", "empty": "no utterance", "flac": "no WAV", "no.csv": "cannot be read"}
+    told = {"bad.csv": "no column 'wrd'", "empty": "no utterance", "no.csv": "cannot be read"}
     told |= {"twice.csv": "names more than once: 1", "huge.csv": "field larger than field limit"}
     for place, said in told.items():
         with pytest.raises(CorpusError, match=rf"(?s){said}.*Fix: "):
@@ -270,15 +267,42 @@ def test_a_corpus_of_another_sample_rate_ends_with_its_reason(corpus, tmp_path, 
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-def test_flac_is_refused_and_the_wave_beside_it_is_read(corpus, tmp_path):
-    """A CSV file that names FLAC, as SpeechBrain's, stands for the WAV files beside; or it says how to make them."""
-    wave = read_corpus(corpus)[0].path
+def as_flac(corpus: Path, copy: Path) -> Path:
+    """Write a corpus again as LibriSpeech is distributed: its transcripts, and FLAC files of the same samples."""
+    for path in corpus.rglob("*.*"):
+        target = copy / path.relative_to(corpus)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".wav":
+            soundfile.write(target.with_suffix(".flac"), *soundfile.read(path, dtype="int16"))
+        else:
+            target.write_bytes(path.read_bytes())
+    return copy
+
+
+def test_flac_files_train_as_the_wave_files_do(corpus, tmp_path):
+    """LibriSpeech as it is distributed: the same weights, digests and error rates as from WAV files."""
+    copy = as_flac(corpus, tmp_path / "flac")
+    assert {each.path.suffix for each in read_corpus(copy)} == {".flac"}
+    wave, flac = (
+        run(tmp_path / name, "--data", data, "--held-out", data, "--max-steps", 3, "--batch-size", 6)  # all in one
+        for name, data in (("one", corpus), ("other", copy))
+    )
+    assert wave["weights"] == flac["weights"]
+    assert wave["figures"] == flac["figures"]
+
+
+def test_a_recording_is_found_as_wav_or_as_flac(corpus, tmp_path):
+    """A CSV file that names FLAC, as SpeechBrain's, or WAV stands for either; WAV is taken where both are."""
+    (tmp_path / "train.csv").write_text("ID,duration,wav,wrd\n1,1.0,$data_root/a.flac,hello\n2,1.0,a.wav,hello\n")
+
+    def found() -> list[str]:
+        return [each.path.name for each in read_corpus(tmp_path / "train.csv")]
+
+    assert found() == ["a.flac", "a.wav"]  # neither is there: reading it will say so
     (tmp_path / "a.flac").touch()
-    (tmp_path / "train.csv").write_text("ID,duration,wav,wrd\n1,1.0,$data_root/a.flac,hello\n")
-    with pytest.raises(CorpusError, match=r"a\.flac is no WAV file\nFix: .*ffmpeg"):
-        read_corpus(tmp_path / "train.csv")
-    (tmp_path / "a.wav").symlink_to(wave)
-    assert read_corpus(tmp_path / "train.csv")[0].path == tmp_path / "a.wav"
+    assert found() == ["a.flac", "a.flac"]
+    (tmp_path / "a.wav").symlink_to(read_corpus(corpus)[0].path)
+    assert found() == ["a.wav", "a.wav"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from recipes.asr.corpus import CorpusError, Utterance
 from recipes.asr.settings import read_speech_options
@@ -227,23 +228,24 @@ def test_data_that_do_not_belong_together_end_with_a_message(argv, tmp_path, cap
     assert "Fix: " in capsys.readouterr().err
 
 
-def test_flac_is_refused_with_the_line_that_converts_it(mixtures, tmp_path):
-    """Folders of mixtures or of speakers, and CSV files, that hold FLAC only say how to make WAV files of it."""
+def test_flac_files_hold_the_same_mixtures_and_speakers(mixtures, tmp_path):
+    """Folders of mixtures or of speakers, and CSV files, of FLAC give the same samples; WAV beside it is taken."""
     for name in ("mix", "s1", "s2"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "0000.flac").touch()
+        waves = read_wav(mixtures / name / "0000.wav", RATE)
+        soundfile.write(tmp_path / name / "0000.flac", waves, RATE, subtype="PCM_16")
     row = ",".join(f"{name}/0000.flac" for name in ("mix", "s1", "s2"))
     (tmp_path / "train.csv").write_text(f"ID,duration,mix_wav,s1_wav,s2_wav\n0,1.0,{row}\n")
-    for read, place in (
-        (read_mixtures, tmp_path),
-        (read_mixtures, tmp_path / "train.csv"),
-        (read_speakers, tmp_path),
-    ):
-        with pytest.raises(CorpusError, match=r"0000\.flac is no WAV file\nFix: .*ffmpeg"):
-            read(place)
+    expected = CutMixtures(read_mixtures(mixtures), sample_rate=RATE, samples=None)[0]
+    for place in (tmp_path, tmp_path / "train.csv"):
+        (found,) = CutMixtures(read_mixtures(place), sample_rate=RATE, samples=None)
+        assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
+    assert [each.path.parent.name for each in read_speakers(tmp_path)] == ["mix", "s1", "s2"]
     for name in ("mix", "s1", "s2"):
         (tmp_path / name / "0000.wav").symlink_to(mixtures / name / "0000.wav")
-    assert read_mixtures(tmp_path)[0].path == read_mixtures(tmp_path / "train.csv")[0].path
+    for place in (tmp_path, tmp_path / "train.csv"):
+        assert read_mixtures(place)[0].path == tmp_path / "mix" / "0000.wav"
+    assert len(read_speakers(tmp_path)) == 3
 
 
 @pytest.mark.slow

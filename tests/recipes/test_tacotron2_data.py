@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import struct
+import tracemalloc
 import wave as wave_files
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from recipes.tacotron2 import espeak
 from recipes.tacotron2.audio import MelSettings, griffin_lim, log_mel, mel_filters
@@ -18,7 +21,7 @@ from recipes.tacotron2.data import compute_features, divide
 from recipes.tacotron2.folder import SpeechFolder
 from recipes.tacotron2.text import SYMBOLS, numbers_of
 from recipes.tacotron2.train import CLIPS
-from recipes.tacotron2.wav import read_wav, write_wav
+from recipes.tacotron2.wav import check_wav, read_wav, write_wav
 
 from holdfast import LoaderError
 
@@ -80,7 +83,8 @@ def _riff(path: Path, form: bytes, data: bytes, *, length: int | None = None, be
 def _form(tag: int, bits: int, *, extensible: bool = False, rate: int = 22050) -> bytes:
     width = bits // 8
     plain = struct.pack("<HHLLHH", 0xFFFE if extensible else tag, 1, rate, rate * width, width, bits)
-    return plain + (struct.pack("<HHL", 22, bits, 4) + struct.pack("<H", tag) + bytes(14) if extensible else b"")
+    rest = bytes.fromhex("0000 0000 1000 8000 00aa 0038 9b71")  # of the name of a format
+    return plain + (struct.pack("<HHLH", 22, bits, 4, tag) + rest if extensible else b"")
 
 
 @pytest.mark.parametrize("extensible", [False, True])
@@ -100,8 +104,25 @@ def test_floating_point_and_the_extensible_format_are_read(
     expected = [0.0, 0.5, -1.5 if tag == 3 else -1.0]
     _riff(path, form, data, before=b"LIST" + struct.pack("<L", 3) + b"abc\0")
     assert read_wav(path).tolist() == expected
-    _riff(path, form, data, length=0xFFFFFFFF)  # written into a pipe
-    assert read_wav(path).tolist() == expected
+    for length in (0xFFFFFFFF, 0x7FFFF000, 0):  # written into a pipe, by ffmpeg, espeak-ng and GStreamer
+        _riff(path, form, data, length=length)
+        assert read_wav(path).tolist() == expected
+        assert check_wav(path) == 3
+
+
+def test_samples_of_16_bits_are_written_and_read_to_the_bit(tmp_path: Path) -> None:
+    """Every value there is, and FLAC has the same: committed digests rest on value / 32768 and round(32767 x)."""
+    values = np.arange(-(2**15), 2**15).astype(np.int16)
+    path, flac = tmp_path / "a.wav", tmp_path / "a.flac"
+    _riff(path, _form(1, 16), values.astype("<i2").tobytes())
+    soundfile.write(flac, values, 22050)
+    for each in (path, flac):
+        assert check_wav(each) == len(values)
+        assert read_wav(each).tobytes() == (values / 2.0**15).astype(np.float32).tobytes()
+    wave = np.linspace(-1.2, 1.2, 5001)
+    write_wav(path, wave)
+    written = (wave.clip(-1, 1) * 32767).round().astype("<i2").tobytes()
+    assert path.read_bytes()[36:] == b"data" + struct.pack("<L", len(written)) + written
 
 
 def _truncated(path: Path) -> None:
@@ -114,6 +135,14 @@ def _stereo(path: Path) -> None:
         file.writeframes(struct.pack("<4h", 1, 2, 3, 4))
 
 
+def _flac(path: Path, spoil: Callable[[bytes], bytes]) -> None:
+    """Write a FLAC file that was spoilt; how many samples it claims stands in half of byte 21 and up to byte 25."""
+    noise = np.random.default_rng(0).integers(-3000, 3000, 20_000).astype(np.int16)
+    whole = io.BytesIO()
+    soundfile.write(whole, noise, 22050, format="FLAC")
+    path.write_bytes(spoil(whole.getvalue()))
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -123,10 +152,14 @@ def _stereo(path: Path) -> None:
         (_stereo, "has 2 channels"),
         (lambda path: write_wav(path, torch.zeros(4000), 16000), "has 16000 samples a second; 22050 are needed"),
         (lambda path: write_wav(path, torch.zeros(0)), "ends after 0 of 0 samples"),
-        (lambda path: _riff(path, _form(7, 8), bytes(9)), "has samples of 8 bits in format 7"),
+        (lambda path: _riff(path, _form(7, 8), bytes(9)), "has samples of the sort ULAW; PCM_S8, PCM_U8, PCM_16"),
         (lambda path: _riff(path, _form(3, 32), struct.pack("<2f", 0, float("nan"))), "are no finite numbers"),
-        (lambda path: _riff(path, b"", bytes(9)), "does not say what its samples are"),
+        (lambda path: _riff(path, b"", bytes(9)), "is no WAV file, nor FLAC, that can be read .*'fmt ' chunk"),
         (lambda path: _riff(path, _form(1, 16), b"", before=b"LIST" + struct.pack("<L", 2**32 - 2)), "too early"),
+        (lambda path: _riff(path, _form(1, 16), bytes(200), length=400), "ends after 100 of 200 samples"),
+        (lambda path: _flac(path, lambda whole: whole[: len(whole) // 2]), "is cut short, damaged"),
+        (lambda path: _flac(path, lambda whole: whole[:21] + b"\xff" * 5 + whole[26:]), "is cut short, damaged"),
+        (lambda path: _flac(path, lambda whole: whole[:21] + b"\xf0" + bytes(4) + whole[26:]), "written into a pipe"),
     ],
 )
 def test_a_file_that_is_no_usable_sound_is_refused(tmp_path: Path, spoil: Callable[[Path], Any], said: str) -> None:
@@ -138,6 +171,21 @@ def test_a_file_that_is_no_usable_sound_is_refused(tmp_path: Path, spoil: Callab
         read_wav(path)
     assert str(path) in str(caught.value)
     assert "Fix: " in str(caught.value)
+
+
+def test_a_header_that_lies_takes_no_memory(tmp_path: Path) -> None:
+    """WAV and FLAC files of some kilobytes that claim gigabytes are read or refused in a few megabytes."""
+    lies = [tmp_path / "a.wav", tmp_path / "a.flac"]
+    _riff(lies[0], _form(1, 16), bytes(2000), length=0x7FFFFFFE)
+    _flac(lies[1], lambda whole: whole[:21] + b"\xff" * 5 + whole[26:])
+    tracemalloc.start()
+    try:
+        assert len(read_wav(lies[0])) == 1000
+        with pytest.raises(ValueError, match="damaged"):
+            read_wav(lies[1])
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
 
 
 def test_text_becomes_symbols() -> None:
