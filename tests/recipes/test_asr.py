@@ -337,6 +337,7 @@ def test_what_a_forecast_is_made_of_trains(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_plan_for_given_lengths(tmp_path):
     """`holdfast plan` takes the recipe's factory, for the longest of the lengths that it is given."""
     (tmp_path / "lengths.txt").write_text("40\n64\n")
