@@ -119,12 +119,18 @@ def check_resumable(make_loader: Callable[[], Any], same: Callable[[Any, Any], b
 
     Raises:
         AssertionError: naming the first batch that differs.
+        TypeError: for a loader without these methods.
 
     Example:
         >>> from holdfast import DataLoader
         >>> check_resumable(lambda: DataLoader(list(range(5)), batch_size=2, shuffle=True), lambda a, b: a.equal(b))
     """
     undisturbed = make_loader()
+    if not (hasattr(undisturbed, "state_dict") and hasattr(undisturbed, "load_state_dict")):
+        raise TypeError(
+            f"make_loader() returned a {type(undisturbed).__name__} without state_dict and load_state_dict: it "
+            "cannot say where it is. Fix: holdfast.DataLoader has both."
+        )
     whole = [batch for _ in range(2) for batch in undisturbed]
     for cut in range(len(whole)):
         first, rest = make_loader(), make_loader()

@@ -69,6 +69,15 @@ def test_sigterm_saves_and_the_run_goes_on_bit_exact(tmp_path: Path, undisturbed
     assert digest(second.model) == undisturbed
 
 
+def test_the_first_start_may_ask_to_go_on(tmp_path: Path, undisturbed: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One script starts and goes on: where there is no checkpoint yet it says so, and trains."""
+    trainer = guarded(tmp_path / "new")
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        trainer.train(resume_from_checkpoint=True)
+    assert "new: training starts anew" in caplog.text
+    assert digest(trainer.model) == undisturbed
+
+
 def test_a_flipped_bit_is_found_and_the_checkpoint_before_is_taken(
     tmp_path: Path, undisturbed: str, caplog: pytest.LogCaptureFixture
 ) -> None:

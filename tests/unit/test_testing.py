@@ -169,6 +169,12 @@ def test_the_check_of_loaders_finds_those_that_do_not_resume(make_loader: Callab
         check_resumable(make_loader, torch.equal)
 
 
+def test_the_check_of_loaders_says_what_a_loader_needs() -> None:
+    """Torch's own has no state: that is said before anything is read."""
+    with pytest.raises(TypeError, match="a DataLoader without state_dict and load_state_dict"):
+        check_resumable(lambda: torch.utils.data.DataLoader([1, 2]), torch.equal)
+
+
 def test_the_check_of_loaders_passes_one_that_does() -> None:
     """A loader that resumes exactly passes."""
     check_resumable(lambda: DataLoader(list(range(9)), batch_size=3, shuffle=True), torch.equal)

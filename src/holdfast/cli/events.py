@@ -72,6 +72,9 @@ def run(
         return
     for told in found:
         typer.echo(_line(told))
+    if not found:
+        kinds = sorted({told.event.kind for told in _all(recordings)})
+        typer.echo(f"no such events; this run has {', '.join(kinds) or 'none at all'}", err=True)
     for word in unread:
         _say_unread(word)
 

@@ -16,6 +16,8 @@ What each rule means is told by `holdfast explain`; the catalogue lives in ``dia
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -40,6 +42,19 @@ class HoldfastError(Exception):
         # A keyword-only constructor breaks the default pickling, and an exception that cannot be pickled
         # in a loader worker makes the parent wait for ever (pytorch#142884).
         return _rebuild, (type(self), self.what, self.limit, self.fix, self.rule)
+
+
+def did_you_mean(name: object, known: Iterable[str], *, otherwise: str) -> str:
+    """Return the fix for a name that is not known: the nearest one, where one is alike at all.
+
+    Args:
+        name: What was given.
+        known: What could have been.
+        otherwise: The fix where nothing is alike.
+    """
+    lower = {each.lower(): each for each in known}
+    near = difflib.get_close_matches(str(name).lower(), lower, n=1)
+    return f"did you mean {lower[near[0]]!r}?" if near else otherwise
 
 
 def _rebuild(kind: type[HoldfastError], what: str, limit: str, fix: str, rule: str) -> HoldfastError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import functools
 import itertools
 import os
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.policy_checks import bad_value
 
 if TYPE_CHECKING:
@@ -39,11 +38,10 @@ def check_keys(keys: Iterable[str], fields: Iterable[str]) -> None:
     known = [*fields, PRESET]
     for key in keys:
         if key not in known:
-            nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
             raise PolicyError(
                 f"{key!r} is not a policy field",
                 limit=f"the fields are {', '.join(known[:-1])}; and there is {PRESET}",
-                fix=f"did you mean {nearest!r}?",
+                fix=did_you_mean(key, known, otherwise="take one of these."),
                 rule="H101",
             )
 

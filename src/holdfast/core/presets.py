@@ -6,12 +6,11 @@ decides is in here. What a field means is said in ``policy``.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import PolicyError, did_you_mean
 
 _SPEECHBRAIN = "SpeechBrain, run_opts of Brain: max_grad_norm defaults to 5.0, and its {} recipes keep it"
 
@@ -127,11 +126,10 @@ def find_preset(name: object) -> Preset:
     """
     found = PRESETS.get(name) if isinstance(name, str) else None
     if found is None:
-        nearest = difflib.get_close_matches(str(name).lower(), PRESETS, n=1, cutoff=0.0)[0]
         raise PolicyError(
             f"{name!r} is not a preset",
             limit=f"the presets are {', '.join(PRESETS)}",
-            fix=f"did you mean {nearest!r}?",
+            fix=did_you_mean(name, PRESETS, otherwise="take one of these."),
             rule="H110",
         )
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import multiprocessing
@@ -13,7 +12,7 @@ from torch import distributed
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
-from holdfast.core.errors import LoaderError
+from holdfast.core.errors import LoaderError, did_you_mean
 from holdfast.data.orders import Order, Sequential, Shuffled, TokenBatches
 from holdfast.data.plan import ByBatch, ByPosition, Plan, Sampled
 
@@ -45,11 +44,10 @@ def check_arguments(
     """
     for name in kwargs:
         if name not in _TORCH.parameters:
-            near = difflib.get_close_matches(name, [*_TORCH.parameters, *_OURS], n=1)
             raise UnknownArgumentError(
                 f"DataLoader() got an unexpected keyword argument {name!r}",
                 limit=f"it takes torch's and {', '.join(_OURS)}",
-                fix=f"did you mean {near[0]!r}?" if near else "leave it out.",
+                fix=did_you_mean(name, [*_TORCH.parameters, *_OURS], otherwise="leave it out."),
                 rule="H607",
             )
     given: dict[str, Any] = dict(_TORCH.bind(None, dataset, *args, **kwargs).arguments)

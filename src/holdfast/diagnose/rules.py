@@ -84,11 +84,11 @@ def find_rule(rule_id: str) -> Rule:
     found = rules.get(rule_id.upper())
     if found is None:
         begun = [known for known in rules if rule_id.upper().startswith(known)]
-        nearest = (begun or difflib.get_close_matches(rule_id.upper(), rules, n=1, cutoff=0.0))[0]
+        near = begun or difflib.get_close_matches(rule_id.upper(), rules, n=1)
         raise PolicyError(
             f"{rule_id!r} is not a rule",
             limit=f"there are {len(rules)} rules",
-            fix=f"did you mean {nearest}?",
+            fix=f"did you mean {near[0]}?" if near else "`holdfast explain` without an id lists all rules.",
             rule="H702",
         )
     return found

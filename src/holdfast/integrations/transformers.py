@@ -126,6 +126,8 @@ class HoldfastMixin:
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **named: Any) -> Any:
         """Train as the Trainer does; ``resume_from_checkpoint`` is verified, and falls back to the one before.
 
+        ``resume_from_checkpoint=True`` where there is none yet starts anew, with a warning.
+
         Raises:
             OutOfMemoryError: H401 or H402. NonFiniteError: H501. DivergenceError: H503. CheckpointError: H312.
         """

@@ -64,7 +64,10 @@ def resumable(asked: Any, output_dir: str) -> Any:
     if not asked:
         return asked
     if asked is True:
-        return last_good_checkpoint(output_dir) or True  # of none at all the Trainer says it itself
+        newest = last_good_checkpoint(output_dir)
+        if newest is None:  # the same script starts and goes on; the Trainer itself would refuse
+            _log.warning("no checkpoint in %s: training starts anew", output_dir)
+        return newest
     path = Path(asked)
     older = [each for each in checkpoints_in(path.parent) if _number(each) < _number(path)]
     good, refused = newest_good([path, *older] if path.is_dir() else [])

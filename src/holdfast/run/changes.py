@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.policy import Policy
 from holdfast.run.parts import Parts
 from holdfast.run.schedules import scale
@@ -42,11 +41,10 @@ def options_of(parts: Parts, changes: Mapping[str, Any]) -> dict[str, Any]:
     options = sorted({key for group in groups for key in group if key != "params"})
     for name in changes:
         if name not in options and name not in POLICY_FIELDS:
-            nearest = difflib.get_close_matches(name, [*options, *POLICY_FIELDS], n=1, cutoff=0.0)[0]
             raise PolicyError(
                 f"{name!r} is neither an option of the optimizer nor a policy field",
                 limit=f"the options are {', '.join(options)}",
-                fix=f"did you mean {nearest!r}?",
+                fix=did_you_mean(name, [*options, *POLICY_FIELDS], otherwise="take one of these, or a policy field."),
                 rule="H704",
             )
     return {name: value for name, value in changes.items() if name not in POLICY_FIELDS}

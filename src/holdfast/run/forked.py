@@ -88,6 +88,7 @@ def _read_answer(reading: int, timeout_seconds: float) -> dict[str, Any]:
 def _be_the_copy(run: Callable[[], dict[str, Any]], writing: int) -> NoReturn:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the caller, who wants the answer
         libc = ctypes.CDLL(None)
         if hasattr(libc, "prctl"):
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

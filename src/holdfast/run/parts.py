@@ -6,7 +6,6 @@ appear in gradient norms, in error messages and in the files of a checkpoint.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import PolicyError, did_you_mean
 
 
 @runtime_checkable
@@ -67,11 +66,10 @@ class Parts:
         names = [chosen] if isinstance(chosen, str) else list(chosen)
         for name in names:
             if name not in known:
-                nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
                 raise PolicyError(
                     f"optimizer={name!r}",
                     limit=f"the optimizers of this guard are {', '.join(map(repr, known))}",
-                    fix=f"did you mean {nearest!r}?",
+                    fix=did_you_mean(name, known, otherwise="take one of these."),
                     rule="H104",
                 )
         return names

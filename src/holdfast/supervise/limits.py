@@ -6,12 +6,11 @@ is that something moves: a long evaluation that hands out batches moves with eac
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.recorder.progress import Phase
 
 FLOORS: Mapping[Phase, float] = {
@@ -108,11 +107,10 @@ def _read(setting: str) -> tuple[str, float]:
             rule="H726",
         )
     if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
         raise PolicyError(
             f"{left.strip()!r} is no phase",
             limit=f"there are {', '.join(known)}",
-            fix=f"did you mean {nearest!r}?",
+            fix=did_you_mean(name, known, otherwise="take one of these."),
             rule="H727",
         )
     return name, _number(name, right.strip())

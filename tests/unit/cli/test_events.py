@@ -65,6 +65,7 @@ def test_kinds_and_steps_choose(run):
     found = json.loads(call(run, "--json", "--kind", "guard", "--kind", "exception").output)["events"]
     assert [each["kind"] for each in found] == ["guard", "exception"]
     assert len(json.loads(call(run, "--json", "--since", 9).output)["events"]) == 2
+    assert "no such events; this run has " in call(run, "--kind", "gaurd").output
 
 
 def test_a_guards_directory_alone_is_enough(run):

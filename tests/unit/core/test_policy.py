@@ -124,6 +124,13 @@ def test_a_misspelt_keyword_names_the_nearest_field() -> None:
     assert "'max_gradient_norm' is not a policy field" in str(caught.value)
 
 
+def test_where_nothing_is_alike_no_field_is_proposed() -> None:
+    """A name that is none of ours at all is not taken for a typing error."""
+    with pytest.raises(PolicyError, match=r"Fix: take one of these\.") as caught:
+        Policy(banana=1.0)
+    assert "max_grad_norm" in caught.value.limit
+
+
 def test_a_misspelt_variable_and_a_misspelt_key_are_refused(
     monkeypatch: pytest.MonkeyPatch, policy_file: Path
 ) -> None:

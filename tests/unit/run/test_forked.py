@@ -42,6 +42,16 @@ def test_the_copy_answers_and_its_changes_stay_with_it():
     assert _children() == before
 
 
+def test_ctrl_c_does_not_cost_the_answer():
+    """A terminal sends SIGINT to the copy too; whoever asked ends by itself, and says nothing wrong before."""
+
+    def run() -> dict[str, bool]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return {"answers": True}
+
+    assert in_a_copy_of_this_process(run) == {"answers": True}
+
+
 def test_an_answer_larger_than_a_pipe_arrives_whole():
     """Two megabytes come through, although a pipe holds 64 KiB."""
     assert in_a_copy_of_this_process(lambda: {"x": ["x" * 1000] * 2000}) == {"x": ["x" * 1000] * 2000}

@@ -5,12 +5,11 @@ Does not: watch them (``block_runs``), or choose among them (``recompute_choice`
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.memory.recompute import find_repeated_blocks
 
 
@@ -44,11 +43,10 @@ def modules_named(names: Sequence[str], models: Mapping[str, nn.Module]) -> list
     }
     for name in names:
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             raise PolicyError(
                 f"recompute={name!r}",
                 limit="the models have no module of that name",
-                fix=f"did you mean {nearest[0]!r}?" if nearest else "name a module of the model.",
+                fix=did_you_mean(name, known, otherwise="name a module of the model."),
                 rule="H412",
             )
     return [known[name] for name in names]
