@@ -14,9 +14,10 @@ import dataclasses
 import difflib
 import inspect
 import math
+import time
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -25,11 +26,13 @@ import yaml
 
 from holdfast import HoldfastError, Policy
 from holdfast.core.policy_sources import meanings_of
+from holdfast.data.quarantine import Ledger
 
 _Options = TypeVar("_Options", bound="RunOptions")
 _OF_THE_POLICY = {*(field.name for field in dataclasses.fields(Policy)), "preset"}
 _MOST = 2**63  # that torch and numpy take
 _MOST_WORKERS = 1024  # more would take a machine down
+_ALIKE = 0.6  # of difflib: names below it have nothing to do with each other
 
 
 class OptionError(ValueError):
@@ -121,9 +124,42 @@ class _Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
-            nearest = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1, cutoff=0.0)[0]
-            self.error(f"{unknown[0]!r} is not an option; did you mean {nearest!r}?")
+            self.error(f"{unknown[0]!r} is not an option{_meant(unknown[0].partition('=')[0], known)}")
         return found
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with what is wrong, without all options before it."""
+        self.exit(2, f"{self.prog}: {message}\nRun with --help for all options.\n")
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    """Return a question after the name that is most like another one; nothing if none is alike."""
+    bare = {each.lstrip("-"): each for each in known}
+    alike = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=_ALIKE)
+    return f"; did you mean {bare[alike[0]]!r}?" if alike else ""
+
+
+def insist_on_a_batch(batch_size: int, there: int, what: str) -> None:
+    """Refuse a batch that is larger than all that there is to learn.
+
+    Args:
+        batch_size: Of the option.
+        there: Samples to learn.
+        what: They are.
+
+    Raises:
+        OptionError: It is larger.
+    """
+    if there < batch_size:
+        raise OptionError(
+            f"--batch-size {batch_size}; there are {there} {what} to learn\n"
+            f"Fix: pass {there} or less, or give more to learn."
+        )
+
+
+def most_set_aside(quarantine: float, samples: int) -> int:
+    """Return how many of so many samples `holdfast.DataLoader` sets aside at most."""
+    return Ledger(quarantine, samples, time.time).limit
 
 
 def read_options(
@@ -204,8 +240,7 @@ def _from_file(parser: _Parser, path: Path, hints: Mapping[str, Any]) -> dict[st
             how = f"write it into a file for --policy, or pass {_flag(name)}"
             parser.error(f"{path}: {key!r} is a value of the policy: {how}")
         if name not in hints:
-            nearest = difflib.get_close_matches(name, hints, n=1, cutoff=0.0)[0]
-            parser.error(f"{path}: {key!r} is not an option of this recipe; did you mean {nearest!r}?")
+            parser.error(f"{path}: {key!r} is not an option of this recipe{_meant(name, hints)}")
         try:
             found[name] = _of_yaml(value, hints[name])
         except (ValueError, argparse.ArgumentTypeError) as error:

@@ -29,7 +29,7 @@ from holdfast.report.gathering import gather
 from holdfast.report.page import render
 from holdfast.report.sources import check_run
 from holdfast.run.stop import StopRequest
-from recipes.options import RunOptions, nothing_to_resume
+from recipes.options import OptionError, RunOptions, nothing_to_resume
 
 _SECONDS_BETWEEN_PICTURES = 0.2  # of the bar
 _SECONDS_BETWEEN_LINES = 10.0  # where nobody sees one
@@ -69,7 +69,7 @@ def ending_clearly(kind: type[Exception], run_dir: Path | None = None) -> Iterat
         kind: Of errors that the recipe has for its data.
         run_dir: Of a training that runs, whose records tell more; None while nothing is lost, with exit code 2.
     """
-    kinds = (kind, HoldfastError) if run_dir is not None else (kind, HoldfastError, OSError)
+    kinds = (kind, HoldfastError) if run_dir is not None else (kind, HoldfastError, OptionError, OSError)
     try:
         yield
     except kinds as error:
@@ -193,6 +193,13 @@ def _learning_rates(optimizers: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(f"{float(group.get('initial_lr', group['lr'])):.6g}" for group in groups))
 
 
+def tell_if_ended(step: int, most: int) -> bool:
+    """Say whether a run has made all its steps before this life, here and on stderr."""
+    if step >= most:
+        print(f"already at step {step} of {most}: nothing is left to train", file=sys.stderr)
+    return step >= most
+
+
 class Training:
     """One life of a recipe's run: its batches under a bar, and what is written at its end.
 
@@ -231,6 +238,9 @@ class Training:
 
     def _under_a_bar(self) -> Iterator[Any]:
         guard, most = self.guard, self.options.max_steps
+        if tell_if_ended(guard.global_step, most):
+            yield from guard.batches(max_steps=most)  # none, as it says itself
+            return
         console, last = Console(stderr=True, force_jupyter=False), time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         told = TextColumn("{task.fields[told]}")
@@ -268,6 +278,8 @@ def _write_end(guard: Guard, run_dir: Path, figures: Mapping[str, Any], **more: 
     result |= {"figures": dict(figures), "statistics": dataclasses.asdict(guard.statistics())}
     replace_file(run_dir / "result.json", json.dumps(result, indent=2, default=str).encode())
     for name, value in figures.items():
+        if isinstance(value, (list, dict)) and name != "found":  # such as a curve: for programs
+            continue
         print(f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}")
     weights = f"weights {more['weights'][:16]}; " if "weights" in more else ""
     print(f"step {guard.global_step}; {weights}records in {run_dir}")

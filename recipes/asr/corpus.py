@@ -1,6 +1,7 @@
 """Which recordings there are and what is said: LibriSpeech's folders, LJSpeech's, SpeechBrain's CSV files.
 
-Does not: read a recording. One that cannot be used is found when it is read, so that the loader can set it aside.
+Does not: read a recording, but headers of some. One that cannot be used is found when it is read, so that the loader
+can set it aside.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.options import most_set_aside
+from recipes.tacotron2.wav import other_sample_rate
+
 _NAMED = 5  # names that a message tells
+_LOOKED_AT = 500  # recordings of a corpus, for their sample rates
 
 
 class CorpusError(ValueError):
@@ -80,6 +85,33 @@ def insist_on_own_names(place: Path, names: Iterable[str]) -> None:
         )
 
 
+def insist_on_sample_rate(recordings: Sequence[Sequence[Path]], sample_rate: int, quarantine: float) -> None:
+    """Insist that recordings have the sample rate that is asked for, by the headers of some, evenly spread.
+
+    Args:
+        recordings: Of each sample.
+        sample_rate: That they need, Hz.
+        quarantine: What may be set aside, as `holdfast.DataLoader` takes it: so many may have another one.
+
+    Raises:
+        CorpusError: More have another one, or most of those that were looked at.
+    """
+    looked_at = recordings[:: max(1, -(-len(recordings) // _LOOKED_AT))]
+    rates = ([(other_sample_rate(path, sample_rate), path) for path in paths] for paths in looked_at)
+    first = (next(((rate, path) for rate, path in each if rate is not None), None) for each in rates)
+    others = [each for each in first if each is not None]
+    are_most = 2 * len(others) > len(looked_at)
+    if not are_most and len(others) <= most_set_aside(quarantine, len(recordings)):
+        return
+    counted = Counter(rate for rate, _ in others).most_common(_NAMED)
+    change = f"--sample-rate {counted[0][0]}, or resample" if are_most else "resample"
+    raise CorpusError(
+        f"{len(others)} of {len(looked_at)} recordings that were looked at have another sample rate than "
+        f"{sample_rate} Hz: {', '.join(f'{rate} Hz ({many})' for rate, many in counted)}, such as {others[0][1]}\n"
+        f"Fix: {change} all files once, for instance: sox in.wav -r {sample_rate} -c 1 -b 16 out.wav"
+    )
+
+
 def hold_out(utterances: Sequence[Utterance], every: int = 20) -> tuple[list[Utterance], list[Utterance]]:
     """Divide a corpus that comes without a held-out part: each so many is held out.
 
@@ -87,7 +119,10 @@ def hold_out(utterances: Sequence[Utterance], every: int = 20) -> tuple[list[Utt
         CorpusError: There are too few.
     """
     if len(utterances) < every:
-        raise CorpusError(f"{len(utterances)} utterances are too few to hold any out\nFix: name others: --held-out.")
+        raise CorpusError(
+            f"{len(utterances)} utterances are too few to hold any out: {every} are needed, of which one is\n"
+            "Fix: name others to test with, by --held-out, or a larger corpus by --data."
+        )
     training = [each for number, each in enumerate(utterances) if (number + 1) % every]
     return training, [each for number, each in enumerate(utterances) if not (number + 1) % every]
 

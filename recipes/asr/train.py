@@ -12,12 +12,13 @@ import torch
 
 from holdfast import DataLoader, Guard, Policy
 from holdfast.data.orders import LengthBucketed
-from recipes.asr.corpus import CorpusError, Utterance, hold_out, read_corpus
+from recipes.asr.corpus import CorpusError, Utterance, hold_out, insist_on_sample_rate, read_corpus
 from recipes.asr.data import Sound, Speech, collate
 from recipes.asr.model import Recogniser, ctc
 from recipes.asr.scoring import evaluate, picture
 from recipes.asr.settings import SpeechOptions, learning_rate_factor, read_speech_options
 from recipes.asr.speech import Plan, make_corpus
+from recipes.options import insist_on_a_batch
 from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
 
 _MOST_MELS = 256  # that a picture of a run has room for
@@ -156,9 +157,14 @@ def _corpora(options: Options) -> tuple[list[Utterance], list[Utterance]]:
     """Return what is learnt and what is held out."""
     if options.data is not None:
         found = read_corpus(options.data)
-        return hold_out(found) if options.held_out is None else (found, read_corpus(options.held_out))
+        both = hold_out(found) if options.held_out is None else (found, read_corpus(options.held_out))
+        for part in both:
+            insist_on_sample_rate([(each.path,) for each in part], options.sample_rate, options.quarantine)
+        insist_on_a_batch(options.batch_size, len(both[0]), "utterances")
+        return both
     if options.held_out is not None:
         raise CorpusError("--held-out without --data\nFix: name both, or neither.")
+    insist_on_a_batch(options.batch_size, options.speakers * options.sentences, "utterances")
     plans = (
         Plan(
             speakers=options.speakers if not held_out else max(1, options.speakers // 3),

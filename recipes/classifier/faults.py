@@ -115,6 +115,10 @@ class Altered:
         """Return what an image is called."""
         return self._source.name(self._order[index])
 
+    def shape(self, index: int) -> tuple[int, ...] | None:
+        """Return height and width of an image."""
+        return self._source.shape(self._order[index])
+
     def read(self, index: int) -> bytes:
         """Return what is stored, or the first half of it."""
         stored = self._source.read(self._order[index])

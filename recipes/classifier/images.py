@@ -15,17 +15,24 @@ import io
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+
+from recipes.options import most_set_aside
 
 _PARTS = {True: ("train", "train"), False: ("test", "t10k")}
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif"}
 _IMAGES, _LABELS = 0x803, 0x801  # magic numbers: unsigned bytes in three dimensions, in one
-_TEST_DIGITS = 360
+_DIGITS, _TEST_DIGITS = 1797, 360
+DIGITS_TO_TRAIN = _DIGITS - _TEST_DIGITS
+"""Images that `write_digits` writes to train on."""
+_NAMED = 5  # sizes that a message tells
 
 
 class DataError(ValueError):
@@ -41,6 +48,9 @@ class Source(Protocol):
 
     def name(self, index: int) -> str:
         """Return what an image is called, for messages."""
+
+    def shape(self, index: int) -> tuple[int, ...] | None:
+        """Return height and width of an image without reading all of it; None if that cannot be."""
 
     def read(self, index: int) -> bytes:
         """Return what is stored of an image."""
@@ -82,6 +92,44 @@ def check_classes(test: Source, classes: int) -> None:
         )
 
 
+def shape_of_all(source: Source, quarantine: float, needed: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Return the height and width that images have, by their headers.
+
+    Args:
+        source: Of the images.
+        quarantine: What may be set aside, as `holdfast.DataLoader` takes it: so many may have another size.
+        needed: Height and width that they must have; None: those that most of them have.
+
+    Raises:
+        DataError: More have another size, or none of them can be read.
+    """
+    shapes = [source.shape(index) for index in range(len(source.labels))]
+    counted = Counter(shape for shape in shapes if shape is not None).most_common()
+    if not counted:
+        raise DataError(f"none of the images such as {source.name(0)} can be read.\nFix: look at one of them.")
+    needed = needed or counted[0][0]
+    others = [index for index, shape in enumerate(shapes) if shape not in (None, needed)]
+    allowed = most_set_aside(quarantine, len(shapes))
+    if len(others) > allowed:
+        sizes = ", ".join(f"{many} of {_pixels(shape)}" for shape, many in counted[:_NAMED])
+        more = f" and {len(counted) - _NAMED} more sizes" if len(counted) > _NAMED else ""
+        fix = (
+            "resize them in a copy of the folder, for instance with ImageMagick: "
+            f"mogrify -resize '{_pixels(needed)}!' copy/*/*/*"
+        )
+        raise DataError(
+            f"{len(others)} of {len(shapes)} images have another size than {_pixels(needed)} (width x height), such "
+            f"as {source.name(others[0])}, which has shape {shapes[others[0]]}. There are {sizes}{more}.\n"
+            f"Limit: all are of one size; --quarantine {quarantine:g} sets {allowed} of these aside.\n"
+            f"Fix: {fix if isinstance(source, Folder) else 'training and test images of one data set'}"
+        )
+    return needed
+
+
+def _pixels(shape: tuple[int, ...]) -> str:
+    return f"{shape[1]}x{shape[0]}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
     """Pictures, one folder for each class; classes are numbered in the order of their names."""
@@ -121,21 +169,22 @@ class Folder:
         """Return the path."""
         return str(self.paths[index])
 
+    def shape(self, index: int) -> tuple[int, ...] | None:
+        """Return height and width as the header of the file has them; None where it cannot be read."""
+        try:
+            with _opened(self.paths[index]) as picture:
+                return picture.height, picture.width
+        except ValueError:  # the loader says why when it comes to this picture
+            return None
+
     def read(self, index: int) -> bytes:
         """Return the bytes of the file."""
         return self.paths[index].read_bytes()
 
     def decode(self, stored: bytes) -> np.ndarray:
         """Return the picture in grey; what is no whole picture raises ValueError."""
-        from PIL import Image
-
-        try:
-            with Image.open(io.BytesIO(stored)) as picture:
-                return np.asarray(picture.convert("L"))
-        except MemoryError:
-            raise  # not the picture's fault
-        except Exception as error:  # of damage its decoders raise whatever they run into
-            raise ValueError(f"no whole picture: {error!r}") from error
+        with _opened(io.BytesIO(stored)) as picture:
+            return np.asarray(picture.convert("L"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +213,10 @@ class Idx:
         """Return the file and the number."""
         return f"image {index} of {self.path}"
 
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Return height and width, which all have."""
+        return self.images[index].shape
+
     def read(self, index: int) -> bytes:
         """Return the bytes of one image."""
         return self.images[index].tobytes()
@@ -171,6 +224,20 @@ class Idx:
     def decode(self, stored: bytes) -> np.ndarray:
         """Return the image; what has too few bytes raises."""
         return np.frombuffer(stored, np.uint8).reshape(self.images.shape[1:])
+
+
+@contextmanager
+def _opened(file: Path | io.BytesIO) -> Iterator[Any]:
+    """Open a picture, of which Pillow reads no more than its header; what it then raises is a ValueError."""
+    from PIL import Image
+
+    try:
+        with Image.open(file) as picture:
+            yield picture
+    except MemoryError:
+        raise  # not the picture's fault
+    except Exception as error:  # of damage its decoders raise whatever they run into
+        raise ValueError(f"no whole picture: {error!r}") from error
 
 
 def _pictures_below(root: Path) -> dict[str, list[Path]]:
@@ -225,7 +292,7 @@ def write_digits(root: Path) -> None:
     found = load_digits()
     parts = root.with_name(f"{root.name}.{os.getpid()}.part")
     for index, (image, label) in enumerate(zip(found.images, found.target, strict=True)):
-        part = "train" if index < len(found.images) - _TEST_DIGITS else "test"
+        part = "train" if index < DIGITS_TO_TRAIN else "test"
         place = parts / part / str(label)
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray((image * 255 / 16).astype(np.uint8)).save(place / f"{index:04d}.png")

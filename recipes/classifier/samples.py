@@ -27,8 +27,8 @@ class Scale:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, source: Source) -> Scale:
-        """Measure some images, evenly spread; those that cannot be read are passed over here.
+    def of(cls, source: Source, shape: tuple[int, ...]) -> Scale:
+        """Measure some images, evenly spread; those that cannot be read, or have another shape, are passed over here.
 
         Raises:
             DataError: None of them can be read.
@@ -37,14 +37,14 @@ class Scale:
         found = []
         for index in range(0, count, max(1, count // _MEASURED)):
             try:
-                found.append(source.decode(source.read(index)))
+                image = source.decode(source.read(index))
             except UNREADABLE:
                 continue
+            if image.shape == shape:
+                found.append(image)
         if not found:
             raise DataError(f"none of the images such as {source.name(0)} can be read.\nFix: look at one of them.")
-        shapes = [image.shape for image in found]
-        shape = max(set(shapes), key=shapes.count)
-        values = np.stack([image for image in found if image.shape == shape])
+        values = np.stack(found)
         return cls(mean=float(values.mean()), spread=float(values.std()) or 1.0, shape=shape)
 
 

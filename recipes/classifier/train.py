@@ -21,10 +21,17 @@ from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
 
 from holdfast import DataLoader, Policy
 from recipes.classifier.faults import FAULTS, Altered, FaultName, Hurting
-from recipes.classifier.images import DataError, check_classes, find_source, write_digits
+from recipes.classifier.images import (
+    DIGITS_TO_TRAIN,
+    DataError,
+    check_classes,
+    find_source,
+    shape_of_all,
+    write_digits,
+)
 from recipes.classifier.model import Classifier
 from recipes.classifier.samples import Samples, Scale
-from recipes.options import RunOptions, read_options
+from recipes.options import RunOptions, insist_on_a_batch, read_options
 from recipes.training import Training, ending_clearly, find_device, found, making_the_model, open_guard
 
 POLICY = Path(__file__).parent / "policy.yaml"
@@ -38,8 +45,8 @@ class ClassifierOptions(RunOptions):
     """Directory of the run: checkpoints, records, report.html and result.json."""
 
     data_dir: Path | None = None
-    """Images: train/<class>/*.png and test/<class>/*.png, or the IDX files of MNIST. None: the digits of scikit-learn
-    are written as PNG files to <run-dir>/data."""
+    """Images of one size: train/<class>/*.png and test/<class>/*.png, or the IDX files of MNIST. None: the digits of
+    scikit-learn are written as PNG files to <run-dir>/data."""
 
     fault: FaultName | None = None
     """What shall be wrong with this training. The table in the README says how it is named."""
@@ -84,7 +91,7 @@ class ClassifierOptions(RunOptions):
     """Whether each epoch has an order of its own."""
 
     quarantine: float = 0.001
-    """Share of the images that may be set aside because they cannot be read."""
+    """Most images that may be set aside because they cannot be read: a share below 1, or a number."""
 
     def check(self) -> None:
         """Look at each option.
@@ -134,6 +141,7 @@ def make_job(options: ClassifierOptions) -> Job:
 
     Raises:
         DataError: The data cannot be used.
+        OptionError: A batch is larger than the data.
         HoldfastError: The loader cannot be made.
         OSError: The run directory cannot be written.
     """
@@ -141,11 +149,15 @@ def make_job(options: ClassifierOptions) -> Job:
     device = find_device(options)
     root = options.data_dir or options.run_dir / "data"
     if options.data_dir is None:
+        insist_on_a_batch(options.batch_size, DIGITS_TO_TRAIN, "images")
         write_digits(root)
     sources = {train: find_source(root, train=train) for train in (True, False)}
     classes = max(sources[True].labels) + 1
     check_classes(sources[False], classes)
-    measured = Scale.of(sources[True])
+    shape = shape_of_all(sources[True], options.quarantine)
+    shape_of_all(sources[False], options.quarantine, shape)
+    insist_on_a_batch(options.batch_size, len(sources[True].labels), "images")
+    measured = Scale.of(sources[True], shape)
     scale = measured if options.scale_inputs else None
     altered = Altered(sources[True], options.fault, options.seed)
     samples = Samples(altered, scale, shape=measured.shape, classes=classes, shift=True)

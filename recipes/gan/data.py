@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from recipes.classifier.images import DataError, Source
-from recipes.classifier.samples import UNREADABLE, Scale
+from recipes.classifier.images import DataError, Source, shape_of_all
+from recipes.classifier.samples import UNREADABLE
 from recipes.gan.model import SMALLEST
 
 
@@ -34,7 +34,7 @@ class Images(Dataset[Any]):
     def __init__(self, source: Source, latent: int, shape: tuple[int, ...] | None = None) -> None:
         self.source = source
         self._latent = latent
-        self.shape = shape or Scale.of(source).shape
+        self.shape = shape or shape_of_all(source, len(source.labels))
         self.size = SMALLEST * 2 ** max(1, (max(self.shape) - 1).bit_length() - 1)
 
     def __len__(self) -> int:

@@ -18,12 +18,12 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from holdfast import DataLoader, Guard, Policy
 from holdfast.run.images import MOST_PIXEL_BYTES
-from recipes.classifier.images import DataError, find_source, write_digits
+from recipes.classifier.images import DIGITS_TO_TRAIN, DataError, find_source, shape_of_all, write_digits
 from recipes.gan.data import Images
 from recipes.gan.model import Norm
 from recipes.gan.players import Players, Regularizer, play, rescale
 from recipes.gan.quality import Judge
-from recipes.options import RunOptions, read_options
+from recipes.options import RunOptions, insist_on_a_batch, read_options
 from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
 
 POLICY = Path(__file__).parent / "policy.yaml"
@@ -43,8 +43,8 @@ class GanOptions(RunOptions):
     """Optimizer steps, counted over all lives of the run; each batch makes two, one of each player."""
 
     data_dir: Path | None = None
-    """Images in grey: train/<class>/*.png and test/<class>/*.png, or the IDX files of MNIST. None: the digits of
-    scikit-learn are written as PNG files to <run-dir>/data."""
+    """Images in grey, of one size: train/<class>/*.png and test/<class>/*.png, or the IDX files of MNIST. None: the
+    digits of scikit-learn are written as PNG files to <run-dir>/data."""
 
     batch_size: int = 64
     """Images in a step."""
@@ -80,7 +80,7 @@ class GanOptions(RunOptions):
     """Optimizer steps between grids of drawn images."""
 
     quarantine: float = 0.001
-    """Share of the images that may be set aside because they cannot be read."""
+    """Most images that may be set aside because they cannot be read: a share below 1, or a number."""
 
     def check(self) -> None:
         """Look at each option.
@@ -127,15 +127,20 @@ def make_job(options: GanOptions) -> Job:
 
     Raises:
         DataError: The data cannot be used.
+        OptionError: A batch is larger than the data.
         HoldfastError: The loader cannot be made.
         OSError: The run directory cannot be written.
     """
     root = options.data_dir or options.run_dir / "data"
     if options.data_dir is None:
+        insist_on_a_batch(options.batch_size, DIGITS_TO_TRAIN, "images")
         write_digits(root)
-    images = Images(find_source(root, train=True), options.latent)
-    test = Images(find_source(root, train=False), options.latent, images.shape)
+    sources = {train: find_source(root, train=train) for train in (True, False)}
+    shape = shape_of_all(sources[True], options.quarantine)
+    shape_of_all(sources[False], options.quarantine, shape)
+    images, test = (Images(sources[train], options.latent, shape) for train in (True, False))
     test.some(_MOST_TEST)  # what is needed at the end is looked at before the training
+    insist_on_a_batch(options.batch_size, len(images), "images")
     device = find_device(options)
     with making_the_model():
         players = make_players(options, images.size, device)

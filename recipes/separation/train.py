@@ -10,15 +10,18 @@ from typing import Any
 import torch
 
 from holdfast import DataLoader, Guard, Policy
-from recipes.asr.corpus import CorpusError
+from recipes.asr.corpus import CorpusError, insist_on_sample_rate
 from recipes.asr.settings import SpeechOptions, learning_rate_factor, read_speech_options
 from recipes.asr.speech import Plan, make_corpus
+from recipes.options import insist_on_a_batch
 from recipes.separation.data import CutMixtures, MixedOnTheFly
 from recipes.separation.mixtures import make_mixtures, read_mixtures, read_speakers
 from recipes.separation.model import ConvTasNet
 from recipes.separation.scoring import evaluate, picture, write_example
 from recipes.separation.si_snr import separation_loss
 from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
+
+_LEARNT = "recordings or mixtures"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +123,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def _loaders(options: Options, device: torch.device) -> tuple[DataLoader, DataLoader]:
     """Return what is learnt, and what is held out, one at a time."""
     training_set, held_out = _data(options)
-    if len(training_set) < options.batch_size:
-        raise CorpusError(
-            f"--batch-size {options.batch_size}; there are {len(training_set)} recordings or mixtures to learn\n"
-            f"Fix: pass {len(training_set)} or less, or more of them; a batch that is not full is left out."
-        )
+    insist_on_a_batch(options.batch_size, len(training_set), _LEARNT)
     to_device = None if device.type == "cpu" else device
     loader = DataLoader(
         training_set, batch_size=options.batch_size, shuffle=True, drop_last=True, num_workers=options.num_workers,
@@ -192,15 +191,22 @@ def _data(options: Options) -> tuple[MixedOnTheFly | CutMixtures, CutMixtures]:
         raise CorpusError("--data and --speakers-dir both name what is learnt\nFix: leave one of them out.")
     if options.held_out is None:
         raise CorpusError("no mixtures to test with\nFix: name some that training does not see: --held-out.")
-    held_out = CutMixtures(read_mixtures(options.held_out), sample_rate=rate, samples=None)
+    mixtures = read_mixtures(options.held_out)
+    insist_on_sample_rate([(each.path, *each.sources) for each in mixtures], rate, options.quarantine)
+    held_out = CutMixtures(mixtures, sample_rate=rate, samples=None)
     if options.data is not None:
-        return CutMixtures(read_mixtures(options.data), sample_rate=rate, samples=samples), held_out
+        mixtures = read_mixtures(options.data)
+        insist_on_sample_rate([(each.path, *each.sources) for each in mixtures], rate, options.quarantine)
+        return CutMixtures(mixtures, sample_rate=rate, samples=samples), held_out
     assert options.speakers_dir is not None
-    return MixedOnTheFly(read_speakers(options.speakers_dir), sample_rate=rate, samples=samples), held_out
+    utterances = read_speakers(options.speakers_dir)
+    insist_on_sample_rate([(each.path,) for each in utterances], rate, options.quarantine)
+    return MixedOnTheFly(utterances, sample_rate=rate, samples=samples), held_out
 
 
 def _made(options: Options, samples: int) -> tuple[MixedOnTheFly, CutMixtures]:
     """Return voices that are made here, and mixtures of other voices."""
+    insist_on_a_batch(options.batch_size, options.speakers * options.sentences, _LEARNT)  # before they are made
     place = options.place_of_speech()
     training, others = (
         make_corpus(

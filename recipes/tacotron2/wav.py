@@ -25,6 +25,9 @@ _BLOCK = 2**20  # samples decoded at a time, so that a header that lies takes no
 class WrongSampleRateError(ValueError):
     """A file has another sample rate than all are to have."""
 
+    sample_rate = 0
+    """That of the file, Hz."""
+
 
 def _soundfile() -> Any:
     """Return the package, or raise an OSError, as whatever else files cannot be read for."""
@@ -45,6 +48,17 @@ def check_wav(path: Path, sample_rate: int = SAMPLE_RATE) -> int:
     """
     with _opened(path, sample_rate) as sound:
         return len(_decoded(path, sound)) if sound.format == "FLAC" else sound.frames
+
+
+def other_sample_rate(path: Path, sample_rate: int) -> int | None:
+    """Return the sample rate of a file that has another one, by its header; None also where it cannot be read."""
+    try:
+        with _opened(path, sample_rate):
+            return None
+    except WrongSampleRateError as error:
+        return error.sample_rate
+    except (ValueError, OSError):
+        return None
 
 
 def read_wav(path: Path, sample_rate: int = SAMPLE_RATE) -> NDArray[np.float32]:
@@ -75,10 +89,12 @@ def _opened(path: Path, sample_rate: int) -> Iterator[Any]:
             raise _unusable(path, f"is no WAV file, nor FLAC, that can be read ({error.error_string})") from error
         with sound:
             if sound.samplerate != sample_rate:
-                raise WrongSampleRateError(
+                error = WrongSampleRateError(
                     f"{path} has {sound.samplerate} samples a second; {sample_rate} are needed.\n"
                     f"Fix: resample all files once, for instance: sox in.wav -r {sample_rate} -c 1 -b 16 out.wav"
                 )
+                error.sample_rate = sound.samplerate
+                raise error
             if sound.channels != 1:
                 fix = "mix it down, for instance: sox in.wav -c 1 out.wav"
                 raise _unusable(path, f"has {sound.channels} channels; 1 is needed", fix)

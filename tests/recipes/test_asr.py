@@ -13,7 +13,7 @@ import pytest
 import soundfile
 import torch
 from recipes.asr import forecast, train
-from recipes.asr.corpus import CorpusError, Utterance, hold_out, read_corpus
+from recipes.asr.corpus import CorpusError, Utterance, hold_out, insist_on_sample_rate, read_corpus
 from recipes.asr.data import CHARACTERS, Sound, Speech, collate, encode
 from recipes.asr.model import Recogniser, ctc
 from recipes.asr.scoring import best_path, edits
@@ -106,7 +106,9 @@ def test_a_corpus_that_is_none_is_refused(tmp_path):
     for place, said in told.items():
         with pytest.raises(CorpusError, match=rf"(?s){said}.*Fix: "):
             read_corpus(tmp_path / place)
-    with pytest.raises(CorpusError, match="too few"):
+    with pytest.raises(
+        CorpusError, match=r"3 utterances are too few .*: 20 are needed, .*\nFix: name others .*--held-out"
+    ):
         hold_out([Utterance(name="a", path=tmp_path, text="a")] * 3)
 
 
@@ -254,16 +256,48 @@ def test_an_error_of_the_training_ends_with_its_message(corpus, tmp_path, capsys
 
 @pytest.mark.parametrize("spoilt", ["--data", "--held-out"])
 def test_a_corpus_of_another_sample_rate_ends_with_its_reason(corpus, tmp_path, capsys, spoilt):
-    """Nothing of it can be read: the file, what is wrong and what to do, code 1, a report, and no traceback."""
+    """Before there is a run: how many, of which rate, one of them and what to do, with code 2."""
     plan = Plan(speakers=2, sentences=10, words=1, sample_rate=8000, seed=0, held_out=False)
     places = {"--data": corpus, "--held-out": corpus} | {spoilt: make_corpus(plan, tmp_path)}
     with pytest.raises(SystemExit) as ended:
         run(tmp_path / "run", *itertools.chain(*places.items()), "--eval-interval-steps", 1)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert (
+        "20 of 20 recordings that were looked at have another sample rate than 16000 Hz: 8000 Hz (20), such as"
+        in told
+    )
+    assert "\nFix: --sample-rate 8000, or resample all files once" in told
+    assert told.count("Fix: ") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_few_recordings_of_another_sample_rate_are_the_loader_s_business(corpus, tmp_path):
+    """As many as may be set aside are left to it; one more is refused, and then all others are not to blame."""
+    for number in range(3):
+        write_wav(tmp_path / f"{number}.wav", np.ones(800, dtype=np.float32), 8000)
+    paths = [(each.path,) for each in read_corpus(corpus)]
+    insist_on_sample_rate([*paths, (tmp_path / "0.wav",), (tmp_path / "1.wav",)], 16000, 2)
+    with pytest.raises(
+        CorpusError, match=r"3 of 9 .*: 8000 Hz \(3\), such as .*0\.wav\nFix: resample all files once"
+    ):
+        insist_on_sample_rate([*paths, *((tmp_path / f"{number}.wav",) for number in range(3))], 16000, 2)
+
+
+@pytest.mark.parametrize("spoilt", ["--data", "--held-out"])
+def test_a_corpus_that_cannot_be_read_ends_with_its_reason(corpus, tmp_path, capsys, spoilt):
+    """Nothing of it can be used: the file, what is wrong and what to do, code 1, a report, and no traceback."""
+    plan = Plan(speakers=2, sentences=10, words=1, sample_rate=16000, seed=0, held_out=False)
+    places = {"--data": corpus, "--held-out": corpus} | {spoilt: make_corpus(plan, tmp_path)}
+    for path in places[spoilt].rglob("*.wav"):
+        soundfile.write(path, np.zeros((1600, 2)), 16000, subtype="PCM_16")
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path / "run", *itertools.chain(*places.items()), "--eval-interval-steps", 1)
     assert ended.value.code == 1
     told = capsys.readouterr().err
-    assert "has 8000 samples a second; 16000 are needed.\nFix: resample" in told
+    assert "has 2 channels; 1 is needed.\nFix: mix it down" in told
     assert "Traceback" not in told
-    assert "8000 samples" in json.loads((tmp_path / "run" / "result.json").read_text())["stopped"]
+    assert "2 channels" in json.loads((tmp_path / "run" / "result.json").read_text())["stopped"]
     assert (tmp_path / "run" / "report.html").is_file()
 
 

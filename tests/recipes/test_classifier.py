@@ -245,6 +245,53 @@ def test_classes_have_one_number_in_training_and_test(tmp_path):
         find_source(tmp_path, train=False)
 
 
+def of_sizes(part: Path, sizes: dict[int, int]) -> None:
+    """Write pictures of two classes: of each size so many, the first size first."""
+    for number, size in enumerate(size for size, many in sizes.items() for _ in range(many)):
+        picture(part / ("cat", "dog")[number % 2] / f"{number:02d}.png", number, size)
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_pictures_of_several_sizes_are_refused_at_once(part, tmp_path, capsys):
+    """By their headers alone: how many of each size, the size of most, and what to do; no run directory is made."""
+    for each in ("train", "test"):
+        of_sizes(tmp_path / each, {8: 12})
+    shutil.rmtree(tmp_path / part)
+    of_sizes(tmp_path / part, {11: 2, 8: 5, 9: 1})
+    for path in (tmp_path / part).glob("*/*.png"):
+        path.write_bytes(path.read_bytes()[:50])  # its header and no more
+    assert Ended(tmp_path / "run", tmp_path, "--batch-size", 4).code == 2
+    told = capsys.readouterr().err
+    assert "3 of 8 images have another size than 8x8 (width x height), such as " in told
+    assert "00.png, which has shape (11, 11). There are 5 of 8x8, 2 of 11x11, 1 of 9x9.\nLimit: all are of" in told
+    assert "--quarantine 0.001 sets 1 of these aside.\nFix: resize them" in told
+    assert "mogrify -resize '8x8!'" in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_as_many_pictures_as_quarantine_allows_may_have_another_size(tmp_path):
+    """They are set aside one by one, though they come first; the size that is needed is that of most."""
+    of_sizes(tmp_path / "train", {11: 2, 8: 10})
+    of_sizes(tmp_path / "test", {8: 2})
+    ended = Ended(tmp_path / "run", tmp_path, "--max-steps", 5, "--batch-size", 4, "--quarantine", 2)
+    assert ended.code == 0
+    ledger = read_ledger(tmp_path / "run" / FILE_NAME)
+    assert ledger
+    assert all("has shape (11, 11)" in entry.evidence for entry in ledger.values())
+
+
+def test_a_run_that_has_ended_says_so_and_shows_no_bar(digits, tmp_path, capsys, monkeypatch):
+    """Started again with fewer steps than it made: one line, the same weights, and code 0."""
+    whole = Ended(tmp_path / "run", digits, "--max-steps", 4)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # stderr is as a terminal to the bar
+    capsys.readouterr()
+    again = Ended(tmp_path / "run", digits, "--max-steps", 2)
+    told = capsys.readouterr().err
+    assert told.count("already at step 4 of 2: nothing is left to train") == 1
+    assert "4/2" not in told
+    assert (again.code, again.result["weights"]) == (0, whole.result["weights"])
+
+
 @pytest.mark.parametrize("kind", ["png", "jpg", "bmp", "gif"])
 def test_a_damaged_picture_is_read_or_refused_and_nothing_else(kind, tmp_path):
     """With any byte changed or the end cut off, whatever Pillow raises is a ValueError, which sets it aside."""

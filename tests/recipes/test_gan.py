@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from recipes.classifier.images import find_source, write_idx
 from recipes.gan import forecast
 from recipes.gan.data import Images
@@ -250,6 +251,23 @@ def test_what_is_needed_at_the_end_is_looked_at_before_training(tmp_path, digits
     assert ended.value.code == 2
     assert "image 0 of" in (told := capsys.readouterr().err)
     assert "has shape (7, 8)" in told
+
+
+def test_pictures_of_several_sizes_end_before_there_is_a_run(tmp_path, capsys):
+    """The size that is needed is that of most pictures, and not that of the first."""
+    for number in range(6):
+        for part in ("train", "test"):
+            place = tmp_path / part / "ab"[number % 2] / f"{number}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (9, 7) if part == "train" and number < 2 else (8, 10)).save(place)
+    with pytest.raises(SystemExit) as ended:
+        main(["--run-dir", str(tmp_path / "run"), "--data-dir", str(tmp_path)])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "2 of 6 images have another size than 8x10 (width x height)" in told
+    assert "There are 4 of 8x10, 2 of 9x7.\nLimit: " in told
+    assert "\nFix: resize them" in told
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_frechet_distance_is_that_of_two_normal_distributions():

@@ -205,6 +205,31 @@ def test_mixtures_on_a_disk_are_learnt_and_a_broken_one_is_set_aside(mixtures, t
     assert len(read_wav(tmp_path / "run" / "examples" / "separated_2.wav", RATE)) > RATE / 4
 
 
+@pytest.mark.parametrize("option", ["--data", "--speakers-dir", "--held-out"])
+def test_recordings_of_another_sample_rate_end_before_there_is_a_run(option, mixtures, speakers, tmp_path, capsys):
+    """Of mixtures and of single speakers: how many, of which rate, one of them and the option that takes them."""
+    slow = tmp_path / "slow"
+    for path in (speakers if option == "--speakers-dir" else mixtures).rglob("*.wav"):
+        write_wav(
+            slow / path.relative_to(path.parents[1 if option != "--speakers-dir" else 2]), read_wav(path, RATE), 22050
+        )
+    places = {"--data": mixtures, "--held-out": mixtures} | {option: slow}
+    if option == "--speakers-dir":
+        del places["--data"]
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path / "run", *(each for place in places.items() for each in place), "--batch-size", 2)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    many = 6 if option == "--speakers-dir" else 3
+    assert (
+        f"{many} of {many} recordings that were looked at have another sample rate than 8000 Hz: 22050 Hz ({many})"
+        in told
+    )
+    assert f"such as {slow}" in told
+    assert "\nFix: --sample-rate 22050, or resample all files once" in told
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_gate_turns_clipping_off_below_zero():
     """The preset clips at 5 over all parameters; the gate of SpeechBrain's recipes turns it off, and refuses 0."""
 
