@@ -12,7 +12,7 @@ import torch
 
 from holdfast import DataLoader
 from holdfast.data.orders import LengthBucketed
-from recipes.options import RunOptions
+from recipes.options import RunOptions, insist_on_a_batch
 from recipes.pegasus.corpus import collect, is_installed
 from recipes.pegasus.model import Size, build_model, build_optimizer, load_pretrained, loss_of
 from recipes.pegasus.records import JsonLines, RecordError, Records, TokenizedRecords
@@ -74,7 +74,8 @@ class PegasusOptions(RunOptions):
     """Where the docstrings are kept, for other runs too."""
 
     quarantine: float = 0.001
-    """Share of the records that may be set aside because they cannot be used; at least 1 may."""
+    """Most records that may be set aside because they cannot be used: a share below 1, of which at least 1 may, or a
+    number."""
 
     vocab_size: int = 4000
     """Most pieces of words that the tokenizer knows."""
@@ -188,6 +189,7 @@ def make_job(options: PegasusOptions) -> Job:
     torch.manual_seed(options.seed)
     device = find_device(options)
     train, validation = (_records(path, options) for path in _files(options))
+    insist_on_a_batch(options.batch_size, len(train), "records")
     with making_the_model():
         tokenizer, model = _model(options, train)
         model.to(device).train()  # as it is loaded it would have no dropout
@@ -246,7 +248,12 @@ def _records(path: Path, options: PegasusOptions) -> JsonLines:
     if options.train_file is None:
         return JsonLines(path, title_column="title")
     columns = {"text_column": options.text_column, "summary_column": options.summary_column}
-    return JsonLines(path, **columns, title_column=options.title_column)
+    try:
+        return JsonLines(path, **columns, title_column=options.title_column)
+    except OSError as error:
+        option = "--train-file" if path == options.train_file else "--validation-file"
+        fix = "name a file of JSON lines, each an object with a document and its summary"
+        raise RecordError(f"{option} {path} cannot be read: {error.strerror}\nFix: {fix}.") from error
 
 
 def _loader(records: JsonLines, tokenizer: Any, options: PegasusOptions, device: torch.device) -> DataLoader:

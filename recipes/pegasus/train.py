@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 f"{options.run_dir} is a run of the other --loop.\nFix: give this one a --run-dir of its own."
             )
         job = make_job(options)
+    _show_bars_on_terminals_only()
     _advise(job)
     with ending_clearly(RecordError, options.run_dir):
         if options.loop == "trainer":
@@ -54,6 +55,14 @@ def _check_installed() -> None:
     ]
     if missing:
         raise ValueError(f"{', '.join(missing)}: not installed.\nFix: pip install 'holdfast[integrations]'")
+
+
+def _show_bars_on_terminals_only() -> None:
+    """Have transformers draw none elsewhere, as that of the shards of a model that it writes."""
+    if not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
 
 
 class Curve:

@@ -19,9 +19,10 @@ from holdfast.run.stop import StopRequest
 from recipes.options import nothing_to_resume
 from recipes.pegasus.job import Job, tokenized
 from recipes.pegasus.scoring import ROUGE, rouge
-from recipes.training import Training, end_failed, end_interrupted, is_interactive
+from recipes.training import Training, end_failed, end_interrupted, is_interactive, tell_if_ended
 
 _USUAL_SAVE_STEPS = 500  # of TrainingArguments
+_USUAL_WIDTH = 80  # of a terminal
 _NAMES = {"step": "step", "held_out_loss": "eval_loss"} | {name: f"eval_{name}" for name in ROUGE}
 
 
@@ -31,6 +32,8 @@ def train_with_trainer(job: Job, policy: Policy) -> dict[str, Any]:
     Raises:
         HoldfastError: H312 for checkpoints none of which is whole.
     """
+    from transformers import ProgressCallback
+
     from holdfast.integrations.transformers import last_good_checkpoint
     from recipes.pegasus.train import finished
 
@@ -40,7 +43,10 @@ def train_with_trainer(job: Job, policy: Policy) -> dict[str, Any]:
         print(nothing_to_resume(options.run_dir), end="", file=sys.stderr)
         raise SystemExit(2)
     if newest is not None:
-        print(f"going on from step {newest.rpartition('-')[2]} ({newest})", file=sys.stderr)
+        step = newest.rpartition("-")[2]
+        print(f"going on from step {step} ({newest})", file=sys.stderr)
+        if tell_if_ended(int(step), options.max_steps):
+            trainer.pop_callback(ProgressCallback)  # of a bar without a step
     _train(trainer, newest, options.run_dir)
     trainer.accelerator.unwrap_model(job.model, keep_fp32_wrapper=False)  # else bf16 would go on in its forward
     job.model.eval()
@@ -140,7 +146,26 @@ def make_trainer(job: Job, policy: Policy) -> Any:
         holdfast_policy=policy.replace(save_interval_steps=None), holdfast_run_dir=str(options.run_dir),
     )  # fmt: skip
     torch.manual_seed(options.seed)  # as in the plain loop: making a Trainer draws
+    _give_the_bar_a_width(trainer)
     return trainer
+
+
+def _give_the_bar_a_width(trainer: Any) -> None:
+    """Draw the Trainer's bar on terminals that tell no width too, as those of `script` or `docker exec -t`."""
+    from transformers import ProgressCallback
+
+    class Bar(ProgressCallback):
+        """The Trainer's own; tqdm takes such a width for -1, and draws nothing."""
+
+        def on_train_begin(self, *arguments: Any, **named: Any) -> None:
+            """Begin, and see to the width."""
+            super().on_train_begin(*arguments, **named)
+            bar = self.training_bar
+            if bar is not None and bar.ncols is not None and bar.ncols <= 0:
+                bar.dynamic_ncols, bar.ncols, bar.nrows = None, _USUAL_WIDTH, None
+
+    if trainer.pop_callback(ProgressCallback) is not None:  # there is none where nobody sees it
+        trainer.add_callback(Bar)
 
 
 def _metrics(job: Job, predictions: Any) -> dict[str, float]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 import tracemalloc
 import warnings
@@ -553,14 +556,21 @@ def test_a_trainer_that_is_started_again_ends_where_it_would_have(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [6, 8])
-def test_a_trainer_that_is_at_its_end_makes_no_further_step(tmp_path: Path, steps: int) -> None:
-    """Started again in the middle of an epoch, or at its end, it writes the same result once more."""
+def test_a_trainer_that_is_at_its_end_makes_no_further_step(
+    tmp_path: Path, steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Started again in the middle of an epoch, or at its end, it says so and writes the same result once more."""
     options = tiny(tmp_path, "run", loop="trainer", max_steps=steps)
     _, whole = trained(options, save_interval_steps=2)
     (options.run_dir / "result.json").unlink()
     _, again = trained(replace(options, resume=True), save_interval_steps=2)
     for name in ("weights", "global_step", "figures"):
         assert again[name] == whole[name]
+    out, err = capsys.readouterr()
+    assert err.count(f"already at step {steps} of {steps}: nothing is left to train") == 1
+    assert whole["figures"]["curve"]
+    assert "held_out_loss: " in out
+    assert "curve" not in out, "it is for programs"
     assert json.loads((options.run_dir / "result.json").read_text())["global_step"] == steps
 
 
@@ -599,6 +609,44 @@ def test_ctrl_c_ends_a_trainer_as_it_does_a_loop_of_ours(tmp_path: Path) -> None
     assert rest.returncode == 0, err
     assert f"going on from step {step} " in err
     assert json.loads((tmp_path / "run/result.json").read_text())["global_step"] == step + 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(24, 100), (0, 0), None])
+def test_a_trainer_has_a_bar_on_a_terminal_and_nowhere_else(tmp_path: Path, size: tuple[int, int] | None) -> None:
+    """Also on a terminal that tells no size, as that of `script`."""
+    lines(tmp_path / "train.jsonl", pairs(64))
+    lines(tmp_path / "held-out.jsonl", pairs(8))
+    given = {
+        "loop": "trainer", "run-dir": tmp_path / "run", "train-file": tmp_path / "train.jsonl", "vocab-size": 200,
+        "validation-file": tmp_path / "held-out.jsonl", "batch-size": 8, "eval-records": 4, "max-steps": 3,
+    }  # fmt: skip
+    options = [
+        "-m",
+        "recipes.pegasus",
+        *(f"--{name}={value}" for name, value in given.items()),
+        "--no-save-pretrained",
+    ]
+    ours, theirs = pty.openpty()
+    if size is not None:
+        termios.tcsetwinsize(theirs, size)
+    stderr = subprocess.PIPE if size is None else theirs
+    with Prepared(options, cwd=POLICY.parents[2], stdout=subprocess.DEVNULL, stderr=stderr) as life:
+        os.close(theirs)
+        told = life.communicate(timeout=300)[1] if size is None else read_terminal(ours)
+    os.close(ours)
+    assert life.returncode == 0, told
+    assert bool(re.search(rb"100%\|.+\| 3/3 ", told)) == (size is not None), told
+    assert (b"%|" in told) == (size is not None), told
+
+
+def read_terminal(end: int) -> bytes:
+    """Return all that is written to the other end of a terminal until it is closed."""
+    told = b""
+    with contextlib.suppress(OSError):  # that is how it ends
+        while chunk := os.read(end, 65536):
+            told += chunk
+    return told
 
 
 @pytest.mark.slow
@@ -668,7 +716,8 @@ def test_the_forecast_is_about_the_published_model(monkeypatch: pytest.MonkeyPat
     ("arguments", "said"),
     [
         (["--train-file", "missing.jsonl"], "--train-file and --validation-file belong together"),
-        (["--train-file", "missing.jsonl", "--validation-file", "missing.jsonl"], "No such file"),
+        (["--train-file", "missing.jsonl", "--validation-file", "missing.jsonl"],
+         "--train-file missing.jsonl cannot be read: No such file or directory\nFix: "),
         (["--packages", "json", "--held-out-packages", "no_such_package"], "'no_such_package' is not installed"),
         (["--batch-size", "10", "--gradient-accumulation-steps", "3"], "a divisor of --batch-size 10"),
         (["--batch-size", "0"], "--batch-size 0; at least 1 is needed"),
@@ -680,9 +729,10 @@ def test_the_forecast_is_about_the_published_model(monkeypatch: pytest.MonkeyPat
         (["--hinted", "1.5"], "a share from 0 to 1 is needed"),
         (["--learning-rate", "0"], "a number above 0 is needed"),
         (["--loop", "trainer", "--max-steps", "0"], "--loop trainer makes at least one step"),
-        (["--pretrained", "nowhere", "--packages", "json", "--held-out-packages", "csv"], "holds no config.json"),
+        (["--pretrained", "nowhere", "--packages", "json", "--held-out-packages", "csv", "--batch-size", "4"],
+         "holds no config.json"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_trained_ends_with_a_message(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
