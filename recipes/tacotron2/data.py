@@ -132,15 +132,20 @@ class Padded:
         }
 
 
+def how_many_apart(utterances: int, held_out: int) -> int:
+    """Return how many utterances `divide` holds out: as many as asked for, a tenth at most and one at least."""
+    return max(1, min(held_out, utterances // 10))
+
+
 def divide(folder: SpeechFolder, features: FeatureCache, held_out: int) -> tuple[Utterances, Utterances]:
-    """Return what is trained on and what is held out: as many as asked for, a tenth at most and one at least.
+    """Return what is trained on and what is held out: see `how_many_apart`.
 
     Held out are utterances evenly from the whole folder, none of them unreadable.
 
     Raises:
         ValueError: There are not enough.
     """
-    count = max(1, min(held_out, len(folder) // 10))
+    count = how_many_apart(len(folder), held_out)
     starts = [place * len(folder) // count for place in range(count + 1)]
     readable = (
         next((place for place in range(*each) if "mel" in features[place]), None)

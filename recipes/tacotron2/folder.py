@@ -61,6 +61,7 @@ class SpeechFolder:
         except UnicodeDecodeError as error:
             raise ValueError(f"{metadata} is not UTF-8 ({error}).\nFix: convert it with iconv.") from error
         self._mistakes: list[str] = []
+        self._fixes: dict[str, None] = {}  # of mistakes that rows are not to blame for
         self.rows = [row for number, line in enumerate(lines, 1) if (row := self._row(number, line.rstrip("\r")))]
         self._complain(metadata)
         sizes = "".join(f"{row.name} {row.path.stat().st_size}\n" for row in self.rows)
@@ -108,7 +109,9 @@ class SpeechFolder:
         try:
             return check_wav(path, self.sample_rate), ""
         except WrongSampleRateError as error:
-            self._mistakes.append(f"line {number}: {' '.join(str(error).splitlines())}")
+            what, _, fix = str(error).partition("\nFix: ")
+            self._mistakes.append(f"line {number}: {what}")
+            self._fixes[fix] = None
             return 0, ""
         except (ValueError, OSError) as error:
             return 0, str(error)
@@ -122,4 +125,5 @@ class SpeechFolder:
         if self._mistakes:
             more = [f"... and {len(self._mistakes) - _NAMED} more"] if len(self._mistakes) > _NAMED else []
             listed = "\n  ".join([*self._mistakes[:_NAMED], *more])
-            raise ValueError(f"{metadata} cannot be used:\n  {listed}\nFix: correct or remove these rows; {_FORMAT}.")
+            fixes = [*self._fixes, f"correct or remove these rows; {_FORMAT}."]
+            raise ValueError(f"{metadata} cannot be used:\n  {listed}\nFix: {'; or '.join(fixes)}")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from holdfast import HoldfastError, Loss
-from recipes.options import RunOptions, read_options
+from recipes.options import RunOptions, insist_on_a_batch, read_options
 from recipes.tacotron2 import espeak
 from recipes.tacotron2.audio import MelSettings
-from recipes.tacotron2.data import Padded, Utterances, compute_features, divide, make_loader
+from recipes.tacotron2.data import Padded, Utterances, compute_features, divide, how_many_apart, make_loader
 from recipes.tacotron2.evaluation import Evaluation, figures_of
 from recipes.tacotron2.folder import SpeechFolder
 from recipes.tacotron2.losses import Weights, losses_of
@@ -128,9 +128,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options, policy = read_options(TacotronOptions, argv, policy_file=HERE / "policy.yaml")
     device, settings = find_device(options), MelSettings()
     torch.manual_seed(options.seed)
+    published = _published_weights(options)  # before speech and features are made
     trained_on, held_out, longest = _utterances(options, settings)
     with making_the_model():
-        model = make_model(options, trained_on).to(device)
+        model = make_model(options, trained_on, published).to(device)
     per_step = model.decoder.frames_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate, eps=1e-6, weight_decay=1e-6)
     loader = make_loader(
@@ -185,6 +186,7 @@ def _utterances(options: TacotronOptions, settings: MelSettings) -> tuple[Uttera
         folder = SpeechFolder(_folder(options), settings.sample_rate)
         for row in folder.unreadable:
             print(f"{row.trouble.partition(chr(10))[0]} The loader will set it aside.", file=sys.stderr)
+        _check_batch(options, len(folder))
         file = options.features or options.run_dir / "features.h5"
         file.parent.mkdir(parents=True, exist_ok=True)
         features = compute_features(folder, file, settings, rebuild=options.rebuild_features)
@@ -200,10 +202,18 @@ def _folder(options: TacotronOptions) -> Path:
     if options.data is not None:
         return options.data
     if espeak.is_installed():
+        _check_batch(options, options.clips)  # before they are spoken
         return espeak.make_folder(options.run_dir / "speech", options.clips, options.seed)
     told = f"espeak-ng is not installed: training on eight clips, too few to learn from. Fix: {espeak.INSTALL}."
     print(told, file=sys.stderr)
     return CLIPS
+
+
+def _check_batch(options: TacotronOptions, utterances: int) -> None:
+    """Refuse a batch that was asked for and is larger than what is learnt; the usual one is made smaller."""
+    if options.batch_size != TacotronOptions().batch_size:
+        there = utterances - how_many_apart(utterances, options.held_out)
+        insist_on_a_batch(options.batch_size, there, "utterances")
 
 
 def _exit(error: Exception | str) -> NoReturn:
@@ -211,21 +221,34 @@ def _exit(error: Exception | str) -> NoReturn:
     raise SystemExit(2) from None
 
 
-def make_model(options: TacotronOptions, utterances: Utterances) -> Tacotron2:
-    """Return the model as the options say; its frames begin at the mean of some utterances."""
+def _published_weights(options: TacotronOptions) -> Mapping[str, Tensor] | None:
+    """Return what the file of --weights holds, if there is one."""
+    if options.weights is None:
+        return None
+    try:
+        return read_public_weights(options.weights)
+    except OSError as error:
+        why = f"--weights {options.weights} cannot be read: {error.strerror or error}"
+    except ValueError as error:
+        why = str(error)
+    _exit(f"{why}\nFix: name a published file of NVIDIA/tacotron2, or leave --weights out.")
+
+
+def make_model(
+    options: TacotronOptions, utterances: Utterances, published: Mapping[str, Tensor] | None = None
+) -> Tacotron2:
+    """Return the model as the options say; its frames begin at the mean of some utterances, or with given weights."""
     sizes: Sizes = SIZES[options.size]
     if options.frames_per_step is not None:
         sizes = replace(sizes, frames_per_step=options.frames_per_step)
     if options.recurrent_regulariser == "dropout":
         sizes = replace(sizes, zoneout=0.0, recurrent_dropout=0.1)
     model = Tacotron2(sizes, segment_steps=options.segment_steps, truncate=options.truncate)
-    if options.weights is None:
+    if published is None:
         model.start_at(utterances.mean_frame())
         return model
     try:
-        model.load_state_dict(read_public_weights(options.weights))
-    except (ValueError, OSError) as error:
-        _exit(error)
+        model.load_state_dict(published)
     except RuntimeError as error:  # names every tensor
         first = " ".join(str(error).splitlines()[1:2]).strip()
         _exit(f"{options.weights} does not fit: {first}\nFix: --size paper, with one frame a step.")

@@ -118,6 +118,8 @@ def test_published_weights_are_read_and_other_files_refused(
         told = capsys.readouterr().err.splitlines()
         assert len(told) < 6, told
         assert any(name in line for line in told)
+        assert [line.startswith("Fix: ") for line in told].count(True) == 1, told
+        assert (tmp_path / "features.h5").exists() == (name == "public.pt"), "those of others are not computed"
 
 
 def test_a_forward_pass_of_the_papers_size_has_the_published_shapes() -> None:
