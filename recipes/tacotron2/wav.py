@@ -89,12 +89,12 @@ def _opened(path: Path, sample_rate: int) -> Iterator[Any]:
             raise _unusable(path, f"is no WAV file, nor FLAC, that can be read ({error.error_string})") from error
         with sound:
             if sound.samplerate != sample_rate:
-                error = WrongSampleRateError(
+                wrong = WrongSampleRateError(
                     f"{path} has {sound.samplerate} samples a second; {sample_rate} are needed.\n"
                     f"Fix: resample all files once, for instance: sox in.wav -r {sample_rate} -c 1 -b 16 out.wav"
                 )
-                error.sample_rate = sound.samplerate
-                raise error
+                wrong.sample_rate = sound.samplerate
+                raise wrong
             if sound.channels != 1:
                 fix = "mix it down, for instance: sox in.wav -c 1 out.wav"
                 raise _unusable(path, f"has {sound.channels} channels; 1 is needed", fix)
