@@ -32,7 +32,6 @@ _Options = TypeVar("_Options", bound="RunOptions")
 _OF_THE_POLICY = {*(field.name for field in dataclasses.fields(Policy)), "preset"}
 _MOST = 2**63  # that torch and numpy take
 _MOST_WORKERS = 1024  # more would take a machine down
-_ALIKE = 0.6  # of difflib: names below it have nothing to do with each other
 
 
 class OptionError(ValueError):
@@ -135,7 +134,7 @@ class _Parser(argparse.ArgumentParser):
 def _meant(name: str, known: Iterable[str]) -> str:
     """Return a question after the name that is most like another one; nothing if none is alike."""
     bare = {each.lstrip("-"): each for each in known}
-    alike = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=_ALIKE)
+    alike = difflib.get_close_matches(name.lstrip("-"), bare, n=1)
     return f"; did you mean {bare[alike[0]]!r}?" if alike else ""
 
 

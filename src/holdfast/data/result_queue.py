@@ -16,7 +16,10 @@ class ResultQueue(Queue):  # type: ignore[type-arg] # it takes none while it run
     """
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
-        number, (_, fields) = item
-        shortage = shortage_in(error)
-        fatal = None if shortage else failure_of(None, error)
-        self.put((number, (None, tuple(Report(*fields)._replace(fatal=fatal, shortage=shortage)))))
+        match item:
+            case (number, (_, tuple(fields))):
+                shortage = shortage_in(error)
+                fatal = None if shortage else failure_of(None, error)
+                self.put((number, (None, tuple(Report(*fields)._replace(fatal=fatal, shortage=shortage)))))
+            case _:  # what the loop sends to workers, or an error of torch's: raising here would end the thread
+                Queue._on_queue_feeder_error(error, item)  # type: ignore[attr-defined]
