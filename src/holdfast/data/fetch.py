@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, default_collate, default_convert, get_work
 
 from holdfast.data.random_state import Borrowed, LazySeeding
 from holdfast.data.seeds import SampleSeeds, derive_seed
-from holdfast.data.worker_board import COLLATING, Board
+from holdfast.data.worker_board import COLLATING, NUMBER, PLACE, Board, Showing, has_ended
 
 _OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 _OUT_OF_MEMORY = {errno.ENOSPC, errno.ENOMEM}
@@ -186,71 +186,70 @@ class Fetcher(Dataset[Any]):
     def __getitem__(self, fields: tuple[Any, ...]) -> Any:
         entry = Entry(*fields)
         info = None if self.board is None else get_worker_info()  # else in the worker of another loader
-        worker = None if info is None else info.id
-        if worker is not None and self.board is not None:
-            self.board.begin(worker, entry.number)
-        if worker is not None and self.board is not None and entry.control is not None:
-            self._show_that_it_works(entry, entry.control, worker, self.board)
-        if worker is None:  # else the random state is nobody's
+        cells = None if self.board is None or info is None else self.board.of(info.id)
+        if cells is not None:
+            cells[NUMBER] = entry.number
+            if entry.control is not None:
+                self._show_that_it_works(entry, entry.control, cells)
+        if cells is None:  # else the random state is nobody's
             self._borrowed.take()
         began = time.perf_counter()
         try:
-            batch, report = self._make(entry, worker)
+            batch, report = self._make(entry, cells)
             if entry.twice and report.fatal is None and report.shortage is None:
-                again, second = self._make(entry, worker)
+                again, second = self._make(entry, cells)
                 if second.fatal is None and second.shortage is None:  # else there is nothing to compare with
                     report = report._replace(differs=first_difference(batch, again))
             seconds = time.perf_counter() - began
         finally:
-            if worker is None:
+            if cells is None:
                 self._borrowed.give_back()
-        if worker is not None and self.board is not None:
-            self.board.end(worker)
+        if cells is not None:
+            has_ended(cells)
         return sent(batch, report.timed(seconds, self._lazy.draws), self.board)
 
-    def _show_that_it_works(self, entry: Entry, place: int, worker: int, board: Board) -> None:
+    def _show_that_it_works(self, entry: Entry, place: int, cells: memoryview[int]) -> None:
         """Read a sample that nobody suspects: who is lost after that is lost to the sample that it was at."""
-        if board.look(worker).has_worked:
+        if Showing(*cells).has_worked:
             return
-        board.step(worker, place)
+        cells[PLACE] = place
         with contextlib.suppress(Exception, SystemExit):
             self._seeded(entry, place, (*entry.indices, *entry.spares)[place])
-        board.end(worker)
+        has_ended(cells)
 
-    def _make(self, entry: Entry, worker: int | None) -> tuple[Any, Report]:
+    def _make(self, entry: Entry, cells: memoryview[int] | None) -> tuple[Any, Report]:
         """Make a batch; twice, if it drew from a generator that nothing had drawn from before."""
         before = self._lazy.stand()
-        samples, report = self._read(entry, worker)
+        samples, report = self._read(entry, cells)
         if self._lazy.was_surprised(before):
-            return self._make(entry, worker)
+            return self._make(entry, cells)
         if samples is None:
             return None, report
-        if worker is not None and self.board is not None:
-            self.board.step(worker, COLLATING)
+        if cells is not None:
+            cells[PLACE] = COLLATING
         where = None if self.collate in _DRAW_NOTHING else self._lazy.stand()
         try:
             if where is not None:
                 self._lazy.seed(derive_seed(self.seed, entry.epoch, "collate", *entry.indices[:1]))
             batch = self.collate(samples[0] if entry.alone else samples)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, and raised in the main process
-            shortage = shortage_in(error) if worker is not None else None
+            shortage = shortage_in(error) if cells is not None else None
             batch, report = None, _without_batch(entry, report.failures, shortage or failure_of(None, error))
         if where is not None and self._lazy.was_surprised(where):
-            return self._make(entry, worker)  # with samples that are new too: it may have changed these
+            return self._make(entry, cells)  # with samples that are new too: it may have changed these
         return batch, report
 
-    def _read(self, entry: Entry, worker: int | None) -> tuple[list[Any] | None, Report]:
+    def _read(self, entry: Entry, cells: memoryview[int] | None) -> tuple[list[Any] | None, Report]:
         """Return the samples of a batch, or None and why there are none."""
-        board = self.board if worker is not None else None
         plain = not entry.aside and entry.first is None
-        samples = self._read_plain(entry, board, worker) if plain else []
+        samples = self._read_plain(entry, cells) if plain else []
         if len(samples) == len(entry.indices):
             return samples, Report(entry.number, entry.indices)
         tried = len(samples) if plain else -1
         found, failures = list(entry.indices[: len(samples)]), list[Failure]()
         for offset, index in enumerate(entry.indices[len(samples) :], start=len(samples)):
-            if board is not None:
-                board.step(worker, offset)  # type: ignore[arg-type] # there is a board only in a worker
+            if cells is not None:
+                cells[PLACE] = offset
             if offset != tried and index not in entry.aside:
                 try:
                     sample = self._seeded(entry, offset, index)
@@ -260,22 +259,22 @@ class Fetcher(Dataset[Any]):
                         continue
                 except (Exception, SystemExit):  # noqa: BLE001, S110 - looked at below, where it is tried again
                     pass
-            chosen, sample = self._instead(entry, offset, board, worker, failures)
+            chosen, sample = self._instead(entry, offset, cells, failures)
             if isinstance(sample, (Failure, str)):
                 return None, _without_batch(entry, tuple(failures), sample)
             found.append(chosen)
             samples.append(sample)
         return samples, Report(number=entry.number, indices=tuple(found), failures=tuple(failures))
 
-    def _read_plain(self, entry: Entry, board: Board | None, worker: int | None) -> list[Any]:
+    def _read_plain(self, entry: Entry, cells: memoryview[int] | None) -> list[Any]:
         """Return the samples up to the first one that cannot be used: mostly all, so not one call too many here."""
         # Seeds are made all at once: what runs between two samples leaves the processor's caches to them.
         seeds = entry.seeds or self._seeds.all(entry.epoch, entry.indices)
         seed, samples = self._lazy.seeder, list[Any]()
         with contextlib.suppress(Exception, SystemExit):  # looked at in `_read`, where it is tried again
             for offset, index in enumerate(entry.indices):
-                if board is not None:
-                    board.step(worker, offset)  # type: ignore[arg-type] # there is a board only in a worker
+                if cells is not None:
+                    cells[PLACE] = offset
                 seed(seeds[offset])
                 sample = self.dataset[index]
                 if self.check_finite and find_nonfinite(sample) is not None:
@@ -290,7 +289,7 @@ class Fetcher(Dataset[Any]):
         return self.dataset[index]
 
     def _instead(
-        self, entry: Entry, offset: int, board: Board | None, worker: int | None, failures: list[Failure]
+        self, entry: Entry, offset: int, cells: memoryview[int] | None, failures: list[Failure]
     ) -> tuple[Any, Any]:
         """Try a sample again, then those that follow; return the index that was read and its sample.
 
@@ -302,14 +301,14 @@ class Fetcher(Dataset[Any]):
         for place, candidate in candidates if self.replaces else [(offset, index)]:
             if candidate in entry.aside or any(candidate == each.index for each in failures):
                 continue
-            if board is not None:
-                board.step(worker, place)  # type: ignore[arg-type] # there is a board only in a worker
+            if cells is not None:
+                cells[PLACE] = place
             for _ in range(2 if place != offset and self.replaces else 1):  # a drive that stumbles: a second chance
                 try:
                     sample = self._seeded(entry, place, candidate)
                 except (Exception, SystemExit) as error:  # noqa: BLE001 - reported
                     shortage = shortage_in(error)
-                    if shortage is not None and worker is not None:
+                    if shortage is not None and cells is not None:
                         return candidate, shortage  # with fewer workers there may be enough; here there is not
                     last = failure_of(candidate, error)
                     continue

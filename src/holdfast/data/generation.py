@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.data.fetch import Report, as_is, shortage_in
-from holdfast.data.worker_board import Board
+from holdfast.data.worker_board import IDLE, PLACE, Board
 from holdfast.data.worker_processes import Started, WorkerLostError, kill, let_go, recording_context, undisturbed
 from holdfast.data.worker_watch import Loss, Watch
 
@@ -57,7 +57,7 @@ class _Started:
         object.__setattr__(info, "dataset", info.dataset.users)  # type: ignore[attr-defined]
         if self._given is not None:
             self._given(worker)
-        self._board.ready(worker)
+        self._board.of(worker)[PLACE] = IDLE
 
 
 class Generation:

@@ -27,7 +27,7 @@ from holdfast.data.fetch import Report, failure_of, sent, shortage_in
 from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.ranks import rank_positions
 from holdfast.data.seeds import derive_seed
-from holdfast.data.worker_board import COLLATING, Board, Showing
+from holdfast.data.worker_board import COLLATING, NUMBER, PLACE, Board, Showing, has_ended
 
 _SHARDING_WORDS = {"get_worker_info", "worker_info", "num_replicas", "split_by_worker", "split_by_node"}
 _RANK_WORDS = {"get_rank", "get_world_size", "rank", "world_size", "num_replicas", "process_index", "num_processes"}
@@ -183,8 +183,8 @@ class Stream(IterableDataset[Any]):
 
     def _show(self, worker: int, number: int, offset: int) -> None:
         if self._board is not None:
-            self._board.begin(worker, number)
-            self._board.step(worker, offset)
+            cells = self._board.of(worker)
+            cells[NUMBER], cells[PLACE] = number, offset
 
     def _cut(self, group: list[Any], size: int) -> list[Any] | None:
         """Return this rank's part of the items of one step; the last step is divided among all ranks."""
@@ -207,7 +207,7 @@ class Stream(IterableDataset[Any]):
         except (Exception, SystemExit) as error:
             raise _StreamError(error) from error
         if self._board is not None:
-            self._board.end(worker)
+            has_ended(self._board.of(worker))
         return sent(made, Report(number=worker, state=(items.number, state, ended), seconds=seconds), self._board)
 
 

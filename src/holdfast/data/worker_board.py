@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 STARTING = -3
 IDLE = -2
 COLLATING = -1
+NUMBER, PLACE, DONE = 0, 1, 2
 _FIELDS = 3
 
 
@@ -54,26 +55,21 @@ class Board:
     def __init__(self, context: Any, workers: int) -> None:
         self._cells = context.RawArray("q", _FIELDS * workers)
         for worker in range(workers):
-            self._cells[_FIELDS * worker + 1] = STARTING
+            self.of(worker)[PLACE] = STARTING
 
-    def ready(self, worker: int) -> None:
-        """Show that a worker has started and has nothing to do yet."""
-        self._cells[_FIELDS * worker + 1] = IDLE
+    def of(self, worker: int) -> memoryview[int]:
+        """Return a worker's numbers, for it to write: `NUMBER`, `PLACE` and `DONE`, int64.
 
-    def begin(self, worker: int, number: int) -> None:
-        """Show that a worker begins a batch."""
-        self._cells[_FIELDS * worker] = number
-
-    def step(self, worker: int, offset: int) -> None:
-        """Show at which place of its batch a worker is; called for each sample, so it is one write."""
-        self._cells[_FIELDS * worker + 1] = offset
-
-    def end(self, worker: int) -> None:
-        """Show that a worker has nothing to do."""
-        self._cells[_FIELDS * worker + 2] += 1
-        self._cells[_FIELDS * worker + 1] = IDLE
+        A view and no methods: a place is written for each sample.
+        """
+        return memoryview(self._cells).cast("B").cast("q")[_FIELDS * worker : _FIELDS * (worker + 1)]
 
     def look(self, worker: int) -> Showing:
         """Return what a worker shows."""
-        first = _FIELDS * worker
-        return Showing(*self._cells[first : first + _FIELDS])
+        return Showing(*self.of(worker))
+
+
+def has_ended(cells: memoryview[int]) -> None:
+    """Show that a worker is done with a batch and has nothing to do."""
+    cells[DONE] += 1
+    cells[PLACE] = IDLE

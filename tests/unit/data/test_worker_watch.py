@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from holdfast import DataLoader
 from holdfast.data import worker_watch
-from holdfast.data.worker_board import COLLATING, IDLE, STARTING, Board, Showing
+from holdfast.data.worker_board import COLLATING, IDLE, NUMBER, PLACE, STARTING, Board, Showing, has_ended
 from holdfast.data.worker_processes import Started, WorkerLostError, how_it_ended, is_stopped, kill, recording_context
 from holdfast.data.worker_watch import Watch
 
@@ -71,32 +71,32 @@ class _Pids(Dataset[int]):
 
 
 def _forever(board: Board, number: int) -> None:
-    board.begin(number, 7)
-    board.step(number, 2)
+    board.of(number)[NUMBER] = 7
+    board.of(number)[PLACE] = 2
     time.sleep(1e6)
 
 
 def _idle(board: Board, number: int) -> None:
     faulthandler.disable()  # pytest's, which would print where a signal hit
-    board.begin(number, 1)
-    board.step(number, 0)
-    board.end(number)
+    board.of(number)[NUMBER] = 1
+    board.of(number)[PLACE] = 0
+    has_ended(board.of(number))
     time.sleep(1e6)
 
 
 def _busy(board: Board, number: int) -> None:
     """Go on from sample to sample."""
     for place in range(10**9):
-        board.begin(number, place)
-        board.step(number, 0)
+        board.of(number)[NUMBER] = place
+        board.of(number)[PLACE] = 0
         time.sleep(0.005)
-        board.end(number)
+        has_ended(board.of(number))
 
 
 def _exits(code: int) -> Callable[[Board, int], None]:
     def work(board: Board, number: int) -> None:
-        board.begin(number, 3)
-        board.step(number, 1)
+        board.of(number)[NUMBER] = 3
+        board.of(number)[PLACE] = 1
         os._exit(code)
 
     return work
@@ -106,13 +106,13 @@ def test_the_board_shows_what_a_worker_does() -> None:
     """A look gives batch, place and count of finished batches; a worker that has not begun is starting."""
     board = Board(_FORK, 2)
     assert board.look(1) == Showing(0, STARTING, 0)
-    board.begin(1, 5)
-    board.step(1, 3)
+    board.of(1)[NUMBER] = 5
+    board.of(1)[PLACE] = 3
     assert board.look(1) == Showing(5, 3, 0)
     assert board.look(1).is_busy
     assert board.look(1).has_worked, "it is behind its first sample"
-    board.step(1, COLLATING)
-    board.end(1)
+    board.of(1)[PLACE] = COLLATING
+    has_ended(board.of(1))
     assert board.look(1) == Showing(5, IDLE, 1)
     assert not board.look(1).is_busy
     assert board.look(0) == Showing(0, STARTING, 0), "its neighbour's cells are its own"
@@ -194,12 +194,12 @@ def test_slow_samples_raise_the_limit(start: Callable[..., Any]) -> None:
     """After a sample that took long, another one may take eight times as long before it counts as stuck."""
 
     def slow(board: Board, number: int) -> None:
-        board.begin(number, 0)
-        board.step(number, 0)
+        board.of(number)[NUMBER] = 0
+        board.of(number)[PLACE] = 0
         time.sleep(0.3)
-        board.step(number, 1)
+        board.of(number)[PLACE] = 1
         time.sleep(1.0)
-        board.end(number)
+        has_ended(board.of(number))
         time.sleep(1e6)
 
     watch, _, board = start(slow, limit_seconds=0.5)
