@@ -8,7 +8,7 @@ Without workers and with two, both loaders with the same arguments. One measurem
 batch to its last, during which the loop does nothing; starting workers is not part of it, since it happens once an
 epoch. The two loaders take turns, in random order, and each turn gives one ratio, torch's time over ours. Also by CPU
 time, of the process and its workers, over whole epochs with the start: that is less disturbed by whatever else the
-machine does, and says nothing about samples that sleep. Five new processes share the turns of a setting, since where
+machine does, and says nothing about samples that sleep. Many new processes make a few turns of each setting: where
 code and data happen to lie in memory moves such a ratio by some percent from process to process, both ways.
 
 To reach: median ratio at least 0.95 at 1 ms and at least 0.98 at 5 ms.
@@ -36,12 +36,11 @@ from holdfast import DataLoader
 
 _BATCHES = ((1, 8, 0.95), (5, 8, 0.98), (5, 32, 0.98))
 """Milliseconds of a batch, its samples, and the ratio to reach."""
-_EPOCH_SECONDS = 0.6
-_PROCESSES = 5
-_TURNS = 5
-
-
 _KINDS = ("sleeping", "computing", "hashing")
+_SETTINGS = tuple(itertools.product(_BATCHES, _KINDS, (0, 2)))
+_EPOCH_SECONDS = 0.3
+_PROCESSES = 24
+_TURNS = 3
 
 
 class Work:
@@ -152,24 +151,34 @@ def ratios(milliseconds: int, batch_size: int, kind: str, workers: int, turns: i
     return found
 
 
+def all_ratios(turns: int) -> list[list[tuple[float, float]]]:
+    """Return the ratios of each setting, measured in this process in random order."""
+    found: list[list[tuple[float, float]]] = [[] for _ in _SETTINGS]
+    for place in random.sample(range(len(_SETTINGS)), len(_SETTINGS)):
+        (milliseconds, batch_size, _), kind, workers = _SETTINGS[place]
+        found[place] = ratios(milliseconds, batch_size, kind, workers, turns)
+    return found
+
+
 def main() -> None:
     """Compare all settings and write the result."""
     options = read_options("loader_overhead", __doc__)
-    processes, turns = (1, 3) if options.quick else (_PROCESSES, _TURNS)
+    processes, turns = (1, _TURNS) if options.quick else (_PROCESSES, _TURNS)
     result = Result(
         options=options, parameters={"processes": processes, "turns": turns, "epoch_seconds": _EPOCH_SECONDS}
     )
-    for (milliseconds, batch_size, least), kind, workers in itertools.product(_BATCHES, _KINDS, (0, 2)):
-        found: list[tuple[float, float]] = []
-        for _ in range(processes):
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                found += pool.submit(ratios, milliseconds, batch_size, kind, workers, turns).result()
+    found: list[list[tuple[float, float]]] = [[] for _ in _SETTINGS]
+    for _ in range(processes):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            for each, more in zip(found, pool.submit(all_ratios, turns).result(), strict=True):
+                each += more
+    for ((milliseconds, batch_size, least), kind, workers), pairs in zip(_SETTINGS, found, strict=True):
         what = f"batches of {milliseconds} ms, {batch_size} samples, {kind}, {workers} workers"
-        result.add_samples(f"throughput over torch's, {what}", "ratio", [ratio for ratio, _ in found])
-        reached = statistics.median(ratio for ratio, _ in found) >= least
+        result.add_samples(f"throughput over torch's, {what}", "ratio", [ratio for ratio, _ in pairs])
+        reached = statistics.median(ratio for ratio, _ in pairs) >= least
         result.add_count(f"{what}: median at least {least}", int(reached), 1, expected=1)
         if kind != "sleeping":
-            result.add_samples(f"torch's CPU time over ours, {what}", "ratio", [ratio for _, ratio in found])
+            result.add_samples(f"torch's CPU time over ours, {what}", "ratio", [ratio for _, ratio in pairs])
     result.write()
 
 
