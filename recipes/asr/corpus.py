@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.options import most_set_aside
-from recipes.tacotron2.wav import other_sample_rate
+from recipes.wav import other_sample_rate
 
 _NAMED = 5  # names that a message tells
 _LOOKED_AT = 500  # recordings of a corpus, for their sample rates

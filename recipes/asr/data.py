@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from recipes.asr.corpus import Utterance
 from recipes.tacotron2.audio import MelSettings, log_mel
-from recipes.tacotron2.wav import read_wav
+from recipes.wav import read_wav
 
 Sample = Mapping[str, torch.Tensor]
 CHARACTERS = " 'abcdefghijklmnopqrstuvwxyz"

@@ -20,7 +20,7 @@ from holdfast.core.durable import replace_file
 from recipes.asr.corpus import CorpusError
 from recipes.asr.voices import Voice, speak
 from recipes.tacotron2 import espeak
-from recipes.tacotron2.wav import SAMPLE_RATE, read_wav, write_wav
+from recipes.wav import SAMPLE_RATE, read_wav, write_wav
 
 _LIST = """
     able about above after again air all along also and any are around away back bad bed been before below best big

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from recipes.asr.corpus import Utterance
 from recipes.separation.mixtures import Mixture, mixed
-from recipes.tacotron2.wav import read_wav
+from recipes.wav import read_wav
 
 Waves = NDArray[np.float32]
 Sample = tuple[torch.Tensor, torch.Tensor]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.asr.corpus import CorpusError, Utterance, insist_on_own_names, placed, read_rows, recording
-from recipes.tacotron2.wav import read_wav, write_wav
+from recipes.wav import read_wav, write_wav
 
 Waves = NDArray[np.float32]
 _MIXED = ("mix", "mix_clean", "mix_both")  # WSJ0-2mix; LibriMix without and with noise

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from recipes.separation.model import ConvTasNet
 from recipes.separation.si_snr import best_order, si_snr
-from recipes.tacotron2.wav import write_wav
+from recipes.wav import write_wav
 
 _WINDOW, _HOP = 256, 64  # of the spectrograms
 _SHOWN_SAMPLES = 40_000

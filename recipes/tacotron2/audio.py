@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from recipes.tacotron2.wav import SAMPLE_RATE
+from recipes.wav import SAMPLE_RATE
 
 # The mel scale of Slaney's Auditory Toolbox: linear up to 1000 Hz, then 27 steps for each factor of 6.4.
 _HZ_PER_MEL, _LINEAR_TO_HZ, _LOG_STEP = 200.0 / 3, 1000.0, np.log(6.4) / 27

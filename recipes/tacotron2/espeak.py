@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from recipes.tacotron2.wav import read_wav, write_wav
+from recipes.wav import read_wav, write_wav
 
 INSTALL = "install espeak-ng (Debian, Ubuntu: apt-get install espeak-ng; macOS: brew install espeak-ng)"
 _WORDS = {

@@ -20,7 +20,7 @@ from recipes.tacotron2.audio import MelSettings, griffin_lim, mel_filters
 from recipes.tacotron2.losses import Weights, losses_of, steps_of
 from recipes.tacotron2.model import Tacotron2
 from recipes.tacotron2.synthesis import MemoryUse, Synthesis, batch_of, synthesise
-from recipes.tacotron2.wav import write_wav
+from recipes.wav import write_wav
 
 _COLOURS = (
     np.array([[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]]) / 255

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.tacotron2.text import numbers_of
-from recipes.tacotron2.wav import SAMPLE_RATE, WrongSampleRateError, check_wav, read_wav
+from recipes.wav import SAMPLE_RATE, WrongSampleRateError, check_wav, read_wav
 
 _NAMED = 5  # mistakes that a message names; more are counted
 _FORMAT = "a row is name|text|normalised text, as in LJSpeech, and wavs/<name>.wav is its sound"

@@ -21,7 +21,7 @@ from recipes.asr.settings import read_speech_options
 from recipes.asr.speech import Plan, make_corpus, resampled
 from recipes.asr.voices import ALPHABET, Voice, speak
 from recipes.tacotron2 import espeak
-from recipes.tacotron2.wav import write_wav
+from recipes.wav import write_wav
 from typer.testing import CliRunner
 
 from holdfast import Guard

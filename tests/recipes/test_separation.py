@@ -18,7 +18,7 @@ from recipes.separation.data import CutMixtures, MixedOnTheFly
 from recipes.separation.mixtures import Mixture, make_mixtures, mixed, read_mixtures, read_speakers
 from recipes.separation.model import ConvTasNet
 from recipes.separation.si_snr import best_order, separation_loss, si_snr
-from recipes.tacotron2.wav import read_wav, write_wav
+from recipes.wav import read_wav, write_wav
 
 from holdfast.data.quarantine import FILE_NAME, read_ledger
 

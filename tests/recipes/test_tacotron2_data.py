@@ -21,7 +21,7 @@ from recipes.tacotron2.data import compute_features, divide
 from recipes.tacotron2.folder import SpeechFolder
 from recipes.tacotron2.text import SYMBOLS, numbers_of
 from recipes.tacotron2.train import CLIPS
-from recipes.tacotron2.wav import check_wav, read_wav, write_wav
+from recipes.wav import check_wav, read_wav, write_wav
 
 from holdfast import LoaderError
 
