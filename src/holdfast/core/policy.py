@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, dataclass_transform
 
 from holdfast.core import policy_sources
+from holdfast.core.errors import PolicyError
 from holdfast.core.policy_checks import (
     ClipBy,
     Objective,
@@ -50,8 +51,13 @@ def _layered(cls: type[_Class]) -> type[_Class]:
     @functools.wraps(plain_init)
     def __init__(self: Any, **values: Any) -> None:  # noqa: N807
         policy_sources.check_keys(values, _fields())
-        merged = _above_preset({**_from_environment(), **values})
-        plain_init(self, **{key: _tuple_if_list(value) for key, value in merged.items()})
+        environment = _from_environment()
+        try:
+            merged = _above_preset({**environment, **values})
+            plain_init(self, **{key: _tuple_if_list(value) for key, value in merged.items()})
+        except PolicyError as error:
+            used = [key for key, value in environment.items() if values.get(key, value) == value]
+            raise policy_sources.naming_variables(error, used) from error.__cause__
 
     made.__init__ = __init__  # type: ignore[method-assign]
     meanings = policy_sources.meanings_of(Path(__file__), cls.__name__)

@@ -29,8 +29,27 @@ _OPTION = "holdfast_"  # of the options' names in a namespace, which they share 
 _REFERENCE = re.compile(r"<([^<>]+)>")
 
 
-def check_keys(keys: Iterable[str], fields: Iterable[str]) -> None:
+def naming_variables(error: PolicyError, keys: Iterable[str]) -> PolicyError:
+    """Return an error about values that says which of them came from the environment, where nobody would look.
+
+    Args:
+        error: The error.
+        keys: Fields that variables have set.
+    """
+    named = [PREFIX + key.upper() for key in keys if re.search(rf"\b{key}\b", error.what)]
+    if not named:
+        return error
+    what = f"{error.what} (environment variable {' and '.join(named)})"
+    return PolicyError(what, limit=error.limit, fix=error.fix, rule=error.rule)
+
+
+def check_keys(keys: Iterable[str], fields: Iterable[str], variable: str = "") -> None:
     """Check that every key is a policy field, or ``"preset"``.
+
+    Args:
+        keys: What was given.
+        fields: Of the policy.
+        variable: The environment variable that they come from, if they do.
 
     Raises:
         PolicyError: H101, naming the nearest field.
@@ -39,7 +58,7 @@ def check_keys(keys: Iterable[str], fields: Iterable[str]) -> None:
     for key in keys:
         if key not in known:
             raise PolicyError(
-                f"{key!r} is not a policy field",
+                f"{key!r}{variable and f' (environment variable {variable})'} is not a policy field",
                 limit=f"the fields are {', '.join(known[:-1])}; and there is {PRESET}",
                 fix=did_you_mean(key, known, otherwise="take one of these."),
                 rule="H101",
@@ -69,7 +88,7 @@ def from_environment(environment: Mapping[str, str], fields: Iterable[str]) -> d
     for variable, text in environment.items():
         if variable.startswith(PREFIX):
             key = variable.removeprefix(PREFIX).lower()
-            check_keys([key], fields)
+            check_keys([key], fields, variable)
             found[key] = parse_value(variable, key, text)
     return found
 

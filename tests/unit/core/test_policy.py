@@ -139,7 +139,7 @@ def test_a_misspelt_variable_and_a_misspelt_key_are_refused(
     with pytest.raises(PolicyError, match="did you mean 'keep_latest_k'"):
         Policy.from_yaml(policy_file)
     monkeypatch.setenv("HOLDFAST_RECOMPUT", "false")
-    with pytest.raises(PolicyError, match="did you mean 'recompute'"):
+    with pytest.raises(PolicyError, match=r"HOLDFAST_RECOMPUT\) is not(.|\n)*did you mean 'recompute'"):
         Policy()
 
 
@@ -197,9 +197,15 @@ def test_a_list_in_a_file_becomes_a_tuple(policy_file: Path) -> None:
 def test_a_bad_variable_is_refused_unless_a_keyword_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad value from the environment is checked like any other, and only the value that counts is."""
     monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "0")
-    with pytest.raises(PolicyError, match="max_grad_norm=0"):
+    with pytest.raises(PolicyError, match=r"max_grad_norm=0 \(environment variable HOLDFAST_MAX_GRAD_NORM\)"):
         Policy()
     assert Policy(max_grad_norm=1.0).max_grad_norm == 1.0
+    with pytest.raises(PolicyError, match="max_grad_norm=-1;"):
+        Policy(max_grad_norm=-1)
+    monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "1.0")
+    monkeypatch.setenv("HOLDFAST_PRESET", "ttz")
+    with pytest.raises(PolicyError, match=r"'ttz'.* HOLDFAST_PRESET"):
+        Policy()
 
 
 def test_a_variable_that_is_no_yaml_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
