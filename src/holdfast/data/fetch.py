@@ -49,6 +49,7 @@ class Entry(NamedTuple):
         twice: Whether to read it twice and compare, which tells whether the dataset is deterministic.
         control: Place, among `indices` and `spares`, of a sample that a new worker reads first, to show that it can.
         seeds: Of the samples at `indices`, or none if they are not known yet.
+        unsendable: Why this could not be sent to a worker as it was, or nothing. In `indices` is then text.
     """
 
     number: int
@@ -61,6 +62,7 @@ class Entry(NamedTuple):
     twice: bool = False
     control: int | None = None
     seeds: tuple[int, ...] = ()
+    unsendable: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +191,11 @@ class Fetcher(Dataset[Any]):
         cells = None if self.board is None or info is None else self.board.of(info.id)
         if cells is not None:
             cells[NUMBER] = entry.number
+            if entry.unsendable:
+                text = f"{entry.unsendable}: indices cannot be sent to a worker; with num_workers=0 they need not be"
+                return sent(
+                    None, _without_batch(entry, (), Failure(index=None, kind="raised", text=text)), self.board
+                )
             if entry.control is not None:
                 self._show_that_it_works(entry, entry.control, cells)
         if cells is None:  # else the random state is nobody's

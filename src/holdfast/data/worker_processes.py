@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data._utils import signal_handling
 
-from holdfast.data.result_queue import ResultQueue
+from holdfast.data.loader_queue import LoaderQueue
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 1.0
@@ -170,8 +170,8 @@ def _recording(kind: Any) -> Any:
             self.started.append(process)
             return process
 
-        def Queue(self, maxsize: int = 0) -> ResultQueue:  # noqa: N802
-            return ResultQueue(maxsize, ctx=self)
+        def Queue(self, maxsize: int = 0) -> LoaderQueue:  # noqa: N802
+            return LoaderQueue(maxsize, ctx=self)
 
     return Recording
 

@@ -1,15 +1,15 @@
-"""The queue from workers to the loop, out of which a batch that cannot be sent comes as a report of why."""
+"""The queue between loop and workers, on which what cannot be pickled becomes a report of why."""
 
 from __future__ import annotations
 
 from multiprocessing.queues import Queue
 from typing import Any
 
-from holdfast.data.fetch import Report, failure_of, shortage_in
+from holdfast.data.fetch import Entry, Report, failure_of, shortage_in
 
 
-class ResultQueue(Queue):  # type: ignore[type-arg] # it takes none while it runs
-    """A queue as every other, but for batches that cannot be pickled.
+class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it runs
+    """A queue as every other, but for batches, and orders for batches, that cannot be pickled.
 
     A queue pickles in a thread of its own. There an error would only be printed, the batch be lost, and the loop wait
     for ever (pytorch#142884). The hook is the one that ``concurrent.futures`` overrides for the same reason.
@@ -21,5 +21,9 @@ class ResultQueue(Queue):  # type: ignore[type-arg] # it takes none while it run
                 shortage = shortage_in(error)
                 fatal = None if shortage else failure_of(None, error)
                 self.put((number, (None, tuple(Report(*fields)._replace(fatal=fatal, shortage=shortage)))))
-            case _:  # what the loop sends to workers, or an error of torch's: raising here would end the thread
+            case (number, tuple(fields)) if len(fields) == len(Entry._fields):
+                entry = Entry(*fields)
+                indices = tuple(repr(index) for index in entry.indices)
+                self.put((number, tuple(Entry(entry.number, entry.epoch, indices, unsendable=repr(error)))))
+            case _:  # what torch itself sends, such as an error: raising here would end the thread
                 Queue._on_queue_feeder_error(error, item)  # type: ignore[attr-defined]
