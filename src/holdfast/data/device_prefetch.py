@@ -44,15 +44,22 @@ def prefetched(items: Iterable[Item], device: torch.device | str | None) -> Gene
         device: Where to. None or a CPU hands every item on as it is, and a device without streams gets each item
             when it is asked for: both without looking ahead.
 
-    Yields:
+    Returns:
         The items in order, ready for the stream that is current when they are asked for. An error of `items` is
         raised after all that came before it was handed out. An item that does not fit into the device's memory
         ahead is copied when it is asked for.
     """
+    target = None if device is None else torch.device(device)
+    if target is not None and target.type == "cpu":
+        target = None
+    # Between two steps nothing is in the processor's caches, so a generator that only hands on is left out.
+    return items if target is None and isinstance(items, Generator) else _prefetched(items, target)
+
+
+def _prefetched(items: Iterable[Item], target: torch.device | None) -> Generator[Item]:
     source = iter(items)
     try:
-        target = None if device is None else torch.device(device)
-        if target is None or target.type == "cpu":
+        if target is None:
             yield from source
         elif (module := _module_with_streams(target)) is None:
             for item in source:

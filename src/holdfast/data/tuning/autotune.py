@@ -6,6 +6,7 @@ numbers are tried, and kept if they are better. What is chosen is for ``tuning``
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -86,27 +87,31 @@ class Tuner:
             self._checked = True  # it walks through the dataset, and pickles it where workers are spawned
 
     def passing(self, batches: Generator[Made], batches_left: int | None) -> Generator[Made]:
-        """Yield batches on, timing them for as long as something is to be decided.
+        """Return batches on their way, timed for as long as something is to be decided.
 
         Args:
             batches: The loader's.
             batches_left: Of this epoch, if known.
         """
-        with closing(batches):
-            if self._given.num_workers is None:
-                yield from self._choosing(batches, batches_left)
-            else:
-                yield from self._checking(batches)
+        if self._given.num_workers is None:
+            return self._choosing(batches, batches_left)
+        return self._checking(batches, self._given.num_workers) if self._given.num_workers else batches
 
-    def _checking(self, batches: Iterator[Made]) -> Iterator[Made]:
+    def _checking(self, batches: Generator[Made], workers: int) -> Generator[Made]:
         """Warn once the size of a batch is known: of shared memory, descriptors, memory."""
-        for batch, report in batches:
-            if self._given.num_workers and self._machine is not None and self._largest[0] < 0:
-                self._note(batch)
-                self._check(self._load_of(self._given.num_workers), batch=batch)
-            yield batch, report
+        with closing(batches):
+            if self._machine is not None and self._largest[0] < 0:
+                for batch, report in itertools.islice(batches, 1):
+                    self._note(batch)
+                    self._check(self._load_of(workers), batch=batch)
+                    yield batch, report
+            yield from batches
 
-    def _choosing(self, batches: Iterator[Made], batches_left: int | None) -> Iterator[Made]:
+    def _choosing(self, batches: Generator[Made], batches_left: int | None) -> Generator[Made]:
+        with closing(batches):
+            yield from self._timed(batches, batches_left)
+
+    def _timed(self, batches: Iterator[Made], batches_left: int | None) -> Iterator[Made]:
         while True:
             asked = Instant.now() if self._plan is None else None
             began = time.perf_counter()
