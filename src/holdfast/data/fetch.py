@@ -186,7 +186,7 @@ class Fetcher(Dataset[Any]):
         return self.dataset
 
     def __getitem__(self, fields: tuple[Any, ...]) -> Any:
-        entry = Entry(*fields)
+        entry = fields if type(fields) is Entry else Entry(*fields)
         info = None if self.board is None else get_worker_info()  # else in the worker of another loader
         cells = None if self.board is None or info is None else self.board.of(info.id)
         if cells is not None:
@@ -278,7 +278,7 @@ class Fetcher(Dataset[Any]):
         # Seeds are made all at once: what runs between two samples leaves the processor's caches to them.
         seeds = entry.seeds or self._seeds.all(entry.epoch, entry.indices)
         seed, samples = self._lazy.seeder, list[Any]()
-        with contextlib.suppress(Exception, SystemExit):  # looked at in `_read`, where it is tried again
+        try:  # suppress() would be three calls more
             for offset, index in enumerate(entry.indices):
                 if cells is not None:
                     cells[PLACE] = offset
@@ -287,6 +287,8 @@ class Fetcher(Dataset[Any]):
                 if self.check_finite and find_nonfinite(sample) is not None:
                     break
                 samples.append(sample)
+        except (Exception, SystemExit):  # noqa: BLE001, S110 - looked at in `_read`, where it is tried again
+            pass
         return samples
 
     def _seeded(self, entry: Entry, place: int, index: Any) -> Any:
