@@ -16,12 +16,12 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it run
     """
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
-        match item:
-            case (number, (_, tuple(fields))):
+        match item:  # once: what is put here instead and fails too is told as by every queue
+            case (number, (batch, tuple(fields))) if batch is not None:
                 shortage = shortage_in(error)
                 fatal = None if shortage else failure_of(None, error)
                 self.put((number, (None, tuple(Report(*fields)._replace(fatal=fatal, shortage=shortage)))))
-            case (number, tuple(fields)) if len(fields) == len(Entry._fields):
+            case (number, tuple(fields)) if len(fields) == len(Entry._fields) and not Entry(*fields).unsendable:
                 entry = Entry(*fields)
                 indices = tuple(repr(index) for index in entry.indices)
                 self.put((number, tuple(Entry(entry.number, entry.epoch, indices, unsendable=repr(error)))))
