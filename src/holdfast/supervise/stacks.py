@@ -43,7 +43,7 @@ _ANSWER_SECONDS = 0.5  # faulthandler takes 0.003 s
 _QUIET_SECONDS = 0.02
 _AT_ONCE = 8
 _MORE_LOOKS = 3
-_MORE_LOOKS_IF_STILL = 24  # a loop that spends most of its time in one line is seen there many times in a row
+_MORE_LOOKS_IF_SAME = 24  # a loop that spends most of its time in a helper is seen there many times in a row
 _MORE_APART_SECONDS = (0.01, 0.05)  # drawn each time: equal steps meet a loop of their period at one line for ever
 _NATIVE_LOOKS = 3  # where a loop spends half its time in C, one look finds it there as often as not
 _CHANCE = random.SystemRandom()  # has no seed that anybody counts on
@@ -159,13 +159,13 @@ class Stacks:
         )
 
     def _look_closer(self, subject: Subject) -> Subject:
-        """Look a few times more at one that computes, and into native code if its stack does not move."""
+        """Look some times more at one that computes, and into native code if its stack does not move."""
         about = subject.about
         about = replace(about, uses_gpu=uses_gpu(about.pid))
         if about.cpu_share < _BUSY_SHARE and about.last.main.waits != "running":
             return replace(subject, about=about)
-        for number in range(_MORE_LOOKS_IF_STILL):
-            if about.last.source == "/proc" or (number >= _MORE_LOOKS and not _is_still(about)):
+        for number in range(_MORE_LOOKS_IF_SAME):
+            if about.last.source == "/proc" or (number >= _MORE_LOOKS and not _is_in_same_functions(about)):
                 break
             time.sleep(_CHANCE.uniform(*_MORE_APART_SECONDS))
             look = self._once(subject)
@@ -367,6 +367,11 @@ def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
 def _is_still(about: Examined) -> bool:
     """Say whether the stack of the main thread is known, and was the same at each look."""
     return bool(about.last.main.frames) and len({look.main.frames for look in about.looks}) == 1
+
+
+def _is_in_same_functions(about: Examined) -> bool:
+    """Say whether the main thread was in the same functions at each look: the innermost may be a loop's helper."""
+    return len({tuple((frame.file, frame.function) for frame in look.main.frames) for look in about.looks}) == 1
 
 
 # --- in words ---------------------------------------------------------------------------------------------------
