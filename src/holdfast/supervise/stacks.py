@@ -371,7 +371,8 @@ def _is_still(about: Examined) -> bool:
 
 def _is_in_same_functions(about: Examined) -> bool:
     """Say whether the main thread was in the same functions at each look: the innermost may be a loop's helper."""
-    return len({tuple((frame.file, frame.function) for frame in look.main.frames) for look in about.looks}) == 1
+    looks = {tuple((frame.file, frame.function) for frame in look.main.frames) for look in about.looks}
+    return bool(about.last.main.frames) and len(looks) == 1
 
 
 # --- in words ---------------------------------------------------------------------------------------------------
