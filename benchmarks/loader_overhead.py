@@ -9,8 +9,8 @@ batch to its last, during which the loop does nothing; starting workers is not p
 epoch. The two loaders take turns, in random order, and each turn gives one ratio, torch's time over ours. Also by CPU
 time, of the process and its workers, over whole epochs with the start: that is less disturbed by whatever else the
 machine does, and says nothing about samples that sleep. Many new processes make a few turns of each setting: where
-code and data happen to lie in memory moves such a ratio from process to process, both ways. Where the interpreter puts
-the next small objects moves a loop of Python too, so that is drawn anew for each epoch.
+code and data happen to lie in memory moves such a ratio from process to process, both ways. Where the interpreter
+puts the next small objects moves a loop of Python too, so that is drawn anew for each epoch.
 
 To reach: median ratio at least 0.95 at 1 ms and at least 0.98 at 5 ms.
 """
