@@ -195,8 +195,9 @@ class Lives:
         told = [json.loads(line) for line in ended.stdout.splitlines()]
         print(*told, sep="\n")  # noqa: T201
         self.statuses = [each["status"] for each in told]
-        logs = {each["name"]: (place / f"{each['name']}.log").read_text()[-3000:] for each in told}
-        assert self.statuses == [0, -9, 0, 0, 0, 0], logs
+        bad = [life for life, each in zip(command, told, strict=True) if each["status"] not in (0, -9)]
+        logs = "\n".join(f"{life['name']}: {Path(life['log']).read_text()[-6000:]}" for life in bad)
+        assert self.statuses == [0, -9, 0, 0, 0, 0], logs  # a string, which pytest shows whole
 
     def _life(
         self,

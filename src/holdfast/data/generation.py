@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.data.fetch import Report, as_is, shortage_in
+from holdfast.data.loader_queue import UnreadableError
 from holdfast.data.worker_board import IDLE, PLACE, Board
 from holdfast.data.worker_processes import Started, WorkerLostError, kill, let_go, recording_context, undisturbed
 from holdfast.data.worker_watch import Loss, Watch
@@ -169,6 +170,8 @@ class Generation:
             raise
         except WorkerLostError:
             loss = watch.loss()
+        except UnreadableError as unreadable:
+            loss = _broken(unreadable.cause, watch)
         except Exception as error:
             if "in DataLoader worker process" in str(error):
                 raise  # of the user's worker_init_fn: everything else comes as a report
@@ -214,5 +217,6 @@ def _broken(error: Exception, watch: Watch) -> Loss:
     shortage = shortage_in(error)
     found = watch.loss(patience_seconds=_PATIENCE_SECONDS) if shortage is None else None
     if found is None or found.kind == "machinery":
-        return Loss(cause=f"{type(error).__name__}: {error}", kind="machinery", shortage=shortage)
+        short = "" if shortage is None else f"no {shortage} left here: "
+        return Loss(cause=f"{short}{type(error).__name__}: {error}", kind="machinery", shortage=shortage)
     return found

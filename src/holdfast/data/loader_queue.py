@@ -1,11 +1,27 @@
-"""The queue between loop and workers, on which what cannot be pickled becomes a report of why."""
+"""The queue between loop and workers: what cannot be pickled becomes a report of why, what cannot be read says so."""
 
 from __future__ import annotations
 
 from multiprocessing.queues import Queue
+from queue import Empty
 from typing import Any
 
 from holdfast.data.fetch import Entry, Report, failure_of, shortage_in
+
+
+class UnreadableError(BaseException):
+    """What was received cannot be read, mostly since the worker that holds its tensors is dead.
+
+    Not an `Exception`, for which torch opens ten temporary files to see whether descriptors are left: a loss that is
+    noticed meanwhile would leave some of them open, and in the folder.
+
+    Args:
+        cause: What was raised.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(repr(cause))
+        self.cause = cause
 
 
 class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it runs
@@ -14,6 +30,20 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it run
     A queue pickles in a thread of its own. There an error would only be printed, the batch be lost, and the loop wait
     for ever (pytorch#142884). The hook is the one that ``concurrent.futures`` overrides for the same reason.
     """
+
+    def get(self, *args: Any, **named: Any) -> Any:
+        """Return the next item, as every queue.
+
+        Raises:
+            Empty: If there is none within the given time.
+            UnreadableError: If there is one and it cannot be read.
+        """
+        try:
+            return super().get(*args, **named)
+        except Empty:
+            raise
+        except Exception as error:
+            raise UnreadableError(error) from error
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
         match item:  # once: what is put here instead and fails too is told as by every queue

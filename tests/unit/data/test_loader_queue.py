@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from queue import Empty
 from typing import Any
 
 import pytest
@@ -10,7 +11,16 @@ import pytest
 from holdfast import DataLoader
 from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Report
-from holdfast.data.loader_queue import LoaderQueue
+from holdfast.data.loader_queue import LoaderQueue, UnreadableError
+
+
+class _Unreadable:
+    def __reduce__(self) -> Any:
+        return _raise, ()
+
+
+def _raise() -> None:
+    raise ValueError("damaged")
 
 
 def test_what_cannot_be_pickled_ends_nothing() -> None:
@@ -24,6 +34,22 @@ def test_what_cannot_be_pickled_ends_nothing() -> None:
     assert (batch, report.number, arrived[2]) == (None, 7, "sent")
     assert report.fatal is not None
     assert "pickle" in report.fatal.text
+    queue.close()
+    queue.join_thread()
+
+
+def test_what_cannot_be_read_is_no_exception_that_torch_would_catch() -> None:
+    """It would open temporary files before it raises it anew; what follows is read."""
+    queue = LoaderQueue(ctx=multiprocessing.get_context("fork"))
+    queue.put(_Unreadable())
+    queue.put("sent")
+    with pytest.raises(UnreadableError, match="damaged") as caught:
+        queue.get(timeout=20)
+    assert isinstance(caught.value.cause, ValueError)
+    assert not isinstance(caught.value, Exception)
+    assert queue.get(timeout=20) == "sent"
+    with pytest.raises(Empty):
+        queue.get(timeout=0)
     queue.close()
     queue.join_thread()
 
