@@ -27,7 +27,16 @@ _LENGTH = struct.Struct("=Q")  # sent ahead, since the end of a pipe may be held
 
 
 class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
-    """The copy could not be made, has failed or has said nothing; the text says which."""
+    """The copy could not be made, has failed or has said nothing; the text says which.
+
+    Args:
+        why: The text.
+        died: Whether it ended without an answer.
+    """
+
+    def __init__(self, why: str, *, died: bool = False) -> None:
+        super().__init__(why)
+        self.died = died
 
 
 def in_a_copy_of_this_process(
@@ -77,7 +86,7 @@ def _read_answer(reading: int, timeout_seconds: float) -> dict[str, Any]:
         piece = os.read(reading, 65536) if ready else b""
         if not piece:
             why = "died" if ready else f"gave no answer in {timeout_seconds:g} s"
-            raise NoAnswer(f"the copy of the process {why}")
+            raise NoAnswer(f"the copy of the process {why}", died=bool(ready))
         received += piece
         if len(received) >= _LENGTH.size:
             wanted = _LENGTH.size + _LENGTH.unpack_from(received)[0]

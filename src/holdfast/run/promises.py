@@ -25,7 +25,7 @@ from holdfast.core.policy import Policy, SplitHazard
 from holdfast.data.random_state import isolated
 from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
 from holdfast.memory.ladder import Means
-from holdfast.memory.onednn import is_onednn_failure
+from holdfast.memory.oom import find_out_of_memory
 from holdfast.numerics.eager import eager
 from holdfast.run.buffers import BufferKeeper
 from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
@@ -325,18 +325,27 @@ def _is_power_of_two(count: int) -> bool:
 
 
 def _in_a_copy(run: Callable[[], Verdict]) -> Verdict:
-    def answer() -> dict[str, Any]:
-        found = run()
-        if found.outcome == "unknown" and is_onednn_failure(found.why):
-            # Other sizes need new kernels, which oneDNN cannot make once memory was refused; this is a copy.
-            with torch.backends.mkldnn.flags(enabled=False):
-                found = run()
-        return found.to_json()
+    """Return the verdict of a copy of this process; if it was short of memory, that of another one without oneDNN.
 
+    Other sizes need new kernels, and each is kept. Where memory for one is refused, oneDNN makes no more of them in
+    that process, or ends it.
+    """
+    found = _asked(run)
+    if found.short_of_memory and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+
+        def without_onednn() -> Verdict:
+            torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+            return run()
+
+        found = _asked(without_onednn)
+    return found
+
+
+def _asked(run: Callable[[], Verdict]) -> Verdict:
     try:
-        return Verdict.from_json(in_a_copy_of_this_process(answer))
+        return Verdict.from_json(in_a_copy_of_this_process(lambda: run().to_json()))
     except NoAnswer as error:
-        return Verdict(outcome="unknown", why=str(error))
+        return Verdict(outcome="unknown", why=str(error), short_of_memory=error.died)
 
 
 def _attempted(rehearsal: Rehearsal, batch: Any, size: int) -> Verdict:
@@ -346,4 +355,5 @@ def _attempted(rehearsal: Rehearsal, batch: Any, size: int) -> Verdict:
             return rehearsal.run(batch, size)
     except Exception as error:  # noqa: BLE001 - whatever the caller's loss does with 3 samples is an answer
         first = (str(error).strip().splitlines() or [""])[0]
-        return Verdict(outcome="unknown", why=f"{type(error).__name__}: {first}"[:300])
+        short = find_out_of_memory(error) is not None
+        return Verdict(outcome="unknown", why=f"{type(error).__name__}: {first}"[:300], short_of_memory=short)

@@ -29,6 +29,7 @@ class Verdict:
         changes_batch: The loss function changes the tensors of its batch.
         changed_buffer: Name of a buffer, other than running statistics, that a forward pass changes.
         why: For ``"unknown"``, what went wrong.
+        short_of_memory: For ``"unknown"``, whether that was, or may have been, a lack of memory.
         held: Weightings by which the parts make up the whole, the most usual first.
         failed: Weightings by which they do not.
         side_effects: Attributes of modules that each forward pass changes.
@@ -41,6 +42,7 @@ class Verdict:
     changes_batch: bool = False
     changed_buffer: str = ""
     why: str = ""
+    short_of_memory: bool = False
     held: tuple[Weighting, ...] = ()
     failed: tuple[Weighting, ...] = ()
     side_effects: tuple[str, ...] = ()

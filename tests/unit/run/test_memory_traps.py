@@ -6,6 +6,7 @@ grants it. Tests with a real memory limit are in tests/faults.
 
 from __future__ import annotations
 
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -462,6 +463,25 @@ def test_what_could_not_be_found_out_is_not_promised(tmp_path):
         holdfast.OutOfMemoryError, match=r"(?s)could not be found out.*I want eight.*check_split=False"
     ):
         guard.step(torch.randn(8, 6), picky)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("fails", [ask_for_too_much, lambda: os._exit(1)], ids=["refused", "ended"])
+def test_where_onednn_lacks_memory_the_split_is_tried_without_it(tmp_path, fails):
+    """Its kernels for a few samples are refused, or end the copy that tries: another copy, without it, decides."""
+    model, here = small_model(), os.getpid()
+    guard = holdfast.Guard(
+        tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_interval_steps=None
+    )
+
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != here and torch._C._get_mkldnn_enabled():
+            fails()
+        return model(x).square().mean()
+
+    guard.step(torch.randn(8, 6), loss_fn)
+    (promises,) = [event.data for event in guard.events() if event.kind == "promises"]
+    assert promises["split"] == "possible"
 
 
 def test_a_first_batch_of_nan_proves_nothing(tmp_path):
