@@ -94,6 +94,7 @@ class Result:
         samples: Sequence[float],
         *,
         at_most: float | None = None,
+        at_least: float | None = None,
         digits: int = 4,
     ) -> Figure | None:
         """Add the median of samples with its spread; nothing where there is no sample.
@@ -102,7 +103,8 @@ class Result:
             what: What they are.
             unit: Their unit.
             samples: The samples, also kept raw.
-            at_most: Target for the median.
+            at_most: Target for the median, as the next; one of them at most.
+            at_least: The other way round.
             digits: Digits after the point.
         """
         if not samples:
@@ -110,6 +112,11 @@ class Result:
             return None
         ordered = sorted(samples)
         median = statistics.median(ordered)
+        to_reach, reached = None, None
+        if at_most is not None:
+            to_reach, reached = f"median <= {at_most:g}", median <= at_most
+        if at_least is not None:
+            to_reach, reached = f"median >= {at_least:g}", median >= at_least
         figure = Figure(
             what=what,
             unit=unit,
@@ -119,8 +126,8 @@ class Result:
             p90=round(percentile(ordered, 0.9), digits),
             least=round(ordered[0], digits),
             most=round(ordered[-1], digits),
-            to_reach=None if at_most is None else f"median <= {at_most:g}",
-            reached=None if at_most is None else median <= at_most,
+            to_reach=to_reach,
+            reached=reached,
         )
         self._add(figure)
         self.samples[what] = [round(sample, digits) for sample in samples]
