@@ -167,7 +167,7 @@ def _judge(kind: str, read: Callable[[], dict[str, Any]], timeout_seconds: float
 
 def _read_again(dataset: Any, index: Any, seed: int, *, finite: bool) -> dict[str, Any]:
     """Return why a sample cannot be used, None if it can: in two tries with the same random numbers, as in a run."""
-    from holdfast.data.fetch import find_nonfinite
+    from holdfast.data.inspection import find_nonfinite
     from holdfast.data.random_state import seed_cpu
 
     why = None

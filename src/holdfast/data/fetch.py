@@ -14,15 +14,14 @@ import errno
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
+from holdfast.data.inspection import find_nonfinite, first_difference
 from holdfast.data.random_state import Borrowed, LazySeeding
 from holdfast.data.seeds import SampleSeeds, derive_seed
 from holdfast.data.worker_board import COLLATING, NUMBER, PLACE, Board, Showing, has_ended
@@ -32,6 +31,7 @@ _OUT_OF_MEMORY = {errno.ENOSPC, errno.ENOMEM}
 
 
 _DRAW_NOTHING = (default_collate, default_convert)
+_USUAL_FIELDS = 3
 
 
 class Entry(NamedTuple):
@@ -87,7 +87,7 @@ class Report(NamedTuple):
 
     Args:
         number: Of the entry.
-        indices: Dataset indices of the samples that are in the batch.
+        indices: Dataset indices of the samples that are in the batch; None where they are those of the entry.
         failures: Samples that are not in it.
         fatal: Why there is no batch at all: an error of collating, or nothing left to replace a sample with.
         shortage: What the machine was short of: ``"shared memory"``, ``"file descriptors"``, ``"memory"``, or None.
@@ -115,6 +115,14 @@ class Report(NamedTuple):
 def sent(batch: Any, report: Report, board: Board | None) -> Any:
     """Return what a worker hands over, or where the loader works by itself (no board) the pair that arrives."""
     return batch, report if board is None else tuple(report)  # quicker to pickle
+
+
+def received(fields: tuple[Any, ...]) -> Report:
+    """Return the report that a worker has sent as a tuple: number, seconds and draws, if all is as the entry asks."""
+    if len(fields) == _USUAL_FIELDS:
+        number, seconds, draws = fields
+        return Report(number, None, (), None, None, None, seconds, None, draws)
+    return Report(*fields)
 
 
 def as_is(value: Any) -> Any:
@@ -179,6 +187,8 @@ class Fetcher(Dataset[Any]):
         self._seeds = SampleSeeds(seed)
         self._lazy = LazySeeding(draws)
         self._borrowed = Borrowed(self._lazy)
+        self._collate_draws_nothing = collate in _DRAW_NOTHING
+        self._cells: memoryview[int] | None = None  # of the worker that this is in
 
     @property
     def users(self) -> Any:
@@ -187,33 +197,40 @@ class Fetcher(Dataset[Any]):
 
     def __getitem__(self, fields: tuple[Any, ...]) -> Any:
         entry = fields if type(fields) is Entry else Entry(*fields)
-        info = None if self.board is None else get_worker_info()  # else in the worker of another loader
-        cells = None if self.board is None or info is None else self.board.of(info.id)
-        if cells is not None:
+        cells = None if self.board is None else self._cells or self._own_cells(self.board)
+        if cells is None:  # else the random state is nobody's
+            self._borrowed.take()
+        else:
             cells[NUMBER] = entry.number
             if entry.unsendable:
                 text = f"{entry.unsendable}: indices cannot be sent to a worker; with num_workers=0 they need not be"
-                return sent(
-                    None, _without_batch(entry, (), Failure(index=None, kind="raised", text=text)), self.board
-                )
+                failure = Failure(index=None, kind="raised", text=text)
+                return sent(None, _without_batch(entry, (), failure), self.board)
             if entry.control is not None:
                 self._show_that_it_works(entry, entry.control, cells)
-        if cells is None:  # else the random state is nobody's
-            self._borrowed.take()
         began = time.perf_counter()
         try:
             batch, report = self._make(entry, cells)
-            if entry.twice and report.fatal is None and report.shortage is None:
+            if entry.twice and _is_made(report):
                 again, second = self._make(entry, cells)
-                if second.fatal is None and second.shortage is None:  # else there is nothing to compare with
-                    report = report._replace(differs=first_difference(batch, again))
+                if _is_made(second):  # else there is nothing to compare with
+                    report = (report or Report(entry.number))._replace(differs=first_difference(batch, again))
             seconds = time.perf_counter() - began
         finally:
             if cells is None:
                 self._borrowed.give_back()
+        draws = self._lazy.draws
         if cells is not None:
             has_ended(cells)
-        return sent(batch, report.timed(seconds, self._lazy.draws), self.board)
+            if report is None:
+                return batch, (entry.number, seconds, draws)
+        return sent(batch, (report or Report(entry.number, entry.indices)).timed(seconds, draws), self.board)
+
+    def _own_cells(self, board: Board) -> memoryview[int]:
+        info = get_worker_info()
+        assert info is not None, "a board is for workers"
+        self._cells = board.of(info.id)
+        return self._cells
 
     def _show_that_it_works(self, entry: Entry, place: int, cells: memoryview[int]) -> None:
         """Read a sample that nobody suspects: who is lost after that is lost to the sample that it was at."""
@@ -224,35 +241,50 @@ class Fetcher(Dataset[Any]):
             self._seeded(entry, place, (*entry.indices, *entry.spares)[place])
         has_ended(cells)
 
-    def _make(self, entry: Entry, cells: memoryview[int] | None) -> tuple[Any, Report]:
-        """Make a batch; twice, if it drew from a generator that nothing had drawn from before."""
-        before = self._lazy.stand()
-        samples, report = self._read(entry, cells)
-        if self._lazy.was_surprised(before):
-            return self._make(entry, cells)
-        if samples is None:
-            return None, report
-        if cells is not None:
-            cells[PLACE] = COLLATING
-        where = None if self.collate in _DRAW_NOTHING else self._lazy.stand()
-        try:
-            if where is not None:
-                self._lazy.seed(derive_seed(self.seed, entry.epoch, "collate", *entry.indices[:1]))
-            batch = self.collate(samples[0] if entry.alone else samples)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, and raised in the main process
-            shortage = shortage_in(error) if cells is not None else None
-            batch, report = None, _without_batch(entry, report.failures, shortage or failure_of(None, error))
-        if where is not None and self._lazy.was_surprised(where):
-            return self._make(entry, cells)  # with samples that are new too: it may have changed these
+    def _make(self, entry: Entry, cells: memoryview[int] | None) -> tuple[Any, Report | None]:
+        """Make a batch; twice, if it drew from a generator that nothing had drawn from before.
+
+        Returns:
+            The batch, or None; and what there is to say, or None if it is as the entry asks.
+        """
+        # No call that is not needed, since nothing of it is in the processor's caches where samples take long; and
+        # between two samples least of all, so the seeds are made all at once.
+        lazy = self._lazy
+        before = lazy.stand()
+        batch, samples, report = None, list[Any](), None
+        if not entry.aside and entry.first is None:
+            seeds, seed = entry.seeds or self._seeds.all(entry.epoch, entry.indices), lazy.seeder
+            try:  # suppress() would be three calls more
+                for offset, index in enumerate(entry.indices):
+                    if cells is not None:
+                        cells[PLACE] = offset
+                    seed(seeds[offset])
+                    sample = self.dataset[index]
+                    if self.check_finite and find_nonfinite(sample) is not None:
+                        break
+                    samples.append(sample)
+            except (Exception, SystemExit):  # noqa: BLE001, S110 - looked at in `_read_rest`, where it is tried again
+                pass
+        if len(samples) < len(entry.indices):
+            report = self._read_rest(entry, cells, samples)
+        if _is_made(report):
+            if cells is not None:
+                cells[PLACE] = COLLATING
+            try:
+                if not self._collate_draws_nothing:
+                    lazy.seed(derive_seed(self.seed, entry.epoch, "collate", *entry.indices[:1]))
+                batch = self.collate(samples[0] if entry.alone else samples)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, and raised in the main process
+                shortage = shortage_in(error) if cells is not None else None
+                failures = () if report is None else report.failures
+                report = _without_batch(entry, failures, shortage or failure_of(None, error))
+        if lazy.was_surprised(before):
+            return self._make(entry, cells)  # with samples that are new too: collating may have changed these
         return batch, report
 
-    def _read(self, entry: Entry, cells: memoryview[int] | None) -> tuple[list[Any] | None, Report]:
-        """Return the samples of a batch, or None and why there are none."""
-        plain = not entry.aside and entry.first is None
-        samples = self._read_plain(entry, cells) if plain else []
-        if len(samples) == len(entry.indices):
-            return samples, Report(entry.number, entry.indices)
-        tried = len(samples) if plain else -1
+    def _read_rest(self, entry: Entry, cells: memoryview[int] | None, samples: list[Any]) -> Report:
+        """Add the samples from the first one on that cannot be used; return what there is to say."""
+        tried = len(samples) if not entry.aside and entry.first is None else -1
         found, failures = list(entry.indices[: len(samples)]), list[Failure]()
         for offset, index in enumerate(entry.indices[len(samples) :], start=len(samples)):
             if cells is not None:
@@ -268,28 +300,10 @@ class Fetcher(Dataset[Any]):
                     pass
             chosen, sample = self._instead(entry, offset, cells, failures)
             if isinstance(sample, (Failure, str)):
-                return None, _without_batch(entry, tuple(failures), sample)
+                return _without_batch(entry, tuple(failures), sample)
             found.append(chosen)
             samples.append(sample)
-        return samples, Report(number=entry.number, indices=tuple(found), failures=tuple(failures))
-
-    def _read_plain(self, entry: Entry, cells: memoryview[int] | None) -> list[Any]:
-        """Return the samples up to the first one that cannot be used: mostly all, so not one call too many here."""
-        # Seeds are made all at once: what runs between two samples leaves the processor's caches to them.
-        seeds = entry.seeds or self._seeds.all(entry.epoch, entry.indices)
-        seed, samples = self._lazy.seeder, list[Any]()
-        try:  # suppress() would be three calls more
-            for offset, index in enumerate(entry.indices):
-                if cells is not None:
-                    cells[PLACE] = offset
-                seed(seeds[offset])
-                sample = self.dataset[index]
-                if self.check_finite and find_nonfinite(sample) is not None:
-                    break
-                samples.append(sample)
-        except (Exception, SystemExit):  # noqa: BLE001, S110 - looked at in `_read`, where it is tried again
-            pass
-        return samples
+        return Report(number=entry.number, indices=tuple(found), failures=tuple(failures))
 
     def _seeded(self, entry: Entry, place: int, index: Any) -> Any:
         """Return a sample that draws its own random numbers."""
@@ -331,56 +345,11 @@ class Fetcher(Dataset[Any]):
         return index, last or Failure(index=index, kind="raised", text=text)
 
 
+def _is_made(report: Report | None) -> bool:
+    return report is None or (report.fatal is None and report.shortage is None)
+
+
 def _without_batch(entry: Entry, failures: tuple[Failure, ...], why: Failure | str) -> Report:
     if isinstance(why, str):
         return Report(number=entry.number, failures=failures, shortage=why)
     return Report(number=entry.number, indices=entry.indices, failures=failures, fatal=why)
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of nested containers with its place."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from leaves(item, f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            yield from leaves(item, f"{path}[{number}]")
-    else:
-        yield path, value
-
-
-def find_nonfinite(sample: Any) -> str | None:
-    """Return where in a sample there is a NaN or Inf, or None."""
-    for path, leaf in leaves(sample, "sample"):
-        if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-            count = int((~torch.isfinite(leaf)).sum())
-        elif isinstance(leaf, (np.ndarray, np.floating, float)) and np.asarray(leaf).dtype.kind in "fc":
-            count = int(np.size(leaf) - np.isfinite(leaf).sum())
-        else:
-            continue
-        if count:
-            return f"{path} holds {count} NaN or Inf"
-    return None
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # NaN is equal to itself here
-
-
-def first_difference(one: Any, other: Any) -> str | None:
-    """Return where two reads of the same batch differ, or None."""
-    for (path, a), (_, b) in itertools.zip_longest(
-        leaves(one, "batch"), leaves(other, "batch"), fillvalue=("", None)
-    ):
-        if isinstance(a, (torch.Tensor, np.ndarray)) and isinstance(b, (torch.Tensor, np.ndarray)):
-            left, right = torch.as_tensor(a), torch.as_tensor(b)
-            if left.shape != right.shape or left.dtype != right.dtype:
-                return f"{path} has shape {tuple(left.shape)} and then {tuple(right.shape)}"
-            if not left.numel() or torch.equal(_bytes(left), _bytes(right)):
-                continue
-            return f"{path} has other values"
-        if type(a) is not type(b):
-            return f"{path} is a {type(a).__name__} and then a {type(b).__name__}"
-        if isinstance(a, (bool, int, float, str, bytes)) and a != b and not (a != a and b != b):
-            return f"{path} is {a!r} and then {b!r}"
-    return None

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
-from holdfast.data.fetch import Report, as_is, shortage_in
+from holdfast.data.fetch import as_is, received, shortage_in
 from holdfast.data.loader_queue import UnreadableError
 from holdfast.data.worker_board import IDLE, PLACE, Board
 from holdfast.data.worker_processes import Started, WorkerLostError, kill, let_go, recording_context, undisturbed
@@ -177,7 +177,7 @@ class Generation:
                 raise  # of the user's worker_init_fn: everything else comes as a report
             loss = _broken(error, watch)
         else:
-            return batch, Report(*fields)
+            return batch, received(fields)
         raise WorkersLostError(loss)
 
     def abandon(self) -> None:

@@ -49,6 +49,9 @@ class Source(Protocol):
     def entries(self, *, again: bool, suspect: Any = None) -> Iterator[Any]:
         """Yield what is not handed out yet; `again`: workers were lost meanwhile, one of them at `suspect`."""
 
+    def complete(self, report: Report) -> Report:
+        """Return a report with what a worker need not tell."""
+
     def delivered(self, report: Report) -> None:
         """Note that a batch is handed out."""
 
@@ -133,6 +136,7 @@ class Healer:
                         return
                     self._asked_at = time.monotonic()
                     batch, report = generation.next()
+                    report = source.complete(report)
                 except StopIteration:
                     if not source.is_short():
                         return

@@ -6,7 +6,7 @@ from multiprocessing.queues import Queue
 from queue import Empty
 from typing import Any
 
-from holdfast.data.fetch import Entry, Report, failure_of, shortage_in
+from holdfast.data.fetch import Entry, failure_of, received, shortage_in
 
 
 class UnreadableError(BaseException):
@@ -50,7 +50,7 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it run
             case (number, (batch, tuple(fields))) if batch is not None:
                 shortage = shortage_in(error)
                 fatal = None if shortage else failure_of(None, error)
-                self.put((number, (None, tuple(Report(*fields)._replace(fatal=fatal, shortage=shortage)))))
+                self.put((number, (None, tuple(received(fields)._replace(fatal=fatal, shortage=shortage)))))
             case (number, tuple(fields)) if len(fields) == len(Entry._fields) and not Entry(*fields).unsendable:
                 entry = Entry(*fields)
                 indices = tuple(repr(index) for index in entry.indices)

@@ -70,6 +70,12 @@ class MapSource:
             yield entry
         self._exhausted = True
 
+    def complete(self, report: Report) -> Report:
+        """Return a report with the batch's indices, which a worker leaves out where they are those of the entry."""
+        if report.indices is not None:
+            return report
+        return Report(report.number, self._out[report.number][0].indices, *report[2:])
+
     def delivered(self, report: Report) -> None:
         """Note that a batch is handed out, and set aside what was bad in it.
 

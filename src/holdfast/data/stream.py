@@ -17,7 +17,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as _torch_worker
@@ -29,6 +29,7 @@ from holdfast.data.ranks import rank_positions
 from holdfast.data.seeds import derive_seed
 from holdfast.data.worker_board import COLLATING, NUMBER, PLACE, Board, Showing, has_ended
 
+_Cells: TypeAlias = memoryview | None
 _SHARDING_WORDS = {"get_worker_info", "worker_info", "num_replicas", "split_by_worker", "split_by_node"}
 _RANK_WORDS = {"get_rank", "get_world_size", "rank", "world_size", "num_replicas", "process_index", "num_processes"}
 _SHARDING_ATTRIBUTES = ("num_shards", "n_shards")  # Hugging Face datasets deal out their shards themselves
@@ -150,7 +151,8 @@ class Stream(IterableDataset[Any]):
         if begin.ended:
             return
         items = _Items(self._dataset, self._plan, shard, begin, self._board)
-        items.show = lambda: self._show(worker, items.number, 0)
+        cells = None if self._board is None else self._board.of(worker)
+        items.show = lambda: _show(cells, items.number, 0)
         if parts > 1 and not self._plan.certain:
             items.notice()
         size = (self._plan.batch_size or 1) * self._plan.world_size
@@ -161,7 +163,7 @@ class Stream(IterableDataset[Any]):
                 began = time.perf_counter()
                 group, item = [], None
                 for _ in range(size):
-                    self._show(worker, items.number, 0)
+                    _show(cells, items.number, 0)
                     item = next(items, items)
                     if item is items:
                         break
@@ -173,18 +175,13 @@ class Stream(IterableDataset[Any]):
                     batch = self._cut(group, size)
                     if batch is not None:
                         seconds = time.perf_counter() - began
-                        yield self._made(batch, worker, items, seconds, ended=item is items)
+                        yield self._made(batch, worker, cells, items, seconds, ended=item is items)
         except _StreamError as error:
             shortage = shortage_in(error.cause)
             if shortage is not None and info is None:
                 raise error.cause from None
             fatal = None if shortage else failure_of(items.number, error.cause)
             yield sent(None, Report(number=worker, fatal=fatal, shortage=shortage), self._board)
-
-    def _show(self, worker: int, number: int, offset: int) -> None:
-        if self._board is not None:
-            cells = self._board.of(worker)
-            cells[NUMBER], cells[PLACE] = number, offset
 
     def _cut(self, group: list[Any], size: int) -> list[Any] | None:
         """Return this rank's part of the items of one step; the last step is divided among all ranks."""
@@ -197,8 +194,10 @@ class Stream(IterableDataset[Any]):
         )
         return None if share is None else group[share.positions.start : share.positions.stop]
 
-    def _made(self, batch: list[Any], worker: int, items: _Items, seconds: float, *, ended: bool) -> Any:
-        self._show(worker, items.number, COLLATING)
+    def _made(
+        self, batch: list[Any], worker: int, cells: _Cells, items: _Items, seconds: float, *, ended: bool
+    ) -> Any:
+        _show(cells, items.number, COLLATING)
         try:
             with _quietly(self._board):
                 seed_cpu(derive_seed(self._plan.seed, self._plan.epoch, "collate", items.number))
@@ -206,9 +205,14 @@ class Stream(IterableDataset[Any]):
             state = copy.deepcopy(self._dataset.state_dict()) if keeps_state(self._dataset) else None
         except (Exception, SystemExit) as error:
             raise _StreamError(error) from error
-        if self._board is not None:
-            has_ended(self._board.of(worker))
+        if cells is not None:
+            has_ended(cells)
         return sent(made, Report(number=worker, state=(items.number, state, ended), seconds=seconds), self._board)
+
+
+def _show(cells: _Cells, number: int, offset: int) -> None:
+    if cells is not None:
+        cells[NUMBER], cells[PLACE] = number, offset
 
 
 def _quietly(board: Board | None) -> contextlib.AbstractContextManager[None]:
@@ -334,6 +338,10 @@ class StreamSource:
         """Yield nothing: a stream is not asked for indices."""
         del again, suspect
         return iter(())
+
+    def complete(self, report: Report) -> Report:
+        """Return the report: a stream has no indices."""
+        return report
 
     def delivered(self, report: Report) -> None:
         """Note that a batch is handed out."""

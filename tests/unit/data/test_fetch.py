@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import Subset
 
-from holdfast.data.fetch import Entry, Fetcher, find_nonfinite, first_difference, shortage_in
+from holdfast.data.fetch import Entry, Fetcher, shortage_in
+from holdfast.data.inspection import find_nonfinite, first_difference
 from holdfast.data.random_state import capture
 
 
