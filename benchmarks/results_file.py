@@ -103,8 +103,8 @@ class Result:
             what: What they are.
             unit: Their unit.
             samples: The samples, also kept raw.
-            at_most: Target for the median, as the next; one of them at most.
-            at_least: The other way round.
+            at_most: Largest median that reaches the target.
+            at_least: Smallest one, where more is better; only one of both is given.
             digits: Digits after the point.
         """
         if not samples:

@@ -27,6 +27,17 @@ def is_onednn_failure(text: str) -> bool:
     return _FAILURE.search(text) is not None
 
 
+def is_on() -> bool:
+    """Say whether torch uses oneDNN in this process."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and bool(torch._C._get_mkldnn_enabled())
+
+
+def switch_off() -> None:
+    """Switch oneDNN off for the rest of this process."""
+    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+
+
 def switch_off_if_broken() -> bool:
     """Try to compile a kernel of a new shape, and switch oneDNN off if that fails.
 
@@ -35,7 +46,7 @@ def switch_off_if_broken() -> bool:
     Returns:
         True if it was broken. Results then differ by rounding from those of oneDNN's kernels.
     """
-    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():  # type: ignore[no-untyped-call]
+    if not is_on():
         return False
     width = next(_fresh_widths)
     try:
@@ -46,7 +57,7 @@ def switch_off_if_broken() -> bool:
             raise
     else:
         return False
-    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+    switch_off()
     return True
 
 
@@ -61,10 +72,10 @@ def switch_off_if_unsafe(models: Iterable[torch.nn.Module]) -> bool:
     Returns:
         True if it was on and is off now. Results then differ by rounding from those of oneDNN's kernels.
     """
-    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():  # type: ignore[no-untyped-call]
+    if not is_on():
         return False
     modules = (module for model in models for module in model.modules())
     if not any(isinstance(module, _ConvNd) and max(module.stride) > 1 for module in modules):
         return False
-    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+    switch_off()
     return True

@@ -24,6 +24,7 @@ from holdfast.core.errors import BatchError
 from holdfast.core.policy import Policy, SplitHazard
 from holdfast.data.random_state import isolated
 from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
+from holdfast.memory import onednn
 from holdfast.memory.ladder import Means
 from holdfast.memory.oom import find_out_of_memory
 from holdfast.numerics.eager import eager
@@ -331,10 +332,10 @@ def _in_a_copy(run: Callable[[], Verdict]) -> Verdict:
     that process, or ends it.
     """
     found = _asked(run)
-    if found.short_of_memory and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if found.short_of_memory and onednn.is_on():
 
         def without_onednn() -> Verdict:
-            torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+            onednn.switch_off()  # in a copy, which is thrown away
             return run()
 
         found = _asked(without_onednn)
