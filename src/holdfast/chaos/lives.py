@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from holdfast.core.events import Event
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.reader import StepRecord, read_events, read_steps
 
-_LIFE_SECONDS = 150.0
+_STANDSTILL_SECONDS = 150.0
+"""Without a new line in the trace. How long all of a training may take depends on the machine."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,9 +63,9 @@ class Lives:
 
         Raises:
             RuntimeError: if the process ended before the training did.
+            TimeoutError: if it stands still; it is killed then.
         """
-        process.wait(_LIFE_SECONDS)
-        self.read()
+        self._follow(process, lambda: False)
         if self.accuracy is None:
             tail = self.output.read_text(errors="replace").strip().splitlines()[-1:]
             raise RuntimeError(f"the training ended with exit code {process.returncode}: {''.join(tail)}")
@@ -82,14 +84,28 @@ class Lives:
 
         Raises:
             RuntimeError: if the process ended before.
+            TimeoutError: if it stands still; it is killed then.
         """
-        deadline = time.monotonic() + _LIFE_SECONDS
-        while process.poll() is None and time.monotonic() < deadline:
-            self.read()
-            if self.digests and self.digests[-1][0] >= step:
-                return
+        if not self._follow(process, lambda: bool(self.digests) and self.digests[-1][0] >= step):
+            raise RuntimeError(f"the training did not reach step {step}: see {self.output}")
+
+    def _follow(self, process: subprocess.Popen[bytes], is_enough: Callable[[], bool]) -> bool:
+        """Read the trace until it is enough, or the process has ended; return whether it is enough."""
+        length, since = -1, time.monotonic()
+        while not is_enough():
+            ended = process.poll() is not None
+            now = self.trace.stat().st_size if self.trace.exists() else 0
+            if now != length:
+                length, since = now, time.monotonic()
+                self.read()
+            elif ended:
+                return False
+            elif time.monotonic() - since > _STANDSTILL_SECONDS:
+                process.kill()
+                process.wait()
+                raise TimeoutError(f"the training made no step for {_STANDSTILL_SECONDS:g} s: see {self.output}")
             time.sleep(0.02)
-        raise RuntimeError(f"the training did not reach step {step}: see {self.output}")
+        return True
 
     def events(self, kind: str) -> list[Event]:
         """Return what the run recorded of one kind."""

@@ -1,0 +1,57 @@
+"""Tests of following the processes of the demo."""
+
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.chaos import lives
+from holdfast.chaos.lives import Lives
+
+_TRAINS = """
+import json, sys, time
+with open(sys.argv[1], "w", buffering=1) as trace:
+    for step in range(int(sys.argv[2])):
+        time.sleep(0.1)
+        trace.write(json.dumps({"step": step, "digest": ""}) + "\\n")
+    time.sleep(float(sys.argv[3]))
+    trace.write(json.dumps({"accuracy": 0.5, "losses": [1.0]}) + "\\n")
+"""
+
+
+@pytest.fixture
+def life(tmp_path, monkeypatch):
+    """Return a run, and what starts a process of it that makes some steps, stands still and ends."""
+    monkeypatch.setattr(lives, "_STANDSTILL_SECONDS", 3.0)
+    run = Lives(run_dir=tmp_path, trace=tmp_path / "trace", weights=None, output=tmp_path / "output")
+
+    def start(steps, seconds):
+        return subprocess.Popen([sys.executable, "-c", _TRAINS, str(run.trace), str(steps), str(seconds)])
+
+    return run, start
+
+
+@pytest.mark.slow
+def test_a_training_may_take_as_long_as_it_likes_but_not_stand_still(life):
+    """A slow machine is no broken promise of the demo; a process that makes no step is killed."""
+    run, start = life
+    run.finish(start(45, 0))
+    assert (run.accuracy, run.losses, len(run.digests)) == (0.5, [1.0], 45)
+    run.trace.unlink()
+    run.digests.clear()
+    stuck = start(1, 600)
+    with pytest.raises(TimeoutError, match="no step for 3 s"):
+        run.wait_for_step(stuck, 2)
+    assert stuck.returncode < 0
+
+
+def test_a_training_that_ends_too_soon_is_told(life):
+    """Neither a step that never came nor an end without a result is taken for one."""
+    run, start = life
+    with pytest.raises(RuntimeError, match="did not reach step 5"):
+        run.wait_for_step(start(2, 0), 5)
+    run.trace.unlink()
+    run.accuracy = None
+    run.output.write_text("mistaken")
+    with pytest.raises(RuntimeError, match="exit code 3: mistaken"):
+        run.finish(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
