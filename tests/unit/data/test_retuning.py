@@ -33,7 +33,7 @@ def run(
     batches: int = 50_000,
     seen: Pace | None = None,
     noise: float = 0.2,
-    batches_left: int | None = None,
+    batches_per_start: int | None = None,
 ) -> list[int]:
     """Return each number of workers that was used, in a loop that waits `wait_of(workers, batch)` for each batch."""
     drawn = random.Random(3)
@@ -47,7 +47,13 @@ def run(
         steps[count // 2] = 60.0  # an evaluation
         number += count
         watch = decide_again(
-            watch, waits, steps, pace=seen or pace(0.02), machine=MACHINE, load=LOAD, batches_left=batches_left
+            watch,
+            waits,
+            steps,
+            pace=seen or pace(0.02),
+            machine=MACHINE,
+            load=LOAD,
+            batches_per_start=batches_per_start,
         )
         if watch.num_workers != used[-1]:
             used.append(watch.num_workers)
@@ -104,11 +110,11 @@ def test_no_worker_is_added_where_the_processors_are_the_limit() -> None:
     assert run(watch, lambda workers, n: 0.01, seen=pace(0.09, cpu=0.09)) == [4]
 
 
-def test_a_restart_must_pay_in_what_is_left() -> None:
-    """Shortly before the end nothing is restarted."""
+def test_a_restart_must_pay_within_an_epoch() -> None:
+    """Where epochs are short, workers that are started anew in each are not added."""
     watch = Watch(num_workers=1, prefetch_factor=2)
-    assert run(watch, of_a_set(0.06), batches=500, batches_left=1) == [1]
-    assert run(watch, of_a_set(0.06), batches=500, batches_left=5000) != [1]
+    assert run(watch, of_a_set(0.06), batches=500, batches_per_start=1) == [1]
+    assert run(watch, of_a_set(0.06), batches=500, batches_per_start=5000) != [1]
 
 
 def test_too_few_batches_are_no_reason() -> None:

@@ -25,6 +25,8 @@ from holdfast.data.tuning.preflight import Load, preflight, weigh
 from holdfast.data.tuning.probing import MOST_PROBES, Instant, Sample, Transfer, measure_transfer, sample_of
 from holdfast.data.tuning.retuning import Watch, decide_again
 
+_FEWEST_PROBES = 3
+_LONGEST_PROBING = 2.0  # seconds of loading, the first batch apart: where loads are so long, more of them cost more
 Made = tuple[Any, Report]
 _MORE_THAN_PROCESSORS = "H630"  # which is right for samples that wait, as was measured
 
@@ -71,6 +73,7 @@ class Tuner:
         self._samples: list[Sample] = []
         self._largest: tuple[int, int, Any] = (-1, 0, None)
         self._plan: LoaderPlan | None = None
+        self._batches_per_start: int | None = None
         self._watch: Watch | None = None
         self._load = Load(num_workers=0)
         self._waits: list[float] = []
@@ -94,7 +97,11 @@ class Tuner:
             batches_left: Of this epoch, if known.
         """
         if self._given.num_workers is None:
-            return self._choosing(batches, batches_left)
+            if (
+                batches_left is not None and not self._given.keep
+            ):  # the most seen: an epoch that is resumed is shorter
+                self._batches_per_start = max(self._batches_per_start or 1, batches_left)
+            return self._choosing(batches)
         return self._checking(batches, self._given.num_workers) if self._given.num_workers else batches
 
     def _checking(self, batches: Generator[Made], workers: int) -> Generator[Made]:
@@ -107,11 +114,11 @@ class Tuner:
                     yield batch, report
             yield from batches
 
-    def _choosing(self, batches: Generator[Made], batches_left: int | None) -> Generator[Made]:
+    def _choosing(self, batches: Generator[Made]) -> Generator[Made]:
         with closing(batches):
-            yield from self._timed(batches, batches_left)
+            yield from self._timed(batches)
 
-    def _timed(self, batches: Iterator[Made], batches_left: int | None) -> Iterator[Made]:
+    def _timed(self, batches: Iterator[Made]) -> Iterator[Made]:
         while True:
             asked = Instant.now() if self._plan is None else None
             began = time.perf_counter()
@@ -124,16 +131,19 @@ class Tuner:
             if asked is not None:
                 self._note(batch)
             yield batch, report
-            if batches_left is not None:
-                batches_left -= 1
             if asked is not None and loaded is not None:
                 self._samples.append(sample_of(asked, loaded, Instant.now()))
-                if len(self._samples) == MOST_PROBES:
-                    self._choose(batches_left)
+                if self._has_probed():
+                    self._choose()
             else:
                 self._waits.append(handed - began)
                 self._steps.append(time.perf_counter() - handed)
-                self._reconsider(batches_left)
+                self._reconsider()
+
+    def _has_probed(self) -> bool:
+        taken = sum(sample.load_seconds for sample in self._samples[1:])
+        count = len(self._samples)
+        return count >= MOST_PROBES or (count >= _FEWEST_PROBES and taken >= _LONGEST_PROBING)
 
     def _note(self, batch: Any) -> None:
         size, tensors = weigh(batch)
@@ -152,7 +162,7 @@ class Tuner:
             sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
         )
 
-    def _choose(self, batches_left: int | None) -> None:
+    def _choose(self) -> None:
         size, tensors, batch = self._largest
         self._load = load = self._load_of(0)
         step = statistics.median(sample.step_seconds for sample in self._samples)
@@ -169,7 +179,7 @@ class Tuner:
             self._machine,
             load,
             prefetch_factor=self._given.prefetch_factor,
-            batches_per_start=None if self._given.keep else batches_left,
+            batches_per_start=self._batches_per_start,
         )
         self._watch = Watch(num_workers=plan.num_workers, prefetch_factor=plan.prefetch_factor)
         self._use(plan.num_workers, plan.prefetch_factor, plan.reason)
@@ -185,7 +195,7 @@ class Tuner:
         self._tell("workers_chosen", num_workers=workers, prefetch_factor=prefetch, reason=reason)
         self._apply(workers, prefetch)
 
-    def _reconsider(self, batches_left: int | None) -> None:
+    def _reconsider(self) -> None:
         watch = self._watch
         if (
             watch is None
@@ -202,7 +212,7 @@ class Tuner:
             machine=self._machine,
             load=self._load,
             prefetch_factor=self._given.prefetch_factor,
-            batches_left=None if self._given.keep else batches_left,
+            batches_per_start=self._batches_per_start,
         )
         self._watch = new
         if (new.num_workers, new.prefetch_factor) != (watch.num_workers, watch.prefetch_factor):

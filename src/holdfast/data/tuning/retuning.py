@@ -46,7 +46,7 @@ def decide_again(
     load: Load,
     prefetch_factor: int | None = None,
     most_workers: int | None = None,
-    batches_left: int | None = None,
+    batches_per_start: int | None = None,
 ) -> Watch:
     """Decide whether to go on with another number of workers, now that training has run for a while.
 
@@ -63,7 +63,7 @@ def decide_again(
         load: As in `decide_workers`.
         prefetch_factor: As in `decide_workers`.
         most_workers: As in `decide_workers`.
-        batches_left: Of the run, if known: a restart of the workers must pay.
+        batches_per_start: As in `decide_workers`: within so many a start of the workers must pay.
 
     Returns:
         What to use from now on, and when to look again. If the numbers differ from those in use, restart the
@@ -87,7 +87,7 @@ def decide_again(
     plan = decide_workers(now, machine, load, prefetch_factor=prefetch_factor, most_workers=most_workers)
     gain = wait + step - 1 / plan.chosen.batches_per_second
     start = START_SECONDS.get(load.start_method, START_SECONDS["fork"]) * plan.num_workers
-    pays = batches_left is None or gain * batches_left > start
+    pays = batches_per_start is None or gain * batches_per_start > start
     if plan.num_workers <= watch.num_workers or gain < _WORTH_TRYING * (wait + step) or not pays:
         return replace(watch, look_after_batches=later)
     return Watch(

@@ -1,0 +1,73 @@
+"""``num_workers="auto"`` with real loaders: when it decides, and that short epochs do not disturb it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from holdfast.data.loader import DataLoader
+from holdfast.data.tuning.autotune import Given, Tuner
+
+
+class Waits(Dataset[torch.Tensor]):
+    """Samples that wait for a disk."""
+
+    def __init__(self, length: int, seconds: float) -> None:
+        self.length = length
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize(("length", "batch_size", "epochs"), [(8, 1, 2), (16, 4, 3), (1, 1, 9)])
+def test_an_epoch_may_end_with_the_last_batch_that_is_timed(length: int, batch_size: int, epochs: int) -> None:
+    """The choice is then made where no batch is left of the epoch; it looks at whole epochs, and training goes on."""
+    loader = DataLoader(Waits(length, 0.0), batch_size=batch_size, num_workers="auto", seed=0)
+    for _ in range(epochs):
+        assert sorted(int(index) for batch in loader for index in batch) == list(range(length))
+
+
+@pytest.mark.parametrize("length", [8, 9])
+def test_a_choice_near_the_end_of_an_epoch_is_made_for_whole_epochs(length: int) -> None:
+    """One batch or none is left when workers are chosen; they still pay, since each epoch to come has all of them."""
+    loader = DataLoader(Waits(length, 0.06), num_workers="auto", seed=0)
+    for _ in range(2):
+        assert sorted(int(index) for batch in loader for index in batch) == list(range(length))
+    assert loader.num_workers > 1
+
+
+def test_slow_batches_are_not_all_loaded_without_workers() -> None:
+    """Of batches of a second three are timed, not eight: what they tell is clear, and each costs a second."""
+    given = Given(
+        dataset=[0],
+        collate_fn=None,
+        worker_init_fn=None,
+        num_workers=None,
+        prefetch_factor=None,
+        method="fork",
+        keep=True,
+    )
+    chosen: list[int] = []
+    tuner = Tuner(given, lambda workers, _: chosen.append(workers), lambda *_, **__: None)
+
+    def made() -> Any:
+        for number in range(10):
+            time.sleep(1.05)
+            yield torch.tensor([number]), None
+
+    passing = tuner.passing(made(), 10)
+    for _ in range(4):  # the choice is made when the fourth is asked for
+        assert not chosen
+        next(passing)
+    assert chosen
+    assert chosen[0] > 1
+    passing.close()
