@@ -119,7 +119,9 @@ class Encoder:
     def _other(self, value: Any, path: tuple[str, ...]) -> Any:
         if type(value) is float:
             return value if math.isfinite(value) else {_TAG: "float", "text": repr(value)}
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        if isinstance(value, np.ndarray):
+            if value.dtype.kind not in "biuf":  # of complex numbers, texts, objects
+                raise self._unsupported(f"an array of {value.dtype}", path)
             try:
                 tensor = torch.from_numpy(np.array(value, copy=True))
             except (TypeError, ValueError) as error:  # longdouble, foreign byte order
@@ -141,7 +143,7 @@ class Encoder:
         place = "".join(f"[{key!r}]" for key in path)
         return CheckpointError(
             f"{self._component}{place} is {what}",
-            limit="a checkpoint holds tensors, arrays, numbers, text and standard containers, never pickle",
+            limit="a checkpoint holds tensors, arrays of numbers, text and standard containers, never pickle",
             fix="let state_dict() return one of these, for instance a tensor or a dict of numbers.",
             rule="H310",
         )

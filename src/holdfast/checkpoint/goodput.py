@@ -121,8 +121,7 @@ def check_interval(interval_seconds: float, save_seconds: float, stall_seconds: 
     """
     if not 0 < interval_seconds < math.inf:
         raise _impossible("interval_seconds", interval_seconds, "the training between two saves takes some time")
-    if not 0 <= stall_seconds <= save_seconds:
-        raise _impossible("stall_seconds", stall_seconds, f"it is part of the save, which takes {save_seconds:g} s")
+    check_stall(stall_seconds, save_seconds)
     # The last digits of a sum and of a difference of floats are not the same.
     if save_seconds > (interval_seconds + stall_seconds) * (1 + 1e-9):
         raise PolicyError(
@@ -131,6 +130,16 @@ def check_interval(interval_seconds: float, save_seconds: float, stall_seconds: 
             fix=f"choose an interval of at least {save_seconds - stall_seconds:g} s.",
             rule="H709",
         )
+
+
+def check_stall(stall_seconds: float, save_seconds: float) -> None:
+    """Find out whether a save can hold the loop for so long.
+
+    Raises:
+        PolicyError: H706 if it is no part of the save.
+    """
+    if not 0 <= stall_seconds <= save_seconds:
+        raise _impossible("stall_seconds", stall_seconds, f"it is part of the save, which takes {save_seconds:g} s")
 
 
 def _check_costs(save: float, between_failures: float, restart: float) -> None:
@@ -155,7 +164,8 @@ def parse_seconds(text: str) -> float:
         >>> parse_seconds("1.5h")
         5400.0
     """
-    found = _DURATION.fullmatch(text.strip().lower() + ("" if re.search("[a-zA-Z]", text) else "s"))
+    bare = text.strip().lower()
+    found = _DURATION.fullmatch(bare + ("" if bare[-1:].isalpha() else "s"))  # not any letter: 1e6 is a bare number
     unit = None if found is None else _unit(found[2])
     if found is None or unit is None:
         raise _unreadable(text, "a duration is a number and one of s, min, h, d, w, y", "write 3.1h, 20min or 54d.")

@@ -94,7 +94,10 @@ def encode(components: Mapping[str, Any]) -> Encoded:
     state: dict[str, Any] = {}
     for component, tree in components.items():
         encoder = Encoder(component)
-        state[component] = encoder.encode(tree)
+        try:
+            state[component] = encoder.encode(tree)
+        except RecursionError as error:
+            raise _endless(component) from error
         tensors[component] = encoder.tensors
         for name, tensor in encoder.tensors.items():
             if tensor.dtype not in _DTYPES:
@@ -205,6 +208,15 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for begin in range(0, len(content), _PIECE_BYTES):
             yield content[begin : begin + _PIECE_BYTES]
+
+
+def _endless(component: str) -> CheckpointError:
+    return CheckpointError(
+        f"{component} holds itself, or is nested too deeply",
+        limit="a checkpoint holds trees",
+        fix="let state_dict() return a tree in which nothing contains itself.",
+        rule="H310",
+    )
 
 
 def _unknown_type(what: str, dtype: torch.dtype) -> CheckpointError:

@@ -80,7 +80,10 @@ def make_loader(factory: str, batch_size: int) -> DataLoader[Any]:
         made = made["loader"]
     if isinstance(made, DataLoader):
         return made
-    if not hasattr(made, "__getitem__") and not hasattr(made, "__iter__"):
+    named = (
+        isinstance(made, dict) and bool(made) and 0 not in made
+    )  # a dict may be a dataset, if its keys are numbers
+    if named or (not hasattr(made, "__getitem__") and not hasattr(made, "__iter__")):
         raise unusable_factory(
             factory,
             f"it returned a {type(made).__name__}, no DataLoader or dataset",

@@ -138,7 +138,11 @@ def _retest(factory: str, aside: list[Quarantined], timeout_seconds: float) -> d
     from holdfast.data.seeds import SampleSeeds
 
     if isinstance(made.dataset, IterableDataset) or not hasattr(made.dataset, "__getitem__"):
-        raise unusable_factory(factory, f"the samples of a {type(made.dataset).__name__} have no index")
+        raise unusable_factory(
+            factory,
+            f"the samples of a {type(made.dataset).__name__} have no index",
+            "return the run's loader or dataset.",
+        )
     seed, checks = (made.seed, made._check_finite) if isinstance(made, DataLoader) else (0, False)
     verdicts, seeds = {}, SampleSeeds(seed)
     for entry in aside:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from holdfast.checkpoint.goodput import (
     check_interval,
+    check_stall,
     effective_training_time_ratio,
     optimal_interval_seconds,
     parse_failures,
@@ -239,6 +240,8 @@ def _costs(recorded: Recorded, save: float | None, stall: float | None, restart:
             f"save_seconds={taken:g}", limit="a save takes some time", fix="pass --save-seconds.", rule="H706"
         )
     held = taken if recorded.stall_seconds is None else min(recorded.stall_seconds, taken)
+    if stall is not None:
+        check_stall(stall, taken)
     back = _RESTART_SECONDS if recorded.restart_seconds is None else recorded.restart_seconds
     assumed = "assumed" if recorded.restart_seconds is None else "recorded"
     return {

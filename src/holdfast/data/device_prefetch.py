@@ -25,6 +25,8 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from holdfast.core.errors import LoaderError
+
 Item = TypeVar("Item")
 # Moves a tensor, or anything else that has a method `to`.
 _Move = Callable[[Any], Any]
@@ -48,10 +50,11 @@ def prefetched(items: Iterable[Item], device: torch.device | str | None) -> Gene
         The items in order, ready for the stream that is current when they are asked for. An error of `items` is
         raised after all that came before it was handed out. An item that does not fit into the device's memory
         ahead is copied when it is asked for.
+
+    Raises:
+        LoaderError: H607, for a device that is not there.
     """
-    target = None if device is None else torch.device(device)
-    if target is not None and target.type == "cpu":
-        target = None
+    target = _target(device)
     # Between two steps nothing is in the processor's caches, so a generator that only hands on is left out.
     return items if target is None and isinstance(items, Generator) else _prefetched(items, target)
 
@@ -70,6 +73,40 @@ def _prefetched(items: Iterable[Item], target: torch.device | None) -> Generator
         close = getattr(source, "close", None)
         if close is not None:
             close()
+
+
+def _target(device: torch.device | str | None) -> torch.device | None:
+    """Return where to copy to, None for nowhere.
+
+    Raises:
+        LoaderError: H607.
+    """
+    if device is None:
+        return None
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise _no_device(device, str(error).partition("\n")[0]) from error
+    if target.type == "cpu":
+        return None
+    try:
+        module = torch.get_device_module(target)
+    except RuntimeError:  # it computes nothing, as "meta"
+        return target
+    if hasattr(module, "is_available") and not module.is_available():
+        raise _no_device(device, f"torch {torch.__version__} finds no {target.type} device on this machine")
+    if target.index is not None and hasattr(module, "device_count") and target.index >= module.device_count():
+        raise _no_device(device, f"there are {module.device_count()}, counted from 0")
+    return target
+
+
+def _no_device(device: Any, why: str) -> LoaderError:
+    return LoaderError(
+        f"device={device!r} cannot be used ({why})",
+        limit="batches are copied to it",
+        fix="pass 'cuda', 'cuda:0' or another one that torch finds, or leave it out to keep batches on the CPU.",
+        rule="H607",
+    )
 
 
 def _module_with_streams(device: torch.device) -> Any:

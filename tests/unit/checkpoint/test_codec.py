@@ -207,3 +207,11 @@ def test_a_sparse_tensor_comes_back_as_it_lay(coalesced):
     assert torch.equal(found._indices(), tensor._indices())
     assert torch.equal(found._values(), tensor._values())
     assert found.shape == tensor.shape
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "object", "<U1", ">i4"])
+def test_an_array_that_cannot_be_stored_is_named_by_what_it_holds(dtype: str) -> None:
+    """That it is an array is not what is wrong with it."""
+    with pytest.raises(CheckpointError) as caught:
+        Encoder("model").encode(np.zeros(2, dtype))
+    assert caught.value.what == f"model is an array of {np.dtype(dtype)}"

@@ -142,8 +142,8 @@ def test_failure_rates_as_people_write_them(text, gpus, counted_on, hours) -> No
 
 def test_durations_as_people_write_them() -> None:
     """Units may be short or long, and a bare number is seconds."""
-    texts = ("90", "1.5min", "2 hours", "1e-1 d", "1 Week", ".5s")
-    assert [parse_seconds(text) for text in texts] == [90.0, 90.0, 7200.0, 8640.0, 604_800.0, 0.5]
+    texts = ("90", "1e3", "1.5min", "2 hours", "1e-1 d", "1 Week", ".5s")
+    assert [parse_seconds(text) for text in texts] == [90.0, 1000.0, 90.0, 7200.0, 8640.0, 604_800.0, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from holdfast.checkpoint.saver import Snapshot, read_components, snapshot, write
+from holdfast.checkpoint.saver import Snapshot, encode, read_components, snapshot, write
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.errors import CheckpointError
 from holdfast.testing import memory_limited
@@ -169,6 +169,15 @@ def test_a_snapshot_knows_its_size(store: Store) -> None:
     """The bytes of the tensors are counted before anything is written, tied ones once."""
     weight = torch.zeros(10)
     assert snapshot({"a": {"x": weight, "y": weight}, "b": torch.zeros(3, dtype=torch.int64)}, 0).size_bytes() == 64
+
+
+def test_state_that_holds_itself_is_refused() -> None:
+    """A circle is an H310 that names the component, not the end of python's stack."""
+    circle: list[Any] = []
+    circle.append(circle)
+    with pytest.raises(CheckpointError, match="counters holds itself") as caught:
+        encode({"counters": {"seen": circle}})
+    assert caught.value.rule == "H310"
 
 
 def test_state_that_needs_pickle_fails_before_anything_is_written(store: Store) -> None:

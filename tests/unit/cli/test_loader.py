@@ -54,6 +54,9 @@ def raises():
 
 def number():
     return 3
+
+def named():
+    return {"model": None, "data": [1, 2]}
 """
 
 app = typer.Typer()
@@ -129,6 +132,7 @@ def test_the_options_can_be_measured(tmp_path: Path) -> None:
         ("empty", "its loader has no batch"),
         ("raises", "KeyError: 'DATA'"),
         ("number", "it returned a int, no DataLoader or dataset"),
+        ("named", "it returned a dict, no DataLoader or dataset"),
         ("missing", "AttributeError"),
     ],
 )

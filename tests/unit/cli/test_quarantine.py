@@ -260,6 +260,12 @@ def test_wrong_use_changes_nothing(run_dir: Path, arguments: tuple[object, ...],
     assert (run_dir / FILE_NAME).read_bytes() == before
 
 
+def test_a_stream_cannot_be_read_again_and_the_fix_is_another_factory(run_dir: Path) -> None:
+    """The name of the factory is right, so the fix is not how to write one."""
+    failed = as_json(run_dir, "--retest", factory(run_dir, "stream"))
+    assert failed["error"]["fix"] == "return the run's loader or dataset."
+
+
 def test_a_wrong_directory_and_a_damaged_ledger_are_told(tmp_path: Path) -> None:
     """What is no run directory is H701 and is not made into one; a damaged ledger is H617."""
     missing = as_json(tmp_path / "nowhere", "--release-all")

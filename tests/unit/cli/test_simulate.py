@@ -192,6 +192,7 @@ def test_the_seed_decides_the_simulation() -> None:
         (("--save-seconds", 0, "--mtbf", "1h"), "H706"),
         (("--save-seconds", "nan", "--mtbf", "1h"), "H706"),
         (("--save-seconds", 1, "--stall-seconds", 2, "--mtbf", "1h"), "H706"),
+        (("--save-seconds", 1, "--stall-seconds", -1, "--mtbf", "1h"), "H706"),
         (("--save-seconds", 1, "--restart-seconds", -1, "--mtbf", "1h"), "H706"),
         (("--save-seconds", 1, "--restart-seconds", 1e6, "--mtbf", "1h"), "H706"),
         (("--save-seconds", 1, "--mtbf", "1h", "--interval", "0s"), "H706"),
@@ -209,6 +210,15 @@ def test_nonsense_is_a_message_and_exit_code_2(arguments, rule) -> None:
     error = json.loads(result.output)["error"]
     assert error["rule"] == rule
     assert error["fix"]
+
+
+def test_the_option_that_is_wrong_is_the_one_that_is_named() -> None:
+    """A stall that cannot be is not told as a time of saving, which was given rightly."""
+    for stall in (-1, "nan"):
+        error = json.loads(call("--save-seconds", 60, "--stall-seconds", stall, "--mtbf", "1h", "--json").output)[
+            "error"
+        ]
+        assert error["what"].startswith(f"stall_seconds={stall}")
 
 
 def test_a_run_without_a_finished_save_says_so(tape) -> None:

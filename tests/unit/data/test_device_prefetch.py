@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from holdfast.core.errors import LoaderError
 from holdfast.data.device_prefetch import prefetched
 
 
@@ -278,3 +279,14 @@ def test_an_object_that_can_be_copied_beside_the_host_is(streams) -> None:
     Unhurried.seen.clear()
     assert isinstance(next(prefetched([Unhurried(torch.zeros(1))], "meta")), Unhurried)
     assert Unhurried.seen == [True]
+
+
+@pytest.mark.parametrize("device", ["nope", "xpu", "cuda:99", -1, 1.5])
+def test_a_device_that_is_not_there_is_told_before_a_batch_is_loaded(device: Any) -> None:
+    """A name that torch does not know and a device that this machine has not got are H607, with what was given."""
+    asked: list[int] = []
+    with pytest.raises(LoaderError, match="device=") as caught:
+        prefetched((asked.append(number) for number in range(2)), device)
+    assert caught.value.rule == "H607"
+    assert repr(device) in caught.value.what
+    assert not asked

@@ -163,6 +163,18 @@ def test_a_spawned_reader_opens_the_file_itself(tmp_path):
         assert next(iter(loader)).tolist() == list(range(30))
 
 
+def test_an_item_is_asked_for_by_a_whole_number(tmp_path):
+    """As of a list: numpy's and torch's whole numbers, also from the end; all else is a TypeError that names it."""
+    with build([1, 2, 3], identity, tmp_path / "f.h5") as cache:
+        assert [cache[index] for index in (0, -1, np.int64(1), torch.tensor(2))] == [1, 3, 2, 3]
+        for index in (slice(0, 2), 1.0, "1", None, [0, 1]):
+            with pytest.raises(TypeError, match=type(index).__name__):
+                cache[index]
+        for index in (3, -4):
+            with pytest.raises(IndexError):
+                cache[index]
+
+
 def test_any_hdf5_tool_can_look_into_it(tmp_path):
     """The finished file is plain HDF5: items, an index of their places, and what they were made from."""
     build(VALUES, identity, tmp_path / "f.h5").close()
@@ -304,6 +316,13 @@ def test_a_stale_cache_is_an_error_that_names_what_differs(tmp_path, change, nam
         build(path=tmp_path / "f.h5", **how)
     assert caught.value.rule == "H620"
     assert len(build(path=tmp_path / "f.h5", rebuild=True, **how)) == len(how["dataset"])
+
+
+def test_dates_tell_datasets_apart():
+    """Arrays of dates and of durations, which have no buffer, are samples as others are."""
+    days = [np.array(["2020-01-01", day], "datetime64[D]") for day in ("2020-01-02", "2020-01-03")]
+    found = differences(facts_of(days, abs, None, 0), facts_of([days[0], days[1] + 1], abs, None, 0))
+    assert [text.partition(" was ")[0] for text in found] == ["dataset: sample 1"]
 
 
 def test_tensors_tell_datasets_apart():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
@@ -137,6 +138,7 @@ class FeatureCache(Dataset[Any]):
         Raises:
             LoaderError: H622, if it is not what was written.
             IndexError: if there is no such item.
+            TypeError: for what is no whole number, such as a slice.
         """
         return self.__getitems__([index])[0]
 
@@ -149,7 +151,7 @@ class FeatureCache(Dataset[Any]):
         return [decode(read_item(descriptor, self._contents, self.path, place)) for place in places]
 
     def _place(self, index: int) -> int:
-        length, place = len(self), index.__index__()
+        length, place = len(self), operator.index(index)
         if not -length <= place < length:
             raise IndexError(f"item {place} of a feature cache of {length}")
         return place % length

@@ -135,7 +135,7 @@ class _Teller:
     def _array(self, value: Any) -> str:
         if value.dtype.hasobject:
             return self.told(value.tolist())
-        return f"{value.dtype.str} {value.shape} sha256 {_digest(np.ascontiguousarray(value).data.tobytes())}"
+        return f"{value.dtype.str} {value.shape} sha256 {_digest(value.tobytes())}"
 
     def _object(self, value: Any) -> str:
         name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
