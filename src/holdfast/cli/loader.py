@@ -120,7 +120,13 @@ def _decide(factory: str, loader: DataLoader[Any], step_seconds: float, batches:
         start_method=_start_method(loader),
         sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
     )
-    transfer = probing.measure_transfer(batch, step_seconds=step_seconds, start_method=load.start_method)
+    try:
+        transfer = probing.measure_transfer(
+            batch, step_seconds=step_seconds, start_method=load.start_method, machine=machine
+        )
+    except Exception as error:  # noqa: BLE001 - a table of assumptions is better than none
+        typer.echo(f"what sending a batch costs is assumed: {type(error).__name__}: {error}", err=True)
+        transfer = probing.Transfer.assumed(size, tensors)
     plan = choice.decide_workers(choice.pace_of(samples, transfer, step_seconds=step_seconds), machine, load)
     parts = {name: getattr(loader, name) for name in ("dataset", "collate_fn", "worker_init_fn")}
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from holdfast.data.tuning.machine import Machine
 from holdfast.data.tuning.probing import Instant, Transfer, measure_throughput, measure_transfer, probe, with_workers
 
 
@@ -83,6 +85,25 @@ def test_what_cannot_be_tried_out_is_assumed() -> None:
     large = torch.empty(2**25)
     assert measure_transfer(large) == Transfer.assumed(2**27, 1)
     assert Transfer.assumed(0, 4).hand_over_seconds > Transfer.assumed(0, 1).hand_over_seconds
+
+
+def test_copies_must_fit_into_shared_memory() -> None:
+    """As few copies as are needed are made where /dev/shm is small, and none where it is too small for them."""
+    batch = torch.zeros(2**18)
+    small, least = (Machine(cpu_quota=1, shared_memory_free_bytes=mib * 2**20) for mib in (3, 5))
+    assert measure_transfer(batch, machine=small) == Transfer.assumed(2**20, 1)
+    assert measure_transfer(batch, machine=least) != Transfer.assumed(2**20, 1)
+
+
+def test_copies_must_fit_into_the_descriptors() -> None:
+    """Twelve copies of eight tensors are more than may be open here: four are sent, and nobody waits for more."""
+    batch = [torch.zeros(10) for _ in range(8)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (Machine.here().open_files + 62, hard))
+    try:
+        assert measure_transfer(batch) != Transfer.assumed(320, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

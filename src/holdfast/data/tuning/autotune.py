@@ -166,14 +166,14 @@ class Tuner:
         size, tensors, batch = self._largest
         self._load = load = self._load_of(0)
         step = statistics.median(sample.step_seconds for sample in self._samples)
+        self._machine = Machine.here().shared_by(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         transfer = Transfer.assumed(size, tensors)
         if load.start_method == "fork":  # another start would take longer than it could save
             try:
-                transfer = measure_transfer(batch, step_seconds=step)
+                transfer = measure_transfer(batch, step_seconds=step, machine=self._machine)
             except Exception as error:  # noqa: BLE001 - a decision on assumptions is better than none
                 self._tell("transfer_not_measured", error=repr(error))
         self._largest = size, tensors, None
-        self._machine = Machine.here().shared_by(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._plan = plan = decide_workers(
             pace_of(self._samples, transfer),
             self._machine,

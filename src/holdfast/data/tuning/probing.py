@@ -9,7 +9,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from holdfast.data.splitting import copied
 from holdfast.data.tuning.handover import PickleTrial
-from holdfast.data.tuning.preflight import weigh
+from holdfast.data.tuning.machine import Machine
+from holdfast.data.tuning.preflight import Load, weigh
 
 MOST_PROBES = 8
 """Batches to load in the training process before deciding."""
-_FEWEST_TIMED = 3  # batches
+_FEWEST_TIMED, _MOST_TIMED = 3, 12  # batches
+_PAGE = 4096  # bytes that a tensor takes of shared memory at least
 _LARGEST_COPIED = 64 * 2**20  # bytes of copies to measure a transfer with
 _LONGEST_PAUSE = 0.005  # seconds; caches are as cold as they get
 
@@ -219,22 +221,28 @@ def _as_it_is(sample: Any) -> Any:
     return sample
 
 
-def measure_transfer(batch: Any, *, step_seconds: float = 0.0, start_method: str = "fork") -> Transfer:
+def measure_transfer(
+    batch: Any, *, step_seconds: float = 0.0, start_method: str = "fork", machine: Machine | None = None
+) -> Transfer:
     """Measure what it costs to get this batch from a worker: one is started, sends a few copies, and ends.
 
     Takes the start of one worker and some milliseconds. Draws no random number of the process. A batch that is too
-    large to be copied a few times, or that cannot be sent, gets the assumed cost.
+    large to be copied a few times, also for what is free of shared memory and descriptors, or that cannot be sent,
+    gets the assumed cost.
 
     Args:
         batch: One batch, as the loader gives it.
         step_seconds: Time of a training step: a process that pauses has cold caches and must be woken.
         start_method: As torch's ``multiprocessing_context``.
+        machine: What there is; None to look.
     """
     size, tensors = weigh(batch)
     assumed = Transfer.assumed(size, tensors)
     if size > _LARGEST_COPIED or PickleTrial(batch).error is not None:
         return assumed
-    count = max(3, min(12, _LARGEST_COPIED // max(size, 1)))
+    count = _copies_that_fit(size, tensors, start_method, machine or Machine.here())
+    if count < _FEWEST_TIMED:
+        return assumed
     loader = DataLoader(
         _Copies(batch, count), batch_size=None, collate_fn=_as_it_is, num_workers=1, prefetch_factor=count,
         multiprocessing_context=start_method, generator=torch.Generator(), timeout=60,
@@ -254,3 +262,17 @@ def measure_transfer(batch: Any, *, step_seconds: float = 0.0, start_method: str
         hand_over_cpu_seconds=statistics.median(cpus),
         worker_seconds=statistics.median(b - a for a, b in itertools.pairwise(marks)),
     )
+
+
+def _copies_that_fit(size: int, tensors: int, start_method: str, machine: Machine) -> int:
+    """Return how many copies of a batch can lie ready at once, 0 if too few: who finds no room for one sends none."""
+    asked = Load(
+        num_workers=1,
+        batch_bytes=_PAGE * tensors + size,
+        batch_tensors=tensors,
+        start_method=start_method,
+        sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
+    )
+    most = max(_FEWEST_TIMED, min(_MOST_TIMED, _LARGEST_COPIED // max(size, 1)))
+    fitting = (n for n in range(most, _FEWEST_TIMED - 1, -1) if replace(asked, prefetch_factor=n).fits(machine))
+    return next(fitting, 0)
