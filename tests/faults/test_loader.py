@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -271,6 +272,73 @@ def test_a_lock_that_is_held_at_every_fork_ends_the_use_of_workers(tmp_path: Pat
     assert events[-1] == ("loader_healed", 0)
 
 
+class Heavy:
+    """Samples that are more than a pipe holds, for workers that are not forked."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.arange(2**18).tolist()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.numbers[index])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_lost_before_it_has_read_its_dataset_blocks_nobody(number: int) -> None:
+    """As by the kernel while it imports: who writes the dataset into its pipe would wait for ever."""
+    before = set(children(os.getpid()))
+    struck: list[int] = []
+
+    def strike() -> None:
+        while not struck:
+            for pid in set(children(os.getpid())) - before:
+                with contextlib.suppress(OSError):
+                    if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        os.kill(pid, number)
+                        struck.append(pid)
+            time.sleep(0.001)
+
+    loader = _loader(Heavy(), num_workers=2, multiprocessing_context="spawn")
+    healed: list[str] = []
+    loader._happened = lambda kind, **facts: healed.append(str(facts.get("cause")))
+    threading.Thread(target=strike, daemon=True).start()
+    assert sorted(item for batch in loader for item in batch.tolist()) == list(range(8))
+    assert len(struck) == 1
+    assert re.search("SIGKILL" if number == signal.SIGKILL else "stopped", healed[0])
+
+
+class Calling:
+    """Samples that are read by a program, which hangs once."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5 and not self.marker.exists():
+            program = subprocess.Popen(["sleep", "1000"])
+            self.marker.write_text(str(program.pid))
+            program.wait()
+        return index
+
+
+def test_a_program_that_a_stuck_worker_waits_for_ends_with_it(tmp_path: Path) -> None:
+    """A sample that is read by a program that hangs leaves no program behind when its worker is replaced."""
+    loader = _loader(Calling(tmp_path / "pid"), num_workers=2, timeout=0.5)
+    assert sorted(item for batch in loader for item in batch.tolist()) == list(range(8))
+    program = Path("/proc", (tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not program.exists() or "Z" in (program / "stat").read_text().rpartition(")")[2][:3]:
+            return
+        time.sleep(0.01)
+    pytest.fail("the program is left")
+
+
 # --- errors that are the program's ------------------------------------------------------------------------------
 
 
@@ -351,7 +419,7 @@ def _none_left(workers: list[int]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["looping", "sleeping", "stopped", "waiting"])
+@pytest.mark.parametrize("mode", ["looping", "sleeping", "stopped", "waiting", "served"])
 def test_no_worker_outlives_a_killed_parent(mode: str) -> None:
     """After SIGKILL of the training process its workers are gone, whatever they were doing."""
     parent, workers = _start(mode)

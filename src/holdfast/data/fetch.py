@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
 from holdfast.data.inspection import find_nonfinite, first_difference
+from holdfast.data.quarantine import is_among
 from holdfast.data.random_state import Borrowed, LazySeeding
 from holdfast.data.seeds import SampleSeeds, derive_seed
 from holdfast.data.worker_board import COLLATING, NUMBER, PLACE, Board, Showing, has_ended
 
 _OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
-_OUT_OF_MEMORY = {errno.ENOSPC, errno.ENOMEM}
 
 
 _DRAW_NOTHING = (default_collate, default_convert)
@@ -143,15 +143,37 @@ def failure_of(index: Any, error: BaseException) -> Failure:
 
 def shortage_in(error: BaseException) -> str | None:
     """Return what the machine is short of, if that is what an error says; such an error is not the sample's fault."""
-    text = str(error)
-    number = getattr(error, "errno", None)
-    if number in _OUT_OF_DESCRIPTORS or "Too many open files" in text or "ancdata" in text:
+    try:
+        text, number, name = str(error), getattr(error, "errno", None), str(getattr(error, "filename", None) or "")
+    except Exception:  # noqa: BLE001 - as above
+        return None
+    number = number if isinstance(number, int) else None
+    systems = text if isinstance(error, (OSError, RuntimeError)) else ""  # else a text of the sample's, such as a key
+    torchs = text if isinstance(error, RuntimeError) else ""  # an OSError's may be the path of a sample
+    if number in _OUT_OF_DESCRIPTORS or "Too many open files" in systems or "ancdata" in torchs:
         return "file descriptors"
-    if "shared memory" in text or "shm" in text:
+    if "shared memory" in torchs or "</torch_" in torchs:
         return "shared memory"
-    if isinstance(error, MemoryError) or number in _OUT_OF_MEMORY or "can't allocate memory" in text:
+    if number == errno.ENOSPC:  # with a name it is a disk that is full, which fewer workers do not cure
+        return "shared memory" if not name or name.startswith("/dev/shm/") else None  # noqa: S108 - no file is made
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or "can't allocate memory" in torchs:
         return "memory"
     return None
+
+
+class _OneOfMany:
+    """A dataset that can only read several samples at a time, asked for one: each has random numbers of its own."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset.__getitems__([index])[0]
+
+
+def _one_at_a_time(dataset: Any) -> Any:
+    reads_one = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)
+    return dataset if reads_one or not hasattr(dataset, "__getitems__") else _OneOfMany(dataset)
 
 
 class Fetcher(Dataset[Any]):
@@ -178,7 +200,8 @@ class Fetcher(Dataset[Any]):
         check_finite: bool = False,
         draws: int = 0,
     ) -> None:
-        self.dataset = dataset
+        self.users = dataset  # for ``get_worker_info()``
+        self.dataset = _one_at_a_time(dataset)
         self.seed = seed
         self.collate = collate
         self.board = board
@@ -189,11 +212,6 @@ class Fetcher(Dataset[Any]):
         self._borrowed = Borrowed(self._lazy)
         self._collate_draws_nothing = collate in _DRAW_NOTHING
         self._cells: memoryview[int] | None = None  # of the worker that this is in
-
-    @property
-    def users(self) -> Any:
-        """Return the user's dataset, for ``get_worker_info()``."""
-        return self.dataset
 
     def __getitem__(self, fields: tuple[Any, ...]) -> Any:
         entry = fields if type(fields) is Entry else Entry(*fields)
@@ -289,7 +307,7 @@ class Fetcher(Dataset[Any]):
         for offset, index in enumerate(entry.indices[len(samples) :], start=len(samples)):
             if cells is not None:
                 cells[PLACE] = offset
-            if offset != tried and index not in entry.aside:
+            if offset != tried and not is_among(index, entry.aside):
                 try:
                     sample = self._seeded(entry, offset, index)
                     if not self.check_finite or find_nonfinite(sample) is None:
@@ -322,7 +340,7 @@ class Fetcher(Dataset[Any]):
         last: Failure | None = None
         candidates = enumerate(itertools.chain(entry.indices[offset:], entry.spares), start=offset)
         for place, candidate in candidates if self.replaces else [(offset, index)]:
-            if candidate in entry.aside or any(candidate == each.index for each in failures):
+            if is_among(candidate, (*entry.aside, *(each.index for each in failures))):
                 continue
             if cells is not None:
                 cells[PLACE] = place

@@ -137,12 +137,14 @@ class Generation:
             with watch if watch is not None else contextlib.nullcontext(), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # as above
                 self._iterator[:] = [iter(self._inner[0])]
-        except (OSError, MemoryError, RuntimeError, WorkerLostError) as error:
+        except WorkerLostError:
+            assert watch is not None
+            loss = watch.loss()
+        except (OSError, MemoryError, RuntimeError) as error:
             if not self.num_workers:
                 raise
             shortage = shortage_in(error)
-            died = isinstance(error, WorkerLostError) or "DataLoader worker" in str(error)
-            if shortage is None and not died and not isinstance(error, OSError):
+            if shortage is None and not isinstance(error, OSError) and "DataLoader worker" not in str(error):
                 raise
             loss = Loss(cause=f"workers could not be started: {error!r}", kind="machinery", shortage=shortage)
         else:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sized
 from multiprocessing.reduction import ForkingPickler
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from holdfast.core.errors import LoaderError
@@ -25,7 +24,7 @@ class Place(NamedTuple):
 
     position: int
     indices: tuple[Any, ...] | None = None
-    streamed: Mapping[int, StreamPosition] = MappingProxyType({})
+    streamed: Mapping[int, StreamPosition] = {}  # never changed; a proxy could not be pickled
     turn: int = 0
 
 
@@ -45,10 +44,16 @@ class Epoch:
 
     Args:
         batches: Batches, and errors in the place of some.
+        loader: Whose batches they are.
     """
 
-    def __init__(self, batches: Generator[Any]) -> None:
+    def __init__(self, batches: Generator[Any], loader: Sized) -> None:
         self._batches = batches
+        self._loader = loader
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch, as an iterator of torch's."""
+        return len(self._loader)
 
     def __iter__(self) -> Epoch:
         return self

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Report
 from holdfast.data.generation import Generation, WorkersLostError
-from holdfast.data.quarantine import key_of
+from holdfast.data.quarantine import key_of, plain
 from holdfast.data.worker_board import STARTING, Board, Showing
 from holdfast.data.worker_watch import Loss
 
@@ -110,6 +110,7 @@ class Healer:
         self._longest = 0.0
         self._asked_at = 0.0
         self._changed = False
+        self._before_shortage: int | None = None  # workers that there were, until a batch tells who was to blame
 
     def change(self, workers: int, prefetch_factor: int | None) -> None:
         """Go on with other workers after this batch; which samples come, and in which order, stays."""
@@ -146,6 +147,8 @@ class Healer:
                 else:
                     if report.shortage is None:
                         self._in_a_row, self._stuck_in_a_row, self._batches = 0, 0, self._batches + 1
+                        if self._before_shortage is not None:
+                            self._blame(report, self._before_shortage)
                         if self.crew.timeout_seconds:  # one that was too short for this batch is so for others
                             self.crew.timeout_seconds = max(self.crew.timeout_seconds, 2 * report.seconds)
                         if report.fatal is None:
@@ -219,7 +222,7 @@ class Healer:
         self._tell(
             "loader_healed",
             cause=loss.cause,
-            sample=index if isinstance(index, (int, str, type(None))) else repr(index),
+            sample=None if index is None else plain(index),
             remedy=remedy,
             workers_before=before,
             workers=self.crew.workers,
@@ -239,6 +242,7 @@ class Healer:
             )
         at_sample = index is not None and loss.kind in {"died", "hung"}
         if loss.shortage is not None and not at_sample:
+            self._before_shortage = self._before_shortage or crew.workers
             return self._fewer()
         if "Pin memory" in loss.cause and repeated:
             crew.options = {**crew.options, "pin_memory": False}
@@ -255,6 +259,23 @@ class Healer:
                 f"{loss.cause}, {self._in_a_row} times at the same place, which would end this process too"
             )
         return self._fewer()
+
+    def _blame(self, report: Report, before: int) -> None:
+        """Have the workers back if this process, alone, ran short too: of one sample, as with a wrong size in it."""
+        self._before_shortage = None
+        bad = next((each for each in (*report.failures, report.fatal) if each is not None), None)
+        if self.crew.workers or bad is None:
+            return
+        self.crew.workers, self._changed = before, True
+        self._tell(
+            "loader_healed",
+            cause="without workers it cannot be made either, so these were not too many",
+            sample=None if bad.index is None else plain(bad.index),
+            remedy=f"{before} workers again",
+            workers_before=0,
+            workers=before,
+            seconds=0.0,
+        )
 
     def _blocked(self, loss: Loss, showing: Showing) -> str:
         if showing.offset != STARTING:

@@ -56,6 +56,16 @@ _AS_TORCH = (
 )  # fmt: skip
 
 
+class _Seeded(torch.Generator):
+    """A generator that is seeded before each use: a loader within a dataset, sent to a worker, need not send it.
+
+    torch sends its state through a file that it has closed by then, and the worker dies of that.
+    """
+
+    def __reduce__(self) -> Any:
+        return _Seeded, ()
+
+
 class DataLoader(TorchDataLoader[Any]):
     """A drop-in `torch.utils.data.DataLoader` that resumes exactly and heals itself.
 
@@ -116,7 +126,7 @@ class DataLoader(TorchDataLoader[Any]):
     ) -> None:
         given = check_arguments(dataset, args, kwargs, seed=seed, quarantine=quarantine, check_finite=check_finite)
         super().__init__(**without_auto(given))
-        self.seed = seed if self.generator is None else self.generator.initial_seed()
+        self.seed = int(seed) if self.generator is None else self.generator.initial_seed()
         self._iterable = isinstance(dataset, IterableDataset)
         self._sharded = self._iterable and (
             shards_itself(dataset, self.worker_init_fn) if sharded is None else sharded
@@ -140,7 +150,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._draws = 0  # generators that samples draw from, so that new workers need not find it out again
         self._drawn_then: str | None = None  # digest of what a sampler drew, of the position that was loaded
         self._happened: Callable[..., None] | None = None
-        self._base_seeds = torch.Generator()  # a private one: starting an epoch leaves the global one alone
+        self._base_seeds = _Seeded()  # a private one: starting an epoch leaves the global one alone
         options = {name: getattr(self, name) for name in _AS_TORCH} | {"generator": self._base_seeds}
         options["in_order"] = True  # a position is one number: with batches out of order it would repeat or lose some
         options["persistent_workers"] = keep = given.get("persistent_workers", False) and not self._iterable
@@ -186,13 +196,14 @@ class DataLoader(TorchDataLoader[Any]):
             LoaderError: H612 if that would be one too many.
         """
         if self.ledger.add(index, kind, self._epoch + 1, evidence):
-            self._tell("sample_quarantined", sample=index, why=kind, evidence=evidence, aside=len(self.ledger))
+            facts = {"evidence": evidence, "aside": len(self.ledger), **self.ledger.unwritten}
+            self._tell("sample_quarantined", sample=index, why=kind, **facts)
 
     # --- batches --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Return the batches of the next epoch, see `_epoch_batches`; after an error they go on, as torch's do."""
-        return Epoch(self._epoch_batches())
+        return Epoch(self._epoch_batches(), self)
 
     def _epoch_batches(self) -> Generator[Any]:
         """Yield the batches of the next epoch, or the rest of the one that `load_state_dict` points into.

@@ -8,6 +8,7 @@ import multiprocessing
 from collections.abc import Sized
 from typing import Any
 
+import torch
 from torch import distributed
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
@@ -59,6 +60,8 @@ def check_arguments(
             "only workers can be waited for",
             "pass num_workers >= 1, or leave timeout out.",
         )
+    if not isinstance(generator := given.get("generator"), (torch.Generator, type(None))):
+        raise _unusable(f"generator={generator!r}", "it is a torch.Generator", "pass seed= for a number.")
     if not hasattr(seed, "__index__") or isinstance(seed, bool):
         raise _unusable(f"seed={seed!r}", "it is a whole number", "pass one such as 0.")
     if not isinstance(quarantine, (int, float)) or isinstance(quarantine, bool) or not 0 <= quarantine < math.inf:

@@ -8,7 +8,7 @@ from typing import Any
 
 from holdfast.data.fetch import Entry, Fetcher, Report
 from holdfast.data.plan import Plan
-from holdfast.data.quarantine import Ledger, key_of, last_line
+from holdfast.data.quarantine import Ledger, is_among, key_of, last_line, plain
 from holdfast.data.worker_board import Board, Showing
 
 
@@ -58,7 +58,7 @@ class MapSource:
             others = [
                 place
                 for place, index in enumerate((*entry.indices, *entry.spares))
-                if index != suspect and index not in bad
+                if not is_among(index, (suspect, *bad))
             ]
             control = others[self._losses % len(others)] if lost and others else None  # another one each time
             entry = entry._replace(aside=bad, twice=again, control=control)
@@ -106,9 +106,13 @@ class MapSource:
         """
         if self._ledger.add(index, kind, self._epoch, evidence):
             self._aside.update(self._ledger.aside(self._epoch))  # the plan reads this very set
-            plain = index if isinstance(index, (int, str)) else repr(index)
             self._tell(
-                "sample_quarantined", sample=plain, why=kind, evidence=last_line(evidence), aside=len(self._ledger)
+                "sample_quarantined",
+                sample=plain(index),
+                why=kind,
+                evidence=last_line(evidence),
+                aside=len(self._ledger),
+                **self._ledger.unwritten,
             )
 
     def is_finished(self) -> bool:

@@ -9,6 +9,7 @@ A position counts samples of all ranks, or batches of a batch sampler.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.ranks import rank_positions, steps_left
 from holdfast.data.seeds import SampleSeeds, derive_seed
 
+_ENDLESS, _ENDLESS_EPOCHS = 2**20, 100  # a sampler that yields so many, and so many epochs, does not end
 _PLACES = 20  # bits for the place in a batch
 _AHEAD = 1024  # positions that are looked up before they are needed
 _SPARES = 8  # samples that may stand in for bad ones of a batch; several bad ones in a row are rare
@@ -240,7 +242,15 @@ class Sampled:
                         generator.manual_seed(seed)
                     if hasattr(each, "set_epoch"):
                         each.set_epoch(epoch)  # type: ignore[union-attr]
-                found = list(self._sampler)
+                most = max(_ENDLESS, _ENDLESS_EPOCHS * len(self))
+                found = list(itertools.islice(self._sampler, most))
+            if len(found) == most:
+                raise LoaderError(
+                    f"sampler {type(self._sampler).__name__} tells a length of {len(self)} and goes on after {most}",
+                    limit="an order that resumes exactly needs to know where an epoch ends",
+                    fix="let it end after each epoch: the next one draws it again.",
+                    rule="H603",
+                )
             if not self._may_repeat(inner):
                 entries = found if self._batches else [each if isinstance(each, list) else [each] for each in found]
                 _check_once(entries, type(self._sampler).__name__)

@@ -62,6 +62,8 @@ class Ledger:
         self._path: Path | None = None
         self._entries: dict[Any, Quarantined] = {}
         self._share = limit
+        self.unwritten: dict[str, str] = {}
+        """Why the file does not hold all of this, under ``not_written``; empty if it does, or there is no file."""
         self.limit = int(limit) if limit >= 1 or limit == 0 else max(1, math.floor(limit * (length or 0)))
 
     def __iter__(self) -> Iterator[Quarantined]:
@@ -120,7 +122,10 @@ class Ledger:
         self._entries[index] = Quarantined(
             index=index, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now()
         )
-        self._write()
+        try:
+            self._write()
+        except OSError as error:  # a disk that is full ends no training: the sample is known here, and found again
+            self.unwritten = {"not_written": str(error)}
         return True
 
     def release(self, indices: Iterable[Any]) -> list[Any]:
@@ -137,6 +142,7 @@ class Ledger:
         if self._path is not None:
             body = {"format": _FORMAT, "samples": [asdict(each) for each in self]}
             replace_file(self._path, json.dumps(body, indent=1, default=_as_json).encode() + b"\n")
+        self.unwritten = {}
 
     def _too_many(self, what: str) -> LoaderError:
         return LoaderError(
@@ -155,12 +161,29 @@ def last_line(evidence: str) -> str:
 
 
 def key_of(index: Any) -> Any:
-    """Return what an index is known by here, and in a file: numpy's numbers are numbers, lists are tuples."""
+    """Return what an index is known by here, and in a file: numpy's numbers are numbers, lists are tuples.
+
+    What a file cannot hold, or a set, such as a slice or a path, is known by its text.
+    """
     if isinstance(index, (list, tuple)):
         return tuple(key_of(each) for each in index)
     if getattr(index, "ndim", 0):
         return key_of(index.tolist())
-    return int(index) if hasattr(index, "__index__") else index
+    if hasattr(index, "__index__"):
+        return int(index)
+    return index if index is None or isinstance(index, (str, bytes, float)) else repr(index)
+
+
+def is_among(index: Any, others: Iterable[Any]) -> bool:
+    """Say whether an index is one of some others; two arrays cannot be asked themselves."""
+    known = [key_of(each) for each in others]
+    return bool(known) and key_of(index) in known
+
+
+def plain(index: Any) -> int | str:
+    """Return an index as it is told and named: a number, or a text."""
+    key = key_of(index)
+    return key if isinstance(key, (int, str)) else repr(index)
 
 
 def _indices(entries: Iterable[Quarantined]) -> list[Any]:
@@ -179,6 +202,14 @@ def _from_json(found: dict[str, Any]) -> Any:
     return bytes.fromhex(found["bytes"]) if found.keys() == {"bytes"} else found
 
 
+def _of_plain(index: Any) -> Any:
+    if isinstance(index, list):
+        return [_of_plain(each) for each in index]
+    if isinstance(index, dict):
+        raise TypeError(f"{index!r} is no index")
+    return index
+
+
 def read_ledger(path: Path) -> dict[Any, Quarantined]:
     """Return the ledger of a run by index; empty if there is none.
 
@@ -191,7 +222,9 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
             if body["format"] != _FORMAT:
                 raise ValueError(f"its format is {body['format']!r}, and this holdfast reads {_FORMAT}")  # noqa: TRY301
             return {each.index: each for each in map(_checked, body["samples"])}
-        except (ValueError, KeyError, TypeError) as error:
+        except FileNotFoundError:
+            raise
+        except (ValueError, KeyError, TypeError, OSError) as error:
             raise LoaderError(
                 f"{path} is no quarantine ledger ({type(error).__name__}: {error})",
                 limit="which samples are set aside would be forgotten without a word",
@@ -204,7 +237,7 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
 
 def _checked(found: dict[str, Any]) -> Quarantined:
     """Return one sample of the file, of which every field is what it must be."""
-    entry = Quarantined(**{**found, "index": key_of(found["index"])})
+    entry = Quarantined(**{**found, "index": key_of(_of_plain(found["index"]))})
     texts = isinstance(entry.kind, str) and isinstance(entry.evidence, str)
     if not (texts and isinstance(entry.epoch, int) and isinstance(entry.released, bool)):
         raise TypeError(f"sample {entry.index!r} has a field of another kind")

@@ -29,6 +29,8 @@ def derive_seed(*parts: object) -> int:
 
 def _plain(part: object) -> str:
     # numpy's and torch's integers print differently from python's, and must seed alike.
+    if getattr(part, "ndim", 0):  # many at once, of which only some would be printed
+        return repr(part.tolist())  # type: ignore[attr-defined]
     return str(int(part)) if hasattr(part, "__index__") else repr(part)
 
 
@@ -60,7 +62,7 @@ class SampleSeeds:
             return (bits >> np.uint64(1)).tolist()  # type: ignore[no-any-return]
         for index in indices:
             if type(index) is not int:
-                if not hasattr(index, "__index__"):
+                if getattr(index, "ndim", 0) or not hasattr(index, "__index__"):
                     seeds.append(derive_seed(self._seed, epoch, index))
                     continue
                 index = int(index)

@@ -14,6 +14,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
@@ -22,6 +23,8 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -150,9 +153,10 @@ def recording_context(method: str | None, started: Started, *, share_by_file: bo
     kind: Any = type(context)
     recording = _recording(kind)()
     recording.started = started
+    by_server = context.get_start_method() == "forkserver"  # it forks in its main thread
     recording.how = _Beginning(
-        parent=os.getpid() if context.get_start_method() != "forkserver" else None,
-        dies_with_thread=threading.current_thread() is threading.main_thread(),
+        parent=None if by_server else os.getpid(),
+        dies_with_thread=by_server or threading.current_thread() is threading.main_thread(),
         share_by_file=share_by_file,
     )
 
@@ -166,7 +170,8 @@ def _recording(kind: Any) -> Any:
         how: _Beginning
 
         def Process(self, *, target: Callable[..., Any], args: Sequence[Any], **options: Any) -> Any:  # noqa: N802
-            process = kind.Process(target=_begin, args=(self.how, target, *args), **options)
+            parcel = (target, args) if self.get_start_method() == "fork" else _Parcel(target, args)
+            process = kind.Process(target=_begin, args=(self.how, parcel), **options)
             self.started.append(process)
             return process
 
@@ -174,6 +179,35 @@ def _recording(kind: Any) -> Any:
             return LoaderQueue(maxsize, ctx=self)
 
     return Recording
+
+
+class _Parcel:
+    """What a worker that is not forked gets, which arrives as a tuple of both.
+
+    It lies in a file. A pipe, as multiprocessing has, is full after 64 KiB: who writes more waits for its reader, and
+    for ever if that has died, since he himself holds its other end.
+
+    Args:
+        target: What the worker runs.
+        args: With what.
+    """
+
+    def __init__(self, target: Callable[..., Any], args: Sequence[Any]) -> None:
+        self._content = target, args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        file = os.memfd_create("holdfast-worker")
+        weakref.finalize(self, os.close, file)  # it is needed until the worker is started, and this is then dropped
+        left = memoryview(ForkingPickler.dumps(self._content))
+        while left:  # no more than 2 GiB are written at once
+            left = left[os.write(file, left) :]
+        return _unpacked, (DupFd(file),)
+
+
+def _unpacked(file: Any) -> Any:
+    with os.fdopen(file.detach(), "rb") as opened:
+        opened.seek(0)
+        return pickle.load(opened)  # noqa: S301 - of this very program, as all that a worker gets
 
 
 class _Beginning(NamedTuple):
@@ -190,13 +224,15 @@ class _Beginning(NamedTuple):
     share_by_file: bool
 
 
-def _begin(how: _Beginning, target: Callable[..., Any], *args: Any) -> None:
+def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) -> None:
     """Start as a worker: no orphan, no handler of the parent's."""
     parent = how.parent
     if how.dies_with_thread:
         # The signal comes when the *thread* that forked ends, so only the main thread may ask for it.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    elif parent is not None:
+    if parent is None:
+        _leave_server_alone()
+    if parent is None or not how.dies_with_thread:
         threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
     if parent is not None and os.getppid() != parent:
         os._exit(1)  # it died before we asked
@@ -208,13 +244,31 @@ def _begin(how: _Beginning, target: Callable[..., Any], *args: Any) -> None:
     # Loaders of the parent that nobody has collected yet must not be collected here: on their way out they would tell
     # the parent's other workers to end.
     gc.freeze()
+    target, args = parcel
+    del parcel
     target(*args)
 
 
-def _watch_parent(parent: int) -> None:
+def _leave_server_alone() -> None:
+    """Let go of what keeps the server of forks alive, which is then gone with the process that started it.
+
+    It sees an end of that process as the end of a pipe, and hands that pipe's other end to all that it forks: so it
+    would wait for its workers, which die with it.
+    """
+    held = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
+    if held is not None:
+        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+        os.close(held)
+
+
+def _watch_parent(parent: int | None) -> None:
+    starter = multiprocessing.parent_process()
+    if parent is None and starter is not None:  # a server's child is never left to another parent as long as it lives
+        starter.join()
+        os._exit(1)
     patience = threading.Event()
     while os.getppid() == parent:
-        patience.wait(_GRACE_SECONDS)
+        patience.wait(_GRACE_SECONDS / 4)
     os._exit(1)
 
 
@@ -227,12 +281,30 @@ def is_stopped(pid: int) -> bool:
     return text.rpartition(")")[2].split()[0] == "T"
 
 
+def _offspring(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have."""
+    found = []
+    with suppress(OSError, ValueError):  # it has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(child) for child in (thread / "children").read_text().split()]
+    return [each for child in found for each in (child, *_offspring(child))]
+
+
+def strike(process: Any) -> None:
+    """Kill a process, and what it waits for, such as a program that reads a sample and hangs."""
+    offspring = _offspring(process.pid)
+    with suppress(ProcessLookupError, ValueError):
+        process.kill()
+    for pid in offspring:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def kill(processes: Sequence[Any]) -> None:
-    """Kill processes, also stopped ones, and reap them."""
+    """Kill processes, also stopped ones, with what they have started, and reap them."""
     for process in processes:
         if process.pid is not None:
-            with suppress(ProcessLookupError, ValueError):
-                process.kill()
+            strike(process)
     for process in processes:
         if process.pid is not None:
             with suppress(AssertionError, ValueError):

@@ -23,6 +23,7 @@ from holdfast.data.worker_processes import (
     is_stopped,
     kill,
     oom_kills,
+    strike,
     wake_main_thread,
     wake_on_loss,
 )
@@ -189,7 +190,7 @@ class Watch:
         self.lost_at = time.monotonic()
         self.lost = True
         if loss.worker is not None and loss.kind != "died":
-            self._processes[loss.worker].kill()
+            strike(self._processes[loss.worker])
         unheard = 0.0
         while not self._ended.wait(_CALL_SECONDS):
             # An exception in a destructor that happens to run is lost, so call again while nobody comes out.

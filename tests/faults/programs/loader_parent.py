@@ -7,6 +7,7 @@ Prints the process ids of its workers once these are where MODE wants them.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -30,13 +31,15 @@ class Samples:
         return 1000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index >= _QUIET and self.mode in {"looping", "sleeping", "stopped"}:
+        if index >= _QUIET and self.mode in {"looping", "sleeping", "stopped", "served"}:
             time.sleep(0.2)  # until earlier batches are on their way
             if self.mode == "looping":
                 while True:
                     pass
             if self.mode == "sleeping":
                 time.sleep(1e6)
+            if self.mode == "served":
+                ctypes.PyDLL(None).sleep(10**6)  # no other thread of the worker runs meanwhile
             if self.mode == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
         return torch.zeros(3)
@@ -44,7 +47,8 @@ class Samples:
 
 def main() -> None:
     mode = sys.argv[1]
-    iterator = iter(DataLoader(Samples(mode), batch_size=2, num_workers=2))
+    method = "forkserver" if mode == "served" else "fork"
+    iterator = iter(DataLoader(Samples(mode), batch_size=2, num_workers=2, multiprocessing_context=method))
     next(iterator)
     workers = [process.pid for process in multiprocessing.active_children()]  # later one that is stopped may be lost
     for _ in range(_QUIET // 2 - 1):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import json
+import pickle
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler, get_worker_info
 
 from holdfast import DataLoader, Guard, LoaderError
 from holdfast.data import worker_processes
@@ -112,6 +123,94 @@ def test_keys_that_are_tuples_are_no_repeated_indices() -> None:
     keys = [(0, 0), (0, 1), (1, 0)]
     data = {key: number for number, key in enumerate(keys)}
     assert _items(DataLoader(data, batch_size=2, sampler=keys)) == [0, 1, 2]  # type: ignore[arg-type]
+
+
+_KEYS: dict[str, Callable[[], Any]] = {
+    "tensors": lambda: torch.arange(12).split(3),
+    "arrays": lambda: np.arange(12).reshape(4, 3),
+    "slices": lambda: [slice(first, first + 3) for first in (0, 3, 6, 9)],
+    "lists": lambda: BatchSampler(SequentialSampler(range(12)), 3, drop_last=False),
+}
+
+
+@pytest.mark.parametrize("keys", _KEYS.values(), ids=_KEYS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_key_may_name_many_samples(keys: Callable[[], Any], workers: int, tmp_path: Path) -> None:
+    """With ``batch_size=None`` a sampler's arrays, slices and lists reach the dataset; a bad one is set aside."""
+
+    class Tens:
+        bad = False
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, key: Any) -> torch.Tensor:
+            found = 10 * torch.arange(12)[key]
+            if self.bad and 40 in found:
+                raise ValueError("unreadable")
+            return found
+
+    def loader() -> DataLoader:
+        return DataLoader(Tens(), batch_size=None, sampler=keys(), num_workers=workers)
+
+    assert _items(loader()) == list(range(0, 120, 10))
+    Tens.bad = True
+    for _ in range(2):  # the second time it is known from the file
+        hurt = loader()
+        hurt.ledger.keep_in(tmp_path / "ledger")
+        assert _items(hurt) == [0, 10, 20, *([60, 70, 80] * 2), 90, 100, 110]
+        assert len(hurt.ledger) == 1
+
+
+def test_a_sampler_without_an_end_is_told() -> None:
+    """Instead of filling the memory there is an H603 that says what to change."""
+
+    class Endless(OwnChance):
+        def __iter__(self) -> Iterator[int]:
+            return itertools.cycle(range(20))
+
+    with pytest.raises(LoaderError, match="Endless") as caught:
+        next(iter(DataLoader(list(range(20)), sampler=Endless(), repeats=True)))
+    assert caught.value.rule == "H603"
+
+
+def test_a_loader_can_be_copied_and_sent_to_a_process() -> None:
+    """As torch's; a dataset that reads through a loader of its own works in workers that are started, not forked."""
+    loader = DataLoader(Normal(), batch_size=2, seed=np.int64(3))
+    expected = torch.cat(list(loader))
+    for made in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert json.loads(json.dumps(made.state_dict()))["epoch"] == 1
+        made.go_to(0)
+        assert torch.equal(torch.cat(list(made)), expected)
+    outer = DataLoader(Through(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+    events: list[str] = []
+    outer._happened = lambda kind, **facts: events.append(kind)
+    assert _items(outer) == [6, 6]
+    assert "loader_healed" not in events
+
+
+class Through(Dataset[int]):
+    """Reads through a loader."""
+
+    def __init__(self) -> None:
+        self.loader = DataLoader(list(range(4)), batch_size=2)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return sum(_items(self.loader))
+
+
+def test_an_iterator_knows_its_length() -> None:
+    """Programs that count with ``len(iter(loader))`` go on working."""
+    assert len(iter(DataLoader(list(range(5)), batch_size=2))) == 3  # type: ignore[arg-type] # torch's says so too
+
+
+def test_a_generator_that_is_none_is_refused() -> None:
+    """A number in its place is told with the argument that takes one."""
+    with pytest.raises(LoaderError, match="seed="):
+        DataLoader([1, 2], generator=3)
 
 
 class Normal:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
 from holdfast.data.fetch import Entry, Fetcher, shortage_in
 from holdfast.data.inspection import find_nonfinite, first_difference
@@ -78,6 +78,16 @@ def test_a_dataset_that_reads_batches_is_still_seeded_for_each_sample() -> None:
     subset = Subset(BatchedNoise(), [9, 8, 7])  # type: ignore[arg-type]
     assert _fetch(subset, 1, 2) == [*_fetch(subset, 1), *_fetch(subset, 2)]
     assert [sample[0] for sample in _fetch(subset, 1, 2)] == [8, 7]
+
+
+def test_a_dataset_that_reads_nothing_but_batches_is_read() -> None:
+    """As with torch's loader ``__getitems__`` is enough, for a `Dataset` too; samples are those of any dataset."""
+
+    class OnlyBatches(Dataset[Any]):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [Noise()[index] for index in indices]
+
+    assert _fetch(OnlyBatches(), 4, 2) == _fetch(Noise(), 4, 2)
 
 
 def test_generators_that_are_drawn_from_late_are_noticed() -> None:
@@ -156,9 +166,26 @@ def test_without_replacement_the_error_itself_is_reported() -> None:
     assert dataset.asked.count(7) == 0
 
 
-@pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), KeyError("x")])
+class SpeechlessError(Exception):
+    """An exception that cannot even be printed."""
+
+    errno = (1,)
+
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+class EvasiveError(Exception):
+    """An exception that says something about itself only in an exception."""
+
+    @property
+    def errno(self) -> int:
+        raise ValueError("not known")
+
+
+@pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), KeyError("x"), SpeechlessError(), EvasiveError()])
 def test_no_exception_leaves_a_fetch(error: Any) -> None:
-    """StopIteration, which would end the epoch, and SystemExit, which would end the worker, are reported too."""
+    """StopIteration, which would end the epoch, SystemExit, which would end the worker, and broken ones come back."""
     batch, report = Fetcher(Patchy(0, error=error), 0, list)[Entry(0, 0, (0, 1))]
     assert batch == [1, 1]
     assert report.failures[0].index == 0
@@ -205,7 +232,13 @@ def test_a_dataset_that_is_not_deterministic_shows_when_it_is_read_twice() -> No
         (RuntimeError("received 0 items of ancdata"), "file descriptors"),
         (RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left"), "shared memory"),
         (MemoryError(), "memory"),
+        (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), "shared memory"),
+        (OSError(28, "No space left on device"), "shared memory"),
+        (OSError(28, "No space left on device", "/cache/7.npy"), None),
         (ValueError("bad sample"), None),
+        (KeyError("freshman"), None),
+        (ValueError("a picture of shared memory"), None),
+        (FileNotFoundError(2, "No such file", "/dev/shm/data/7.png"), None),
         (OSError(2, "No such file"), None),
     ],
 )

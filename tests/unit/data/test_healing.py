@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -81,6 +83,49 @@ def test_memory_that_runs_out_halves_the_workers() -> None:
     assert _read(loader) == list(range(40))
     assert [(event["workers_before"], event["workers"]) for event in events] == [(4, 2), (2, 1)]
     assert all(event["kind"] == "loader_healed" for event in events)
+
+
+def test_one_sample_that_asks_for_too_much_costs_no_workers() -> None:
+    """A sample with a wrong size in it runs short without workers too: it is set aside, and all workers come back."""
+
+    class Huge(Numbers):
+        def __getitem__(self, index: int) -> int:
+            return np.zeros(2**50 if index == 5 else 1).size * index
+
+    loader = DataLoader(Huge(), batch_size=4, num_workers=2)
+    events = _events(loader)
+    assert _read(loader) == [6 if index == 5 else index for index in range(40)]
+    assert [event["workers"] for event in events if event["kind"] == "loader_healed"] == [1, 0, 2]
+    assert [event["sample"] for event in events if event["kind"] == "sample_quarantined"] == [5]
+
+
+def test_the_cause_of_a_loss_between_epochs_is_told() -> None:
+    """A worker that was kept and is killed before the next epoch begins is named with what killed it."""
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)
+    events = _events(loader)
+    _read(loader)
+    killed = multiprocessing.active_children()[0]
+    os.kill(killed.pid or 0, signal.SIGKILL)
+    assert _read(loader) == list(range(40))
+    loader.close()
+    assert [event["cause"][1 + len("worker ") :] for event in events] == [" was killed by SIGKILL"]
+
+
+def test_texts_in_a_batch_do_not_keep_it_from_being_read_twice(tmp_path: Path) -> None:
+    """The batch after a loss is compared with itself, whatever is in it."""
+    marker = tmp_path / "struck"
+
+    class Names(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 6 and get_worker_info() is not None and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return np.array([f"name {index}"]), torch.eye(2).to_sparse()
+
+    loader = DataLoader(Names(12), batch_size=4, num_workers=2, collate_fn=list)
+    events = _events(loader)
+    assert [str(name[0]) for batch in loader for name, _ in batch] == [f"name {index}" for index in range(12)]
+    assert [event["kind"] for event in events] == ["loader_healed"]
 
 
 def test_many_deaths_in_few_batches_halve_the_workers(tmp_path: Path) -> None:

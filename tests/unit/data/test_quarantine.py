@@ -130,6 +130,42 @@ def test_a_key_of_bytes_is_still_set_aside_after_a_restart(tmp_path: Path) -> No
     assert again.release([b"\x00key", b"other"]) == [b"\x00key"]
 
 
+def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    """The sample is set aside all the same, the event says that the file lacks it, and the next one writes both."""
+
+    class Bad:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            if index in {3, 5}:
+                raise ValueError("unreadable")
+            return index
+
+    place = tmp_path / "gone"
+    place.mkdir()
+    loader = DataLoader(Bad(), batch_size=2, quarantine=2)
+    told: list[str | None] = []
+
+    def happened(kind: str, **facts: Any) -> None:
+        told.append(facts.get("not_written"))
+        place.mkdir(exist_ok=True)
+
+    loader.attach(happened, place)
+    place.rmdir()
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 4], [4, 6], [6, 7]]
+    assert "No such file" in str(told[0])
+    assert told[1:] == [None]
+    assert [*read_ledger(place / FILE_NAME)] == [3, 5]
+
+
+def test_a_folder_in_the_place_of_a_ledger_is_refused(tmp_path: Path) -> None:
+    """What cannot be read at all is H617 too."""
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(LoaderError, match=r"\[H617\]"):
+        _ledger().keep_in(tmp_path / FILE_NAME)
+
+
 def test_a_released_sample_is_read_again_and_set_aside_again_if_it_is_bad() -> None:
     """A loader replaces what its ledger holds, reads what was released, and finds out anew what is still bad."""
     data = Repairable()
