@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import random
 import time
 import warnings
@@ -99,7 +98,7 @@ def _decide(factory: str, loader: DataLoader[Any], step_seconds: float, batches:
     from holdfast.data.tuning.machine import Machine
     from holdfast.data.tuning.preflight import Load, preflight, weigh
 
-    machine = Machine.here().shared_by(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    machine = Machine.of_this_rank()
     try:
         samples, batch = probing.probe(iter(probing.without_workers(loader)), None, batches)
     except Exception as error:  # whatever the user's dataset does

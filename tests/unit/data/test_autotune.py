@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from holdfast.core.errors import LoaderError
 from holdfast.data.loader import DataLoader
 from holdfast.data.tuning.autotune import Given, Tuner
+from holdfast.data.tuning.machine import Machine
 
 
 class Waits(Dataset[torch.Tensor]):
@@ -71,3 +73,31 @@ def test_slow_batches_are_not_all_loaded_without_workers() -> None:
     assert chosen
     assert chosen[0] > 1
     passing.close()
+
+
+@pytest.mark.parametrize("told", ["", "0", "two", "-1"])
+def test_a_launcher_that_tells_no_number_of_processes_leaves_one(monkeypatch, told: str) -> None:
+    """What stands in the environment does not end a training; a number that is one divides the machine."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    alone = Machine.of_this_rank()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert Machine.of_this_rank().cpu_quota == alone.cpu_quota / 4
+
+
+def test_batches_that_no_worker_can_send_need_none() -> None:
+    """Samples that wait would gain by workers; what cannot be pickled is loaded without them, as before."""
+    loader = DataLoader(Waits(40, 0.02), num_workers="auto", seed=0, collate_fn=_a_function)
+    assert [batch() for batch in loader] == list(range(40))
+    assert loader.num_workers == 0
+
+
+@pytest.mark.parametrize(("workers", "prefetch"), [("auto", 0), ("auto", -1), (2, 0)])
+def test_a_prefetch_factor_below_one_is_refused_when_the_loader_is_made(workers: Any, prefetch: int) -> None:
+    """Not in the middle of the first epoch, when workers are started."""
+    with pytest.raises(LoaderError, match=f"prefetch_factor={prefetch};") as caught:
+        DataLoader([1, 2], num_workers=workers, prefetch_factor=prefetch)
+    assert caught.value.rule == "H607"
+
+
+def _a_function(samples: list[torch.Tensor]) -> Any:
+    return lambda: int(samples[0])

@@ -7,7 +7,6 @@ numbers are tried, and kept if they are better. What is chosen is for ``tuning``
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -61,9 +60,19 @@ class Tuner:
         given: What the user gave.
         apply: Called with a number of workers and a prefetch factor (None: torch's) when they are to change.
         tell: Called with the kind of an event and its facts.
+
+    Raises:
+        LoaderError: H607 for a prefetch factor below 1.
     """
 
     def __init__(self, given: Given, apply: Callable[[int, int | None], None], tell: Callable[..., None]) -> None:
+        if given.prefetch_factor is not None and given.prefetch_factor < 1:
+            raise LoaderError(
+                f"prefetch_factor={given.prefetch_factor}",
+                limit="each worker has at least one batch under way",
+                fix="pass 1 or more, or leave it out.",
+                rule="H607",
+            )
         self._given = given
         self._apply = apply
         self._tell = tell
@@ -166,7 +175,7 @@ class Tuner:
         size, tensors, batch = self._largest
         self._load = load = self._load_of(0)
         step = statistics.median(sample.step_seconds for sample in self._samples)
-        self._machine = Machine.here().shared_by(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._machine = Machine.of_this_rank()
         transfer = Transfer.assumed(size, tensors)
         if load.start_method == "fork":  # another start would take longer than it could save
             try:
@@ -182,13 +191,13 @@ class Tuner:
             batches_per_start=self._batches_per_start,
         )
         self._watch = Watch(num_workers=plan.num_workers, prefetch_factor=plan.prefetch_factor)
-        self._use(plan.num_workers, plan.prefetch_factor, plan.reason)
+        self._use(plan.num_workers, plan.prefetch_factor, plan.reason, batch)
 
-    def _use(self, workers: int, prefetch: int | None, reason: str) -> None:
+    def _use(self, workers: int, prefetch: int | None, reason: str, batch: Any = None) -> None:
         if workers:
             load = replace(self._load, num_workers=workers, prefetch_factor=prefetch or 2)
             try:
-                self._check(load, dataset=self._given.dataset)
+                self._check(load, dataset=self._given.dataset, batch=batch)
             except LoaderError as error:  # nobody has asked for workers by number: without them it goes on as before
                 workers, prefetch, reason = 0, None, f"workers cannot be used: {error.what} [{error.rule}]"
                 self._watch, self._given = None, replace(self._given, num_workers=0)

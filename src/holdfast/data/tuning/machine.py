@@ -38,6 +38,15 @@ class Machine:
     memory_available_bytes: int | None = None
 
     @classmethod
+    def of_this_rank(cls) -> Machine:
+        """Return the part of this machine that is left to one of the processes that a launcher has started on it.
+
+        How many there are is in LOCAL_WORLD_SIZE, as torchrun sets it; one, if that is no number of processes.
+        """
+        told = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return cls.here().shared_by(max(1, int(told)) if told.isdecimal() else 1)
+
+    @classmethod
     def here(cls, root: Path = _ROOT) -> Machine:
         """Return the facts of the machine that this process runs on.
 
