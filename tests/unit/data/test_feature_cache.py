@@ -163,6 +163,17 @@ def test_a_spawned_reader_opens_the_file_itself(tmp_path):
         assert next(iter(loader)).tolist() == list(range(30))
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 99, "key": {}}', "3"])
+def test_a_draft_that_tells_nothing_of_its_function_is_begun_anew(tmp_path, text):
+    """Whatever a damaged disk has made of it."""
+    draft = Draft(tmp_path / "f.h5")
+    draft.directory.mkdir()
+    draft.begin({})
+    (draft.directory / "key.json").write_text(text)
+    assert draft.key() is None
+    assert list(build([1, 2], identity, tmp_path / "f.h5")) == [1, 2]
+
+
 def test_an_item_is_asked_for_by_a_whole_number(tmp_path):
     """As of a list: numpy's and torch's whole numbers, also from the end; all else is a TypeError that names it."""
     with build([1, 2, 3], identity, tmp_path / "f.h5") as cache:

@@ -219,9 +219,10 @@ class Draft:
         """Return what its features are made from; None if there is nothing to continue."""
         try:
             found = json.loads(self._place("key.json").read_bytes())
-        except (OSError, ValueError):
+            key: dict[str, str] | None = found["key"] if found["format"] == FORMAT else None
+        except (OSError, ValueError, KeyError, TypeError):
             return None
-        return found["key"] if self.exists and found.get("format") == FORMAT else None
+        return key if self.exists else None
 
     def builder(self) -> str | None:
         """Return who is building at the moment, or None."""
