@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ _ALONE = [name for name, kind in KINDS.items() if kind.alone]
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Check that no worker outlives its test."""
+    resource_tracker.ensure_running()  # a process that python keeps, once workers were started by spawn
     before = set(children(os.getpid()))
     yield
     for _ in range(200):
@@ -294,12 +296,12 @@ def test_a_worker_that_is_lost_before_it_has_read_its_dataset_blocks_nobody(numb
 
     def strike() -> None:
         while not struck:
+            time.sleep(0.001)
             for pid in set(children(os.getpid())) - before:
                 with contextlib.suppress(OSError):
-                    if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    if not struck and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                         os.kill(pid, number)
                         struck.append(pid)
-            time.sleep(0.001)
 
     loader = _loader(Heavy(), num_workers=2, multiprocessing_context="spawn")
     healed: list[str] = []

@@ -307,7 +307,7 @@ class Fetcher(Dataset[Any]):
         for offset, index in enumerate(entry.indices[len(samples) :], start=len(samples)):
             if cells is not None:
                 cells[PLACE] = offset
-            if offset != tried and not is_among(index, entry.aside):
+            if offset != tried and not (entry.aside and is_among(index, entry.aside)):
                 try:
                     sample = self._seeded(entry, offset, index)
                     if not self.check_finite or find_nonfinite(sample) is None:

@@ -267,10 +267,10 @@ class DataLoader(TorchDataLoader[Any]):
 
     def _check_drawn(self) -> None:
         sampler = None if self._plan is None else self._plan.drawn
-        if sampler is None or not self._at.position or self._drawn_then is None:
+        if sampler is None:
             return
-        sampler.drawn(self._epoch)
-        if sampler.digest(self._epoch) != self._drawn_then:
+        sampler.drawn(self._epoch)  # here, where its error is no worker's
+        if self._at.position and self._drawn_then is not None and sampler.digest(self._epoch) != self._drawn_then:
             raise LoaderError(
                 "the sampler draws another order than when the position was saved, at the same seed and epoch",
                 limit="the same order is needed to continue in the middle of an epoch",

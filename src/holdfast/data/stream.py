@@ -222,7 +222,7 @@ def _quietly(board: Board | None) -> contextlib.AbstractContextManager[None]:
 
 class _StreamError(Exception):
     def __init__(self, cause: BaseException) -> None:
-        super().__init__(str(cause))
+        super().__init__()  # without its text, which may be broken
         self.cause = cause
 
 

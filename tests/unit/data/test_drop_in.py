@@ -162,6 +162,21 @@ def test_a_key_may_name_many_samples(keys: Callable[[], Any], workers: int, tmp_
         assert len(hurt.ledger) == 1
 
 
+def test_an_error_of_a_sampler_is_no_workers() -> None:
+    """A sampler whose list is gone raises its own error at once, and no worker is replaced for it."""
+
+    class Listed(OwnChance):
+        def __iter__(self) -> Iterator[int]:
+            raise FileNotFoundError("the list is gone")
+
+    loader = DataLoader(list(range(20)), sampler=Listed(), num_workers=2)
+    events: list[str] = []
+    loader._happened = lambda kind, **facts: events.append(kind)
+    with pytest.raises(FileNotFoundError, match="the list is gone"):
+        next(iter(loader))
+    assert "loader_healed" not in events
+
+
 def test_a_sampler_without_an_end_is_told() -> None:
     """Instead of filling the memory there is an H603 that says what to change."""
 

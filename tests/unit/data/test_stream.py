@@ -217,3 +217,25 @@ def test_an_item_that_raises_ends_the_epoch_with_its_error(workers: int, make: C
         found.extend(_loader(Broken(22), sharded=False, num_workers=workers))
     assert "while making the batch of a stream" in "".join(caught.value.__notes__)
     del found
+
+
+class SpeechlessError(Exception):
+    """An exception that cannot be printed."""
+
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+class Ends(IterableDataset[int]):
+    """Two items, and an error."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (1, 2)
+        raise SpeechlessError
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_stream_is_raised_also_if_it_cannot_be_printed(workers: int) -> None:
+    """The item's own exception comes, not the one that its text raises."""
+    with pytest.raises(SpeechlessError):
+        list(DataLoader(Ends(), batch_size=2, num_workers=workers))
