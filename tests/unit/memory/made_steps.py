@@ -169,7 +169,8 @@ class _Step:
         machine = self.machine
         begin = len(machine.events), len(machine.operations)
         made = len(machine.sizes)
-        framed = block in self.recompute
+        # What a checkpoint holds, torch ties to the tensors that are saved under it: with the last of them it goes.
+        framed = block in self.recompute and any(SAVES[layer.kind] != "nothing" for layer in self.blocks[block])
         given = machine.hold(value)
         frame = machine.hold(value) if framed else None
         value, nodes = self._layers(block, value, keeps=not framed)
@@ -231,10 +232,11 @@ class _Step:
             if frame is not None:
                 value, nodes = self._layers(run.block, machine.hold(frame), keeps=True, stops=True)
                 machine.drop(value)
+            saving = [node for node in nodes if node.saved]
             for node in reversed(nodes):
                 gradient = self._node_backward(node, gradient)
-            if frame is not None:
-                machine.drop(frame)
+                if frame is not None and node is saving[0]:
+                    machine.drop(frame)
         machine.drop(gradient)
 
     def _node_backward(self, node: Node, gradient: int) -> int:
