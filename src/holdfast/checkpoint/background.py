@@ -8,6 +8,7 @@ Does not: decide what is done, or record anything (see ``run.saving``).
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from typing import Generic, TypeVar
 import torch
 
 from holdfast.checkpoint.health import nonfinite_tensors
+from holdfast.core.threads import start_thread
 
 _Result = TypeVar("_Result")
 # torch splits a reduction of more elements over threads (at::internal::GRAIN_SIZE is 32768): they would be taken from
@@ -32,6 +34,10 @@ class Job(Generic[_Result]):
     Args:
         run: What is done; it must not need the thread that begins it.
         directory: Whose files it may write, for `wait_for_jobs`.
+
+    Raises:
+        MemoryError: memory is too short for a thread.
+        RuntimeError: there is no room for its stack.
     """
 
     def __init__(self, run: Callable[[], _Result], directory: Path) -> None:
@@ -39,7 +45,8 @@ class Job(Generic[_Result]):
         self._error: BaseException | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(run,), name=f"{_NAME} {directory}", daemon=False)
-        self._thread.start()
+        self._pid = os.getpid()
+        start_thread(self._thread)
 
     def _work(self, run: Callable[[], _Result]) -> None:
         try:
@@ -58,7 +65,7 @@ class Job(Generic[_Result]):
         """Wait for the end and return what came of it; None in a forked process, where it does not run.
 
         Raises:
-            BaseException: what the function has raised.
+            BaseException: what the function has raised, or MemoryError if it could not even begin.
         """
         # Not join: an exception of a signal handler in it makes Python 3.11 believe that the thread has ended, and
         # then the interpreter does not wait for it either.
@@ -66,6 +73,8 @@ class Job(Generic[_Result]):
             pass
         if self._error is not None:
             raise self._error
+        if not self._ended.is_set() and os.getpid() == self._pid:
+            raise MemoryError("the thread that writes ended before it had begun")
         return self._found[0] if self._found else None
 
 

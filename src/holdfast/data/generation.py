@@ -201,7 +201,11 @@ class Generation:
         with undisturbed():
             if self._watch is not None:
                 self._watch.end()
-            let_go(self._take())
+            taken = self._take()
+            if self._processes:
+                let_go(taken)
+            else:
+                taken.clear()
             kill([process for process in self._processes if process.is_alive()])
 
 

@@ -12,9 +12,9 @@ import ctypes
 import faulthandler
 import functools
 import gc
+import mmap
 import multiprocessing
 import os
-import pickle
 import re
 import signal
 import sys
@@ -31,10 +31,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data._utils import signal_handling
 
+from holdfast.core.threads import start_thread
 from holdfast.data.loader_queue import LoaderQueue
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 1.0
+_left: list[list[Any]] = []  # iterators that no thread could be had for
 _LOOKS, _LOOK_SECONDS = 50, 0.01  # half a second: a process whose sentinel fires is dead already
 
 
@@ -205,9 +207,12 @@ class _Parcel:
 
 
 def _unpacked(file: Any) -> Any:
-    with os.fdopen(file.detach(), "rb") as opened:
-        opened.seek(0)
-        return pickle.load(opened)  # noqa: S301 - of this very program, as all that a worker gets
+    descriptor = file.detach()
+    try:
+        with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as content:
+            return ForkingPickler.loads(content)
+    finally:
+        os.close(descriptor)
 
 
 class _Beginning(NamedTuple):
@@ -233,7 +238,7 @@ def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) ->
     if parent is None:
         _leave_server_alone()
     if parent is None or not how.dies_with_thread:
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+        start_thread(threading.Thread(target=_watch_parent, args=(parent,), daemon=True))
     if parent is not None and os.getppid() != parent:
         os._exit(1)  # it died before we asked
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -314,7 +319,8 @@ def kill(processes: Sequence[Any]) -> None:
 def let_go(iterator: list[Any]) -> None:
     """Drop the last reference to a torch iterator whose workers were killed, without waiting for it for long.
 
-    Its clean-up may wait for a lock that a killed worker held, so it happens in a thread that nobody needs.
+    Its clean-up may wait for a lock that a killed worker held, so it happens in a thread that nobody needs. Where
+    memory is too short for a thread it does not happen.
 
     Args:
         iterator: A list that holds the only reference to it; emptied.
@@ -322,9 +328,12 @@ def let_go(iterator: list[Any]) -> None:
     if sys.is_finalizing():  # no thread can be started any more, and torch does nothing more on its way out
         iterator.clear()
         return
-    thread = threading.Thread(target=iterator.clear, daemon=True, name="holdfast-loader-cleanup")
-    thread.start()
-    thread.join(_GRACE_SECONDS / 4)  # mostly it is a matter of milliseconds, and frees descriptors for the next ones
+    try:
+        thread = threading.Thread(target=iterator.clear, daemon=True, name="holdfast-loader-cleanup")
+        start_thread(thread, _GRACE_SECONDS / 4)
+        thread.join(_GRACE_SECONDS / 4)  # mostly a matter of milliseconds, and frees descriptors for the next ones
+    except (MemoryError, RuntimeError):
+        _left.append(iterator)
 
 
 def oom_kills() -> int:

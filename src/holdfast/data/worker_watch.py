@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
+from holdfast.core.threads import start_thread
 from holdfast.data.worker_board import STARTING, Board, Showing
 from holdfast.data.worker_processes import (
     WorkerLostError,
@@ -100,7 +101,7 @@ class Watch:
         self.lost = False
         self.longest_seconds = 0.0
         wake_on_loss(self)
-        threading.Thread(target=self._run, daemon=True, name="holdfast-loader-watch").start()
+        start_thread(threading.Thread(target=self._run, daemon=True, name="holdfast-loader-watch"))
 
     def end(self, *, kills: bool = False) -> None:
         """Stop watching: what happens to these workers from now on is meant.
