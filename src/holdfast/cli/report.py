@@ -27,7 +27,11 @@ def run(
         picture = gather(check_run(run_dir))
         page = (out or picture.path / "report.html").absolute()
         data = render(picture).encode()
-        replace_file(page, data)
+        try:
+            replace_file(page, data)
+        except OSError as error:
+            why = f"the page cannot be written here ({error.strerror}); --out FILE takes another place"
+            raise OSError(error.errno, why, str(page)) from error
     opened = show and webbrowser.open(page.as_uri())
     if as_json:
         print_json(

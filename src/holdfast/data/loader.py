@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import LoaderError
+from holdfast.core.weak_calls import WeakCall
 from holdfast.data.device_prefetch import prefetched
 from holdfast.data.fetch import Fetcher
 from holdfast.data.handing_out import Epoch, Failed, Place, as_error
@@ -157,13 +158,14 @@ class DataLoader(TorchDataLoader[Any]):
         method = start_method(given.get("multiprocessing_context"))
         timeout = given.get("timeout", 0)
         crew = Crew(workers=self.num_workers, method=method, options=options, timeout_seconds=timeout, keep=keep)
-        self._healer = Healer(crew, self._tell)
+        tell = WeakCall(self, "_tell")  # workers that are kept end with the loader, not when garbage is collected
+        self._healer = Healer(crew, tell)
         chosen = Given(
             dataset=dataset, collate_fn=self.collate_fn, worker_init_fn=self.worker_init_fn, method=method, keep=keep,
             num_workers=None if given.get("num_workers") == AUTO else self.num_workers,
             prefetch_factor=None if given.get("prefetch_factor") == AUTO else given.get("prefetch_factor"),
         )  # fmt: skip
-        self._tuner = Tuner(chosen, self._use_workers, self._tell)
+        self._tuner = Tuner(chosen, WeakCall(self, "_use_workers"), tell)
 
     # --- what happens ---------------------------------------------------------------------------------------
 

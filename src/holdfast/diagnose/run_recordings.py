@@ -140,10 +140,11 @@ def open_recordings(run: Path) -> Recordings:
 
 def unreadable(path: Path, error: OSError) -> RunDirectoryError:
     """Return the error for a directory or a log that the system does not let us read."""
+    is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
     return RunDirectoryError(
         f"{path} cannot be read ({error.strerror or error})",
         limit="an explanation needs what was recorded",
-        fix="check its permissions, or run as the user who owns it.",
+        fix="check the path." if is_missing else "check its permissions, or run as the user who owns it.",
         rule="H733",
     )
 

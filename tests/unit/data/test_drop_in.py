@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import pickle
 import random
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,6 +204,27 @@ def test_a_loader_can_be_copied_and_sent_to_a_process() -> None:
     outer._happened = lambda kind, **facts: events.append(kind)
     assert _items(outer) == [6, 6]
     assert "loader_healed" not in events
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}, {"num_workers": "auto"}])
+def test_a_loader_is_gone_with_its_last_reference(options: dict[str, Any]) -> None:
+    """And its kept workers with it, as torch's: garbage may not be collected for a long time."""
+    gc.collect()
+    gc.disable()
+    try:
+        loader = DataLoader(list(range(8)), batch_size=2, **options)
+        list(loader)
+        kept = loader._healer._kept
+        processes = [] if kept is None else list(kept._processes)
+        del kept
+        gone = weakref.ref(loader)
+        del loader
+        assert gone() is None
+        for process in processes:
+            process.join(30)
+        assert not any(process.is_alive() for process in processes)
+    finally:
+        gc.enable()
 
 
 class Through(Dataset[int]):
