@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from holdfast.core.errors import DivergenceError, HoldfastError, LoaderError, NonFiniteError, OutOfMemoryError
+from holdfast.core.errors import (
+    BatchError,
+    DivergenceError,
+    HoldfastError,
+    LoaderError,
+    NonFiniteError,
+    OutOfMemoryError,
+)
 from holdfast.core.events import Decision, Promise, RollBack, SkipStep, Stop
 from holdfast.memory.oom import find_out_of_memory, let_go
 from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
@@ -22,7 +29,18 @@ _BEYOND_SPIKES = 100
 
 
 def series_of(names: Sequence[str], loss_fn: Any) -> str:
-    """Return a name for the losses of one loss function and these optimizers, the same in every life of a run."""
+    """Return a name for the losses of one loss function and these optimizers, the same in every life of a run.
+
+    Raises:
+        BatchError: H201 for what is no function.
+    """
+    if not callable(loss_fn):
+        raise BatchError(
+            f"loss_fn is a {type(loss_fn).__name__}",
+            limit="it is called with the batch, or with parts of it, as often as the step needs",
+            fix="pass a function: guard.step(batch, lambda batch: ...) computes the loss, and runs no backward.",
+            rule="H201",
+        )
     return f"{'+'.join(names)} {description_of(loss_fn)}"
 
 

@@ -96,6 +96,15 @@ def test_a_batch_that_cannot_be_cut_is_an_error_if_a_size_is_asked_for(tmp_path)
     assert_says(caught.value, "H205", "batch['x'] is a object", "split=")
 
 
+def test_a_loss_in_place_of_its_function_is_named(tmp_path):
+    """A tensor that was computed before the step is an error at once, and the step's function is shown."""
+    guard = holdfast.Guard(tmp_path, save_interval_steps=None, **make())
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        guard.step(torch.ones(8, 3), torch.zeros((), requires_grad=True))
+    assert_says(caught.value, "H201", "loss_fn is a Tensor", "lambda batch")
+    assert "split_refused" not in [event.kind for event in guard.events()]
+
+
 def test_a_step_of_an_unknown_optimizer_names_the_nearest(tmp_path):
     """A misspelt optimizer name is an error that offers the right one."""
     models = {"generator": nn.Linear(2, 2), "discriminator": nn.Linear(2, 2)}

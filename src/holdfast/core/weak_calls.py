@@ -1,0 +1,28 @@
+"""Callbacks that keep nobody alive."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+
+class WeakCall:
+    """A method of an object that may be gone: then nothing happens. A bound method would be a cycle of references.
+
+    Args:
+        owner: The object. A copy of it has a copy of this.
+        name: Of its method, whose result is not passed on.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner = weakref.ref(owner)
+        self._name = name
+
+    def __call__(self, *args: Any, **named: Any) -> None:
+        """Call the method."""
+        owner = self._owner()
+        if owner is not None:
+            getattr(owner, self._name)(*args, **named)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeakCall, (self._owner(), self._name)
