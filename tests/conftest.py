@@ -12,6 +12,8 @@ import pytest
 import torch
 from tests.prepared import prepare_forecasts
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # sums are rounded differently by another number of threads
 
 
