@@ -297,8 +297,10 @@ def _offspring(pid: int) -> list[int]:
 
 def strike(process: Any) -> None:
     """Kill a process, and what it waits for, such as a program that reads a sample and hangs."""
-    offspring = _offspring(process.pid)
+    offspring = []
     with suppress(ProcessLookupError, ValueError):
+        if process.exitcode is None:  # else its number may be another's by now
+            offspring = _offspring(process.pid)
         process.kill()
     for pid in offspring:
         with suppress(OSError):

@@ -67,7 +67,8 @@ def softmax_twice(facts: Facts, say: Say) -> Iterator[Finding]:
 def rectified_logits(facts: Facts, say: Say) -> Iterator[Finding]:
     """Scores that may be of either sign are cut off at 0."""
     for place, site in each(facts, "losses"):
-        if _always(site, "rectified_source") or _always(site, "rectified", 20):
+        by_values = _always(site, "rectified", 20) and not _always(site, "softmax_input")  # whose zeros are rounded
+        if _always(site, "rectified_source") or by_values:
             yield say(
                 f"the scores given to {site['function']} come out of a ReLU: none is below 0",
                 fix="remove the activation after the last layer.",

@@ -272,6 +272,7 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
     ("H835", True, {"input": {"largest_batch": 2}}, {"input": {"largest_batch": 2}, "model": {"batch_norm": False}}),
     ("H836", True, {"site": {"softmax_input": 70}}, {"site": {"softmax_input": 5}}),
     ("H837", True, {"site": {"rectified_source": 70}}, {"site": {"rectified": 10}}),
+    ("H837", True, {"site": {"rectified": 70}}, {"site": {"rectified": 70, "softmax_input": 70}}),
     (
         "H838",
         True,
