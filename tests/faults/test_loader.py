@@ -117,6 +117,16 @@ def test_a_worker_that_hangs_is_found_without_a_timeout(tmp_path: Path, monkeypa
     assert "has been at it for" in heal["cause"]
 
 
+def test_what_keeps_shared_files_outlives_a_worker(tmp_path: Path) -> None:
+    """Where tensors are shared by files, torch's keeper of them is a child of some worker, and needed by the loop."""
+    quiet, struck = (Samples(KINDS["SIGKILL"], at, tmp_path / "struck") for at in (-1, 21))
+    expected = [digest(batch) for batch in _loader(quiet)]
+    loader = _loader(struck, num_workers=2)
+    loader._healer.crew.share_by_file = True
+    assert [digest(batch) for batch in list(loader)] == expected
+    assert (tmp_path / "struck").exists()
+
+
 def _loader(dataset: Any, **options: Any) -> DataLoader:
     return DataLoader(dataset, **{"batch_size": 4, "shuffle": True, "seed": 5, **options})
 

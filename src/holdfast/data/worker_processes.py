@@ -287,12 +287,22 @@ def is_stopped(pid: int) -> bool:
 
 
 def _offspring(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have."""
+    """Return the processes that a process has started, and those that these have; not torch's keeper of shared files.
+
+    The main process needs that one for the batches it has got, and it ends by itself when nobody needs it.
+    """
     found = []
     with suppress(OSError, ValueError):  # it has ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
             found += [int(child) for child in (thread / "children").read_text().split()]
-    return [each for child in found for each in (child, *_offspring(child))]
+    return [each for child in found if not _keeps_files(child) for each in (child, *_offspring(child))]
+
+
+def _keeps_files(pid: int) -> bool:
+    try:
+        return "torch_shm_manager".startswith(Path(f"/proc/{pid}/comm").read_text().strip() or "-")
+    except OSError:
+        return False
 
 
 def strike(process: Any) -> None:
