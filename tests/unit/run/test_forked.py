@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -17,7 +18,11 @@ from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
 
 def _children() -> set[str]:
     """Return the processes that this one has started and not yet seen the end of."""
-    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            found |= set((task / "children").read_text().split())
+    return found
 
 
 def test_the_copy_answers_and_its_changes_stay_with_it():
