@@ -79,9 +79,8 @@ def make_loader(factory: str, batch_size: int) -> DataLoader[Any]:
         made = made["loader"]
     if isinstance(made, DataLoader):
         return made
-    named = (
-        isinstance(made, dict) and bool(made) and 0 not in made
-    )  # a dict may be a dataset, if its keys are numbers
+    # A dict may be a dataset, if its keys are numbers.
+    named = isinstance(made, dict) and bool(made) and 0 not in made
     if named or (not hasattr(made, "__getitem__") and not hasattr(made, "__iter__")):
         raise unusable_factory(
             factory,

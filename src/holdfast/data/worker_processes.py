@@ -292,9 +292,10 @@ def _offspring(pid: int) -> list[int]:
     The main process needs that one for the batches it has got, and it ends by itself when nobody needs it.
     """
     found = []
-    with suppress(OSError, ValueError):  # it has ended
+    with suppress(OSError):  # it has ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (thread / "children").read_text().split()]
+            with suppress(OSError):  # that thread has; others go on
+                found += [int(child) for child in (thread / "children").read_text().split()]
     return [each for child in found if not _keeps_files(child) for each in (child, *_offspring(child))]
 
 
