@@ -99,7 +99,7 @@ def test_a_program_that_ends_finishes_the_save_that_it_began(start, tmp_path, en
 def test_sigterm_finishes_the_save_under_way_and_saves_the_last_step(start, tmp_path):
     """A stop that comes in the middle of a write loses neither that checkpoint nor the steps since."""
     life = start(end="never", seconds_per_step=0.005, save_interval_steps=4)
-    life.wait_for(lambda line: line.get("step", 0) >= 5)
+    life.wait_for(lambda line: line.get("begun", 0) >= 4)
     life.process.send_signal(signal.SIGTERM)
     assert life.ended() == 0
     last = life.lines()[-1]
@@ -117,7 +117,7 @@ def test_sigkill_at_any_moment_leaves_a_state_that_was_there(start):
     for _ in range(6):
         life = start(end="never", save_interval_steps=1)
         target = chance.randint(1, 12)
-        life.wait_for(lambda line: "step" in line and line["step"] >= life.lines()[0]["start"] + target)  # noqa: B023
+        life.wait_for(lambda line: line.get("begun", 0) >= life.lines()[0]["start"] + target)  # noqa: B023
         time.sleep(chance.random() * 0.05)
         life.process.send_signal(signal.SIGKILL)
         life.process.communicate()

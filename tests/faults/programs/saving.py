@@ -2,7 +2,8 @@
 
     python saving.py '{"run_dir": ..., "trace": ..., "end": "return" | "error" | "exit" | "break" | "never"}'
 
-Appends a line of JSON for each step to the trace: the step, and the digest of the weights, before the save of it.
+Appends a line of JSON for each step to the trace: the step, the newest step whose save was begun, and the digest of
+the weights, before the save of it. It ends while a save is under way.
 """
 
 from __future__ import annotations
@@ -47,16 +48,21 @@ def main() -> None:
     def digest() -> str:
         return hashlib.sha256(model.weight.detach().numpy().data).hexdigest()
 
-    write(start=guard.global_step, digest=digest())
-    last = guard.global_step + request.get("steps", 5)
+    start = guard.global_step
+    write(start=start, digest=digest())
+    last = start + request.get("steps", 5)
     kept.append(guard.batches(max_epochs=1))
     for batch in kept[0]:
         guard.step(batch, lambda x: model(x).square().mean())
-        write(step=guard.global_step, digest=digest())
+        saving = guard._session.saving
+        begun = saving._tried_at_step or 0  # not before a thread has made the memory of the copies ready
+        write(step=guard.global_step, begun=begun, digest=digest())
         time.sleep(request.get("seconds_per_step", 0.0))
         if request["end"] == "never" or guard.global_step < last:
             continue
-        write(saving=guard._session.saving._job is not None)
+        if saving._job is None or begun == start:
+            continue
+        write(saving=True)
         if request["end"] == "error":
             raise RuntimeError("the program has failed")
         if request["end"] == "exit":
