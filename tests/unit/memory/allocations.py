@@ -60,7 +60,8 @@ def real_allocations(run: Callable[[], Any]) -> tuple[int, int]:
     kept = run()
     del kept
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+    # acc_events: without it torch 2.11 warns that events are cleared.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
         kept = run()
     events = sorted(_allocations(watched.profiler.kineto_results.experimental_event_tree()))
     del kept

@@ -2,7 +2,8 @@
 
 The classes and their members are torch's own (``ATen/autocast_mode.h``, ``AT_FORALL_*``, and
 https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior). What is installed is what the running torch
-registers for CUDA, so lists that grow or shrink between versions are followed; a member without a class is said.
+registers for CUDA, so lists that grow or shrink between versions are followed; a member without a class is said
+where it is used.
 
 Does not: decide where autocast is on, or emulate the cuDNN recurrent layers' casts (``recurrent``).
 """
@@ -10,13 +11,14 @@ Does not: decide where autocast is on, or emulate the cuDNN recurrent layers' ca
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from holdfast.memory.forecast.guesses import Guesses
+from holdfast.memory.forecast.guesses import Guesses, asking_line
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -38,7 +40,7 @@ FP32 = _names("""
     triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp
     upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
     _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
-    upsample_bicubic2d _upsample_bicubic2d_aa
+    upsample_bicubic2d _upsample_bicubic2d_aa linalg_matrix_sqrth
 """)
 FP32_SET_OPT_DTYPE = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
@@ -47,13 +49,16 @@ FP32_SET_OPT_DTYPE = _names("""
 FP32_APPEND_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
 PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 BANNED = ("binary_cross_entropy",)
-# Registered for CUDA by other files of torch: cuDNN's recurrent layers (``recurrent`` stands for them), and overloads
-# for named dimensions, which fake tensors do not have.
-ELSEWHERE = frozenset({"_cudnn_rnn", "norm.names_ScalarOpt_dim"})
+# Registered for CUDA by another file of torch: cuDNN's recurrent layers (``recurrent`` stands for them).
+ELSEWHERE = frozenset({"_cudnn_rnn"})
+# Overloads for named dimensions, which fake tensors do not have; torch 2.13 has dropped most of them.
+_NAMED = re.compile(r"\.(\w*dimname|names_)", re.IGNORECASE)
 
 _CUDA_KEY = "AutocastCUDA"
 _FAKE_KEY = "AutocastPrivateUse1"
 _installed: list[torch.library.Library] = []
+_told: Guesses | None = None
+"""Of the forecast that is under way."""
 
 
 class WeightCache:
@@ -100,10 +105,10 @@ def installed(device_name: str, guesses: Guesses) -> Iterator[None]:
         device_name: Of the PrivateUse1 backend.
         guesses: Where operators are written down whose class is unknown.
     """
+    global _told
     if not _installed:
         _register(device_name)
-    for name in sorted(registered_for_cuda() - _classified()):
-        guesses.assume(f"autocast was taken to leave {name} alone: its class in torch {torch.__version__} is unknown")
+    _told, told_before = guesses, _told
     previous_dtype = torch.get_autocast_dtype(device_name)
     torch.set_autocast_dtype(device_name, torch.float16)  # CUDA's default
     clear_original = torch.clear_autocast_cache
@@ -116,6 +121,7 @@ def installed(device_name: str, guesses: Guesses) -> Iterator[None]:
     try:
         yield
     finally:
+        _told = told_before
         torch.clear_autocast_cache = clear_original
         torch.set_autocast_dtype(device_name, previous_dtype)
         _cache.clear()
@@ -129,7 +135,8 @@ def registered_for_cuda() -> frozenset[str]:
     listing = getattr(torch._C, "_dispatch_get_registrations_for_dispatch_key", None)
     if listing is None:
         return frozenset()
-    return frozenset(name.removeprefix("aten::") for name in listing(_CUDA_KEY) if name.startswith("aten::"))
+    names = {name.removeprefix("aten::") for name in listing(_CUDA_KEY) if name.startswith("aten::")}
+    return frozenset(name for name in names if not _NAMED.search(name))
 
 
 def _classified() -> frozenset[str]:
@@ -145,13 +152,14 @@ def _register(device_name: str) -> None:
     library = make("aten", "IMPL", _FAKE_KEY)
     _installed.extend((fallthrough, library))
     on_cuda = registered_for_cuda()
-    policies: list[tuple[Any, Callable[[Any, str, str], Callable[..., Any]]]] = [
+    policies: list[tuple[Iterable[str], Callable[[Any, str, str], Callable[..., Any]]]] = [
         (LOWER_PRECISION, _lower_precision),
         (FP32, _fp32),
         (FP32_SET_OPT_DTYPE, _fp32_set_opt_dtype),
         (FP32_APPEND_DTYPE, _fp32_append_dtype),
         (PROMOTE, _promote),
         (BANNED, _banned),
+        (sorted(on_cuda - _classified()), _left_alone),
     ]
     for names, policy in policies:
         for name in names:
@@ -259,5 +267,17 @@ def _banned(_: Any, name: str, __: str) -> Callable[..., Any]:
             f"{name} (nn.BCELoss) is refused by autocast on CUDA: half precision cannot represent its gradients. "
             "Use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), or leave autocast for it."
         )
+
+    return kernel
+
+
+def _left_alone(operator: Any, name: str, _: str) -> Callable[..., Any]:
+    what = f"autocast was taken to leave {name} alone: its class in torch {torch.__version__} is unknown"
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if _told is not None:
+            _told.assume(what, asking_line())
+        with _autocast_off():
+            return operator(*args, **kwargs)
 
     return kernel
