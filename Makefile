@@ -4,8 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 SPEECHBRAIN := .venv/speechbrain
+EXTRAS := demo,dev,docs,features,integrations,metrics,report,stacks
+PIP := python -m pip install --quiet --disable-pip-version-check
+TORCH ?= 2.11.0
+OTHER := .venv/torch-$(TORCH)
 
-.PHONY: demo test check docs fast gpu speechbrain benchmarks clean
+.PHONY: demo test check docs fast gpu speechbrain other-torch benchmarks clean
 
 demo: $(INSTALLED)  ## train the main job through real faults, and check every promise
 	$(BIN)/holdfast demo
@@ -34,10 +38,16 @@ speechbrain: $(SPEECHBRAIN)/installed  ## the tests of the SpeechBrain integrati
 # The real packages. torchaudio's compiled part fits one build of torch, and it imports without it.
 $(SPEECHBRAIN)/installed: $(INSTALLED)
 	rm -rf $(SPEECHBRAIN)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target $(SPEECHBRAIN) \
+	$(BIN)/$(PIP) -c constraints.txt --no-deps --target $(SPEECHBRAIN) \
 		speechbrain torchaudio hyperpyyaml ruamel.yaml sentencepiece
 	rm $(SPEECHBRAIN)/torchaudio/lib/*.so
 	@touch $@
+
+other-torch:  ## all tests with another torch, beside the others; gigabytes: make other-torch TORCH=2.15.0
+	$(PYTHON) -m venv $(OTHER)
+	grep -v '^torch==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/$(PIP) -c $(OTHER)/constraints.txt torch==$(TORCH) -e '.[$(EXTRAS)]'
+	$(OTHER)/bin/pytest -m "" -n 2 --dist worksteal
 
 benchmarks: $(INSTALLED)  ## measure every figure in the README again; takes some hours
 	$(BIN)/python -m benchmarks.run_all
@@ -47,7 +57,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "holdfast needs Python 3.11 or later; $(PYTHON) is older. Fix: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,docs,features,integrations,metrics,report,stacks]'
+	$(BIN)/$(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 clean:  ## remove what make has made
