@@ -150,23 +150,25 @@ def _retest(factory: str, aside: list[Quarantined], timeout_seconds: float) -> d
         read = functools.partial(
             _read_again, made.dataset, entry.index, seeds.of(entry.epoch, entry.index), finite=finite
         )
-        verdict, why = verdicts[entry.index] = _judge(entry.kind, read, timeout_seconds)
+        verdict, why = verdicts[entry.index] = _judge(entry, read, timeout_seconds)
         typer.echo(f"sample {_plain(entry.index)}: {verdict}{why and ', '}{last_line(why)}", err=True)
     return verdicts
 
 
-def _judge(kind: str, read: Callable[[], dict[str, Any]], timeout_seconds: float) -> _Verdict:
+def _judge(entry: Quarantined, read: Callable[[], dict[str, Any]], timeout_seconds: float) -> _Verdict:
     from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
 
+    if entry.stands_for:
+        return "unclear", f"the ledger cannot hold the {entry.stands_for} that it is read by; read it yourself"
     try:
         why = in_a_copy_of_this_process(read, timeout_seconds=timeout_seconds)["why"]
     except NoAnswer as error:
         why = str(error)
     if why is not None:
         return "bad", why
-    if kind in FOUND_BY_READING:
+    if entry.kind in FOUND_BY_READING:
         return "good", ""
-    return "unclear", f"it can be read, which does not answer why it was set aside ({kind})"
+    return "unclear", f"it can be read, which does not answer why it was set aside ({entry.kind})"
 
 
 def _read_again(dataset: Any, index: Any, seed: int, *, finite: bool) -> dict[str, Any]:

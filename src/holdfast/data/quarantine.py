@@ -37,6 +37,8 @@ class Quarantined:
         evidence: A traceback, or what was seen.
         unix_seconds: When it was found.
         released: Whether someone has taken it back.
+        stands_for: The type of the key that the dataset was asked for, such as ``"ndarray"``, where no file can hold
+            it and ``index`` is a tuple or a text in its place; else empty.
     """
 
     index: Any
@@ -45,6 +47,7 @@ class Quarantined:
     evidence: str
     unix_seconds: float
     released: bool = False
+    stands_for: str = ""
 
 
 class Ledger:
@@ -108,7 +111,7 @@ class Ledger:
         Raises:
             LoaderError: H612 if that would be one too many.
         """
-        index = key_of(index)
+        index, stands_for = key_of(index), _stands_for(index)
         known = self._entries.get(index)
         if known is not None and not known.released and known.epoch <= epoch:
             return False
@@ -120,7 +123,7 @@ class Ledger:
         evidence = evidence if len(evidence) <= _EVIDENCE_CHARACTERS else "..." + evidence[-_EVIDENCE_CHARACTERS:]
         self._entries.pop(index, None)  # so that the order is that of finding
         self._entries[index] = Quarantined(
-            index=index, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now()
+            index=index, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now(), stands_for=stands_for
         )
         try:
             self._write()
@@ -172,6 +175,15 @@ def key_of(index: Any) -> Any:
     if hasattr(index, "__index__"):
         return int(index)
     return index if index is None or isinstance(index, (str, bytes, float)) else repr(index)
+
+
+def _stands_for(index: Any) -> str:
+    """Return the type of what `key_of` makes another thing of; empty if that can be asked for in its place."""
+    if type(index) is tuple:
+        return next(filter(None, map(_stands_for, index)), "")
+    is_itself = index is None or isinstance(index, (str, bytes, float))
+    is_number = hasattr(index, "__index__") and not getattr(index, "ndim", 0)
+    return "" if is_itself or is_number else type(index).__name__
 
 
 def is_among(index: Any, others: Iterable[Any]) -> bool:
@@ -238,7 +250,7 @@ def read_ledger(path: Path) -> dict[Any, Quarantined]:
 def _checked(found: dict[str, Any]) -> Quarantined:
     """Return one sample of the file, of which every field is what it must be."""
     entry = Quarantined(**{**found, "index": key_of(_of_plain(found["index"]))})
-    texts = isinstance(entry.kind, str) and isinstance(entry.evidence, str)
+    texts = all(isinstance(each, str) for each in (entry.kind, entry.evidence, entry.stands_for))
     if not (texts and isinstance(entry.epoch, int) and isinstance(entry.released, bool)):
         raise TypeError(f"sample {entry.index!r} has a field of another kind")
     if not 0 <= entry.unix_seconds < _LATEST_SECONDS:

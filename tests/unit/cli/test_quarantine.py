@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from click.testing import Result
@@ -192,6 +193,20 @@ def test_reading_does_not_answer_what_training_found(run_dir: Path) -> None:
     assert found["released"] == [8, 9]
     assert found["samples"][-1]["now"] == "unclear"
     assert "provenance" in found["samples"][-1]["why"]
+
+
+def test_a_sample_whose_key_no_file_can_hold_is_unclear(run_dir: Path) -> None:
+    """Read by a text or a tuple in its place it might look bad, or good."""
+    ledger = Ledger(9, None, lambda: 1.7e9)
+    ledger.keep_in(run_dir / FILE_NAME)
+    ledger.release([3, 5, 8, 9])
+    for index in ([1, 2], np.array([1, 2, 3]), Path("a.wav"), (Path("b.wav"), 3), (1, "a"), np.int64(4)):
+        ledger.add(index, "raised", 0, "no file")
+    found = as_json(run_dir, "--retest", factory(run_dir, "dataset"))
+    assert [row["now"] for row in found["samples"][4:]] == ["unclear"] * 4 + ["bad", "good"]
+    kinds = ("list", "ndarray", type(Path()).__name__, type(Path()).__name__)
+    for row, kind in zip(found["samples"][4:], kinds, strict=False):
+        assert f"cannot hold the {kind} " in row["why"]
 
 
 def test_a_broken_file_name_can_be_printed(tmp_path: Path) -> None:
