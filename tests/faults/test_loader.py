@@ -431,7 +431,9 @@ def _none_left(workers: list[int]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["looping", "sleeping", "stopped", "waiting", "served"])
+@pytest.mark.parametrize(
+    "mode", ["looping", "sleeping", "stopped", "waiting", "served locked", "threaded locked", "threaded stopped"]
+)
 def test_no_worker_outlives_a_killed_parent(mode: str) -> None:
     """After SIGKILL of the training process its workers are gone, whatever they were doing."""
     parent, workers = _start(mode)

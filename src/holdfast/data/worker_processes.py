@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import fcntl
 import functools
 import gc
 import mmap
@@ -238,6 +239,8 @@ def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) ->
     if parent is None:
         _leave_server_alone()
     if parent is None or not how.dies_with_thread:
+        _die_with_parent()
+    if not how.dies_with_thread:
         start_thread(threading.Thread(target=_watch_parent, args=(parent,), daemon=True))
     if parent is not None and os.getppid() != parent:
         os._exit(1)  # it died before we asked
@@ -254,6 +257,20 @@ def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) ->
     target(*args)
 
 
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the parent's end of the pipe between them closes, whatever it is doing.
+
+    A forked worker holds copies of those ends of workers before it, so the last one dies first. If a child of the
+    parent that lives on holds one too, `_watch_parent` is left.
+    """
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    pipe = starter.sentinel
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
 def _leave_server_alone() -> None:
     """Let go of what keeps the server of forks alive, which is then gone with the process that started it.
 
@@ -267,10 +284,6 @@ def _leave_server_alone() -> None:
 
 
 def _watch_parent(parent: int | None) -> None:
-    starter = multiprocessing.parent_process()
-    if parent is None and starter is not None:  # a server's child is never left to another parent as long as it lives
-        starter.join()
-        os._exit(1)
     patience = threading.Event()
     while os.getppid() == parent:
         patience.wait(_GRACE_SECONDS / 4)

@@ -2,7 +2,8 @@
 
     loader_parent.py MODE
 
-Prints the process ids of its workers once these are where MODE wants them.
+MODE is what workers or the process do, after "served" for workers of a forkserver, or "threaded" for a loader that is
+read in a thread. Prints the process ids of its workers once these are where MODE wants them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 
 import torch
@@ -31,23 +33,24 @@ class Samples:
         return 1000
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if index >= _QUIET and self.mode in {"looping", "sleeping", "stopped", "served"}:
+        what = self.mode.rpartition(" ")[2]
+        if index >= _QUIET and what in {"looping", "sleeping", "stopped", "locked"}:
             time.sleep(0.2)  # until earlier batches are on their way
-            if self.mode == "looping":
+            if what == "looping":
                 while True:
                     pass
-            if self.mode == "sleeping":
+            if what == "sleeping":
                 time.sleep(1e6)
-            if self.mode == "served":
+            if what == "locked":
                 ctypes.PyDLL(None).sleep(10**6)  # no other thread of the worker runs meanwhile
-            if self.mode == "stopped":
+            if what == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
         return torch.zeros(3)
 
 
 def main() -> None:
     mode = sys.argv[1]
-    method = "forkserver" if mode == "served" else "fork"
+    method = "forkserver" if mode.startswith("served") else "fork"
     iterator = iter(DataLoader(Samples(mode), batch_size=2, num_workers=2, multiprocessing_context=method))
     next(iterator)
     workers = [process.pid for process in multiprocessing.active_children()]  # later one that is stopped may be lost
@@ -61,8 +64,11 @@ def main() -> None:
         globals()["left_behind"] = iterator  # it is collected when the interpreter is on its way out
         return
     while True:
-        signal.pause()
+        time.sleep(1e6)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1].startswith("threaded"):
+        threading.Thread(target=main).start()
+    else:
+        main()
