@@ -15,7 +15,7 @@ demo: $(INSTALLED)  ## train the main job through real faults, and check every p
 	$(BIN)/holdfast demo
 
 test: check speechbrain  ## all gates and all tests, the slow ones too
-	$(BIN)/pytest -m "" -n 3 --dist worksteal
+	$(BIN)/pytest -m "" -n 2 --dist worksteal
 
 fast: $(INSTALLED)  ## the tests that take seconds
 	$(BIN)/pytest -n 2
