@@ -1,6 +1,7 @@
 """Run a function in a forked copy of this process, so that it leaves no trace in this one.
 
-Only where nothing but the CPU is used: the context of an accelerator does not survive a fork.
+Only where nothing but the CPU is used: the context of an accelerator does not survive a fork, nor do the threads that
+autograd has for each (see `backward_works_in_a_copy`).
 
 Does not: know what is run there. It must say what it has found as JSON values.
 """
@@ -37,6 +38,19 @@ class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
     def __init__(self, why: str, *, died: bool = False) -> None:
         super().__init__(why)
         self.died = died
+
+
+def backward_works_in_a_copy() -> bool:
+    """Say whether a copy of this process may make a backward pass.
+
+    torch refuses it where autograd has threads, one for each accelerator of the machine: from this process's first
+    backward pass on, also if that was of a model on the CPU.
+    """
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if (thread / "comm").read_text().startswith("pt_autograd"):
+                return False
+    return True
 
 
 def in_a_copy_of_this_process(

@@ -29,7 +29,7 @@ from holdfast.core.clock import Clock
 from holdfast.data.splitting import Split
 from holdfast.diagnose.finding import Finding
 from holdfast.memory.oom import find_out_of_memory, let_go
-from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
+from holdfast.run.forked import NoAnswer, backward_works_in_a_copy, in_a_copy_of_this_process
 from holdfast.run.trial import CannotTry, OutOfTime, Trial
 
 _STEPS = 20  # numerics.md 4.4, number 25
@@ -79,7 +79,8 @@ def probe(
         budget_seconds: When to stop trying; looked at before each evaluation.
         clock: Time.
         before_step: Called between backward and step, to clip as the run does.
-        in_place: Whether to try in this process. None: only if the models are on an accelerator.
+        in_place: Whether to try in this process. None: only if the models are on an accelerator, or there is one and
+            so no backward pass in a copy of this process.
 
     Returns:
         Causes that were found, none in a healthy run; and a note, with rule H828, of what was not tried.
@@ -89,7 +90,8 @@ def probe(
         batch, size, split, loss_fn, models, optimizers, before_step, lambda: clock.monotonic_seconds() >= deadline
     )
     if in_place is None:
-        in_place = any(p.device.type not in ("cpu", "meta") for model in models.values() for p in model.parameters())
+        devices = {parameter.device.type for model in models.values() for parameter in model.parameters()}
+        in_place = not devices <= {"cpu", "meta"} or not backward_works_in_a_copy()
     if in_place:
         return _probe(trial)
     try:

@@ -29,7 +29,7 @@ from holdfast.memory.ladder import Means
 from holdfast.memory.oom import find_out_of_memory
 from holdfast.numerics.eager import eager
 from holdfast.run.buffers import BufferKeeper
-from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
+from holdfast.run.forked import NoAnswer, backward_works_in_a_copy, in_a_copy_of_this_process
 from holdfast.run.hazards import find_hazards, mixing_layers, split_promise
 from holdfast.run.identity import Identities
 from holdfast.run.mixed_precision import autocast
@@ -144,15 +144,15 @@ class Promises:
         if not splits_now and known.settled:
             return False, True
         in_place = False
-        on_cpu = self.parts.device_type() == "cpu"
+        forks = self._forks()
         due = _is_power_of_two(known.split_steps if splits_now else known.steps)
         if splits_now and not due and self._tells_apart(known, batch, size, split):
             known.telling_steps += 1
             due = known.telling_steps <= _ALWAYS or _is_power_of_two(known.telling_steps)
-        wanted = self._policy.micro_batch_size is not None and (on_cpu or splits_now)
+        wanted = self._policy.micro_batch_size is not None and (forks or splits_now)
         if due and wanted and size is not None and size > 1:
             self._rehearse(known, batch, size, split, loss_fn, parameters)
-            in_place = not on_cpu
+            in_place = not forks
         refused = self._refused(known)
         if splits_now and refused is not None and isinstance(self._policy.micro_batch_size, int):
             raise self._refusal(*refused)
@@ -161,7 +161,7 @@ class Promises:
             self._say(known, size, refused)
         known.said = news
         tried = known.verdict is not None and known.verdict.outcome != "unknown"
-        known.settled = tried or not on_cpu or size is None or self._policy.micro_batch_size is None
+        known.settled = tried or not forks or size is None or self._policy.micro_batch_size is None
         return in_place, refused is None
 
     def _say(self, known: _Known, size: int | None, refused: tuple[str, str] | None) -> None:
@@ -258,6 +258,10 @@ class Promises:
             rule="H207" if hazard == "coupled_loss" else "H206",
         )
 
+    def _forks(self) -> bool:
+        """Return whether a copy of this process can try out what a step does."""
+        return self.parts.device_type() == "cpu" and backward_works_in_a_copy()
+
     def _rehearse(
         self,
         known: _Known,
@@ -271,7 +275,7 @@ class Promises:
             known.verdict = Verdict(outcome="trusted", why="check_split=False")
             return
 
-        on_cpu = self.parts.device_type() == "cpu"
+        in_a_copy = self._forks()
         rehearsal = Rehearsal(
             loss_fn=loss_fn,
             split=split,
@@ -279,10 +283,10 @@ class Promises:
             parameters=[parameter for parameter in parameters if parameter.requires_grad],
             autocast=functools.partial(autocast, self.parts.device_type(), self._policy.precision),
             rounds_to_half=self._policy.precision != "fp32",
-            in_a_copy=on_cpu,
+            in_a_copy=in_a_copy,
             known=() if known.verdict is None else known.verdict.held,
         )
-        if on_cpu:
+        if in_a_copy:
             found = _in_a_copy(lambda: _attempted(rehearsal, batch, size))
         else:
             with isolated():  # the caller puts buffers and device random state back

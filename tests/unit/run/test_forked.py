@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.prepared import run_prepared
 
 from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
 
@@ -93,3 +94,35 @@ def test_a_copy_that_fails_dies_or_hangs_is_said_with_the_reason(run, why):
     with pytest.raises(NoAnswer, match=why):
         in_a_copy_of_this_process(run, timeout_seconds=0.2 if "0.2" in why else 60)
     assert _children() == before
+
+
+_ON_THE_CPU = """if True:
+    import sys
+    import torch
+    import holdfast
+    from holdfast.memory.forecast.fake_device import forecast_device
+    from holdfast.run.forked import backward_works_in_a_copy
+    if sys.argv[1] == "accelerator":  # a stand-in, for which autograd starts threads as for a real one
+        with forecast_device():
+            pass
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = list(torch.randn(5, 8, 4))
+    with holdfast.Guard(sys.argv[2], model=model, optimizer=optimizer, loader=batches, micro_batch_size=3) as guard:
+        for batch in guard.batches(max_epochs=1):
+            guard.step(batch, lambda x: model(x).square().mean())
+    print(backward_works_in_a_copy())
+    print(*(parameter.sum().item().hex() for parameter in model.parameters()), torch.rand(1).item())
+    """
+
+
+def test_a_model_on_the_cpu_of_a_machine_with_an_accelerator_is_split_all_the_same(tmp_path):
+    """No copy can make a backward pass there, so splitting is tried out in place, which leaves no trace either."""
+    found = {}
+    for machine in ("plain", "accelerator"):
+        done = run_prepared(["-c", _ON_THE_CPU, machine, tmp_path / machine], timeout=120)
+        assert done.returncode == 0, done.stderr
+        works, found[machine] = done.stdout.splitlines()
+        assert works == str(machine == "plain")
+    assert found["plain"] == found["accelerator"]
