@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.core.errors import PolicyError
 
-# Where torch 2.11 to 2.13 keep learning rates: lr_scheduler.py and swa_utils.SWALR. `eps` is ReduceLROnPlateau's
+# Where torch 2.11 to 2.15 keep learning rates: lr_scheduler.py and swa_utils.SWALR. `eps` is ReduceLROnPlateau's
 # smallest change of a rate, not a divisor. The last ones are the usual names in warm-up schedulers by other hands.
 _GROUP_KEYS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr")
 _ATTRIBUTES = (

@@ -340,6 +340,6 @@ def _no_slot(why: str) -> PolicyError:
     return PolicyError(
         f"torch {torch.__version__} gives no slot for a forecast's device: {why}",
         limit="the step can only be traced on the host then, with the host's kernels",
-        fix='use route="cpu" (taken by itself where none is asked for), or torch 2.11 to 2.13 and no other backend',
+        fix='use route="cpu" (taken by itself where none is asked for), or torch 2.11 to 2.15 and no other backend',
         rule="H423",
     )
