@@ -283,7 +283,7 @@ def _leave_server_alone() -> None:
         os.close(held)
 
 
-def _watch_parent(parent: int | None) -> None:
+def _watch_parent(parent: int) -> None:
     patience = threading.Event()
     while os.getppid() == parent:
         patience.wait(_GRACE_SECONDS / 4)

@@ -314,7 +314,7 @@ def test_the_classes_are_those_of_torch(macro: str, ours: tuple[str, ...]) -> No
     names = re.findall(r"_\((\w+)(?:, (\w+))?\)", found.group(1))
     listed = {f"{name}.{overload}" if overload else name for name, overload in names}
     listed = {name for name in listed if not policy._NAMED.search(name)}
-    # autocast_mode.cpp adds them for CUDA alone
+    # autocast_mode.cpp adds them to what the macro lists
     beside = {"cudnn_convolution", "cudnn_convolution_transpose", "linalg_matrix_sqrth"}
     assert listed == (set(ours) & policy.registered_for_cuda()) - beside  # others are of another version
 

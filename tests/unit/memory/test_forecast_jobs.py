@@ -114,7 +114,7 @@ def test_what_a_factory_may_not_return_is_said(returned: Any, said: str) -> None
 def test_a_scripted_model_is_refused() -> None:
     """What TorchScript runs is seen by no trace: a forecast of it would have parameters and nothing else."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is deprecated
+        warnings.filterwarnings("ignore", message=r".*torch\.jit\.script.* is deprecated")
         scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
     with pytest.raises(PolicyError, match=r"a model made by torch\.jit, of which a trace sees nothing") as caught:
         called(lambda: parts(model=scripted, loss_fn=len))
