@@ -33,6 +33,7 @@ from holdfast.testing import data_segment_bytes, fill_disk, limit_memory
 _DAMAGED = 700
 _FIRST_HEADROOM_BYTES = 56 * 2**20
 _LESS_EACH_STEP_BYTES = 2 * 2**20
+_GIVEN_BACK_BYTES = 32 * 2**20  # stacks and arenas of a save's threads come and go: some 10 MiB each
 _SMALL_FILE_BYTES = 64 * 1024
 _TIMEOUT_SECONDS = 2
 
@@ -107,18 +108,23 @@ class _UnpicklableError(Exception):
 
 
 class ShrinkingMemory:
-    """Less memory after each step, until the guard has answered with a certain decision; then no less."""
+    """Less memory after each step, until the guard has answered with a certain decision; then some is given back.
+
+    Else the next save would need what is not there, and force a further decision, which promises less.
+    """
 
     def __init__(self, from_step: int, until: str) -> None:
         self._from_step, self._until = from_step, until
         self._headroom = _FIRST_HEADROOM_BYTES
+        self._answered = False
         self._base: int | None = None  # counted from one moment on: what a writer holds just now is no measure
 
     def after_step(self, guard: Guard) -> None:
         """Set the limit for the next step."""
         if guard.global_step >= self._from_step:
-            if all(event.kind != self._until for event in guard.events()):
-                self._headroom -= _LESS_EACH_STEP_BYTES
+            if not self._answered:
+                self._answered = any(event.kind == self._until for event in guard.events())
+                self._headroom += _GIVEN_BACK_BYTES if self._answered else -_LESS_EACH_STEP_BYTES
             now = data_segment_bytes()
             self._base = self._base or now
             limit_memory(self._base + self._headroom - now)

@@ -107,9 +107,9 @@ class Lives:
             time.sleep(0.02)
         return True
 
-    def events(self, kind: str) -> list[Event]:
-        """Return what the run recorded of one kind."""
-        return [event for event in read_events(self._recorder) if event.kind == kind]
+    def events(self, kind: str | None = None) -> list[Event]:
+        """Return what the run recorded, of one kind or all."""
+        return [event for event in read_events(self._recorder) if kind in (None, event.kind)]
 
     def steps(self, mark: StepMark) -> list[StepRecord]:
         """Return the recorded steps with one mark."""
@@ -131,13 +131,20 @@ class Lives:
 
     def same_as(self, reference: Lives) -> bool:
         """Say whether this run had the state of its reference at every step, and came as far."""
-        return self.same_until(reference, self.digests[-1][0]) and self.digests[-1] == reference.digests[-1]
+        return self.first_difference(reference) is None and self.digests[-1] == reference.digests[-1]
 
-    def same_until(self, reference: Lives, last_step: int) -> bool:
-        """Say whether every step so far has left the state that the reference had after as many steps."""
+    def first_difference(self, reference: Lives) -> int | None:
+        """Return the first step that left another state than the reference had after as many steps, if any did."""
         expected = dict(reference.digests)
-        found = [pair for pair in self.digests if pair[0] <= last_step]
-        return bool(found) and all(expected.get(step) == value for step, value in found)
+        return next((step for step, digest in self.digests if expected.get(step) != digest), None)
+
+    def compared_with(self, reference: Lives) -> str:
+        """Tell where this run differs from its reference, and what it decided: for a promise that did not hold."""
+        step = self.first_difference(reference)
+        first = f"equal up to step {self.digests[-1][0]}, its last" if step is None else f"step {step} differs first"
+        decisions = [event for event in self.events() if "promise" in event.data]
+        decided = [f"{event.kind} in step {event.global_step + 1}" for event in decisions]
+        return "; ".join([first, *decided])
 
     def extra_seconds(self, step: int) -> float:
         """Return how much longer a step took than the others, failed attempts included."""

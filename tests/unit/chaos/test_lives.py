@@ -4,9 +4,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from holdfast.chaos import lives
 from holdfast.chaos.lives import Lives
+from holdfast.run.guard import Guard
 
 _TRAINS = """
 import json, sys, time
@@ -55,3 +57,22 @@ def test_a_training_that_ends_too_soon_is_told(life):
     run.output.write_text("mistaken")
     with pytest.raises(RuntimeError, match="exit code 3: mistaken"):
         run.finish(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
+
+
+def test_a_broken_promise_says_where_the_state_differs_and_what_the_run_decided(life):
+    """Without it nobody can tell a defect of the retry from a remedy that promises less."""
+    run, _ = life
+    model = torch.nn.Linear(1, 1)
+    guard = Guard(run.run_dir, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for scale in (1.0, float("nan"), 1.0):
+        guard.step(torch.ones(2, 1), lambda x, scale=scale: scale * model(x).mean())
+    guard.close()
+    reference = Lives(run_dir=run.run_dir, trace=run.trace, weights=None, output=run.output)
+    reference.digests = [(1, "a"), (2, "b"), (3, "c")]
+    run.digests = [(1, "a"), (1, "a"), (2, "b")]
+    assert run.first_difference(reference) is None
+    assert not run.same_as(reference)
+    assert run.compared_with(reference) == "equal up to step 2, its last; skip_step in step 2"
+    run.digests = [(1, "a"), (2, "x"), (2, "b"), (3, "y")]
+    assert run.first_difference(reference) == 2
+    assert run.compared_with(reference).startswith("step 2 differs first; ")
