@@ -127,6 +127,19 @@ def test_what_keeps_shared_files_outlives_a_worker(tmp_path: Path) -> None:
     assert (tmp_path / "struck").exists()
 
 
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_shared_files_have_one_keeper_for_all_workers(method: str) -> None:
+    """Each takes as long to start as torch to load, and a connection of this process where descriptors are short."""
+    ended = run_prepared([_PARENT.with_name("shared_files.py"), method], timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    (keeper,) = ended.stdout.split()
+    for _ in range(500):
+        if not Path(f"/proc/{keeper}").exists():
+            return
+        time.sleep(0.01)
+    pytest.fail("it has outlived the training")
+
+
 def _loader(dataset: Any, **options: Any) -> DataLoader:
     return DataLoader(dataset, **{"batch_size": 4, "shuffle": True, "seed": 5, **options})
 

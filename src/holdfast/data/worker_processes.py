@@ -29,11 +29,11 @@ from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch.utils.data._utils import signal_handling
 
 from holdfast.core.threads import start_thread
 from holdfast.data.loader_queue import LoaderQueue
+from holdfast.data.shared_files import SharedFiles, keeps_files
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 1.0
@@ -156,13 +156,12 @@ def recording_context(method: str | None, started: Started, *, share_by_file: bo
     kind: Any = type(context)
     recording = _recording(kind)()
     recording.started = started
+    recording.files = SharedFiles(context) if share_by_file else None
     by_server = context.get_start_method() == "forkserver"  # it forks in its main thread
     recording.how = _Beginning(
         parent=None if by_server else os.getpid(),
         dies_with_thread=by_server or threading.current_thread() is threading.main_thread(),
-        share_by_file=share_by_file,
     )
-
     return recording
 
 
@@ -170,9 +169,12 @@ def recording_context(method: str | None, started: Started, *, share_by_file: bo
 def _recording(kind: Any) -> Any:
     class Recording(kind):  # type: ignore[misc]
         started: Started
+        files: SharedFiles | None
         how: _Beginning
 
         def Process(self, *, target: Callable[..., Any], args: Sequence[Any], **options: Any) -> Any:  # noqa: N802
+            if self.files is not None:  # in the parcel, since no descriptor may be handed over twice
+                target, args = self.files.work, (not self.started, target, args)
             parcel = (target, args) if self.get_start_method() == "fork" else _Parcel(target, args)
             process = kind.Process(target=_begin, args=(self.how, parcel), **options)
             self.started.append(process)
@@ -222,12 +224,10 @@ class _Beginning(NamedTuple):
     Args:
         parent: Process that it must not outlive, or None if another one forks it.
         dies_with_thread: Whether the thread that forks it lives as long as that process.
-        share_by_file: As `recording_context`.
     """
 
     parent: int | None
     dies_with_thread: bool
-    share_by_file: bool
 
 
 def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) -> None:
@@ -247,8 +247,6 @@ def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) ->
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with suppress(OSError, ValueError, RuntimeError):
         faulthandler.register(signal.SIGUSR1)
-    if how.share_by_file:
-        torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     # Loaders of the parent that nobody has collected yet must not be collected here: on their way out they would tell
     # the parent's other workers to end.
     gc.freeze()
@@ -309,14 +307,7 @@ def _offspring(pid: int) -> list[int]:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):  # that thread has; others go on
                 found += [int(child) for child in (thread / "children").read_text().split()]
-    return [each for child in found if not _keeps_files(child) for each in (child, *_offspring(child))]
-
-
-def _keeps_files(pid: int) -> bool:
-    try:
-        return "torch_shm_manager".startswith(Path(f"/proc/{pid}/comm").read_text().strip() or "-")
-    except OSError:
-        return False
+    return [each for child in found if not keeps_files(child) for each in (child, *_offspring(child))]
 
 
 def strike(process: Any) -> None:
