@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.multiprocessing import set_sharing_strategy
 
-_PATIENCE_SECONDS, _LOOK_SECONDS = 2.0, 0.005
+_PATIENCE_SECONDS, _LOOK_SECONDS = 30.0, 0.005  # spawned workers may begin seconds apart
 _ROOM_BYTES = 512
 _NONE = b"\n\n\n"  # nobody need wait
 _kept: list[Any] = []  # what the first worker shares, for as long as another may join
