@@ -43,8 +43,8 @@ class FakeClock:
 def limit_memory(headroom_bytes: int | None) -> None:
     """Let allocations of this process fail for real beyond what it has now and some headroom.
 
-    Limits the data segment (``RLIMIT_DATA``), which counts heap and private mappings, and the stack of each thread but
-    the main one: mostly 8 MiB, so leave room for those that start meanwhile.
+    Limits the data segment (``RLIMIT_DATA``), which counts heap and private mappings, and the stack of each thread
+    but the main one: mostly 8 MiB, so leave room for those that start meanwhile.
 
     Args:
         headroom_bytes: What may still be allocated; None takes the limit away.
