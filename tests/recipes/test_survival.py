@@ -121,7 +121,7 @@ RECIPES = {
         options=("--size", "tiny", "--batch-size", "8", "--evaluate-every", "50", "--max-decoder-steps", "10"),
         steps=7,
         wide=("--batch-size", "22"),
-        # Of some 20 MB the model's part, which no split makes less, and the stack of a thread are nearly half.
+        # Its step takes little, and nearly half of that is what no split makes less.
         share=0.75,
         data=clips,
     ),

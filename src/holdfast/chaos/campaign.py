@@ -339,8 +339,8 @@ class Campaign:
 
 
 def _row(run: Lives, reference: Lives, *, held: bool, evidence: str, **facts: Any) -> Row:
-    """Return the row of a scenario; one that has not held says what was found instead."""
-    told = evidence if held else f"not {evidence}: {run.compared_with(reference)}"
+    """Return the row of a scenario; one that has not held says what was found, and then what was checked."""
+    told = evidence if held else f"{run.compared_with(reference)}; checked: {evidence}"
     return Row(held=held, evidence=told, **facts)
 
 

@@ -33,7 +33,7 @@ from holdfast.testing import data_segment_bytes, fill_disk, limit_memory
 _DAMAGED = 700
 _FIRST_HEADROOM_BYTES = 56 * 2**20
 _LESS_EACH_STEP_BYTES = 2 * 2**20
-_GIVEN_BACK_BYTES = 32 * 2**20  # stacks and arenas of a save's threads come and go: some 10 MiB each
+_GIVEN_BACK_BYTES = 32 * 2**20  # a save's threads come and go: stacks of mostly 8 MiB, and arenas
 _SMALL_FILE_BYTES = 64 * 1024
 _TIMEOUT_SECONDS = 2
 

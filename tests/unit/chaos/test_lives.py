@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from holdfast.chaos import lives
+from holdfast.chaos import campaign, lives
 from holdfast.chaos.lives import Lives
 from holdfast.run.guard import Guard
 
@@ -75,4 +75,7 @@ def test_a_broken_promise_says_where_the_state_differs_and_what_the_run_decided(
     assert run.compared_with(reference) == "equal up to step 2, its last; skip_step in step 2"
     run.digests = [(1, "a"), (2, "x"), (2, "b"), (3, "y")]
     assert run.first_difference(reference) == 2
-    assert run.compared_with(reference).startswith("step 2 differs first; ")
+    assert run.compared_with(reference) == "step 2 differs first; skip_step in step 2"
+    facts = {"fault": "", "happened": "", "remedy": "", "promise": "", "lost_steps": 0, "seconds": 0.0}
+    for held, told in ((True, "digests"), (False, "step 2 differs first; skip_step in step 2; checked: digests")):
+        assert campaign._row(run, reference, held=held, evidence="digests", **facts).evidence == told
