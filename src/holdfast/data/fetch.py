@@ -25,6 +25,7 @@ from holdfast.data.inspection import find_nonfinite, first_difference
 from holdfast.data.quarantine import is_among
 from holdfast.data.random_state import Borrowed, LazySeeding
 from holdfast.data.seeds import SampleSeeds, derive_seed
+from holdfast.data.signalled import let_through
 from holdfast.data.worker_board import COLLATING, NUMBER, PLACE, Board, Showing, has_ended
 
 _OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
@@ -281,8 +282,8 @@ class Fetcher(Dataset[Any]):
                     if self.check_finite and find_nonfinite(sample) is not None:
                         break
                     samples.append(sample)
-            except (Exception, SystemExit):  # noqa: BLE001, S110 - looked at in `_read_rest`, where it is tried again
-                pass
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - looked at in `_read_rest`, where it is tried again
+                let_through(error)
         if len(samples) < len(entry.indices):
             report = self._read_rest(entry, cells, samples)
         if _is_made(report):
@@ -293,6 +294,7 @@ class Fetcher(Dataset[Any]):
                     lazy.seed(derive_seed(self.seed, entry.epoch, "collate", *entry.indices[:1]))
                 batch = self.collate(samples[0] if entry.alone else samples)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, and raised in the main process
+                let_through(error)
                 shortage = shortage_in(error) if cells is not None else None
                 failures = () if report is None else report.failures
                 report = _without_batch(entry, failures, shortage or failure_of(None, error))
@@ -314,8 +316,8 @@ class Fetcher(Dataset[Any]):
                         found.append(index)
                         samples.append(sample)
                         continue
-                except (Exception, SystemExit):  # noqa: BLE001, S110 - looked at below, where it is tried again
-                    pass
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - looked at below, where it is tried again
+                    let_through(error)
             chosen, sample = self._instead(entry, offset, cells, failures)
             if isinstance(sample, (Failure, str)):
                 return _without_batch(entry, tuple(failures), sample)
@@ -348,6 +350,7 @@ class Fetcher(Dataset[Any]):
                 try:
                     sample = self._seeded(entry, place, candidate)
                 except (Exception, SystemExit) as error:  # noqa: BLE001 - reported
+                    let_through(error)
                     shortage = shortage_in(error)
                     if shortage is not None and cells is not None:
                         return candidate, shortage  # with fewer workers there may be enough; here there is not

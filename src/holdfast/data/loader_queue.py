@@ -7,6 +7,7 @@ from queue import Empty
 from typing import Any
 
 from holdfast.data.fetch import Entry, failure_of, received, shortage_in
+from holdfast.data.signalled import let_through
 
 
 class UnreadableError(BaseException):
@@ -43,6 +44,7 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it run
         except Empty:
             raise
         except Exception as error:
+            let_through(error)
             raise UnreadableError(error) from error
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
