@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -667,6 +668,34 @@ class DiesEarly:
 
 
 @pytest.mark.slow
+class Interrupted:
+    """Ctrl-C is pressed when the first worker runs and the second one is about to."""
+
+    interrupts = True
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.interrupts and multiprocessing.active_children():
+            self.interrupts = False
+            raise KeyboardInterrupt
+        return self.__dict__
+
+
+def test_workers_that_were_not_all_started_are_not_kept() -> None:
+    """The next epoch has all of its own, also where workers are kept from one epoch to the next."""
+    loader = _loader(Interrupted(), num_workers=2, multiprocessing_context="spawn", persistent_workers=True)
+    with pytest.raises(KeyboardInterrupt):
+        list(loader)
+    for _ in range(2):
+        assert sorted(item for batch in loader for item in batch.tolist()) == list(range(16))
+    loader.close()
+
+
 def test_workers_that_die_while_others_start_never_block_the_loop() -> None:
     """A hundred epochs with early deaths come to their end; one in some hundred hung when torch raised in a queue."""
     for _ in range(100):

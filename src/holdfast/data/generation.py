@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.data.fetch import as_is, received, shortage_in
 from holdfast.data.loader_queue import UnreadableError
+from holdfast.data.signalled import let_through
 from holdfast.data.worker_board import IDLE, PLACE, Board
 from holdfast.data.worker_processes import Started, WorkerLostError, kill, let_go, recording_context, undisturbed
 from holdfast.data.worker_watch import Loss, Watch
@@ -113,9 +114,9 @@ class Generation:
         return 0.0 if self._watch is None else self._watch.longest_seconds
 
     @property
-    def is_over(self) -> bool:
-        """Return whether it was abandoned or closed."""
-        return not self._inner
+    def can_go_on(self) -> bool:
+        """Return whether its workers may be kept: all were started, and it was neither abandoned nor closed."""
+        return self._watch is not None and bool(self._inner)
 
     @property
     def lost_at(self) -> float | None:
@@ -140,11 +141,16 @@ class Generation:
         except WorkerLostError:
             assert watch is not None
             loss = watch.loss()
+        except UnreadableError as unreadable:  # of the last epoch, by workers that were kept
+            assert watch is not None
+            loss = _broken(unreadable.cause, watch)
         except (OSError, MemoryError, RuntimeError) as error:
+            let_through(error)
             if not self.num_workers:
                 raise
             shortage = shortage_in(error)
-            if shortage is None and not isinstance(error, OSError) and "DataLoader worker" not in str(error):
+            of_torch = "DataLoader worker" in str(error) or "Pin memory thread" in str(error)
+            if shortage is None and not isinstance(error, OSError) and not of_torch:
                 raise
             loss = Loss(cause=f"workers could not be started: {error!r}", kind="machinery", shortage=shortage)
         else:
@@ -175,6 +181,7 @@ class Generation:
         except UnreadableError as unreadable:
             loss = _broken(unreadable.cause, watch)
         except Exception as error:
+            let_through(error)
             if "in DataLoader worker process" in str(error):
                 raise  # of the user's worker_init_fn: everything else comes as a report
             loss = _broken(error, watch)

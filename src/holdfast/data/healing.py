@@ -188,7 +188,7 @@ class Healer:
     def _leave(self, generation: Generation) -> None:
         self._changed = False
         self._longest = max(self._longest, generation.longest_seconds)
-        if self.crew.keep and self._kept is None and generation.num_workers and not generation.is_over:
+        if self.crew.keep and self._kept is None and generation.can_go_on:
             self._kept = generation
         else:
             generation.close()

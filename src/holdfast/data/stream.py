@@ -15,7 +15,7 @@ import contextlib
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ from holdfast.data.fetch import Report, failure_of, sent, shortage_in
 from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.ranks import rank_positions
 from holdfast.data.seeds import derive_seed
+from holdfast.data.signalled import let_through
 from holdfast.data.worker_board import COLLATING, NUMBER, PLACE, Board, Showing, has_ended
 
 _Cells: TypeAlias = memoryview | None
@@ -150,6 +151,24 @@ class Stream(IterableDataset[Any]):
             yield sent(None, Report(number=-1), self._board)
         if begin.ended:
             return
+        before, whole = self._state_before(), False
+        try:
+            whole = yield from self._batches(worker, parts, shard, begin)
+        finally:
+            # Else the next epoch, here or in workers that are forked then, would begin where this one was left.
+            if before is not None and not whole:
+                with isolated():
+                    self._dataset.load_state_dict(before)
+
+    def _state_before(self) -> Any:
+        """Return the state of a dataset that this process is about to read; None if there is none."""
+        if self._board is None and keeps_state(self._dataset):
+            with isolated(), contextlib.suppress(Exception):  # one that has no state before it is read
+                return copy.deepcopy(self._dataset.state_dict())
+        return None
+
+    def _batches(self, worker: int, parts: int, shard: int, begin: StreamPosition) -> Generator[Any, None, bool]:
+        """Yield the batches; return whether these were all."""
         items = _Items(self._dataset, self._plan, shard, begin, self._board)
         cells = None if self._board is None else self._board.of(worker)
         items.show = lambda: _show(cells, items.number, 0)
@@ -170,7 +189,7 @@ class Stream(IterableDataset[Any]):
                     if mine:
                         group.append(item)
                 if items.number == first:
-                    return
+                    return True
                 if mine:
                     batch = self._cut(group, size)
                     if batch is not None:
@@ -178,10 +197,11 @@ class Stream(IterableDataset[Any]):
                         yield self._made(batch, worker, cells, items, seconds, ended=item is items)
         except _StreamError as error:
             shortage = shortage_in(error.cause)
-            if shortage is not None and info is None:
+            if shortage is not None and self._board is None:
                 raise error.cause from None
             fatal = None if shortage else failure_of(items.number, error.cause)
             yield sent(None, Report(number=worker, fatal=fatal, shortage=shortage), self._board)
+        return False
 
     def _cut(self, group: list[Any], size: int) -> list[Any] | None:
         """Return this rank's part of the items of one step; the last step is divided among all ranks."""
@@ -204,6 +224,7 @@ class Stream(IterableDataset[Any]):
                 made = self._collate(batch[0] if self._plan.batch_size is None else batch)
             state = copy.deepcopy(self._dataset.state_dict()) if keeps_state(self._dataset) else None
         except (Exception, SystemExit) as error:
+            let_through(error)
             raise _StreamError(error) from error
         if cells is not None:
             has_ended(cells)
@@ -262,6 +283,7 @@ class _Items:
                     self._dataset.load_state_dict(copy.deepcopy(begin.state))
                 self._iterator = iter(self._dataset)
         except Exception as error:
+            let_through(error)
             raise _StreamError(error) from error
         self._check()
         while self.number < begin.items and next(self, self) is not self:
@@ -295,6 +317,7 @@ class _Items:
                 self._check()
                 raise
             except (Exception, SystemExit) as error:
+                let_through(error)
                 raise _StreamError(error) from error
         self._check()
         self.number += 1

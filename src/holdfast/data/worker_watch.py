@@ -92,6 +92,7 @@ class Watch:
         self._stuck = [0.0] * len(processes)
         self._last = [board.look(worker) for worker in range(len(processes))]
         self._stopped: set[int] = set()
+        self._waits = self._last_wait = 0  # how many there were
         self._waited = 0.0
         self._quiet = 0.0
         self._loss: Loss | None = None
@@ -115,6 +116,7 @@ class Watch:
 
     def __enter__(self) -> None:
         """Let a loss interrupt what the main thread waits for inside, with a `WorkerLostError`."""
+        self._waits += 1
         self.waiter = threading.get_ident()
         if self.lost:
             self.waiter = 0
@@ -208,11 +210,16 @@ class Watch:
             if showing == self._last[worker]:
                 self._stuck[worker] += passed
             else:
-                self.longest_seconds = max(self.longest_seconds, self._stuck[worker])
+                if self._last[worker].is_busy:  # else it was the loop that took its time
+                    self.longest_seconds = max(self.longest_seconds, self._stuck[worker])
                 self._stuck[worker], self._last[worker], moved = 0.0, showing, True
         limit = max(self._limit, _LONGEST_FACTOR * self.longest_seconds)
-        self._waited = self._waited + passed if self.waiter else 0.0
-        self._quiet = 0.0 if moved or not self.waiter else self._quiet + passed
+        same_wait = (
+            bool(self.waiter) and self._waits == self._last_wait
+        )  # a loop that always waits, not for one batch
+        self._last_wait = self._waits
+        self._waited = self._waited + passed if same_wait else 0.0
+        self._quiet = self._quiet + passed if same_wait and not moved else 0.0
         return self._find_stopped() or self._find_stuck(limit) or self._find_late(limit)
 
     def _find_stopped(self) -> Loss | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import resource
 import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from tests.own_process import in_own_process
 from torch.utils.data import Dataset
 
 from holdfast.core.errors import LoaderError
@@ -89,6 +93,32 @@ def test_batches_that_no_worker_can_send_need_none() -> None:
     loader = DataLoader(Waits(40, 0.02), num_workers="auto", seed=0, collate_fn=_a_function)
     assert [batch() for batch in loader] == list(range(40))
     assert loader.num_workers == 0
+
+
+def _first_batch_with_few_descriptors() -> tuple[int, list[str]]:
+    told: list[str] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    loader = DataLoader([torch.zeros(4) for _ in range(800)], batch_size=400, num_workers=1, collate_fn=list)
+    loader._happened = lambda kind, **_: told.append(kind)
+    return sum(len(batch) for batch in loader), told
+
+
+def test_a_batch_that_came_is_no_reason_to_end_the_epoch() -> None:
+    """Healing has found a way round what would certainly fail; what is known of the batch is then only a warning."""
+    found, told = in_own_process(_first_batch_with_few_descriptors)
+    assert found == 800
+    assert "loader_healed" in told
+
+
+def test_no_batch_is_kept_after_it_was_weighed() -> None:
+    """It may lie in shared or pinned memory, of which there is little."""
+    loader = DataLoader([torch.zeros(4)] * 40, batch_size=4, num_workers=1)
+    held = []
+    for batch in loader:
+        held.append(weakref.ref(batch))
+        del batch
+    gc.collect()
+    assert [each() for each in held] == [None] * 10
 
 
 @pytest.mark.parametrize(("workers", "prefetch"), [("auto", 0), ("auto", -1), (2, 0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,26 @@ def test_a_stream_goes_on_at_any_batch_with_other_workers_and_batch_sizes(kind: 
         resumed.load_state_dict(stopped.state_dict())
         batches.close()  # type: ignore[attr-defined] # it is a generator
         assert _items(head + list(resumed)) == expected
+
+
+def test_an_epoch_that_was_left_takes_nothing_from_the_next() -> None:
+    """A look at the first batch moves the dataset of this process; the next epoch begins at its first item anyway."""
+    loader = DataLoader(Stateful(40), batch_size=4)
+    next(iter(loader))
+    assert [int(item[0]) for batch in loader for item in batch] == list(range(40))
+
+
+def test_batches_that_were_timed_here_are_in_the_next_epoch_too() -> None:
+    """With ``"auto"`` the first batches are read in this process; workers of later epochs are forked from it."""
+
+    class Slow(Stateful):
+        def meet(self, index: int) -> None:
+            time.sleep(0.01)
+
+    loader = DataLoader(Slow(160), batch_size=4, num_workers="auto", sharded=False)
+    for _ in range(2):
+        assert [int(item[0]) for batch in loader for item in batch] == list(range(160))
+    assert loader.num_workers
 
 
 def test_a_stream_with_state_reads_nothing_twice() -> None:

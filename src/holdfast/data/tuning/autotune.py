@@ -119,8 +119,10 @@ class Tuner:
             if self._machine is not None and self._largest[0] < 0:
                 for batch, report in itertools.islice(batches, 1):
                     self._note(batch)
-                    self._check(self._load_of(workers), batch=batch)
+                    self._check(self._load_of(workers), batch=batch, raises=False)  # it is here: it can be made
+                    self._largest = *self._largest[:2], None
                     yield batch, report
+                    del batch, report
             yield from batches
 
     def _choosing(self, batches: Generator[Made]) -> Generator[Made]:
@@ -230,14 +232,14 @@ class Tuner:
         self._waits.clear()
         self._steps.clear()
 
-    def _check(self, load: Load, *, dataset: Any = None, batch: Any = None) -> None:
+    def _check(self, load: Load, *, dataset: Any = None, batch: Any = None, raises: bool = True) -> None:
         self._machine = self._machine or Machine.here()
         parts: dict[str, Any] = {}
         if dataset is not None:
             given = self._given
             parts = {"dataset": dataset, "collate_fn": given.collate_fn, "worker_init_fn": given.worker_init_fn}
         for concern in preflight(load, self._machine, batch=batch, **parts):
-            if concern.severity == "error":
+            if concern.severity == "error" and raises:
                 raise concern.error()
             meant = self._given.num_workers is None and concern.rule == _MORE_THAN_PROCESSORS
             if concern.rule not in self._told and not meant:
