@@ -78,6 +78,8 @@ class Encoder:
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
             kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
             raise self._unsupported(f"a {kind} tensor", path)
+        if hasattr(tensor, "__tensor_flatten__"):  # its values lie in others, where two of them are alike for us
+            raise self._unsupported(f"a {type(tensor).__qualname__}, a tensor that wraps others", path)
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in self._names:
             return self._names[place]  # tied weights are stored once

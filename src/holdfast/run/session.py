@@ -171,9 +171,16 @@ class Session:
     def keep_snapshot(self) -> None:
         """Copy the state in host memory, if that is due and the state is whole and good."""
         if self.snapshots.is_due(self.record.global_step) and self.whole and self.is_calm:
-            bad, _ = nonfinite_tensors(self._must_be_finite())
-            if not bad and not self.snapshots.keep(self.record.global_step, gather(self.parts, self._training())):
-                self.record.happened("snapshots_do_not_fit", promise="rollbacks return to a checkpoint")
+            promise = "rollbacks return to a checkpoint"
+            try:
+                bad, _ = nonfinite_tensors(self._must_be_finite())
+                if not bad and not self.snapshots.keep(self.record.global_step, gather(self.parts, self._training())):
+                    self.record.happened("snapshots_do_not_fit", promise=promise)
+            except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot tell its state
+                self.snapshots.give_up()
+                self.record.happened(
+                    "snapshots_failed", error=f"{type(error).__name__}: {error}"[:500], promise=promise
+                )
 
     def _spare_memory(self) -> None:
         self.snapshots.give_up()

@@ -104,7 +104,10 @@ def copied_to_host(tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree.detach().to("cpu", copy=True)
     if isinstance(tree, dict):
-        return {key: copied_to_host(value) for key, value in tree.items()}
+        copied = copy.copy(tree)  # a Counter stays one, and a defaultdict has its factory
+        for key, value in tree.items():
+            copied[key] = copied_to_host(value)
+        return copied
     if type(tree) in (list, tuple):
         return type(tree)([copied_to_host(value) for value in tree])
     return copy.deepcopy(tree)

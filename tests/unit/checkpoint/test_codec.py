@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.core.errors import CheckpointError
@@ -183,6 +184,7 @@ def test_arrays_come_back_as_copies() -> None:
         collections.defaultdict(lambda: 0),
         collections.UserDict(a=1),
         torch.zeros(3).to_mkldnn(),
+        TwoTensor(torch.zeros(3), torch.ones(3)),
         slice(1),
         nn.Linear(1, 1),
         int,

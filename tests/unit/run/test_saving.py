@@ -135,6 +135,30 @@ def test_one_save_at_a_time_and_the_next_one_waits_for_a_boundary(tmp_path, disk
         assert 0 <= event.data["stall_seconds"] <= event.data["seconds"]
 
 
+def test_state_that_cannot_be_told_for_a_moment_does_not_end_training(tmp_path):
+    """As with a save, so with the copy for rollbacks: an event, and training goes on."""
+
+    class Changing(Memory):
+        asked = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            self.asked += 1
+            if self.asked == 2:  # the first save comes before
+                raise RuntimeError("dictionary changed size during iteration")
+            return super().state_dict()
+
+    parts = make_parts()
+    loader = holdfast.DataLoader(torch.randn(24, 4), batch_size=4)
+    options = {"save_interval_steps": 100, "snapshot_interval_steps": 2, "async_save": False}
+    guard = holdfast.Guard(tmp_path, loader=loader, state=Changing(), **options, **parts)
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, lambda x: parts["model"](x).square().mean())
+    (event,) = events(guard, "snapshots_failed")
+    assert "dictionary changed size" in event.data["error"]
+    assert guard.global_step == 6
+    guard.close()
+
+
 def test_a_save_that_fails_is_an_event_of_its_step_and_training_goes_on(tmp_path, disk):
     """The system refuses the bytes: an event at once, with the step of the save, and later saves succeed."""
     parts = make_parts()

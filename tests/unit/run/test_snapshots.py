@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import torch
 
 from holdfast.run.snapshots import Snapshots, copied_to_host
@@ -32,6 +34,16 @@ def test_a_copy_shares_nothing_with_the_live_state() -> None:
     assert copy["model"]["weight"].tolist() == [1.0, 1.0, 1.0]
     assert copy["training"]["history"] == [1.0]
     assert copy["training"]["pair"] == (1, torch.zeros(1))
+
+
+def test_a_copy_has_the_types_of_the_live_state() -> None:
+    """What a rollback puts back goes on counting as it did."""
+    counts = collections.defaultdict(int, a=1)
+    copy = copied_to_host({"state": {"counts": counts, "seen": collections.Counter("aab")}})["state"]
+    counts["a"] += 1
+    copy["counts"]["new"] += 1
+    assert copy == {"counts": {"a": 1, "new": 1}, "seen": collections.Counter("aab")}
+    assert type(copy["seen"]) is collections.Counter
 
 
 def test_the_newest_copy_from_before_a_step_is_chosen() -> None:
