@@ -214,12 +214,10 @@ class Watch:
                     self.longest_seconds = max(self.longest_seconds, self._stuck[worker])
                 self._stuck[worker], self._last[worker], moved = 0.0, showing, True
         limit = max(self._limit, _LONGEST_FACTOR * self.longest_seconds)
-        same_wait = (
-            bool(self.waiter) and self._waits == self._last_wait
-        )  # a loop that always waits, not for one batch
+        waits_on = bool(self.waiter) and self._waits == self._last_wait  # for the same batch as at the last look
         self._last_wait = self._waits
-        self._waited = self._waited + passed if same_wait else 0.0
-        self._quiet = self._quiet + passed if same_wait and not moved else 0.0
+        self._waited = self._waited + passed if waits_on else 0.0
+        self._quiet = self._quiet + passed if waits_on and not moved else 0.0
         return self._find_stopped() or self._find_stuck(limit) or self._find_late(limit)
 
     def _find_stopped(self) -> Loss | None:
