@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Failure, Report
+from holdfast.data.plan import Drawn
 from holdfast.data.quarantine import last_line
 from holdfast.data.stream import StreamPosition
 
@@ -20,12 +21,26 @@ class Place(NamedTuple):
         indices: Dataset indices of the batch, or None if they are not known.
         streamed: Of a stream: as `StreamSource`.
         turn: Of a stream: as `StreamSource`.
+        drawn: What a user's sampler drew for this epoch, or None.
     """
 
     position: int
     indices: tuple[Any, ...] | None = None
     streamed: Mapping[int, StreamPosition] = {}  # never changed; a proxy could not be pickled
     turn: int = 0
+    drawn: Drawn | None = None
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Place:
+        """Return the place that a loader's state tells of."""
+        stream = state.get("stream", {"parts": [], "turn": 0})
+        streamed = {
+            shard: StreamPosition(items=items, state=kept, ended=ended)
+            for shard, items, kept, ended in stream["parts"]
+        }
+        known = state["consumed"] and "drawn" in state  # at the beginning it may draw what it likes
+        drawn = Drawn(state["drawn"], state.get("drawn_rank")) if known else None
+        return cls(state["consumed"], None, streamed, stream["turn"], drawn)
 
 
 class Failed:

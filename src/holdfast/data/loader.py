@@ -29,20 +29,23 @@ from holdfast.data.healing import Crew, Healer
 from holdfast.data.loader_arguments import (
     AUTO,
     check_arguments,
+    check_position,
     check_shards,
     plan_of,
+    ranks_now,
     ranks_of,
     start_method,
+    why_undivided,
     without_auto,
 )
 from holdfast.data.map_source import MapSource
+from holdfast.data.plan import Drawn, Sampled
 from holdfast.data.quarantine import FILE_NAME, Ledger
+from holdfast.data.ranks import steps_left
 from holdfast.data.seeds import derive_seed
 from holdfast.data.stream import (
     StreamPlan,
-    StreamPosition,
     StreamSource,
-    divides_among_ranks,
     keeps_state,
     shards_itself,
 )
@@ -74,8 +77,10 @@ class DataLoader(TorchDataLoader[Any]):
     hang are replaced, and the batches go on as if nothing had happened. A sample that cannot be read is tried again
     and then set aside: the next readable one of the epoch's order takes its place.
 
-    Under ``torch.distributed`` the samples are divided among the ranks, unless you give a ``batch_sampler`` or a
-    ``sampler`` of your own, which says itself what this rank gets.
+    Under ``torch.distributed`` the samples are divided among the ranks, as they are when an epoch begins, unless you
+    give a ``batch_sampler`` or a ``sampler`` of your own, which says itself what this rank gets. Its ``set_epoch`` is
+    called for each epoch. If you have called it, and its attribute ``epoch`` shows that, the epoch you named comes
+    next: not in the middle of an epoch, nor if `load_state_dict` or `go_to` was called since.
 
     Args:
         dataset: As torch. An ``IterableDataset`` that does not divide its items among workers is divided here, and
@@ -89,7 +94,8 @@ class DataLoader(TorchDataLoader[Any]):
         check_finite: Whether a sample with NaN or Inf counts as one that cannot be read.
         repeats: Whether your sampler may yield an index more than once an epoch; None: only if it says that it draws
             with replacement.
-        sharded: Whether an ``IterableDataset`` divides its items among workers itself; None: as its code shows.
+        sharded: Whether an ``IterableDataset`` divides its items among workers itself; None: as its code shows. Such
+            items, and those of a dataset that asks for ranks, are divided among ranks only if you pass ``rank``.
         rank: Which rank this is; None: as ``torch.distributed`` says.
         world_size: Number of ranks; None likewise.
         device: Where batches are copied to, one ahead of the loop on a stream of its own; best with
@@ -134,10 +140,10 @@ class DataLoader(TorchDataLoader[Any]):
         )
         self._sharding_said = sharded is not None
         check_shards(given, sharded=self._sharded)
-        self._ranks = ranks_of(rank, world_size)
-        self._ranks_left_alone = self._iterable and rank is None and divides_among_ranks(dataset)
-        if self._ranks_left_alone:
-            self._ranks = 0, 1  # dividing again would leave the items of all ranks but one out
+        asks = self._iterable and rank is None
+        self._undivided = why_undivided(dataset, sharded=self._sharded) if asks else ""
+        self._ranks_fixed = rank is not None or bool(self._undivided)
+        self._ranks = (0, 1) if self._undivided else ranks_of(rank, world_size)
         self._plan = None if self._iterable else plan_of(self, given, self._ranks, repeats=repeats)
         self._check_finite = check_finite
         self._replaces = quarantine > 0
@@ -149,7 +155,6 @@ class DataLoader(TorchDataLoader[Any]):
         self.device = device
         self._under_way = False
         self._draws = 0  # generators that samples draw from, so that new workers need not find it out again
-        self._drawn_then: str | None = None  # digest of what a sampler drew, of the position that was loaded
         self._happened: Callable[..., None] | None = None
         self._base_seeds = _Seeded()  # a private one: starting an epoch leaves the global one alone
         options = {name: getattr(self, name) for name in _AS_TORCH} | {"generator": self._base_seeds}
@@ -214,17 +219,17 @@ class DataLoader(TorchDataLoader[Any]):
             LoaderError: H608 if the dataset has another length than before, H609 for a sampler that repeats, H612 if
                 too many samples cannot be read, H614 if no remedy is left.
         """
-        if self._under_way:  # an epoch that was left before its end, as torch: the next one starts
-            self.go_to(self._epoch + 1)
+        self._move_on()
         self._under_way = True
         epoch = self._epoch
         self._check_length()
-        self._check_drawn()
+        # Drawn here, where an error of the sampler is no worker's.
+        drawn = None if self._sampler is None else self._sampler.in_short(epoch, self._at.drawn)
         self._base_seeds.manual_seed(derive_seed(self.seed, self._epoch, "workers"))
         source = self._stream_source() if self._plan is None else self._map_source()
         places: deque[Place] = deque()
         # Copies to a device run one batch ahead, so each batch's place is kept until it is handed out.
-        with contextlib.closing(prefetched(self._batches(source, places), self.device)) as batches:
+        with contextlib.closing(prefetched(self._batches(source, places, drawn), self.device)) as batches:
             for batch in batches:
                 if isinstance(batch, Failed):
                     yield batch
@@ -235,9 +240,29 @@ class DataLoader(TorchDataLoader[Any]):
                     self._epoch, self._under_way = epoch, True
                 self._at = place
                 yield batch
-        self.go_to(epoch + 1)
+        self._move_to(epoch + 1)
 
-    def _batches(self, source: MapSource | StreamSource, places: deque[Place]) -> Generator[Any]:
+    def _move_on(self) -> None:
+        """Go to the epoch that comes next, among the ranks that there are now."""
+        self._look_at_ranks()
+        if self._under_way:  # an epoch that was left before its end, as torch: the next one starts
+            self._move_to(self._epoch + 1)
+        told = None if self._sampler is None or self._at.position else self._sampler.told()
+        if told is not None:
+            if told < self._epoch:
+                self._tell("epoch_set_back", before=self._epoch, now=told, why="set_epoch() of the sampler said so")
+            self._move_to(told)
+
+    def _look_at_ranks(self) -> None:  # anew: the process group may be younger than the loader
+        if not self._ranks_fixed:
+            self._ranks = ranks_now(self._ranks)
+            self._plan = None if self._plan is None else self._plan.among(*self._ranks)
+
+    @property
+    def _sampler(self) -> Sampled | None:
+        return None if self._plan is None else self._plan.drawn
+
+    def _batches(self, source: MapSource | StreamSource, places: deque[Place], drawn: Drawn | None) -> Generator[Any]:
         """Yield batches, and put down where the epoch stands after each."""
         left = None if self._plan is None else self._plan.steps(self._epoch, self._at.position)
         self._tuner.before_workers()
@@ -249,7 +274,7 @@ class DataLoader(TorchDataLoader[Any]):
                 if isinstance(source, MapSource):
                     if report.draws & ~self._draws:
                         self._draws |= report.draws
-                    places.append(Place(source.position, report.indices))
+                    places.append(Place(source.position, report.indices, drawn=drawn))
                 else:
                     places.append(Place(count, None, dict(source.positions), source.turn))
                 yield batch
@@ -267,20 +292,6 @@ class DataLoader(TorchDataLoader[Any]):
                 rule="H608",
             )
 
-    def _check_drawn(self) -> None:
-        sampler = None if self._plan is None else self._plan.drawn
-        if sampler is None:
-            return
-        sampler.drawn(self._epoch)  # here, where its error is no worker's
-        if self._at.position and self._drawn_then is not None and sampler.digest(self._epoch) != self._drawn_then:
-            raise LoaderError(
-                "the sampler draws another order than when the position was saved, at the same seed and epoch",
-                limit="the same order is needed to continue in the middle of an epoch",
-                fix="let it draw from torch's, numpy's or python's global generator or from an attribute "
-                "`generator`, which are seeded for it, or from its epoch in set_epoch().",
-                rule="H604",
-            )
-
     def _map_source(self) -> MapSource:
         assert self._plan is not None
 
@@ -296,7 +307,7 @@ class DataLoader(TorchDataLoader[Any]):
         )  # fmt: skip
 
     def _stream_source(self) -> StreamSource:
-        rank, world_size = (0, 1) if self._sharded else self._ranks
+        rank, world_size = self._ranks
         plan = StreamPlan(
             seed=self.seed, epoch=self._epoch, batch_size=self.batch_size, drop_last=self.drop_last,
             sharded=self._sharded, certain=self._sharding_said, rank=rank, world_size=world_size,
@@ -307,14 +318,18 @@ class DataLoader(TorchDataLoader[Any]):
                 items=max(each.items for each in self._at.streamed.values()),
                 why="the dataset has no state_dict and load_state_dict: what comes before the position is read again",
             )
-        if self._ranks_left_alone and ranks_of(None, None)[1] > 1:
-            self._tell("ranks_not_divided", why="the dataset asks for ranks: it is taken to divide its items itself")
+        if self._undivided and ranks_now((0, 1))[1] > 1:
+            self._tell("ranks_not_divided", why=self._undivided)
         workers = max(1, self.num_workers)
         return StreamSource(self.dataset, self.collate_fn, plan, dict(self._at.streamed), self._at.turn, workers)
 
     def __len__(self) -> int:
         """Return the batches of an epoch, of this rank."""
-        return super().__len__() if self._plan is None else self._plan.steps(self._epoch, 0)
+        self._look_at_ranks()
+        if self._plan is not None:
+            return self._plan.steps(self._epoch, 0)
+        items, size = len(self.dataset), self.batch_size or 1  # type: ignore[arg-type] # as torch, if it has no length
+        return steps_left(0, items, size, self._ranks[1], drop_last=self.drop_last)
 
     @property
     def batch_indices(self) -> list[int] | None:
@@ -328,9 +343,8 @@ class DataLoader(TorchDataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position: what was handed out so far, as numbers and text, and what a stream keeps itself."""
         state = {"epoch": self._epoch, "consumed": self._at.position, "order": self._identity()}
-        drawn = None if self._plan is None or self._plan.drawn is None else self._plan.drawn.digest(self._epoch)
-        if drawn is not None:
-            state["drawn"] = drawn
+        if self._at.drawn is not None:
+            state["drawn"], state["drawn_rank"] = self._at.drawn
         if self._iterable:
             parts = [[shard, each.items, each.state, each.ended] for shard, each in sorted(self._at.streamed.items())]
             state["stream"] = {"parts": parts, "turn": self._at.turn}
@@ -343,8 +357,12 @@ class DataLoader(TorchDataLoader[Any]):
 
     def go_to(self, epoch: int) -> None:
         """Let the next ``iter()`` be the whole of this epoch."""
+        self._move_to(epoch)
+        if self._sampler is not None:
+            self._sampler.told()  # whatever was set on it before
+
+    def _move_to(self, epoch: int) -> None:
         self._epoch, self._at, self._under_way = epoch, Place(position=0), False
-        self._drawn_then = None
 
     def _identity(self) -> dict[str, Any]:
         """Return what must be the same for a position to point at the same samples."""
@@ -360,32 +378,9 @@ class DataLoader(TorchDataLoader[Any]):
             LoaderError: H604 if it is no position, or if seed, order or the length of the dataset is another one,
                 since it would then point at other samples.
         """
-        missing = [name for name in ("epoch", "consumed", "order") if name not in state]
-        if missing:
-            raise LoaderError(
-                f"the state has no {', '.join(missing)}",
-                limit="a position is what state_dict() of a holdfast.DataLoader returned",
-                fix="pass that; torch's own loaders and samplers keep other states.",
-                rule="H604",
-            )
-        here, saved = self._identity(), state["order"]
-        for name in {**saved, **here}:
-            if here.get(name) != saved.get(name):
-                raise LoaderError(
-                    f"the loader has {name}={here.get(name)!r} and the position was saved with "
-                    f"{name}={saved.get(name)!r}",
-                    limit="the same order is needed to continue in the middle of an epoch",
-                    fix="build the loader as it was, or start in a new run directory.",
-                    rule="H604",
-                )
+        check_position(self._identity(), state)
         self.go_to(state["epoch"])
-        stream = state.get("stream", {"parts": [], "turn": 0})
-        streamed = {
-            shard: StreamPosition(items=items, state=kept, ended=ended)
-            for shard, items, kept, ended in stream["parts"]
-        }
-        self._at = Place(state["consumed"], None, streamed, stream["turn"])
-        self._drawn_then = state.get("drawn")
+        self._at = Place.of(state)
 
     def close(self) -> None:
         """End workers that ``persistent_workers`` kept."""

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from holdfast.core.errors import LoaderError, did_you_mean
 from holdfast.data.orders import Order, Sequential, Shuffled, TokenBatches
 from holdfast.data.plan import ByBatch, ByPosition, Plan, Sampled
+from holdfast.data.stream import divides_among_ranks
 
 _TORCH = inspect.signature(TorchDataLoader.__init__)
 _OURS = ("seed", "quarantine", "check_finite", "repeats", "sharded", "rank", "world_size", "device")
@@ -163,11 +164,58 @@ def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise _unusable(f"rank={rank}, world_size={world_size}", "they belong together", "pass both, or neither.")
     if rank is None or world_size is None:
-        known = distributed.is_available() and distributed.is_initialized()
-        return (distributed.get_rank(), distributed.get_world_size()) if known else (0, 1)
+        return ranks_now((0, 1))
     if not 0 <= rank < world_size:
         raise _unusable(f"rank={rank}, world_size={world_size}", "ranks count from 0", "pass rank < world_size.")
     return rank, world_size
+
+
+def ranks_now(otherwise: tuple[int, int]) -> tuple[int, int]:
+    """Return this rank and the number of ranks as ``torch.distributed`` says, where it is used."""
+    known = distributed.is_available() and distributed.is_initialized()
+    return (distributed.get_rank(), distributed.get_world_size()) if known else otherwise
+
+
+def why_undivided(dataset: Any, *, sharded: bool) -> str:
+    """Return why a stream is not divided among the ranks of ``torch.distributed``, or nothing if it is."""
+    if divides_among_ranks(dataset):  # dividing again would leave the items of all ranks but one out
+        return "the dataset asks for ranks: it is taken to divide its items itself"
+    if sharded:
+        return (
+            "the dataset divides its items among workers and asks for no rank, as far as its code shows: each rank "
+            "gets every item; pass rank= and world_size= to have them divided"
+        )
+    return ""
+
+
+def check_position(here: dict[str, Any], state: dict[str, Any]) -> None:
+    """Check that a state is a position, in the order that the loader has.
+
+    Args:
+        here: What must be the same.
+        state: The state.
+
+    Raises:
+        LoaderError: H604.
+    """
+    missing = [name for name in ("epoch", "consumed", "order") if name not in state]
+    if missing:
+        raise LoaderError(
+            f"the state has no {', '.join(missing)}",
+            limit="a position is what state_dict() of a holdfast.DataLoader returned",
+            fix="pass that; torch's own loaders and samplers keep other states.",
+            rule="H604",
+        )
+    saved = state["order"]
+    for name in {**saved, **here}:
+        if here.get(name) != saved.get(name):
+            raise LoaderError(
+                f"the loader has {name}={here.get(name)!r} and the position was saved with "
+                f"{name}={saved.get(name)!r}",
+                limit="the same order is needed to continue in the middle of an epoch",
+                fix="build the loader as it was, or start in a new run directory.",
+                rule="H604",
+            )
 
 
 def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repeats: bool | None) -> Plan:

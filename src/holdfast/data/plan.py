@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -47,6 +48,18 @@ class Ordered(Protocol):
         """Return what must be equal for a position to mean the same sample."""
 
 
+class Drawn(NamedTuple):
+    """What a user's sampler drew for an epoch, in short.
+
+    Args:
+        digest: Of its indices.
+        rank: Whose they are, if the sampler divides them among ranks.
+    """
+
+    digest: str
+    rank: int | None
+
+
 class Plan(Protocol):
     """Where the entries of an epoch come from."""
 
@@ -61,6 +74,9 @@ class Plan(Protocol):
 
     def steps(self, epoch: int, start: int) -> int:
         """Return how many entries follow."""
+
+    def among(self, rank: int, world_size: int) -> Plan:
+        """Return the plan of one of so many ranks; a sampler of the user's says itself what is whose."""
 
     @property
     def drawn(self) -> Sampled | None:
@@ -99,29 +115,34 @@ class ByPosition:
         seeds: list[int] = []
         seeds_of = SampleSeeds(self.seed)
         more = _AHEAD if self.world_size == 1 else 0  # with others, most of it would be theirs
-        while (found := self._step(epoch, start)) is not None:
+        # Once: another iterator may draw another epoch meanwhile, and a sampler with its own chance draws anew then.
+        drawn = self.order.drawn(epoch) if isinstance(self.order, Sampled) else None
+        # What a sampler yields counts, not what it tells: torch asks for no more than the length of an epoch.
+        count = len(self.order if drawn is None else drawn)
+        while (found := self._step(epoch, start, count)) is not None:
             positions, start = found
             begin, end = positions.start - first_ahead, positions.stop - first_ahead
             if begin < 0 or end + _SPARES > len(ahead):  # many at once: less is done between two steps of training
                 first_ahead, begin, end = positions.start, 0, len(positions)
-                ahead = self.order.indices(self.seed, epoch, first_ahead, first_ahead + end + _SPARES + more)
+                ahead = self._indices(epoch, drawn, first_ahead, first_ahead + end + _SPARES + more)
                 seeds = [] if self.order.repeats else seeds_of.all(epoch, ahead)
             indices, spares = ahead[begin:end], ahead[end : end + _SPARES]
             if len(spares) < _SPARES:
-                spares += self.order.indices(self.seed, epoch, 0, _SPARES - len(spares))
+                spares += self._indices(epoch, drawn, 0, _SPARES - len(spares))
             first = positions.start if self.order.repeats else None
             alone = self.batch_size is None
             yield _entry(number, epoch, indices, spares, aside, seeds[begin:end], first=first, alone=alone), start
             number += 1
 
-    def _step(self, epoch: int, start: int) -> tuple[range, int] | None:
+    def _indices(self, epoch: int, drawn: list[Any] | None, start: int, stop: int) -> list[Any]:
+        return self.order.indices(self.seed, epoch, start, stop) if drawn is None else drawn[start:stop]
+
+    def _step(self, epoch: int, start: int, count: int) -> tuple[range, int] | None:
         """Return this rank's positions in a step, and where the next step begins."""
         if self.tokens is not None:
             shares = self.tokens.parts(self.seed, epoch, start, self.world_size)
             return (shares[self.rank].positions, max(each.positions.stop for each in shares)) if shares else None
         size = self.batch_size or 1
-        # What a sampler yields counts, not what it tells: torch asks for no more than the length of an epoch.
-        count = len(self.order.drawn(epoch)) if isinstance(self.order, Sampled) else len(self.order)
         share = rank_positions(start, count, size, self.rank, self.world_size, drop_last=self.drop_last)
         return None if share is None else (share.positions, min(start + size * self.world_size, count))
 
@@ -131,6 +152,10 @@ class ByPosition:
             return self.tokens.count(self.seed, epoch, start, self.world_size)
         size = self.batch_size or 1
         return steps_left(start, len(self.order), size, self.world_size, drop_last=self.drop_last)
+
+    def among(self, rank: int, world_size: int) -> ByPosition:
+        """Return the plan of one of so many ranks: a position counts samples of all of them, so it stays right."""
+        return self if self.drawn is not None else replace(self, rank=rank, world_size=world_size)
 
     @property
     def drawn(self) -> Sampled | None:
@@ -165,6 +190,11 @@ class ByBatch:
         """Return how many entries follow."""
         del epoch
         return max(0, len(self.sampler) - start)
+
+    def among(self, rank: int, world_size: int) -> ByBatch:
+        """Return this plan: the batch sampler says itself what is whose."""
+        del rank, world_size
+        return self
 
     @property
     def drawn(self) -> Sampled | None:
@@ -220,6 +250,7 @@ class Sampled:
         self._batches = batches
         self._drawn: tuple[int, list[Any]] | None = None
         self._digest = ""
+        self._told = 0  # the epoch that the sampler had when it was last looked at; torch's begin with 0
 
     def __len__(self) -> int:
         """Return the entries of an epoch, as the sampler tells."""
@@ -232,18 +263,18 @@ class Sampled:
             LoaderError: H609 if indices repeat although the sampler does not say that they may.
         """
         if self._drawn is None or self._drawn[0] != epoch:
-            inner = getattr(self._sampler, "sampler", None)
             with isolated():
                 seed = derive_seed(self._seed, epoch, "order")
                 seed_cpu(seed)
-                for each in (self._sampler, inner):
+                for each in self._samplers():
                     generator = getattr(each, "generator", None)
                     if isinstance(generator, torch.Generator):
                         generator.manual_seed(seed)
                     if hasattr(each, "set_epoch"):
-                        each.set_epoch(epoch)  # type: ignore[union-attr]
+                        each.set_epoch(epoch)
                 most = max(_ENDLESS, _ENDLESS_EPOCHS * len(self))
                 found = list(itertools.islice(self._sampler, most))
+            self.told()
             if len(found) == most:
                 raise LoaderError(
                     f"sampler {type(self._sampler).__name__} tells a length of {len(self)} and goes on after {most}",
@@ -251,29 +282,56 @@ class Sampled:
                     fix="let it end after each epoch: the next one draws it again.",
                     rule="H603",
                 )
-            if not self._may_repeat(inner):
+            if not self.repeats:
                 entries = found if self._batches else [each if isinstance(each, list) else [each] for each in found]
                 _check_once(entries, type(self._sampler).__name__)
             self._drawn = epoch, found
             self._digest = hashlib.blake2b(repr(key_of(found)).encode(), digest_size=8).hexdigest()
         return self._drawn[1]
 
-    def digest(self, epoch: int) -> str | None:
-        """Return a digest of what was drawn for an epoch, None if nothing was."""
-        return self._digest if self._drawn is not None and self._drawn[0] == epoch else None
+    def told(self) -> int | None:
+        """Return the epoch that somebody else has set on the sampler since this was last asked, or None."""
+        for each in self._samplers():
+            found = getattr(each, "epoch", None)
+            if hasattr(each, "set_epoch") and isinstance(found, Integral) and int(found) >= 0:
+                before, self._told = self._told, int(found)
+                return None if self._told == before else self._told
+        return None
+
+    def in_short(self, epoch: int, then: Drawn | None) -> Drawn:
+        """Draw an epoch, and return a digest of it.
+
+        Args:
+            epoch: Which one.
+            then: What was drawn when the position was saved that is gone on from, or None for the beginning.
+
+        Raises:
+            LoaderError: H604 if that was another order; of the indices of another rank nothing can be told.
+        """
+        self.drawn(epoch)
+        ranks = [int(each.rank) for each in self._samplers() if isinstance(getattr(each, "rank", None), Integral)]
+        now = Drawn(self._digest, ranks[0] if ranks else None)
+        if then is not None and then.rank == now.rank and then.digest != now.digest:
+            raise LoaderError(
+                "the sampler draws another order than when the position was saved, at the same seed and epoch",
+                limit="the same order is needed to continue in the middle of an epoch",
+                fix="let it draw from torch's, numpy's or python's global generator or from an attribute "
+                "`generator`, which are seeded for it, or from its epoch in set_epoch().",
+                rule="H604",
+            )
+        return now
 
     @property
     def repeats(self) -> bool:
         """Return whether an index may come more than once an epoch."""
-        return self._may_repeat(getattr(self._sampler, "sampler", None))
-
-    def _may_repeat(self, inner: Any) -> bool:
         if self._repeats is not None:
             return self._repeats
         # torch's samplers with replacement say so; its DistributedSampler repeats a few to make ranks equal.
-        return any(
-            getattr(each, "replacement", False) or hasattr(each, "num_replicas") for each in (self._sampler, inner)
-        )
+        return any(getattr(each, "replacement", False) or hasattr(each, "num_replicas") for each in self._samplers())
+
+    def _samplers(self) -> tuple[Any, Any]:
+        """Return the sampler, and the one that a sampler of batches takes its indices from."""
+        return self._sampler, getattr(self._sampler, "sampler", None)
 
     def indices(self, seed: int, epoch: int, start: int, stop: int) -> list[Any]:
         """Return the indices at some positions of an epoch."""

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from holdfast.core.errors import LoaderError
+from holdfast.data.loader import DataLoader
 from holdfast.data.orders import Sequential
 from holdfast.data.plan import ByBatch, ByPosition, Sampled
 
@@ -132,3 +133,107 @@ def test_a_sampler_tells_its_kind_and_length() -> None:
     """Both must be equal for a position to mean the same sample."""
     found = Sampled(SequentialSampler(range(7)), 1, repeats=None).identity()
     assert (found["kind"], found["length"]) == ("SequentialSampler", 7)
+
+
+class OwnChance:
+    """A sampler with a generator of its own, which nobody can seed."""
+
+    def __init__(self) -> None:
+        self.chance = random.Random(0)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.chance.sample(range(40), 40))
+
+
+def test_another_iterator_does_not_draw_the_epoch_anew() -> None:
+    """Each sample comes once in an epoch during which another one was begun, and the position keeps its order."""
+    sampler = OwnChance()
+    loader = DataLoader(list(range(40)), batch_size=4, sampler=sampler)
+    batches = iter(loader)
+    seen = next(batches).tolist()
+    other = next(iter(loader)).tolist()
+    seen += next(batches).tolist()
+    state = loader.state_dict()
+    seen += [sample for batch in batches for sample in batch.tolist()]
+    assert sorted(seen) == list(range(40))
+    assert other != seen[:4]
+    restarted = DataLoader(list(range(40)), batch_size=4, sampler=sampler)
+    restarted.load_state_dict(state)
+    with pytest.raises(LoaderError, match="another order"):
+        next(iter(restarted))
+
+
+def _distributed(length: int = 12) -> Any:
+    return DistributedSampler(range(length), num_replicas=1, rank=0)  # type: ignore[arg-type]
+
+
+def _seen(loader: DataLoader) -> list[float]:
+    return [value for batch in loader for value in batch.tolist()]
+
+
+class Noisy:
+    """Samples that show the epoch's order and its random numbers."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        return index + random.random()
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_an_epoch_that_is_set_on_a_sampler_is_the_next_one(batches: bool) -> None:
+    """Order and random numbers are those of ``set_epoch``, as torch's documents have it; else the loader counts."""
+
+    def make(sampler: Any) -> DataLoader:
+        if batches:
+            return DataLoader(Noisy(), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+        return DataLoader(Noisy(), batch_size=4, sampler=sampler)
+
+    counting = make(_distributed())
+    epochs = [_seen(counting) for _ in range(8)]
+    assert len({tuple(epoch) for epoch in epochs}) == 8
+    sampler = _distributed()
+    loader = make(sampler)
+    for epoch in (5, 6, 2):
+        sampler.set_epoch(epoch)
+        assert _seen(loader) == epochs[epoch]
+    assert _seen(loader) == epochs[3], "nobody has set one"
+    next(iter(loader))
+    sampler.set_epoch(7)
+    assert _seen(loader) == epochs[7], "an epoch that was left"
+    sampler.set_epoch(1)
+    assert _seen(make(sampler)) == epochs[1], "set before the loader was made"
+
+
+def test_an_epoch_that_goes_back_is_told() -> None:
+    """It may be that a sampler's own state was loaded, which lags behind."""
+    sampler, events = _distributed(), []
+    loader = DataLoader(Noisy(), batch_size=4, sampler=sampler)
+    loader._happened = lambda kind, **facts: events.append((kind, facts["before"], facts["now"]))
+    loader.go_to(4)
+    sampler.set_epoch(3)
+    next(iter(loader))
+    assert events == [("epoch_set_back", 4, 3)]
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_position_that_was_loaded_comes_before_an_epoch_that_nobody_set(cut: int) -> None:
+    """The sampler's default of 0, or what was set before, does not lead a resumed loader back."""
+    loader = DataLoader(Noisy(), batch_size=4, sampler=_distributed())
+    epochs = [_seen(loader) for _ in range(4)]
+    loader.go_to(3)
+    for _ in range(cut):
+        next(iter(loader))
+    for before in (None, 2):
+        sampler = _distributed()
+        if before is not None:
+            sampler.set_epoch(before)
+        resumed = DataLoader(Noisy(), batch_size=4, sampler=sampler)
+        resumed.load_state_dict(loader.state_dict())
+        if cut:
+            sampler.set_epoch(1)  # in the middle of an epoch it is too late
+        assert _seen(resumed) == epochs[3][4 * cut :]
