@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import warnings
@@ -367,6 +368,36 @@ def test_a_checkpoint_that_is_damaged_or_unfinished_is_passed_over(tmp_path):
         flip_bit(path / "model.ckpt", 8 * 1500)
     with pytest.raises(CheckpointError, match="H312"):
         saving(GuardedSaves, tmp_path, 4)
+
+
+def dies_in_its_first_save(folder: Path, meta_is_flushed: bool) -> None:
+    """Train and be killed when the model is half on the disk."""
+
+    def kills(obj: Any, path: Path) -> None:
+        path.write_bytes(b"half of it")
+        if not meta_is_flushed:
+            os.truncate(path.with_name("CKPT.yaml"), 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    make = Checkpointer.__init__
+    Checkpointer.__init__ = lambda self, *given: make(self, *given, custom_save_hooks={"model": kills})
+    saving(GuardedSaves, folder, 1)
+
+
+@pytest.mark.parametrize("meta_is_flushed", [True, False])
+def test_a_first_save_that_was_killed_is_not_loaded(tmp_path, caplog, meta_is_flushed):
+    """Where nothing was ever whole training starts anew, and what was torn is set aside."""
+    life = multiprocessing.get_context("spawn").Process(
+        target=dies_in_its_first_save, args=(tmp_path, meta_is_flushed)
+    )
+    life.start()
+    life.join()
+    assert life.exitcode == -signal.SIGKILL
+    (torn,) = (tmp_path / "save").glob("CKPT*")
+    brain = saving(GuardedSaves, tmp_path, 1)
+    assert len(brain.seen) == 4
+    assert (tmp_path / "save" / f"damaged-{torn.name}").is_dir()
+    assert f"{torn.name}: manifest.json is missing, so the save was not finished" in caplog.text
 
 
 def test_a_save_that_fails_keeps_the_older_ones_and_training_goes_on(tmp_path, monkeypatch):

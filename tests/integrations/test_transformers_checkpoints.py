@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -104,6 +105,56 @@ def test_an_unfinished_save_is_passed_over(tmp_path: Path) -> None:
     assert transformers.trainer_utils.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-4")
     assert last_good_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
     assert last_good_checkpoint(tmp_path / "nothing") is None
+
+
+def dies_in_its_next_save(folder: Path) -> None:
+    """Train and be killed when half of the weights are on the disk."""
+    trainer = guarded(folder)
+    save = trainer.save_model
+
+    def save_half(target: str, **named: Any) -> None:
+        save(target, **named)
+        weights = Path(target, "model.safetensors")
+        os.truncate(weights, weights.stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.save_model = save_half
+    trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("begun_without", [False, True])
+def test_a_first_save_that_was_killed_is_not_resumed_from(
+    tmp_path: Path, undisturbed: str, caplog: pytest.LogCaptureFixture, begun_without: bool
+) -> None:
+    """Where nothing was sealed yet training starts anew, or goes on from what the plain Trainer has left."""
+    if begun_without:
+        plain = make_trainer(
+            transformers.Trainer, tmp_path, make_gpt2(), samples(20), **SAVING,
+            callbacks=[At(4, lambda _: setattr(plain.control, "should_training_stop", True))],
+        )  # fmt: skip
+        plain.train()
+    torn = "checkpoint-6" if begun_without else "checkpoint-2"
+    life = multiprocessing.get_context("spawn").Process(target=dies_in_its_next_save, args=(tmp_path,))
+    life.start()
+    life.join()
+    assert life.exitcode == -signal.SIGKILL
+    assert transformers.trainer_utils.get_last_checkpoint(str(tmp_path)) == str(tmp_path / torn)
+    trainer = guarded(tmp_path)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        trainer.train(resume_from_checkpoint=True)
+    assert f"{torn}: manifest.json is missing, so the save was not finished" in caplog.text
+    assert (f"no checkpoint in {tmp_path}: training starts anew" in caplog.text) is not begun_without
+    assert (tmp_path / f"damaged-{torn}").is_dir()
+    assert digest(trainer.model) == undisturbed
+    verify(tmp_path / torn)
+
+
+def test_an_unfinished_one_that_is_named_is_a_new_start(tmp_path: Path, undisturbed: str) -> None:
+    """A script that looks for the newest folder by itself starts anew where none was ever finished."""
+    (tmp_path / "checkpoint-2").mkdir()
+    trainer = guarded(tmp_path)
+    trainer.train(resume_from_checkpoint=transformers.trainer_utils.get_last_checkpoint(str(tmp_path)))
+    assert digest(trainer.model) == undisturbed
 
 
 def test_a_path_falls_back_and_what_is_lost_is_said(tmp_path: Path) -> None:

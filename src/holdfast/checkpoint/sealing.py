@@ -1,7 +1,8 @@
 """Digests for checkpoints that somebody else writes, such as a training framework. No torch.
 
-A framework writes its files in place, in its own format. Sealing flushes them, reads them once and writes the
-manifest last, so that a folder with a manifest that verifies is a whole one. What went wrong between the memory and
+A framework writes its files in place, in its own format. Before it does the folder is marked as unfinished. Sealing
+flushes the files, reads them once and writes the manifest last, so that a folder with a manifest that verifies is a
+whole one, and one with a mark and no manifest is what a killed save has left. What went wrong between the memory and
 the disk before that is not seen: for this the writer itself must make the digests (see ``saver``).
 """
 
@@ -16,17 +17,41 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from holdfast.checkpoint.manifest import FILE_NAME, Extent, Manifest, read_manifest, verify_files
-from holdfast.core.durable import fsync_path, write_file
+from holdfast.core.durable import fsync_path, replace_file
 from holdfast.core.errors import CheckpointError
 from holdfast.core.version import __version__
 
 DAMAGED = "damaged-"
+UNFINISHED = "holdfast_unfinished"
 _CHUNK_BYTES = 4 * 2**20
 _MOST_HEADER_BYTES = 100 * 10**6  # the safetensors format allows no more
 
 
+def begin(directory: Path) -> None:
+    """Mark a folder as unfinished, durably, before a framework writes into it; it is made if need be.
+
+    Raises:
+        OSError: if the disk refuses.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    mark = directory / UNFINISHED
+    if is_sealed(directory):
+        (directory / FILE_NAME).replace(mark)  # a mark that is not empty tells that there was a whole one
+    else:
+        mark.touch()
+    for path in (mark, directory, directory.parent):
+        fsync_path(path)
+
+
+def is_unfinished(directory: Path) -> bool:
+    """Return whether a save into a folder was begun and not sealed; an empty folder is what its first moment left."""
+    if not directory.is_dir() or is_sealed(directory):
+        return False
+    return (directory / UNFINISHED).exists() or not any(directory.iterdir())
+
+
 def unseal(directory: Path) -> None:
-    """Remove the manifest, before files under it are written anew."""
+    """Remove the manifest, where files under it were written anew."""
     (directory / FILE_NAME).unlink(missing_ok=True)
 
 
@@ -42,7 +67,8 @@ def seal(directory: Path, *, global_step: int, unix_seconds: float) -> Manifest:
         OSError: if the disk refuses. There is no manifest then.
     """
     unseal(directory)
-    paths = sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
+    mark = directory / UNFINISHED
+    paths = sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink() and path != mark)
     files = {}
     for path in paths:
         fsync_path(path)
@@ -54,9 +80,10 @@ def seal(directory: Path, *, global_step: int, unix_seconds: float) -> Manifest:
         files=files,
         written_by=__version__,
     )
-    write_file(directory / FILE_NAME, manifest.to_bytes())
+    replace_file(directory / FILE_NAME, manifest.to_bytes())  # half of one would look like a damaged checkpoint
     for folder in {path.parent for path in paths} | {directory, directory.parent}:
         fsync_path(folder)
+    mark.unlink(missing_ok=True)
     return manifest
 
 
@@ -108,6 +135,22 @@ def is_sealed(directory: Path) -> bool:
     return (directory / FILE_NAME).is_file()
 
 
+def check(directory: Path) -> None:
+    """Verify a checkpoint before it is loaded; one that a framework wrote without holdfast passes.
+
+    Raises:
+        CheckpointError: H311, also if the save was not finished.
+        RunDirectoryError: H303, for a newer format.
+    """
+    if is_sealed(directory) or is_unfinished(directory):
+        verify(directory)
+
+
+def _was_whole(directory: Path) -> bool:
+    mark = directory / UNFINISHED
+    return is_sealed(directory) or (mark.is_file() and mark.stat().st_size > 0)
+
+
 def set_aside(directory: Path) -> Path:
     """Rename a checkpoint so that nobody resumes from it, and return its new path."""
     target = directory.with_name(DAMAGED + directory.name)
@@ -119,27 +162,31 @@ def set_aside(directory: Path) -> Path:
 def newest_good(directories: Iterable[Path]) -> tuple[Path | None, list[tuple[Path, str]]]:
     """Return the first checkpoint that can be trusted, and those before it that cannot, with the reason.
 
-    A checkpoint without a manifest is an unfinished one if any other has one; a folder in which none has was written
-    before holdfast came to it, and its newest is taken as it is.
+    A checkpoint without a manifest is an unfinished one if it is marked so, or if any other has a manifest. Where
+    none was ever sealed the newest without a mark was written before holdfast came, and is taken as it is.
 
     Args:
         directories: Newest first.
 
+    Returns:
+        None and all of them, if none was ever whole: there is nothing to lose by a new start.
+
     Raises:
-        CheckpointError: H312, if there are checkpoints and none can be trusted.
+        CheckpointError: H312, if one was whole and none can be trusted.
     """
     candidates = list(directories)
+    sealed = any(_was_whole(each) for each in candidates)
     refused: list[tuple[Path, str]] = []
-    if candidates and not any(is_sealed(each) for each in candidates):
-        return candidates[0], refused
     for each in candidates:
+        if not sealed and not is_unfinished(each):
+            return each, refused
         try:
             verify(each)
         except CheckpointError as error:
             refused.append((each, error.what))
             continue
         return each, refused
-    if refused:
+    if sealed:
         raise CheckpointError(
             f"none of the {len(refused)} checkpoint(s) in {refused[0][0].parent} verifies ({refused[0][1]})",
             limit="starting from scratch without a word would hide the loss",

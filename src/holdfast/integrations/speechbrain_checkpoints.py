@@ -1,8 +1,8 @@
 """SpeechBrain's checkpointer, with folders that are sealed when they are whole and verified before they are loaded.
 
 SpeechBrain writes ``CKPT.yaml`` first and the files after it, so an interrupted save looks like a finished one. Here
-a manifest with digests comes last; a folder that does not verify is renamed to ``damaged-CKPT+...``, where
-SpeechBrain does not look.
+the folder is marked as unfinished before that, and a manifest with digests comes last; a folder that does not verify
+is renamed to ``damaged-CKPT+...``, where SpeechBrain does not look.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.sealing import is_sealed, newest_good, remove_draft, seal, set_aside, verify
+from holdfast.checkpoint.sealing import begin, check, is_unfinished, newest_good, remove_draft, seal, set_aside
 from holdfast.integrations.frameworks import tell
 
 
@@ -58,23 +58,37 @@ class SealedCheckpoints:
         """Return the best checkpoint that verifies; those before it that do not are set aside.
 
         Raises:
-            CheckpointError: H312, if there are some and none verifies.
+            CheckpointError: H312, if one was whole and none verifies.
         """
+        unfinished = [path for path in self._folders() if is_unfinished(path)]
         candidates = {Path(each.path): each for each in self.find_checkpoints(*args, **kwargs)}  # type: ignore[attr-defined]
-        good, refused = newest_good(candidates)
+        good, refused = newest_good([*unfinished, *candidates])
         for path, why in refused:
             tell(self.note, "checkpoint_damaged", why=why, kept=set_aside(path).name)
         return None if good is None else candidates[good]
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Load a checkpoint, verified if it was sealed.
+        """Load a checkpoint, verified unless it was written without holdfast.
 
         Raises:
             CheckpointError: H311.
         """
-        if is_sealed(Path(checkpoint.path)):
-            verify(Path(checkpoint.path))
+        check(Path(checkpoint.path))
         super().load_checkpoint(checkpoint)  # type: ignore[misc]
+
+    def _new_checkpoint_dirpath(self) -> Path:
+        return self._begun(super()._new_checkpoint_dirpath())  # type: ignore[misc]
+
+    def _custom_checkpoint_dirpath(self, name: str) -> Path:
+        return self._begun(super()._custom_checkpoint_dirpath(name))  # type: ignore[misc]
+
+    def _begun(self, folder: Path) -> Path:
+        begin(folder)
+        return folder
+
+    def _list_checkpoint_dirs(self) -> list[Path]:
+        # Half of a ``CKPT.yaml`` cannot be read, and would end every search.
+        return [path for path in super()._list_checkpoint_dirs() if not is_unfinished(path)]  # type: ignore[misc]
 
     def _folders(self) -> list[Path]:
         return [path for path in Path(self.checkpoints_dir).glob("CKPT*") if path.is_dir()]

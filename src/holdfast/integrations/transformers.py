@@ -293,6 +293,7 @@ class HoldfastMixin:
         folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{step}")  # type: ignore[attr-defined]
         with SealedSave(self, folder) as save:
             try:
+                save.begin()
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
                 save.seal(None if guard is None else self._holdfast_carried(guard))
             except (OSError, RuntimeError, CheckpointError, load("safetensors").SafetensorError) as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.health import nonfinite_tensors
-from holdfast.checkpoint.sealing import is_sealed, seal, set_aside, verify
+from holdfast.checkpoint.sealing import check, seal, set_aside
 from holdfast.integrations.recording import Recording
 from holdfast.integrations.transformers_checkpoints import check_best
 from holdfast.run.buffers import BufferKeeper
@@ -27,7 +27,9 @@ class CallbackParts:
     (the schedule goes on all the same), and after ``nonfinite_patience`` of them in a row training ends. SIGTERM ends
     it after the step, with a checkpoint. What is saved gets digests; resuming from a checkpoint in the output
     directory, or loading the best one, is refused if bytes have changed, and `last_good_checkpoint` finds the one
-    before. ``logging_nan_inf_filter`` is switched off.
+    before. No callback is told that the Trainer is about to write: where nothing was sealed yet, a process that is
+    killed in the first save leaves a folder that is taken for a whole one. ``logging_nan_inf_filter`` is switched
+    off.
 
     Args:
         holdfast_policy: As for `HoldfastMixin`; used are ``nonfinite_patience``, ``diagnose``, ``objective``,
@@ -51,8 +53,8 @@ class CallbackParts:
             CheckpointError: H311, if the checkpoint does not hold what was saved.
         """
         resumed = _folder(args, state)
-        if state.global_step and is_sealed(resumed):
-            verify(resumed)
+        if state.global_step:
+            check(resumed)
         self._stop.uninstall()
         self._recording.open(
             args.output_dir, by="the Trainer", world_size=args.world_size, global_step=state.global_step

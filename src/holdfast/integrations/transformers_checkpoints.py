@@ -1,7 +1,8 @@
 """The checkpoint folders of a Hugging Face Trainer: sealed when they are written, verified before one is resumed.
 
-The Trainer writes ``checkpoint-500`` in place. Here a manifest with digests is written last, and a folder that does
-not verify is renamed to ``damaged-checkpoint-500``, where neither the Trainer nor its rotation looks.
+The Trainer writes ``checkpoint-500`` in place. Here the folder is marked as unfinished before that, a manifest with
+digests is written last, and a folder that does not verify is renamed to ``damaged-checkpoint-500``, where neither the
+Trainer nor its rotation looks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from holdfast.checkpoint.sealing import is_sealed, newest_good, remove_draft, seal, set_aside, unseal, verify
+from holdfast.checkpoint.sealing import begin, check, newest_good, remove_draft, seal, set_aside
 from holdfast.core.durable import write_file
 from holdfast.integrations.frameworks import load
 
@@ -40,10 +41,10 @@ def last_good_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         folder: ``TrainingArguments.output_dir``.
 
     Returns:
-        Its path, or None if there is none at all.
+        Its path, or None if there is none at all, or none that was ever finished.
 
     Raises:
-        CheckpointError: H312, if there are some and none verifies.
+        CheckpointError: H312, if one was whole and none verifies.
     """
     good, refused = newest_good(checkpoints_in(Path(folder)))
     for path, why in refused:
@@ -70,10 +71,12 @@ def resumable(asked: Any, output_dir: str) -> Any:
         return newest
     path = Path(asked)
     older = [each for each in checkpoints_in(path.parent) if _number(each) < _number(path)]
-    good, refused = newest_good([path, *older] if path.is_dir() else [])
+    if not path.is_dir():
+        return asked  # the Trainer says what is wrong with it
+    good, refused = newest_good([path, *older])
     for _, why in refused:
-        _log.warning("%s; going on from %s", why, good)
-    return asked if good is None else str(good)
+        _log.warning("%s; %s", why, "training starts anew" if good is None else f"going on from {good}")
+    return None if good is None else str(good)
 
 
 def _number(path: Path) -> int:
@@ -96,13 +99,19 @@ class SealedSave:
         self._best = trainer.state.best_model_checkpoint
 
     def __enter__(self) -> Self:
-        if self._folder.is_dir():
-            unseal(self._folder)  # a step that is saved once more
         self._trainer.args.save_total_limit = None  # nothing older goes before this one is sealed
         return self
 
     def __exit__(self, *_: object) -> None:
         self._trainer.args.save_total_limit = self._limit
+
+    def begin(self) -> None:
+        """Mark the folder as unfinished, before the Trainer writes.
+
+        Raises:
+            OSError: if the disk refuses.
+        """
+        begin(self._folder)
 
     def seal(self, carried: Mapping[str, Any] | None) -> None:
         """Write what holdfast needs of it, and the digests; then older ones may go.
@@ -137,7 +146,7 @@ def carried_in(checkpoint: Any) -> dict[str, Any] | None:
 
 
 def check_best(state: Any) -> None:
-    """Verify the checkpoint of the best model before it is loaded, if it was sealed.
+    """Verify the checkpoint of the best model before it is loaded, unless it was written without holdfast.
 
     Args:
         state: Of the Trainer.
@@ -145,9 +154,8 @@ def check_best(state: Any) -> None:
     Raises:
         CheckpointError: H311.
     """
-    best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
-    if best is not None and is_sealed(best):
-        verify(best)
+    if state.best_model_checkpoint is not None:
+        check(Path(state.best_model_checkpoint))
 
 
 def is_of_the_disk(error: Exception) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from holdfast.checkpoint.sealing import is_sealed, newest_good, seal, set_aside, unseal, verify
+from holdfast.checkpoint.sealing import begin, check, is_sealed, newest_good, seal, set_aside, unseal, verify
 from holdfast.core.errors import CheckpointError
 from holdfast.testing import flip_bit
 
@@ -76,3 +76,36 @@ def test_a_folder_from_before_is_taken_as_it_is(tmp_path: Path) -> None:
     assert not is_sealed(second)
     assert newest_good([second, first]) == (second, [])
     assert newest_good([]) == (None, [])
+
+
+def test_a_save_that_was_begun_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
+    """What a killed first save left is refused, one from before is taken in its place, else there is none."""
+    empty, torn, before = (tmp_path / f"checkpoint-{step}" for step in (3, 2, 1))
+    empty.mkdir()  # its first moment
+    begin(torn)
+    for path in (torn, before):
+        path.mkdir(exist_ok=True)
+        (path / "model.safetensors").write_bytes(b"half")
+    good, refused = newest_good([empty, torn, before])
+    assert (good, [path for path, _ in refused]) == (before, [empty, torn])
+    assert all("not finished" in why for _, why in refused)
+    check(before)
+    for path in (empty, torn):
+        with pytest.raises(CheckpointError, match="not finished"):
+            check(path)
+    assert newest_good([empty, torn]) == (None, refused)
+
+
+def test_a_whole_one_that_is_written_once_more_is_unfinished_until_it_is_sealed(tmp_path: Path) -> None:
+    """Torn in that it is refused, and that a whole one was lost is an error, however often it is begun."""
+    old, new = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    before = verify(new)
+    for _ in range(2):
+        begin(new)
+        assert not is_sealed(new)
+        assert newest_good([new, old])[0] == old
+        with pytest.raises(CheckpointError, match="H312"):
+            newest_good([new])
+    assert seal(new, global_step=2, unix_seconds=1.0).files == before.files
+    assert newest_good([new, old]) == (new, [])
+    assert {path.name for path in new.iterdir()} == {*before.files, "inner", "manifest.json"} - {"inner/state.json"}
