@@ -28,7 +28,10 @@ def run(
     with failing_clearly(as_json=as_json):
         store = store_of(run_dir)
         removed = [] if prune is None else _prune(run_dir, store, prune)
-        rows = [_describe(entry, verify=verify) for entry in store.entries()]
+        entries = store.entries()
+        described = [_describe(entry, verify=verify) for entry in entries]
+        # A live run may have removed, or set aside, what was just listed.
+        rows = [row for entry, row in zip(entries, described, strict=True) if entry.path.exists()]
         rows += [_describe(entry, verify=False, status="damaged, set aside") for entry in store.damaged()]
     if as_json:
         print_json({"run_dir": str(run_dir), "checkpoints": rows, "removed": [path.name for path in removed]})

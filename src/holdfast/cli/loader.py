@@ -15,6 +15,7 @@ from rich.table import Table
 
 from holdfast.cli.factories import load_factory, unusable_factory
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
+from holdfast.core.errors import PolicyError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -46,13 +47,14 @@ def run(
 ) -> None:
     """Measure a loader in this process, print every number of workers with what it would give, and the choice.
 
-    Exit code 0: done. 1: the loader as it is would certainly fail. 2: it could not be measured.
+    Exit code 0: done. 1: the loader as it is, or with --measure with workers, would certainly fail, so that nothing
+    more is measured. 2: it could not be measured.
     """
     with failing_clearly(as_json=as_json):
         loader = make_loader(factory, batch_size)
-        found = _decide(factory, loader, step_seconds, batches)
-        if measure:
-            found["measured"] = _measure(loader, found["plan"], step_seconds)
+        found = _decide(factory, loader, step_seconds, batches, measure=measure)
+        if measure and not any(concern.severity == "error" for concern in found["concerns"]):
+            found["measured"] = _measure(factory, loader, found["plan"], step_seconds)
     if as_json:
         print_json({name: _plain(value) for name, value in found.items()})
     else:
@@ -90,7 +92,9 @@ def make_loader(factory: str, batch_size: int) -> DataLoader[Any]:
     return DataLoader(made, batch_size)
 
 
-def _decide(factory: str, loader: DataLoader[Any], step_seconds: float, batches: int) -> dict[str, Any]:
+def _decide(
+    factory: str, loader: DataLoader[Any], step_seconds: float, batches: int, *, measure: bool
+) -> dict[str, Any]:
     import torch
 
     from holdfast.data.tuning import choice, probing
@@ -101,11 +105,7 @@ def _decide(factory: str, loader: DataLoader[Any], step_seconds: float, batches:
     try:
         samples, batch = probing.probe(iter(probing.without_workers(loader)), None, batches)
     except Exception as error:  # whatever the user's dataset does
-        raise unusable_factory(
-            factory,
-            f"its loader raised {type(error).__name__}: {error}",
-            _CORRECT,
-        ) from error
+        raise _raised(factory, error) from error
     if not samples:
         raise unusable_factory(factory, "its loader has no batch", _CORRECT)
     size, tensors = weigh(batch)
@@ -127,13 +127,23 @@ def _decide(factory: str, loader: DataLoader[Any], step_seconds: float, batches:
         transfer = probing.Transfer.assumed(size, tensors)
     plan = choice.decide_workers(choice.pace_of(samples, transfer, step_seconds=step_seconds), machine, load)
     parts = {name: getattr(loader, name) for name in ("dataset", "collate_fn", "worker_init_fn")}
+    some = measure and any(option.fits for option in plan.options if option.num_workers)
+    started = dataclasses.replace(load, num_workers=max(workers, int(some)))
     return {
         "machine": machine,
-        "concerns": preflight(load, machine, batch=batch, **parts),
+        "concerns": preflight(started, machine, batch=batch, **parts),
         "load": load,
         "samples": samples,
         "plan": plan,
     }
+
+
+def _raised(factory: str, error: Exception) -> PolicyError:
+    """Return the error that says what loading raised; torch puts the whole traceback of a worker into its message."""
+    what = f"{type(error).__name__}: {error}"
+    if "\nOriginal Traceback" in what:
+        what = f"in a worker {what.rstrip().splitlines()[-1]}"
+    return unusable_factory(factory, f"its loader raised {what}", _CORRECT)
 
 
 def _start_method(loader: DataLoader[Any]) -> str:
@@ -143,8 +153,12 @@ def _start_method(loader: DataLoader[Any]) -> str:
     return str(torch.multiprocessing.get_start_method() if context is None else context.get_start_method())
 
 
-def _measure(loader: DataLoader[Any], plan: LoaderPlan, step_seconds: float) -> list[float | None]:
-    """Return the batches per second of every option, each the better of two rounds."""
+def _measure(factory: str, loader: DataLoader[Any], plan: LoaderPlan, step_seconds: float) -> list[float | None]:
+    """Return the batches per second of every option, each the better of two rounds.
+
+    Raises:
+        PolicyError: H703, for what the loader raises beyond the first batches, or in workers alone.
+    """
     from holdfast.data.tuning.probing import measure_throughput, with_workers
 
     rates: list[list[float]] = [[] for _ in plan.options]
@@ -154,7 +168,10 @@ def _measure(loader: DataLoader[Any], plan: LoaderPlan, step_seconds: float) -> 
                 if not option.fits:
                     continue
                 copy = with_workers(loader, option.num_workers, option.prefetch_factor)
-                rate = measure_throughput(copy, _busy_for(step_seconds), _MEASURED_SECONDS)
+                try:
+                    rate = measure_throughput(copy, _busy_for(step_seconds), _MEASURED_SECONDS)
+                except Exception as error:  # whatever the user's dataset does
+                    raise _raised(factory, error) from error
                 if rate is not None:
                     rates[option.num_workers].append(rate)
     return [max(each, default=None) for each in rates]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,25 @@ def test_prune_refuses_to_delete_under_a_live_run(run_dir):
     assert refused.exit_code == 2
     assert json.loads(refused.output)["error"]["rule"] == "H301"
     assert len(list((run_dir / "checkpoints").iterdir())) == 3
+
+
+def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_left_out(run_dir):
+    """What was there when the list was made and is gone when it is read is no damaged checkpoint."""
+    oldest = run_dir / "checkpoints/000002-step00000002"
+    (oldest / "manifest.json").unlink()
+    os.mkfifo(oldest / "manifest.json")  # its reader waits for the run
+
+    def remove() -> None:
+        with (oldest / "manifest.json").open("wb"):
+            shutil.rmtree(oldest)
+
+    run = threading.Thread(target=remove)
+    run.start()
+    listed = call("checkpoints", run_dir, "--json")
+    run.join()
+    assert listed.exit_code == 0, listed.output
+    steps = [row["global_step"] for row in json.loads(listed.output)["checkpoints"]]
+    assert steps == [6, 4]
 
 
 @pytest.mark.parametrize("arguments", [["checkpoints", "nowhere"], ["explain", "H999"]])

@@ -32,6 +32,31 @@ class Broken(Waits):
 def waiting():
     return DataLoader(Waits(), batch_size=5)
 
+class OneIsCorrupt(Waits):
+    def __getitem__(self, index):
+        if index == 60:
+            raise RuntimeError(f"no file for {index}")
+        return torch.zeros(50)
+
+class FailsInWorkers(Waits):
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info() is not None:
+            raise KeyError("no handle")
+        return torch.zeros(50)
+
+class CannotBeSent(Waits):
+    def __getitem__(self, index):
+        return lambda: index
+
+def one_is_corrupt():
+    return OneIsCorrupt()
+
+def fails_in_workers():
+    return FailsInWorkers()
+
+def cannot_be_sent():
+    return DataLoader(CannotBeSent(), batch_size=None)
+
 def many_workers():
     return DataLoader(Waits(), batch_size=5, num_workers=300, prefetch_factor=3)
 
@@ -142,3 +167,29 @@ def test_a_factory_that_cannot_be_used(tmp_path: Path, name: str, why: str) -> N
     assert result.exit_code == 2
     assert why in result.output
     assert "H703" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("one_is_corrupt", "RuntimeError: no file for 60"),
+        ("fails_in_workers", "its loader raised in a worker KeyError: 'no handle'"),
+    ],
+)
+def test_what_only_measuring_finds_is_told_as_well(tmp_path: Path, name: str, why: str) -> None:
+    """A corrupt sample beyond the first batches, or one that fails in workers alone, is named with exit code 2."""
+    assert call(tmp_path, name).exit_code == 0
+    result = call(tmp_path, name, "--measure")
+    assert result.exit_code == 2, result.output
+    assert why in result.output
+    assert "H703" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_batches_that_no_worker_can_send_are_not_measured(tmp_path: Path) -> None:
+    """A loader of torch's would wait for them for ever; without workers they are no concern."""
+    assert as_json(tmp_path, "cannot_be_sent")["concerns"] == []
+    found = as_json(tmp_path, "cannot_be_sent", "--measure")
+    assert found["exit code"] == 1
+    assert [concern["rule"] for concern in found["concerns"]] == ["H641"]
+    assert "measured" not in found
