@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import json
 import multiprocessing
 import os
 import random
+import subprocess
 import sys
 import textwrap
 import types
@@ -24,6 +27,7 @@ from holdfast.data.features import workers as feature_workers
 from holdfast.data.features.cache import FeatureCache
 from holdfast.data.features.files import Draft
 from holdfast.data.features.keys import differences, facts_of
+from holdfast.data.features.sources import is_own_file
 from holdfast.data.features.workers import Work, compute_in_workers
 from holdfast.data.loader import DataLoader
 from holdfast.testing import flip_bit
@@ -42,6 +46,8 @@ VALUES: list[Any] = [
     np.array([], dtype=np.int16),
     np.float16(0.1),
     np.datetime64("2024-01-02T03:04"),
+    np.str_(""),
+    np.ndarray((2, 1), "<U0"),
     1,
     -0.0,
     float("inf"),
@@ -219,7 +225,7 @@ def test_a_finished_cache_is_not_computed_again(tmp_path):
 
 
 SOURCE = """
-import functools
+import dataclasses, enum, functools, numpy, operator, torch
 N_MELS = 80
 
 def helper(sample):
@@ -243,17 +249,121 @@ class Object:
 
     def method(self, sample):
         return sample - self.window
+
+@torch.no_grad()
+def quiet(sample):
+    return sample + N_MELS
+
+@functools.lru_cache
+def bank():
+    return N_MELS + 1
+
+@torch.inference_mode()
+def banked(sample):
+    return sample * bank()
+
+@torch.autograd.function.once_differentiable
+def closed(sample):
+    return sample * N_MELS
+
+def scaled(function):
+    @functools.wraps(function)
+    def inner(sample):
+        return function(sample) * 3
+    return inner
+
+@scaled
+def tripled(sample):
+    return sample - 7
+
+class Base:
+    RATE = 22050
+    SIZES = (400, 160)
+
+    @staticmethod
+    def static(sample):
+        return bank() * sample
+
+    @classmethod
+    def made(cls, sample, gain=1):
+        return cls()(sample) * gain
+
+    @property
+    def size(self):
+        return self._size if False else len(str(N_MELS))
+
+    @functools.cached_property
+    def once(self):
+        return helper(1)
+
+    @torch.no_grad()
+    def silent(self, sample):
+        return doubled(sample)
+
+    def __call__(self, sample, floor=1):
+        return sample + floor
+
+Outer = Base
+
+class Derived(Outer):
+    def __call__(self, sample, floor=2):
+        return super().__call__(sample) + floor
+
+Derived.__qualname__ = "Base"
+
+def doubled(sample):
+    return sample + sample
+
+class Stateless:
+    def __call__(self, sample):
+        return sample + 0.5
+
+class Chain:
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def __call__(self, sample):
+        return [step(sample) for step in self.steps]
+
+class Table(dict):
+    def __call__(self, sample):
+        return self.get(sample, 11)
+
+@dataclasses.dataclass
+class Settings:
+    rate: int = 8000
+
+    def __call__(self, sample):
+        return sample / self.rate
+
+class Kind(enum.Enum):
+    MEL = 1
+
+    def __call__(self, sample):
+        return sample ** self.value
+
+class Net(torch.nn.Module):
+    def forward(self, sample):
+        return doubled(sample)
+
+class Odd:
+    def __getattr__(self, name):
+        return "everything"
+
+    def __call__(self, sample):
+        return sample % 5
 """
 
 
-def loaded(folder: Path, source: str, expression: str) -> Any:
+def loaded(folder: Path, source: str, expression: str, edited: str = "") -> Any:
     file = folder / f"made{len(list(folder.iterdir()))}.py"
     file.write_text(source)
     module = types.ModuleType("made")
     module.__file__ = str(file)
-    exec(compile(source, file, "exec"), vars(module))
     sys.modules["made"] = module
     try:
+        exec(compile(source, file, "exec", dont_inherit=True), vars(module))
+        file.write_text(edited or source)
         return facts_of([1, 2], eval(expression, vars(module)), None, 0)
     finally:
         del sys.modules["made"]
@@ -283,6 +393,36 @@ def loaded(folder: Path, source: str, expression: str) -> Any:
             ("N_MELS = 80", "N_MELS = 40"),
             "function: global N_MELS was 80 and is 40",
         ),
+        ("quiet", ("sample + N_MELS", "sample - N_MELS"), "function: source"),
+        ("quiet", ("N_MELS = 80", "N_MELS = 40"), "function: global N_MELS was 80 and is 40"),
+        ("banked", ("N_MELS + 1", "N_MELS + 2"), "function: global bank"),
+        ("closed", ("return sample * N_MELS\n\ndef scaled", "return sample\n\ndef scaled"), "function: closure fn"),
+        ("tripled", ("function(sample) * 3", "function(sample) * 4"), "function: source"),
+        ("tripled", ("sample - 7", "sample - 8"), "function: closure function"),
+        ("Base()", ("RATE = 22050", "RATE = 16000"), "function: class attribute RATE was 22050 and is 16000"),
+        ("Base()", ("(400, 160)", "(400, 200)"), "function: class attribute SIZES was tuple(400, 160)"),
+        ("Base()", ("N_MELS + 1", "N_MELS + 2"), "function: static: global bank"),
+        ("Base.made", ("gain=1", "gain=2"), "function: default of gain was 1 and is 2"),
+        ("Base()", ("N_MELS = 80", "N_MELS = 40"), "function: size: global N_MELS was 80 and is 40"),
+        ("Base()", ("sample * N_MELS\n\ndef fn", "sample\n\ndef fn"), "function: once: global helper"),
+        ("Base()", ("sample + sample", "sample * 2"), "function: silent: global doubled"),
+        ("Derived()", ("floor=1)", "floor=3)"), "function: __call__: default of floor was 2; 1 and is 2; 3"),
+        ("Derived()", ("sample + floor", "sample - floor"), "function: source of Base"),
+        ("Chain(Stateless())", ("sample + 0.5", "sample + 0.25"), "function: attribute steps"),
+        ("Table(a=1)", ("(sample, 11)", "(sample, 12)"), "function: source of Table"),
+        ("functools.partial(fn, power=Table(a=1))", ("(sample, 11)", "(sample, 12)"), "function: argument power"),
+        ("Settings()", ("sample / self.rate", "sample * self.rate"), "function: source of Settings"),
+        ("Settings().__call__", ("int = 8000", "int = 9000"), "function: self"),
+        ("Kind.MEL", ("sample ** self.value", "sample"), "function: source of Kind"),
+        ("Net()", ("sample + sample", "sample * 2"), "function: forward: global doubled"),
+        ("Odd()", ("sample % 5", "sample % 6"), "function: source of Odd"),
+        (
+            "operator.itemgetter('audio')",
+            "operator.itemgetter('text')",
+            "function: name was operator.itemgetter('audio') and is operator.itemgetter('text')",
+        ),
+        ("numpy.vectorize(helper)", ("N_MELS = 80", "N_MELS = 40"), "function: attribute pyfunc"),
+        ("{1: 2}.get", "{1: 3}.get", "function: self was dict(1: 2) and is dict(1: 3)"),
     ],
 )
 def test_what_the_function_consists_of_is_part_of_the_key(tmp_path, expression, change, named):
@@ -293,6 +433,188 @@ def test_what_the_function_consists_of_is_part_of_the_key(tmp_path, expression, 
     found = differences(before, loaded(tmp_path, source, after))
     assert any(text.startswith(named) for text in found), found
     assert before == loaded(tmp_path, SOURCE, expression)
+
+
+def test_a_cached_property_that_was_asked_for_is_no_part_of_the_key(tmp_path):
+    """Its function is: what it returned is there or not as it happens."""
+    asked = "[made := Base(), made.once][0]"
+    assert loaded(tmp_path, SOURCE, "Base()") == loaded(tmp_path, SOURCE, asked)
+
+
+@pytest.mark.parametrize(
+    ("expression", "change"),
+    [
+        ("fn", ("** power", "* power")),
+        ("fn", ("sample * N_MELS", "sample + N_MELS")),
+        ("quiet", ("sample + N_MELS", "sample - N_MELS")),
+        ("Object(1)", ("self.window + floor", "self.window")),
+        ("Base()", ("return doubled(sample)", "return sample")),
+    ],
+)
+def test_a_file_that_was_edited_after_it_was_imported_is_not_what_will_run(tmp_path, expression, change):
+    """The features of the old code are not those of the new: neither has the key of the other."""
+    old, new = SOURCE, SOURCE.replace(*change)
+    edited = loaded(tmp_path, old, expression, edited=new)
+    assert edited == loaded(tmp_path, old, expression, edited=new)
+    assert differences(edited, loaded(tmp_path, new, expression))
+
+
+@pytest.mark.parametrize("expression", ["fn", "make(1)", "banked", "Object(1)", "Base()", "lambda x: helper(x)"])
+def test_an_edit_elsewhere_in_the_file_is_no_part_of_the_key(tmp_path, expression):
+    """Lines that moved do not change what is found; nor, for a function, a text that is no python."""
+    there = loaded(tmp_path, SOURCE, expression)
+    assert loaded(tmp_path, SOURCE, expression, edited="def above():\n    return 1\n" + SOURCE) == there
+    if "()" not in expression and "Object" not in expression:
+        assert loaded(tmp_path, SOURCE, expression, edited=SOURCE + "%magic\n") == there
+
+
+PROJECT = {
+    "proj/__init__.py": "",
+    "proj/rates.py": "RATE = 8000\n",
+    "proj/audio.py": "from proj.rates import RATE\n\ndef logmel(sample):\n    return sample * RATE\n",
+    "space/deep/tool.py": "def clip(sample):\n    return sample - 1\n",
+    "proj/early.py": """
+import proj.audio, space.deep.tool
+
+def chained(sample):
+    return proj.audio.logmel(sample)
+
+def spaced(sample):
+    return space.deep.tool.clip(sample)
+
+def handed_on(sample):
+    return getattr(proj.audio, "logmel")(sample)
+""",
+    "proj/late.py": """
+def absolute(sample):
+    from proj import audio
+    return audio.logmel(sample)
+
+def relative(sample):
+    from .audio import logmel
+    return logmel(sample)
+
+def dotted(sample):
+    import space.deep.tool
+    return space.deep.tool.clip(sample)
+
+def absent(sample):
+    import nowhere.at_all
+    from .... import beyond
+""",
+}
+
+
+def project(folder: Path, changes: dict[str, tuple[str, str]], first: str = "") -> dict[str, dict[str, str]]:
+    """Return the facts of all functions of PROJECT, written anew with changes, by name."""
+    for name, text in PROJECT.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text.replace(*changes.get(name, ("", ""))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        try:
+            for name in first.split():
+                importlib.import_module(name)
+            found = {}
+            for module in map(importlib.import_module, ("proj.late", "proj.early")):
+                functions = [value for value in vars(module).values() if isinstance(value, types.FunctionType)]
+                found |= {fn.__name__: facts_of([1], fn, None, 0) for fn in functions}
+                assert "proj.audio" not in sys.modules or first or module.__name__ == "proj.early"
+            return found
+        finally:
+            for name in [name for name in sys.modules if name.partition(".")[0] in ("proj", "space")]:
+                del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"proj/audio.py": ("sample * RATE", "sample + RATE")},
+            {
+                "chained": "function: global proj.audio.logmel",
+                "handed_on": "function: global proj.audio",
+                "absolute": "function: module proj.audio",
+                "relative": "function: module proj.audio",
+            },
+        ),
+        (
+            {"proj/rates.py": ("8000", "9000")},
+            {
+                "chained": "function: global proj.audio.logmel",
+                "absolute": "function: module proj.rates",
+                "relative": "function: module proj.rates",
+            },
+        ),
+        (
+            {"space/deep/tool.py": ("sample - 1", "sample - 2")},
+            {"spaced": "function: global space.deep.tool.clip", "dotted": "function: module space.deep.tool"},
+        ),
+        ({"proj/audio.py": ("def logmel", "# as always\ndef logmel")}, {}),
+    ],
+    ids=["helper", "what it imports", "namespace", "comment"],
+)
+def test_what_lies_in_other_modules_is_part_of_the_key(tmp_path, changes, named):
+    """Reached by dots, in a package without a file, or imported by the function when it runs."""
+    there, here = project(tmp_path / "old", {}), project(tmp_path / "new", changes)
+    found = {name: differences(there[name], here[name]) for name in there}
+    assert {name for name, texts in found.items() if texts} == set(named)
+    for name, text in named.items():
+        assert any(each.startswith(text) for each in found[name]), found[name]
+
+
+def test_whether_a_module_is_imported_already_is_no_part_of_the_key(tmp_path):
+    """What a function imports is looked up and not imported, and told the same if it was."""
+    assert project(tmp_path, {}) == project(tmp_path, {}, first="proj.audio space.deep.tool")
+
+
+@pytest.mark.slow
+def test_the_key_is_the_same_in_another_process(tmp_path):
+    """Whatever the order of sets there: of decorated functions, callable objects, modules, and what is in them."""
+    (tmp_path / "made.py").write_text(SOURCE + "\nwords = lambda sample: sample in {'a', 'b', 'c'}, lambda x: x\n")
+    program = (
+        "import json, sys, torch, made; from holdfast.data.features.keys import facts_of; torch.manual_seed(0);"
+        "each = [made.quiet, made.banked, made.closed, made.Base(), made.Derived(), made.Settings(), made.Kind.MEL, "
+        "made.Chain(made.Net(), torch.nn.Linear(2, 2)), made.words[0], made.Odd(), {'a', 'b', 'c'}.union];"
+        "json.dump([facts_of([1], fn, None, 0) for fn in each], sys.stdout)"
+    )
+    keys = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True)
+        keys.append(json.loads(done.stdout))
+    assert keys[0] == keys[1]
+    assert len({json.dumps(key) for key in keys[0]}) == len(keys[0])
+
+
+def test_what_is_nested_deeply_or_holds_itself_is_told_in_short():
+    """Neither endless nor longer than its parts: lists in lists, wide and deep."""
+    wide: list[Any] = [1]
+    for _ in range(60):
+        wide = [wide, wide]
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    wide.append(wide)
+    facts = facts_of([1], abs, {"wide": wide, "deep": deep, "near": [[[[1]]]]}, 0)
+    assert max(map(len, facts.values())) <= 100
+    assert differences(facts, facts_of([1], abs, {"wide": wide, "deep": deep, "near": [[[[2]]]]}, 0))
+
+
+@pytest.mark.parametrize(
+    ("file", "own"),
+    [
+        (__file__, True),
+        (os.__file__, False),
+        (torch.__file__, False),
+        ("/home/me/.local/lib/python3.11/site-packages/x/y.py", False),
+        ("/usr/lib/python3/dist-packages/x.py", False),
+        ("/home/me/packages/x.py", True),
+    ],
+)
+def test_what_is_installed_is_not_the_users_own(file, own):
+    """Wherever it is installed."""
+    assert is_own_file(file) == own
 
 
 def test_comments_docstrings_and_layout_are_no_part_of_the_key(tmp_path):
@@ -347,6 +669,25 @@ def test_tensors_tell_datasets_apart():
     assert any("attribute _parameters" in text for text in found)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_scripted_module_is_told_by_its_code_and_weights(tmp_path):
+    """Loaded from a file it is the same before and after it is called; with other weights or code it is another."""
+    path = str(tmp_path / "net.pt")
+
+    def facts(net: torch.nn.Module, calls: int) -> dict[str, str]:
+        torch.jit.save(torch.jit.script(net), path)
+        loaded = torch.jit.load(path)
+        for _ in range(calls):
+            loaded(torch.ones(2))
+        return facts_of([1], loaded, None, 0)
+
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    assert facts(first, 0) == facts(first, 2)
+    assert any("attribute weight" in text for text in differences(facts(first, 0), facts(second, 0)))
+    found = differences(*(facts(torch.nn.Sequential(first, kind()), 0) for kind in (torch.nn.ReLU, torch.nn.Tanh)))
+    assert [text.partition(" was ")[0] for text in found] == ["function: attribute code"]
+
+
 def test_a_failing_item_is_named_and_what_came_before_is_kept(tmp_path, monkeypatch):
     """The error names the item, also for StopIteration; the next build computes from there on."""
     for workers in (0, 2):
@@ -390,6 +731,18 @@ def test_the_old_cache_can_be_read_until_a_rebuild_is_complete(tmp_path, monkeyp
     with pytest.raises(LoaderError, match="was replaced by another one") as caught:
         old[0]
     assert caught.value.rule == "H620"
+
+
+def test_a_rebuild_of_the_same_features_that_is_killed_is_continued(tmp_path, monkeypatch):
+    """Who rebuilds does not trust the old file, although its key is the same: the next build does not return it."""
+    build(range(5), doubled, tmp_path / "f.h5").close()
+    old = (tmp_path / "f.h5").stat().st_ino
+    monkeypatch.setenv("FAIL_AT", "3")
+    with pytest.raises(LoaderError, match="item 3"):
+        build(range(5), doubled, tmp_path / "f.h5", rebuild=True)
+    monkeypatch.setenv("FAIL_AT", "0")  # items 0 to 2 are not computed again
+    assert list(build(range(5), doubled, tmp_path / "f.h5")) == [0, 2, 4, 6, 8]
+    assert (tmp_path / "f.h5").stat().st_ino != old
 
 
 def test_a_cache_that_is_being_written_has_one_writer_and_no_reader(tmp_path):

@@ -274,10 +274,10 @@ def _is_finished(draft: Draft, key: dict[str, str]) -> bool:
     except FileNotFoundError:
         return False
     os.close(descriptor)
+    if draft.key() == key:  # a rebuild that was killed: by whoever did not trust the file, although it has this key
+        return False
     if contents.key == key:
         return True
-    if draft.key() == key:  # a rebuild that was killed
-        return False
     raise stale(draft.path, differences(contents.key, key), unfinished=False)
 
 

@@ -121,8 +121,9 @@ def _built(spec: Any, data: bytearray, start: int) -> Any:
             return torch.empty(spec[2], dtype=dtype)
         return torch.frombuffer(data, dtype=dtype, count=count, offset=start + spec[3]).reshape(spec[2])
     if kind in ("array", "scalar"):
-        count = math.prod(spec[2])
-        flat = np.frombuffer(data, np.dtype(spec[1]), count, start + spec[3]) if count else np.empty(0, spec[1])
+        count, element = math.prod(spec[2]), np.dtype(spec[1])
+        some = count and element.itemsize  # an empty text has no bytes
+        flat = np.frombuffer(data, element, count, start + spec[3]) if some else np.ndarray(count, element)
         return flat.reshape(spec[2]) if kind == "array" else flat[0]
     if kind == "plain":
         return spec[1]

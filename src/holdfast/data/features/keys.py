@@ -2,40 +2,46 @@
 
 Two builds with equal facts give the same features. A difference has a name, so that the error can say what changed:
 the source of a function or of one that it calls, a default, a closure, an argument of a partial, an attribute of a
-callable object, a global that the code reads, a sample.
+callable object or of its class, a global that the code reads, a module that it imports when it runs, a sample.
 
 Not seen: files that the function opens, versions of installed packages, and what it reaches by a name that is put
-together at run time. That is what the user's own ``parameters`` are for.
+together at run time. That is what the user's own ``parameters`` are for. Where more than 50 objects hold one another,
+only the kinds and names of those further inside are told.
 """
 
 from __future__ import annotations
 
-import ast
 import collections
-import dis
+import contextlib
 import functools
 import hashlib
-import inspect
-import sysconfig
-import textwrap
 import types
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from holdfast.data.features.errors import not_computed
+from holdfast.data.features.sources import (
+    functions_in,
+    globals_read,
+    is_of_the_library,
+    is_own,
+    is_own_file,
+    module_source,
+    modules_imported,
+    source,
+    wrapped,
+)
 from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.seeds import derive_seed
 
 _SAMPLES = 8
 """Samples that tell datasets apart. Another set of data differs in nearly all; eight cost no time worth naming."""
 _LONGEST_TEXT = 100
-_INSTALLED = tuple(str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_DEEPEST = 50
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_Code = types.CodeType
 
 
 def facts_of(dataset: Any, fn: Any, parameters: Mapping[str, Any] | None, seed: int) -> dict[str, str]:
@@ -51,7 +57,10 @@ def facts_of(dataset: Any, fn: Any, parameters: Mapping[str, Any] | None, seed: 
         LoaderError: H623, naming a sample that cannot be read.
     """
     teller = _Teller()
-    facts = {f"function: {name}": _short(text) for name, text in teller.parts(fn)}
+    parts: dict[str, list[str]] = {}
+    for name, text in teller.parts(fn):
+        parts.setdefault(f"function: {name}", []).append(text)  # a class and its base may have the same name
+    facts = {name: _short("; ".join(texts)) for name, texts in parts.items()}
     facts |= {f"parameters: {name}": _short(teller.told(value)) for name, value in (parameters or {}).items()}
     facts["dataset: length"] = str(len(dataset))
     for index in _looked_at(len(dataset)):
@@ -89,6 +98,10 @@ def _looked_at(length: int) -> list[int]:
     return sorted({0, length - 1, *between})
 
 
+def _joined(parts: Iterable[tuple[str, str]]) -> str:
+    return "; ".join(f"{name} {text}" for name, text in parts)
+
+
 def _short(text: str) -> str:
     if len(text) <= _LONGEST_TEXT:
         return text
@@ -100,23 +113,39 @@ def _digest(data: Any) -> str:
 
 
 class _Teller:
-    """Tells values and functions as texts that are equal for equal ones, in every process."""
+    """Tells values and functions as texts that are equal for equal ones, in every process.
+
+    A text within another one is shortened to its digest. Beyond 50 objects that hold one another only kind and name
+    are told.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, str] = {}
         self._kept: list[Any] = []  # an id must not be used again while it is known
+        self._depth = 0
 
     def told(self, value: Any) -> str:
         """Return the text of any value; of one that cannot be told, its type."""
         if type(value) in _PLAIN:
             return repr(value)
         if id(value) not in self._known:
+            if self._depth == _DEEPEST:
+                return _kind_and_name(value)
             self._known[id(value)] = "..."  # one that holds itself
             self._kept.append(value)
-            self._known[id(value)] = self._told(value)
+            self._depth += 1
+            self._known[id(value)] = _short(self._told(value))
+            self._depth -= 1
         return self._known[id(value)]
 
     def _told(self, value: Any) -> str:
+        text = self._content(value)
+        if text is None:
+            return self._object(value)
+        return f"{text}; {self._object(value)}" if is_own(type(value)) else text
+
+    def _content(self, value: Any) -> str | None:
+        """Return what is in a value that holds others, or None."""
         if isinstance(value, torch.Tensor):
             return _tensor(value)
         if _is_array(value):
@@ -128,9 +157,7 @@ class _Teller:
             return f"{type(value).__name__}({', '.join(sorted(map(self.told, value)))})"
         if isinstance(value, (list, tuple, collections.deque)):
             return f"{type(value).__name__}({', '.join(map(self.told, value))})"
-        if isinstance(value, (type, functools.partial, types.FunctionType, types.MethodType)):
-            return "; ".join(f"{name} {text}" for name, text in self.parts(value))
-        return self._object(value)
+        return None
 
     def _array(self, value: Any) -> str:
         if value.dtype.hasobject:
@@ -138,18 +165,24 @@ class _Teller:
         return f"{value.dtype.str} {value.shape} sha256 {_digest(value.tobytes())}"
 
     def _object(self, value: Any) -> str:
-        name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-        if isinstance(name, str):  # a module, a function that is not python's
-            return f"{type(value).__name__} {name}"
-        if _is_of_the_library(type(value)) or not _attributes_of(value):
+        if isinstance(value, types.ModuleType):
+            file = getattr(value, "__file__", None)
+            content = [module_source(value.__name__, file)] if file and is_own(value) else []
+            return " ".join([_kind_and_name(value), *content])
+        if _is_told_by_parts(value):
+            return _joined(self.parts(value))
+        if is_own(type(value)):
+            return _joined([("class", self.told(type(value))), *self._attributes(value)])
+        if is_of_the_library(type(value)) or not _attributes_of(value):
             text = repr(value)
             return type(value).__qualname__ if " at 0x" in text or text.startswith("<") else text
-        return "; ".join(f"{name} {text}" for name, text in self._attributes(value))
+        return _joined([("name", type(value).__qualname__), *self._attributes(value)])
 
     def _attributes(self, value: Any) -> Iterator[tuple[str, str]]:
-        yield from self._class(type(value))
         for name, item in _attributes_of(value).items():
-            yield f"attribute {name}", self.told(item)
+            member = getattr(type(value), name, None)
+            if not isinstance(member, functools.cached_property):  # there or not, as it was asked for
+                yield f"attribute {name}", self.told(item)
 
     def parts(self, fn: Any) -> Iterator[tuple[str, str]]:
         """Yield what a callable consists of, by name."""
@@ -164,28 +197,48 @@ class _Teller:
             yield from self._function(fn)
         elif isinstance(fn, type):
             yield from self._class(fn)
-        elif isinstance(inner := getattr(fn, "__wrapped__", None), types.FunctionType):  # functools.lru_cache
+        elif not is_own(type(fn)) and callable(inner := wrapped(fn)):  # functools.lru_cache
             yield from self.parts(inner)
-        elif isinstance(getattr(fn, "__name__", None), str):  # of C code
-            yield "name", f"{type(fn).__name__} {fn.__name__}"
-        else:
+        elif not is_own(type(fn)) and isinstance(getattr(fn, "__name__", None), str):  # of C code
+            yield "name", _kind_and_name(fn)
+            if not isinstance(owner := getattr(fn, "__self__", None), (types.ModuleType, types.NoneType)):
+                yield "self", self.told(owner)
+            for name, held in _attributes_of(fn).items():
+                if _leads_to_own(held):  # of numpy.vectorize
+                    yield f"attribute {name}", self.told(held)
+        elif is_own(type(fn)) or _attributes_of(fn):
+            yield from self._class(type(fn))
             yield from self._attributes(fn)
+        else:
+            yield "name", self.told(fn)
 
     def _class(self, kind: type) -> Iterator[tuple[str, str]]:
         yield "name", kind.__qualname__
-        for each in kind.__mro__:
-            if _is_own(inspect.getmodule(each)):
-                yield f"source of {each.__qualname__}", _source(each)
-                for name, value in vars(each).items():
-                    if isinstance(value, types.FunctionType):
-                        yield from ((f"{name}: {what}", text) for what, text in self._bound(value))
+        for each in filter(is_own, kind.__mro__):
+            yield f"source of {each.__qualname__}", source(each)
+            for name, value in vars(each).items():
+                if _is_plain(value) and not name.startswith("__"):
+                    yield f"class attribute {name}", self.told(value)
+                for fn in functions_in(value):
+                    parts = self._bound(fn) if _is_written_in(each, fn) else self.parts(fn)
+                    yield from ((f"{name}: {what}", text) for what, text in parts)
 
     def _function(self, fn: types.FunctionType) -> Iterator[tuple[str, str]]:
-        code = fn.__code__
-        yield "name", fn.__qualname__
-        if _is_own_file(code.co_filename):
-            yield "source", _source(code)
+        code, inner = fn.__code__, wrapped(fn)
+        if is_own_file(code.co_filename):
+            yield "name", fn.__qualname__
+            yield "source", source(code)
             yield from self._bound(fn)
+            if inner is not None:
+                yield "wrapped", self.told(inner)
+            return
+        if callable(inner):  # what an installed decorator made of it
+            yield from self.parts(inner)
+        else:
+            yield "name", fn.__qualname__
+        for name, held in _closure(fn):
+            if _leads_to_own(held):
+                yield f"closure {name}", self.told(held)
 
     def _bound(self, fn: types.FunctionType) -> Iterator[tuple[str, str]]:
         """Yield what a function of the user's was given beside its source."""
@@ -194,11 +247,12 @@ class _Teller:
         names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
         for name, value in [*zip(names, defaults, strict=True), *(fn.__kwdefaults__ or {}).items()]:
             yield f"default of {name}", self.told(value)
-        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
-            if (held := _content(cell)) is not cell:
-                yield f"closure {name}", self.told(held)
-        for name, value in sorted(_globals_read(code, fn.__globals__).items()):
+        for name, held in _closure(fn):
+            yield f"closure {name}", self.told(held)
+        for name, value in sorted(globals_read(code, fn.__globals__).items()):
             yield f"global {name}", self.told(value)
+        for name, text in sorted(modules_imported(code, str(fn.__globals__.get("__package__") or "")).items()):
+            yield f"module {name}", text
 
 
 def _tensor(value: torch.Tensor) -> str:
@@ -214,10 +268,15 @@ def _is_array(value: Any) -> bool:
         return True
     if isinstance(value, type) or type(value).__module__.startswith("h5py"):  # a file would be read whole
         return False
-    return hasattr(value, "__array__") or hasattr(value, "__array_interface__")  # tables of pandas, images of PIL
+    return hasattr(type(value), "__array__") or hasattr(
+        type(value), "__array_interface__"
+    )  # of pandas, images of PIL
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:
+    if isinstance(value, torch.jit.ScriptModule):  # its own say little, and grow when it is called
+        codes = [getattr(each, "code", None) for each in value.modules()]
+        return {"code": codes, "training": value.training, **value.state_dict()}
     slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
 
@@ -227,69 +286,41 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that is not bound yet
-        return cell
+def _closure(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a name that is not bound yet
+            yield name, cell.cell_contents
 
 
-def _globals_read(code: _Code, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the globals that a function's code reads, and what it reads of modules of the user's own."""
-    found: dict[str, Any] = {}
-    module: tuple[str, types.ModuleType] | None = None
-    for each in dis.get_instructions(code):
-        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME") and each.argval in known:
-            value = known[each.argval]
-            if isinstance(value, types.ModuleType):
-                module = each.argval, value
-                continue
-            found[each.argval] = value
-        elif module is not None and each.opname in ("LOAD_ATTR", "LOAD_METHOD") and _is_own(module[1]):
-            found[f"{module[0]}.{each.argval}"] = getattr(module[1], each.argval, None)
-        module = None
-    for constant in code.co_consts:
-        if isinstance(constant, _Code):
-            found |= _globals_read(constant, known)
-    return found
+def _leads_to_own(value: Any) -> bool:
+    """Say whether what an installed function holds is the user's, or another function that may hold it."""
+    if isinstance(value, types.FunctionType):
+        return True
+    inner = getattr(value, "func" if isinstance(value, functools.partial) else "__func__", None)
+    if isinstance(inner, types.FunctionType):
+        return is_own_file(inner.__code__.co_filename)
+    return is_own(value if isinstance(value, type) else type(value))
 
 
-def _is_own(module: types.ModuleType | None) -> bool:
-    file = getattr(module, "__file__", None)
-    return _is_own_file(file) if file else getattr(module, "__name__", "") == "__main__"
+def _is_told_by_parts(value: Any) -> bool:
+    if isinstance(value, (type, functools.partial, types.FunctionType, types.MethodType)):
+        return True
+    named = isinstance(getattr(value, "__qualname__", None) or getattr(value, "__name__", None), str)
+    return not is_own(type(value)) and (named or callable(wrapped(value)))
 
 
-def _is_own_file(name: str) -> bool:
-    """Say whether a file is the user's: neither python's own nor of an installed package, nor frozen."""
-    return not name.startswith((*_INSTALLED, "<frozen"))
+def _is_written_in(kind: type, fn: Any) -> bool:
+    """Say whether the source of a class holds this function: not so what a decorator of elsewhere has made."""
+    if not isinstance(fn, types.FunctionType) or not is_own_file(fn.__code__.co_filename):
+        return False
+    code = fn.__code__
+    return code.co_filename == "<string>" or code.co_qualname.startswith(f"{kind.__qualname__}.")  # of a dataclass
 
 
-def _is_of_the_library(kind: type) -> bool:
-    file = getattr(inspect.getmodule(kind), "__file__", None)
-    if file is None:
-        return kind.__module__ != "__main__"
-    return str(file).startswith(_INSTALLED[0]) and "-packages" not in file
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
 
 
-def _source(code: Any) -> str:
-    """Return the digest of the source of a class or a code object, whatever its comments, docstrings and layout."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-        if isinstance(code, _Code) and code.co_name == "<lambda>":
-            (lambda_alone,) = (node for node in ast.walk(tree) if isinstance(node, ast.Lambda))
-            return _digest(ast.unparse(lambda_alone).encode())
-    except (OSError, TypeError, SyntaxError, ValueError):  # no source, or a lambda beside others on its line
-        return _digest(repr(_compiled(code)).encode())
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node):
-            node.body = node.body[1:] or [ast.Pass()]
-    return _digest(ast.unparse(tree).encode("utf-8", "surrogatepass"))
-
-
-def _compiled(code: Any) -> Any:
-    if isinstance(code, type):
-        functions = (value for value in vars(code).values() if isinstance(value, types.FunctionType))
-        return [_compiled(value.__code__) for value in functions]
-    if not isinstance(code, _Code):
-        return repr(code)
-    return code.co_code.hex(), code.co_names, [_compiled(constant) for constant in code.co_consts]
+def _kind_and_name(value: Any) -> str:
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    return f"{type(value).__name__} {name}" if isinstance(name, str) else type(value).__qualname__
