@@ -266,6 +266,28 @@ def banked(sample):
 def closed(sample):
     return sample * N_MELS
 
+@functools.singledispatch
+def dispatched(sample):
+    return sample
+
+@dispatched.register
+def _(sample: int):
+    return sample + 21
+
+class Remembered:
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+
+    def __call__(self, sample):
+        return self.__wrapped__(sample)
+
+@Remembered
+def remembered(sample):
+    "Remember."
+    return helper(sample) * remembered.gain
+
+helper.offset = 5
+
 def scaled(function):
     @functools.wraps(function)
     def inner(sample):
@@ -396,7 +418,7 @@ def loaded(folder: Path, source: str, expression: str, edited: str = "") -> Any:
         ("quiet", ("sample + N_MELS", "sample - N_MELS"), "function: source"),
         ("quiet", ("N_MELS = 80", "N_MELS = 40"), "function: global N_MELS was 80 and is 40"),
         ("banked", ("N_MELS + 1", "N_MELS + 2"), "function: global bank"),
-        ("closed", ("return sample * N_MELS\n\ndef scaled", "return sample\n\ndef scaled"), "function: closure fn"),
+        ("closed", ("sample * N_MELS\n\n@f", "sample\n\n@f"), "function: closure fn"),
         ("tripled", ("function(sample) * 3", "function(sample) * 4"), "function: source"),
         ("tripled", ("sample - 7", "sample - 8"), "function: closure function"),
         ("Base()", ("RATE = 22050", "RATE = 16000"), "function: class attribute RATE was 22050 and is 16000"),
@@ -421,6 +443,9 @@ def loaded(folder: Path, source: str, expression: str, edited: str = "") -> Any:
             "operator.itemgetter('text')",
             "function: name was operator.itemgetter('audio') and is operator.itemgetter('text')",
         ),
+        ("dispatched", ("sample + 21", "sample + 22"), "function: closure dispatch"),
+        ("remembered", ("helper(sample) * r", "helper(sample) + r"), "function: attribute __wrapped__"),
+        ("helper", ("offset = 5", "offset = 6"), "function: attribute offset was 5 and is 6"),
         ("numpy.vectorize(helper)", ("N_MELS = 80", "N_MELS = 40"), "function: attribute pyfunc"),
         ("{1: 2}.get", "{1: 3}.get", "function: self was dict(1: 2) and is dict(1: 3)"),
     ],
@@ -568,14 +593,37 @@ def test_whether_a_module_is_imported_already_is_no_part_of_the_key(tmp_path):
     assert project(tmp_path, {}) == project(tmp_path, {}, first="proj.audio space.deep.tool")
 
 
+def test_a_module_that_was_edited_after_it_was_imported_late_is_not_what_will_run(tmp_path, monkeypatch):
+    """While the old one is loaded it is told; once it is gone, the new one."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def late(sample: int) -> Any:
+        import late_and_edited
+
+        return late_and_edited.go(sample)
+
+    def told(text: str) -> dict[str, str]:
+        (tmp_path / "late_and_edited.py").write_text(text)
+        return facts_of([1], late, None, 0)
+
+    old, new = "def go(x):\n    return x\n", "def go(x):\n    return -x\n"
+    there = told(old)
+    importlib.import_module("late_and_edited")
+    assert told(old) == there
+    edited = told(new)
+    del sys.modules["late_and_edited"]
+    assert there != edited != told(new) != there
+
+
 @pytest.mark.slow
 def test_the_key_is_the_same_in_another_process(tmp_path):
     """Whatever the order of sets there: of decorated functions, callable objects, modules, and what is in them."""
     (tmp_path / "made.py").write_text(SOURCE + "\nwords = lambda sample: sample in {'a', 'b', 'c'}, lambda x: x\n")
     program = (
         "import json, sys, torch, made; from holdfast.data.features.keys import facts_of; torch.manual_seed(0);"
-        "each = [made.quiet, made.banked, made.closed, made.Base(), made.Derived(), made.Settings(), made.Kind.MEL, "
-        "made.Chain(made.Net(), torch.nn.Linear(2, 2)), made.words[0], made.Odd(), {'a', 'b', 'c'}.union];"
+        "each = [made.quiet, made.banked, made.closed, made.dispatched, made.remembered, made.Base(), made.Derived(),"
+        "made.Settings(), made.Kind.MEL, made.Chain(made.Net(), torch.nn.Linear(2, 2)), made.words[0], made.Odd(),"
+        "{'a', 'b', 'c'}.union];"
         "json.dump([facts_of([1], fn, None, 0) for fn in each], sys.stdout)"
     )
     keys = []
@@ -621,6 +669,8 @@ def test_comments_docstrings_and_layout_are_no_part_of_the_key(tmp_path):
     """A function that only looks different keeps its cache."""
     source = SOURCE.replace("'''Compute.'''", "'''Compute it.'''").replace("  # as always", "\n\n")
     assert loaded(tmp_path, SOURCE, "fn") == loaded(tmp_path, textwrap.dedent(source), "fn")
+    source = SOURCE.replace("Remember.", "Remember it.")
+    assert loaded(tmp_path, SOURCE, "remembered") == loaded(tmp_path, source, "remembered")
 
 
 def test_two_lambdas_of_one_line_are_two(tmp_path):

@@ -28,7 +28,7 @@ from holdfast.data.features.sources import (
     globals_read,
     is_of_the_library,
     is_own,
-    is_own_file,
+    is_own_function,
     module_source,
     modules_imported,
     source,
@@ -181,7 +181,7 @@ class _Teller:
     def _attributes(self, value: Any) -> Iterator[tuple[str, str]]:
         for name, item in _attributes_of(value).items():
             member = getattr(type(value), name, None)
-            if not isinstance(member, functools.cached_property):  # there or not, as it was asked for
+            if name != "__doc__" and not isinstance(member, functools.cached_property):  # there once it was asked for
                 yield f"attribute {name}", self.told(item)
 
     def parts(self, fn: Any) -> Iterator[tuple[str, str]]:
@@ -225,7 +225,7 @@ class _Teller:
 
     def _function(self, fn: types.FunctionType) -> Iterator[tuple[str, str]]:
         code, inner = fn.__code__, wrapped(fn)
-        if is_own_file(code.co_filename):
+        if is_own_function(fn):
             yield "name", fn.__qualname__
             yield "source", source(code)
             yield from self._bound(fn)
@@ -249,6 +249,9 @@ class _Teller:
             yield f"default of {name}", self.told(value)
         for name, held in _closure(fn):
             yield f"closure {name}", self.told(held)
+        for name, held in vars(fn).items():
+            if _is_plain(held) and not name.startswith("__"):
+                yield f"attribute {name}", self.told(held)
         for name, value in sorted(globals_read(code, fn.__globals__).items()):
             yield f"global {name}", self.told(value)
         for name, text in sorted(modules_imported(code, str(fn.__globals__.get("__package__") or "")).items()):
@@ -296,9 +299,11 @@ def _leads_to_own(value: Any) -> bool:
     """Say whether what an installed function holds is the user's, or another function that may hold it."""
     if isinstance(value, types.FunctionType):
         return True
+    if isinstance(value, (dict, list, tuple)):  # functools.singledispatch
+        return any(map(is_own_function, value.values() if isinstance(value, dict) else value))
     inner = getattr(value, "func" if isinstance(value, functools.partial) else "__func__", None)
     if isinstance(inner, types.FunctionType):
-        return is_own_file(inner.__code__.co_filename)
+        return is_own_function(inner)
     return is_own(value if isinstance(value, type) else type(value))
 
 
@@ -311,9 +316,9 @@ def _is_told_by_parts(value: Any) -> bool:
 
 def _is_written_in(kind: type, fn: Any) -> bool:
     """Say whether the source of a class holds this function: not so what a decorator of elsewhere has made."""
-    if not isinstance(fn, types.FunctionType) or not is_own_file(fn.__code__.co_filename):
+    if not is_own_function(fn):
         return False
-    code = fn.__code__
+    code: types.CodeType = fn.__code__
     return code.co_filename == "<string>" or code.co_qualname.startswith(f"{kind.__qualname__}.")  # of a dataclass
 
 

@@ -45,6 +45,11 @@ def is_own_file(name: str) -> bool:
     return not name.startswith((*_INSTALLED, "<frozen")) and _FOLDERS_OF_PACKAGES.isdisjoint(Path(name).parts)
 
 
+def is_own_function(fn: Any) -> bool:
+    """Say whether a value is a function of the user's, in python."""
+    return isinstance(fn, types.FunctionType) and is_own_file(fn.__code__.co_filename)
+
+
 def is_of_the_library(kind: type) -> bool:
     """Say whether a class is of python's own library."""
     file = getattr(inspect.getmodule(kind), "__file__", None)
@@ -214,16 +219,12 @@ def _codes_in(holder: Any) -> Iterator[_Code]:
     """Yield the code of the functions in a class, or in a module and its classes, that lie in files of the user's."""
     for value in list(vars(holder).values()):
         for fn in functions_in(value):
-            while (inner := wrapped(fn)) is not None and not _is_own_function(fn):
+            while (inner := wrapped(fn)) is not None and not is_own_function(fn):
                 fn = inner
-            if _is_own_function(fn):
+            if is_own_function(fn):
                 yield fn.__code__
         if isinstance(holder, types.ModuleType) and isinstance(value, type) and value.__module__ == holder.__name__:
             yield from _codes_in(value)
-
-
-def _is_own_function(fn: Any) -> bool:
-    return isinstance(fn, types.FunctionType) and is_own_file(fn.__code__.co_filename)
 
 
 def _nested(code: _Code) -> Iterator[_Code]:
