@@ -80,7 +80,7 @@ class StreamPlan:
         sharded: Whether the dataset divides its items itself.
         certain: Whether the user has said so.
         rank: Which rank this is.
-        world_size: Number of ranks; 1 for a dataset that divides its items itself.
+        world_size: Number of ranks that the items are divided among.
     """
 
     seed: int
