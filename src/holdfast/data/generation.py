@@ -107,6 +107,7 @@ class Generation:
             warnings.simplefilter("ignore", UserWarning)  # of the number of workers: the outer loader has said it
             self._inner = [TorchDataLoader(dataset, batch_size=None, collate_fn=as_is, sampler=sampler, **options)]
         self._iterator: list[Any] = []
+        self._asked = False  # for a batch that has not come, of which half may have been received
 
     @property
     def longest_seconds(self) -> float:
@@ -115,8 +116,8 @@ class Generation:
 
     @property
     def can_go_on(self) -> bool:
-        """Return whether its workers may be kept: all were started, and it was neither abandoned nor closed."""
-        return self._watch is not None and bool(self._inner)
+        """Return whether its workers may be kept: all were started, nothing is half done, and it is not over."""
+        return self._watch is not None and bool(self._inner) and not self._asked
 
     @property
     def lost_at(self) -> float | None:
@@ -171,10 +172,12 @@ class Generation:
         watch = self._watch
         if watch is None:
             return _ask(self._iterator[0])
+        self._asked = True
         try:
             with watch:
                 batch, fields = _ask(self._iterator[0])
         except StopIteration:
+            self._asked = False
             raise
         except WorkerLostError:
             loss = watch.loss()
@@ -186,6 +189,7 @@ class Generation:
                 raise  # of the user's worker_init_fn: everything else comes as a report
             loss = _broken(error, watch)
         else:
+            self._asked = False
             return batch, received(fields)
         raise WorkersLostError(loss)
 

@@ -43,11 +43,13 @@ from holdfast.data.plan import Drawn, Sampled
 from holdfast.data.quarantine import FILE_NAME, Ledger
 from holdfast.data.ranks import steps_left
 from holdfast.data.seeds import derive_seed
+from holdfast.data.sharding import shards_itself
+from holdfast.data.signalled import note_handlers
 from holdfast.data.stream import (
+    Beginning,
     StreamPlan,
     StreamSource,
     keeps_state,
-    shards_itself,
 )
 from holdfast.data.tuning.autotune import Given, Tuner
 from holdfast.data.worker_board import Board
@@ -156,6 +158,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._under_way = False
         self._draws = 0  # generators that samples draw from, so that new workers need not find it out again
         self._happened: Callable[..., None] | None = None
+        self._beginning = Beginning()
         self._base_seeds = _Seeded()  # a private one: starting an epoch leaves the global one alone
         options = {name: getattr(self, name) for name in _AS_TORCH} | {"generator": self._base_seeds}
         options["in_order"] = True  # a position is one number: with batches out of order it would repeat or lose some
@@ -219,6 +222,7 @@ class DataLoader(TorchDataLoader[Any]):
             LoaderError: H608 if the dataset has another length than before, H609 for a sampler that repeats, H612 if
                 too many samples cannot be read, H614 if no remedy is left.
         """
+        note_handlers()
         self._move_on()
         self._under_way = True
         epoch = self._epoch
@@ -320,8 +324,8 @@ class DataLoader(TorchDataLoader[Any]):
             )
         if self._undivided and ranks_now((0, 1))[1] > 1:
             self._tell("ranks_not_divided", why=self._undivided)
-        workers = max(1, self.num_workers)
-        return StreamSource(self.dataset, self.collate_fn, plan, dict(self._at.streamed), self._at.turn, workers)
+        at = dict(self._at.streamed), self._at.turn
+        return StreamSource(self.dataset, self.collate_fn, plan, *at, max(1, self.num_workers), self._beginning)
 
     def __len__(self) -> int:
         """Return the batches of an epoch, of this rank."""

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from holdfast.core.errors import LoaderError, did_you_mean
 from holdfast.data.orders import Order, Sequential, Shuffled, TokenBatches
 from holdfast.data.plan import ByBatch, ByPosition, Plan, Sampled
-from holdfast.data.stream import divides_among_ranks
+from holdfast.data.sharding import divides_among_ranks
 
 _TORCH = inspect.signature(TorchDataLoader.__init__)
 _OURS = ("seed", "quarantine", "check_finite", "repeats", "sharded", "rank", "world_size", "device")

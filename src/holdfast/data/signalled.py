@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import traceback
+from types import CodeType
+
+from torch.utils.data import get_worker_info
+
+_TIMERS = {signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}  # by which a sample limits its own time
+_seen: set[CodeType] = set()
+
+
+def note_handlers() -> None:
+    """Remember the handlers that there are: many a handler begins by putting another one in its place."""
+    _seen.clear()
+    _seen.update(_handlers())
+
+
+def _handlers() -> set[CodeType]:
+    found = set()
+    for number in signal.valid_signals() - _TIMERS:
+        handler = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        for each in (handler, type(handler).__call__) if callable(handler) else ():
+            if isinstance(code := getattr(each, "__code__", None), CodeType):
+                found.add(code)
+    return found
 
 
 def let_through(error: BaseException) -> None:
-    """Raise an exception again if a handler of a signal raised it, such as ``sys.exit()`` at SIGTERM.
+    """Raise an exception again if a handler of a signal raised it or its cause, such as ``sys.exit()`` at SIGTERM.
 
     A handler runs wherever the main thread is, so also in the middle of a sample. Whoever deals with what samples
-    raise would take it for one of theirs, try again, and go on.
+    raise would take it for one of theirs, try again, and go on. In a worker a signal is no request to the training.
     """
-    handlers = [getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()]
-    codes = {code for code in handlers if code is not None}
-    if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
-        raise error
+    if get_worker_info() is not None:
+        return
+    handlers, seen = _seen | _handlers(), set[int]()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(cause.__traceback__)):
+            raise error
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__

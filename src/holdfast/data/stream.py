@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -31,36 +30,6 @@ from holdfast.data.signalled import let_through
 from holdfast.data.worker_board import COLLATING, NUMBER, PLACE, Board, Showing, has_ended
 
 _Cells: TypeAlias = memoryview | None
-_SHARDING_WORDS = {"get_worker_info", "worker_info", "num_replicas", "split_by_worker", "split_by_node"}
-_RANK_WORDS = {"get_rank", "get_world_size", "rank", "world_size", "num_replicas", "process_index", "num_processes"}
-_SHARDING_ATTRIBUTES = ("num_shards", "n_shards")  # Hugging Face datasets deal out their shards themselves
-
-
-def shards_itself(dataset: Any, worker_init_fn: Any = None) -> bool:
-    """Say whether an iterable dataset divides its items among workers, as far as its code shows.
-
-    Looks for ``get_worker_info`` in the functions of its classes and in ``worker_init_fn``, and for attributes that
-    such datasets have.
-    """
-    asks = "get_worker_info" in _words_of(worker_init_fn)
-    return asks or any(hasattr(dataset, name) for name in _SHARDING_ATTRIBUTES) or _names(dataset, _SHARDING_WORDS)
-
-
-def divides_among_ranks(dataset: Any) -> bool:
-    """Say whether an iterable dataset divides its items among ranks, as far as its code and its attributes show."""
-    return bool(_RANK_WORDS & set(getattr(dataset, "__dict__", ()))) or _names(dataset, _RANK_WORDS)
-
-
-def _names(dataset: Any, words: set[str]) -> bool:
-    """Say whether a function of the dataset's classes, torch's left out, names one of these words."""
-    kinds = [kind for kind in type(dataset).__mro__ if not kind.__module__.startswith("torch.")]
-    members = [inspect.unwrap(member) for kind in kinds for member in vars(kind).values() if callable(member)]
-    return any(words & _words_of(member) for member in members)
-
-
-def _words_of(function: Any) -> set[str]:
-    code = getattr(function, "__code__", None)
-    return set() if code is None else {*code.co_names, *code.co_freevars}
 
 
 def keeps_state(dataset: Any) -> bool:
@@ -108,6 +77,35 @@ class StreamPosition:
     ended: bool = False
 
 
+class Beginning:
+    """The state that a dataset had before this process first read it: where an epoch begins after one that was left.
+
+    Else that epoch, here or in workers that are forked then, would begin where the other one was left. It is asked
+    for once: what many a dataset tells later is where its last epoch ended.
+    """
+
+    def __init__(self) -> None:
+        self._is_known, self._state = False, None
+        self._was_left = False
+
+    def of_epoch(self, begin: StreamPosition) -> StreamPosition:
+        """Return a position with the state to load there."""
+        fresh = begin.state is None and not begin.items
+        return replace(begin, state=self._state) if fresh and self._was_left else begin
+
+    def is_read(self, dataset: Any) -> None:
+        """Note that this process begins to read the dataset."""
+        if not self._is_known and keeps_state(dataset):
+            self._is_known = True
+            with isolated(), contextlib.suppress(Exception):  # one that has no state before it is read
+                self._state = copy.deepcopy(dataset.state_dict())
+        self._was_left = True
+
+    def is_read_whole(self) -> None:
+        """Note that it came to its end."""
+        self._was_left = False
+
+
 class Stream(IterableDataset[Any]):
     """Batches with reports from an iterable dataset, for one worker or this process.
 
@@ -118,6 +116,7 @@ class Stream(IterableDataset[Any]):
         positions: Where to begin: by worker if the dataset divides its items itself, else under 0.
         turn: For such a dataset, the worker whose turn it is: torch begins with worker 0, so those before pass.
         board: Where a worker says what it is doing, or None.
+        beginning: Of the dataset.
     """
 
     def __init__(
@@ -128,6 +127,7 @@ class Stream(IterableDataset[Any]):
         positions: dict[int, StreamPosition],
         turn: int,
         board: Board | None,
+        beginning: Beginning,
     ) -> None:
         self._dataset = dataset
         self._collate = collate
@@ -135,6 +135,7 @@ class Stream(IterableDataset[Any]):
         self._positions = positions
         self._turn = turn
         self._board = board
+        self._beginning = beginning
 
     @property
     def users(self) -> Any:
@@ -151,21 +152,11 @@ class Stream(IterableDataset[Any]):
             yield sent(None, Report(number=-1), self._board)
         if begin.ended:
             return
-        before, whole = self._state_before(), False
-        try:
-            whole = yield from self._batches(worker, parts, shard, begin)
-        finally:
-            # Else the next epoch, here or in workers that are forked then, would begin where this one was left.
-            if before is not None and not whole:
-                with isolated():
-                    self._dataset.load_state_dict(before)
-
-    def _state_before(self) -> Any:
-        """Return the state of a dataset that this process is about to read; None if there is none."""
-        if self._board is None and keeps_state(self._dataset):
-            with isolated(), contextlib.suppress(Exception):  # one that has no state before it is read
-                return copy.deepcopy(self._dataset.state_dict())
-        return None
+        begin = self._beginning.of_epoch(begin)
+        if self._board is None:
+            self._beginning.is_read(self._dataset)
+        if (yield from self._batches(worker, parts, shard, begin)):
+            self._beginning.is_read_whole()
 
     def _batches(self, worker: int, parts: int, shard: int, begin: StreamPosition) -> Generator[Any, None, bool]:
         """Yield the batches; return whether these were all."""
@@ -334,6 +325,7 @@ class StreamSource:
         positions: As `Stream`; brought up to date as batches are handed out.
         turn: As `Stream`.
         workers: How many the dataset divides its items among.
+        beginning: Of the dataset.
     """
 
     def __init__(
@@ -344,8 +336,10 @@ class StreamSource:
         positions: dict[int, StreamPosition],
         turn: int,
         workers: int,
+        beginning: Beginning,
     ) -> None:
         self._user = dataset
+        self._beginning = beginning
         self._collate = collate
         self._plan = plan
         self._workers = workers
@@ -355,7 +349,8 @@ class StreamSource:
 
     def dataset(self, board: Board | None) -> Stream:
         """Return the stream from the position on."""
-        return Stream(self._user, self._collate, self._plan, dict(self.positions), self.turn, board)
+        at = dict(self.positions), self.turn
+        return Stream(self._user, self._collate, self._plan, *at, board, self._beginning)
 
     def entries(self, *, again: bool, suspect: Any = None) -> Iterator[Any]:
         """Yield nothing: a stream is not asked for indices."""

@@ -25,6 +25,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import NonFiniteError, RunDirectoryError
 from holdfast.core.policy import Policy
+from holdfast.data.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 from holdfast.run.directory import RunDirectory
 from holdfast.run.record import RunRecord
@@ -150,6 +151,7 @@ class Saving:
         try:
             shot = snapshot(self._state(), self._record.global_step)
         except Exception as error:
+            let_through(error)
             if first:
                 self._tried_at_step = None
                 raise  # a state that can never be saved is the caller's to know before any work is done
@@ -196,6 +198,7 @@ class Saving:
         except RunDirectoryError:
             raise
         except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot tell its state
+            let_through(error)
             self._failed_at_once(error, started)
             handed_over = True
         if handed_over is None:

@@ -20,6 +20,7 @@ from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, RunDirectoryError
 from holdfast.core.policy import Policy
 from holdfast.data.random_state import RandomState, capture, restore, seed_cpu
+from holdfast.data.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 from holdfast.memory.ladder import MemoryLadder
 from holdfast.numerics.spikes import SpikeDetector
@@ -171,16 +172,14 @@ class Session:
     def keep_snapshot(self) -> None:
         """Copy the state in host memory, if that is due and the state is whole and good."""
         if self.snapshots.is_due(self.record.global_step) and self.whole and self.is_calm:
-            promise = "rollbacks return to a checkpoint"
             try:
                 bad, _ = nonfinite_tensors(self._must_be_finite())
                 if not bad and not self.snapshots.keep(self.record.global_step, gather(self.parts, self._training())):
-                    self.record.happened("snapshots_do_not_fit", promise=promise)
+                    self.record.happened("snapshots_do_not_fit", promise="rollbacks return to a checkpoint")
             except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot tell its state
-                self.snapshots.give_up()
-                self.record.happened(
-                    "snapshots_failed", error=f"{type(error).__name__}: {error}"[:500], promise=promise
-                )
+                let_through(error)
+                self.snapshots.failed(self.record.global_step)
+                self.record.happened("snapshot_failed", error=f"{type(error).__name__}: {error}"[:500])
 
     def _spare_memory(self) -> None:
         self.snapshots.give_up()

@@ -7,6 +7,7 @@ Does not: decide when to return, or survive the process (see ``session`` for wha
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from holdfast.core.clock import Clock
 
 _KEPT = 2
+_MOST_FAILURES = 3
 # Of the time since the last copy: above that, copies are made half as often.
 _MOST_TIME = 0.01
 # Of the memory that is available: the rest belongs to activations, loaders and the caller.
@@ -51,6 +53,7 @@ class Snapshots:
         self._available = available
         self._kept: list[Kept] = []
         self._last_step = 0
+        self._failures = 0  # in a row
         self._last_seconds = clock.monotonic_seconds()
 
     def is_due(self, global_step: int) -> bool:
@@ -78,8 +81,15 @@ class Snapshots:
         now = self._clock.monotonic_seconds()
         if now - started > _MOST_TIME * (started - self._last_seconds):
             self._interval *= 2
-        self._last_step, self._last_seconds = global_step, now
+        self._last_step, self._last_seconds, self._failures = global_step, now, 0
         return True
+
+    def failed(self, global_step: int) -> None:
+        """Note that a state could not be told or copied: it is tried again an interval later, a few times."""
+        self._last_step, self._last_seconds = global_step, self._clock.monotonic_seconds()
+        self._failures += 1
+        if self._failures == _MOST_FAILURES:
+            self.give_up()
 
     def newest(self, before_step: int) -> Kept | None:
         """Return the newest copy of at most so many steps, or None."""
@@ -103,8 +113,9 @@ def copied_to_host(tree: Any) -> Any:
     """Return a tree of state that shares nothing with the live one; tensors lie on the host."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().to("cpu", copy=True)
-    if isinstance(tree, dict):
-        copied = copy.copy(tree)  # a Counter stays one, and a defaultdict has its factory
+    if type(tree) in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict):
+        factory = (tree.default_factory,) if isinstance(tree, collections.defaultdict) else ()
+        copied = type(tree)(*factory)
         for key, value in tree.items():
             copied[key] = copied_to_host(value)
         return copied

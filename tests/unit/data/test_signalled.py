@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -42,7 +45,41 @@ def _slow_collate(samples: list[Any]) -> Any:
     return default_collate(samples)
 
 
-@pytest.mark.parametrize("error", [SystemExit(143), Preempted()], ids=["exit", "exception"])
+def _itself(handler: Callable[..., None]) -> Any:
+    return handler
+
+
+class _Callable:
+    def __init__(self, handler: Callable[..., None]) -> None:
+        self._handler = handler
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self._handler(number, frame)
+
+
+def _partial(handler: Callable[..., None]) -> Any:
+    return functools.partial(handler, signal.SIGUSR2)
+
+
+def _only_once(handler: Callable[..., None]) -> Any:
+    def handle(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(143)
+
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("error", "as_handler"),
+    [
+        (SystemExit(143), _itself),
+        (SystemExit(143), _Callable),
+        (SystemExit(143), _partial),
+        (SystemExit(143), _only_once),
+        (Preempted(), _itself),
+    ],
+    ids=["exit", "object", "partial", "only once", "exception"],
+)
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [
@@ -54,27 +91,28 @@ def _slow_collate(samples: list[Any]) -> Any:
     ids=["sample", "wait", "collate", "stream"],
 )
 def test_a_handlers_exception_is_not_taken_for_a_samples(
-    dataset: Any, options: dict[str, Any], error: BaseException
+    dataset: Any, options: dict[str, Any], error: BaseException, as_handler: Callable[..., Any]
 ) -> None:
     """It ends the loop, as with torch, and is neither tried again, nor healed, nor turned into another error."""
     events: list[str] = []
     loader = DataLoader(dataset, batch_size=4, **options)
     loader._happened = lambda kind, **_: events.append(kind)
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(*_: Any) -> None:
         raise error
 
-    before = signal.signal(signal.SIGALRM, handle)
+    before = signal.signal(signal.SIGUSR2, as_handler(handle))
+    timer = threading.Timer(0.12, os.kill, (os.getpid(), signal.SIGUSR2))
     seen = 0
     try:
         with pytest.raises(type(error)):
             for _ in loader:
                 if not seen:
-                    signal.setitimer(signal.ITIMER_REAL, 0.12)
+                    timer.start()
                 seen += 1
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)
     assert seen < 10
     assert not {"loader_healed", "sample_quarantined"} & set(events)
 
@@ -92,3 +130,34 @@ def test_what_a_sample_raises_itself_is_still_the_samples(error: BaseException) 
     found = [item for batch in DataLoader(Bad(), batch_size=4) for item in batch.tolist()]
     assert len(found) == 40
     assert 3 not in found
+
+
+class Limited(Slow):
+    """A sample that limits its own time, as is often done."""
+
+    def __getitem__(self, index: int) -> int:
+        def late(number: int, frame: Any) -> None:
+            raise TimeoutError
+
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            if index == 5:
+                time.sleep(60)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_time_limit_of_a_samples_own_is_the_samples(workers: int) -> None:
+    """What takes too long is set aside."""
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        found = [
+            item for batch in DataLoader(Limited(), batch_size=4, num_workers=workers) for item in batch.tolist()
+        ]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(found) == 40
+    assert 5 not in found

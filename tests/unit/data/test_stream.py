@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.core.errors import LoaderError
 from holdfast.data.loader import DataLoader
-from holdfast.data.stream import keeps_state, shards_itself
+from holdfast.data.sharding import shards_itself
+from holdfast.data.stream import keeps_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -140,6 +141,54 @@ def test_an_epoch_that_was_left_takes_nothing_from_the_next() -> None:
     loader = DataLoader(Stateful(40), batch_size=4)
     next(iter(loader))
     assert [int(item[0]) for batch in loader for item in batch] == list(range(40))
+
+
+class Telling(Plain):
+    """As Hugging Face's streams: tells where its last iteration stands, and is told where the next one begins."""
+
+    stands = begins = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.stands, self.begins = self.begins, 0
+        while self.stands < self.length:
+            self.stands += 1
+            yield _noise(self.stands - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.stands}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begins = state["at"]
+
+
+def test_an_epoch_begins_at_its_first_item_whatever_was_read_before_it() -> None:
+    """Whole epochs, epochs that were left, and those after them."""
+    loader = DataLoader(Telling(16), batch_size=4)
+    for _ in range(2):
+        assert [int(item[0]) for batch in loader for item in batch] == list(range(16))
+        for _ in range(3):
+            assert [int(item[0]) for item in next(iter(loader))] == list(range(4))
+
+
+class Refusing(Stateful):
+    """Cannot be put back to where it has not been."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at} if self.at else {}
+
+    def meet(self, index: int) -> None:
+        if index == 6:
+            raise ValueError("bad")
+
+
+def test_a_stream_that_cannot_be_put_back_ends_with_its_own_error() -> None:
+    """Its error comes, and then the end of the epoch."""
+    batches = iter(DataLoader(Refusing(16), batch_size=4))
+    assert len(next(batches)) == 4
+    with pytest.raises(ValueError, match="bad"):
+        next(batches)
+    with pytest.raises(StopIteration):
+        next(batches)
 
 
 def test_batches_that_were_timed_here_are_in_the_next_epoch_too() -> None:

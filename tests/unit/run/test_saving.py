@@ -153,7 +153,7 @@ def test_state_that_cannot_be_told_for_a_moment_does_not_end_training(tmp_path):
     guard = holdfast.Guard(tmp_path, loader=loader, state=Changing(), **options, **parts)
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, lambda x: parts["model"](x).square().mean())
-    (event,) = events(guard, "snapshots_failed")
+    (event,) = events(guard, "snapshot_failed")
     assert "dictionary changed size" in event.data["error"]
     assert guard.global_step == 6
     guard.close()

@@ -46,6 +46,19 @@ def test_a_copy_has_the_types_of_the_live_state() -> None:
     assert type(copy["seen"]) is collections.Counter
 
 
+def test_a_copy_that_fails_is_tried_again_and_costs_none_that_is_there() -> None:
+    """A few times in a row; then no more are made."""
+    kept = snapshots(10)
+    kept.keep(10, {"step": 10})
+    for step in (20, 30):
+        kept.failed(step)
+        assert not kept.is_due(step + 9)
+        assert kept.is_due(step + 10)
+    assert kept.newest(before_step=100) is not None
+    kept.failed(40)
+    assert not kept.is_due(1000)
+
+
 def test_the_newest_copy_from_before_a_step_is_chosen() -> None:
     """Two copies are kept; one from after the first sign of trouble is passed over, and dropped on the return."""
     kept = snapshots(10)
