@@ -1,4 +1,7 @@
-"""An exception that a signal's handler raised while a sample was being read: it is not the sample's."""
+"""An exception that a signal's handler raised wherever the main thread was by then, such as in a sample's code.
+
+It is neither the sample's, nor of whatever else may fail there without an end to training.
+"""
 
 from __future__ import annotations
 

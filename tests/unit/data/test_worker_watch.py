@@ -184,8 +184,8 @@ def test_a_timeout_is_counted_only_while_somebody_waits(start: Callable[..., Any
 
 def test_a_timeout_is_for_one_batch(start: Callable[..., Any]) -> None:
     """A loop that loading keeps waiting all the time, though never for long, loses no workers."""
-    watch, _, _ = start(_busy, timeout_seconds=0.2)
-    for _ in range(200):
+    watch, _, _ = start(_busy, timeout_seconds=0.5)
+    for _ in range(300):
         with watch:
             time.sleep(0.005)
     assert not watch.lost
