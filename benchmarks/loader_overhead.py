@@ -8,7 +8,7 @@ How much it does is calibrated at the start. Then it draws 16 random numbers fro
 Without workers and with two, an epoch of each loader, with the same arguments, is under way at once, and they take
 turns in random order: a tenth of a second of batches of one, during which the loop does nothing, then of the other,
 whose workers stand still since nobody has taken what they made. Such a pair of turns gives one ratio, torch's time
-over ours; close together, since whatever else the machine does can slow a loop of Python down by half, for seconds.
+over ours; close together, since whatever else the machine does can slow a loop of Python down for seconds.
 Also by CPU time, of the process and its workers, which says nothing about samples that sleep.
 Many epochs, in many new processes, each give the median of their pairs: where code and data lie in memory moves it,
 both ways; where the interpreter puts the next small objects, too, so that is drawn anew for each epoch.

@@ -55,7 +55,7 @@ class Failed:
 
 
 class Epoch:
-    """The batches of an epoch, which go on after an error, as torch's do.
+    """The batches of an epoch, which go on after an error in the place of one, as torch's do.
 
     Args:
         batches: Batches, and errors in the place of some.

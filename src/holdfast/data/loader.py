@@ -212,7 +212,7 @@ class DataLoader(TorchDataLoader[Any]):
     # --- batches --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Return the batches of the next epoch, see `_epoch_batches`; after an error they go on, as torch's do."""
+        """Return the batches of the next epoch; after an error in the place of one they go on, as torch's do."""
         return Epoch(self._epoch_batches(), self)
 
     def _epoch_batches(self) -> Generator[Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import hashlib
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 
 from holdfast.data.features.errors import not_computed
 from holdfast.data.features.sources import (
+    digest,
     functions_in,
     globals_read,
     is_of_the_library,
@@ -105,11 +105,7 @@ def _joined(parts: Iterable[tuple[str, str]]) -> str:
 def _short(text: str) -> str:
     if len(text) <= _LONGEST_TEXT:
         return text
-    return f"{text[: _LONGEST_TEXT // 2]}... (sha256 {_digest(text.encode('utf-8', 'surrogatepass'))})"
-
-
-def _digest(data: Any) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
+    return f"{text[: _LONGEST_TEXT // 2]}... (sha256 {digest(text.encode('utf-8', 'surrogatepass'))})"
 
 
 class _Teller:
@@ -162,7 +158,7 @@ class _Teller:
     def _array(self, value: Any) -> str:
         if value.dtype.hasobject:
             return self.told(value.tolist())
-        return f"{value.dtype.str} {value.shape} sha256 {_digest(value.tobytes())}"
+        return f"{value.dtype.str} {value.shape} sha256 {digest(value.tobytes())}"
 
     def _object(self, value: Any) -> str:
         if isinstance(value, types.ModuleType):
@@ -263,7 +259,7 @@ def _tensor(value: torch.Tensor) -> str:
         return repr(value)
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     raw = plain.view(torch.uint8).numpy() if plain.numel() else b""
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} sha256 {_digest(raw)}"
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} sha256 {digest(raw)}"
 
 
 def _is_array(value: Any) -> bool:
@@ -271,9 +267,8 @@ def _is_array(value: Any) -> bool:
         return True
     if isinstance(value, type) or type(value).__module__.startswith("h5py"):  # a file would be read whole
         return False
-    return hasattr(type(value), "__array__") or hasattr(
-        type(value), "__array_interface__"
-    )  # of pandas, images of PIL
+    names = "__array__", "__array_interface__"  # tables of pandas, images of PIL
+    return any(hasattr(type(value), name) for name in names)
 
 
 def _attributes_of(value: Any) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def module_source(name: str, file: str) -> str:
     try:
         return _digest_of_tree(ast.parse(data))
     except (SyntaxError, ValueError, RecursionError):  # not python, or not python that can be read
-        return _digest(data)
+        return digest(data)
 
 
 def source(code: type | _Code) -> str:
@@ -176,7 +176,7 @@ def source(code: type | _Code) -> str:
         tree = ast.parse(textwrap.dedent(inspect.getsource(found)))
         if isinstance(code, _Code) and code.co_name == "<lambda>":
             (lambda_alone,) = (node for node in ast.walk(tree) if isinstance(node, ast.Lambda))
-            return _digest(ast.unparse(lambda_alone).encode())
+            return digest(ast.unparse(lambda_alone).encode())
         return _digest_of_tree(tree)
     except (OSError, TypeError, SyntaxError, ValueError, RecursionError):
         return _digest_of_compiled(codes)
@@ -186,7 +186,7 @@ def _digest_of_tree(tree: ast.Module) -> str:
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
-    return _digest(ast.unparse(tree).encode("utf-8", "surrogatepass"))
+    return digest(ast.unparse(tree).encode("utf-8", "surrogatepass"))
 
 
 def _on_disk(code: _Code) -> _Code | None:
@@ -239,7 +239,7 @@ def _instructions(code: _Code) -> Iterator[tuple[str, Any]]:
 
 
 def _digest_of_compiled(codes: Iterable[_Code]) -> str:
-    return _digest(repr([_compiled(code) for code in codes]).encode("utf-8", "surrogatepass"))
+    return digest(repr([_compiled(code) for code in codes]).encode("utf-8", "surrogatepass"))
 
 
 def _compiled(value: Any) -> Any:
@@ -252,5 +252,6 @@ def _compiled(value: Any) -> Any:
     return value.co_code.hex(), *names, [_compiled(constant) for constant in value.co_consts]
 
 
-def _digest(data: bytes) -> str:
+def digest(data: Any) -> str:
+    """Return a digest of bytes, or of what lies in memory as they do."""
     return hashlib.sha256(data).hexdigest()[:32]
