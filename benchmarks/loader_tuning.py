@@ -6,10 +6,12 @@ wait, samples that wait unevenly, samples that compute, rows of a compressed HDF
 small model, and samples that compute with nothing else to wait for. The figure is the throughput of the best of all
 points divided by that of the choice. To be reached: at most 1 / 0.95 for each workload.
 
-How noise is kept out: in each round every point has a turn, in random order, and the choice is made anew; a point's
-throughput is the median of its rounds. The best of nine noisy points looks better than it is, so the figure errs to
-the bad side. Queues are filled before a run is timed, and loading goes on past its end. Wall time cannot be avoided
-here.
+How noise is kept out: the epochs of all points are under way at once and take turns of a third of a second, in random
+order. What a loader made while others had their turns is gone through uncounted, and a turn takes equally many
+batches of each worker. Each round gives one ratio of turns that lie close together, since whatever else the machine
+does can slow it down for seconds at a time. After some rounds all loaders and the choice are made anew. The best
+point is the one whose median of all rounds is highest; the best of nine noisy points looks better than it is, so the
+figure errs to the bad side. Wall time cannot be avoided here.
 """
 
 from __future__ import annotations
@@ -33,11 +35,16 @@ from benchmarks.results_file import Result, read_options
 from holdfast.data.tuning.choice import LoaderPlan, decide_workers, pace_of
 from holdfast.data.tuning.machine import Machine
 from holdfast.data.tuning.preflight import Load, weigh
-from holdfast.data.tuning.probing import MOST_PROBES, measure_throughput, measure_transfer, probe
+from holdfast.data.tuning.probing import MOST_PROBES, measure_transfer, probe
 
 MOST_WORKERS = 8
 TO_REACH = 1 / 0.95
 _ENDLESS = 10**6  # samples: more than any run takes
+_TURN_SECONDS = 0.33
+_CHOICES = 8
+_ROUNDS = 4  # with each choice
+_PREFETCHED = 2  # batches of each worker, torch's default
+_PAUSE = 1.5  # times as long as two processors take for what workers make ahead
 
 
 class Waits(Dataset[Any]):
@@ -94,7 +101,7 @@ class Workload:
 
     def loader(self, num_workers: int, prefetch_factor: int | None = None) -> DataLoader[Any]:
         """Return torch's loader over it."""
-        depth = (prefetch_factor or 2) if num_workers else None
+        depth = (prefetch_factor or _PREFETCHED) if num_workers else None
         return DataLoader(self.dataset, self.batch_size, num_workers=num_workers, prefetch_factor=depth)
 
 
@@ -102,14 +109,20 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "This DataLoader will create")
     options = read_options("loader_tuning", __doc__ or "")
-    rounds, seconds = (2, 0.5) if options.quick else (7, 1.5)
+    choices = 2 if options.quick else _CHOICES
     result = Result(
         options=options,
-        parameters={"workers": MOST_WORKERS, "probes": MOST_PROBES, "rounds": rounds, "seconds of a run": seconds},
+        parameters={
+            "workers": MOST_WORKERS,
+            "probes": MOST_PROBES,
+            "choices": choices,
+            "rounds with each": _ROUNDS,
+            "seconds of a turn": _TURN_SECONDS,
+        },
     )
     with tempfile.TemporaryDirectory() as folder:
         for workload in workloads(Path(folder)):
-            measure(result, workload, rounds, seconds)
+            measure(result, workload, choices)
     result.write()
 
 
@@ -149,40 +162,75 @@ def _training(features: int) -> Callable[[Any], object]:
     return step
 
 
-def choose(workload: Workload) -> LoaderPlan:
-    """Return what 8 batches in this process lead to."""
+def choose(workload: Workload) -> tuple[LoaderPlan, float]:
+    """Return what 8 batches in this process lead to, and the seconds to load one."""
     samples, batch = probe(iter(workload.loader(0)), workload.step)
     size, tensors = weigh(batch)
     step_seconds = statistics.median(sample.step_seconds for sample in samples)
     pace = pace_of(samples, measure_transfer(batch, step_seconds=step_seconds))
     load = Load(num_workers=0, batch_bytes=size, batch_tensors=tensors)
-    return decide_workers(pace, Machine.here(), load, most_workers=MOST_WORKERS)
+    plan = decide_workers(pace, Machine.here(), load, most_workers=MOST_WORKERS)
+    return plan, statistics.median(sample.load_seconds for sample in samples)
 
 
-def measure(result: Result, workload: Workload, rounds: int, seconds: float) -> None:
-    drawn = random.Random(0)
+class Turns:
+    """A loop over a loader that is gone through in turns.
+
+    Args:
+        workload: What is loaded, and what is done with a batch.
+        batch_seconds: To load one.
+        num_workers: Of its loader.
+        prefetch_factor: The same.
+    """
+
+    def __init__(
+        self, workload: Workload, batch_seconds: float, num_workers: int, prefetch_factor: int | None = None
+    ) -> None:
+        self._workers = num_workers
+        self._made_ahead = num_workers * (prefetch_factor or _PREFETCHED)
+        self._step = workload.step
+        self._pause = _PAUSE * batch_seconds * self._made_ahead / 2
+        self._batches = iter(workload.loader(num_workers, prefetch_factor))
+        self._next()
+        time.sleep(self._pause)
+
+    def rate(self) -> float:
+        """Take a turn; return batches per second."""
+        for _ in range(self._made_ahead):  # made while nobody counted
+            self._next()
+        count, began = 0, time.perf_counter()
+        while (seconds := time.perf_counter() - began) < _TURN_SECONDS:
+            for _ in range(max(1, self._workers)):  # they may all be ready at once
+                self._next()
+                count += 1
+        time.sleep(self._pause)
+        return count / seconds
+
+    def _next(self) -> None:
+        batch = next(self._batches)
+        if self._step is not None:
+            self._step(batch)
+
+
+def measure(result: Result, workload: Workload, choices: int) -> None:
     rates: dict[Any, list[float]] = {}
     chosen = []
-    for _ in range(rounds):
-        points: list[Any] = [*range(MOST_WORKERS + 1), "choice"]
-        drawn.shuffle(points)
-        for point in points:
-            workers, prefetch = point, None
-            if point == "choice":
-                plan = choose(workload)
-                workers, prefetch = plan.num_workers, plan.prefetch_factor
-                chosen.append([workers, prefetch])
-            rate = measure_throughput(workload.loader(workers, prefetch), workload.step, seconds)
-            assert rate is not None
-            rates.setdefault(point, []).append(rate)
-    best = max(statistics.median(each) for point, each in rates.items() if point != "choice")
-    ratios = [best / rate for rate in rates["choice"]]
+    for _ in range(choices):
+        plan, seconds = choose(workload)
+        chosen.append([plan.num_workers, plan.prefetch_factor])
+        loops: dict[Any, Turns] = {n: Turns(workload, seconds, n) for n in range(MOST_WORKERS + 1)}
+        loops["choice"] = Turns(workload, seconds, plan.num_workers, plan.prefetch_factor)
+        for _ in range(_ROUNDS):
+            for point in random.sample(list(loops), len(loops)):
+                rates.setdefault(point, []).append(loops[point].rate())
+    medians = [statistics.median(rates[workers]) for workers in range(MOST_WORKERS + 1)]
+    best = max(range(MOST_WORKERS + 1), key=lambda workers: medians[workers])
+    ratios = [most / rate for most, rate in zip(rates[best], rates["choice"], strict=True)]
     result.add_samples(f"{workload.name}: best of the grid / choice", "ratio", ratios, at_most=TO_REACH)
     result.samples[f"{workload.name}: chosen workers and prefetch"] = chosen
-    result.samples[f"{workload.name}: of the best, by workers"] = [
-        round(statistics.median(rates[number]) / best, 3) for number in range(MOST_WORKERS + 1)
-    ]
-    print("   ", chosen, result.samples[f"{workload.name}: of the best, by workers"], flush=True)
+    of_the_best = [round(median / medians[best], 3) for median in medians]
+    result.samples[f"{workload.name}: of the best, by workers"] = of_the_best
+    print("   ", chosen, of_the_best, flush=True)
 
 
 if __name__ == "__main__":
