@@ -6,12 +6,13 @@ wait, samples that wait unevenly, samples that compute, rows of a compressed HDF
 small model, and samples that compute with nothing else to wait for. The figure is the throughput of the best of all
 points divided by that of the choice. To be reached: at most 1 / 0.95 for each workload.
 
-How noise is kept out: the epochs of all points are under way at once and take turns of a third of a second, in random
-order. What a loader made while others had their turns is gone through uncounted, and a turn takes equally many
-batches of each worker. Each round gives one ratio of turns that lie close together, since whatever else the machine
-does can slow it down for seconds at a time. After some rounds all loaders and the choice are made anew. The best
-point is the one whose median of all rounds is highest; the best of nine noisy points looks better than it is, so the
-figure errs to the bad side. Wall time cannot be avoided here.
+How noise is kept out: the epochs of all points are started in random order (one that was always started last looked
+faster), are under way at once, and take turns of a third of a second, in random order too. What a loader made while
+others had their turns is gone through uncounted, and a turn takes equally many batches of each worker. Each round
+gives one ratio of turns that lie close together, since whatever else the machine does can slow it down for seconds at
+a time. After some rounds all loaders and the choice are made anew. The best point is the one whose median of all
+rounds is highest; the best of nine noisy points looks better than it is, so the figure errs to the bad side. Wall
+time cannot be avoided here.
 """
 
 from __future__ import annotations
@@ -218,8 +219,10 @@ def measure(result: Result, workload: Workload, choices: int) -> None:
     for _ in range(choices):
         plan, seconds = choose(workload)
         chosen.append([plan.num_workers, plan.prefetch_factor])
-        loops: dict[Any, Turns] = {n: Turns(workload, seconds, n) for n in range(MOST_WORKERS + 1)}
-        loops["choice"] = Turns(workload, seconds, plan.num_workers, plan.prefetch_factor)
+        points: dict[Any, tuple[int, int | None]] = {workers: (workers, None) for workers in range(MOST_WORKERS + 1)}
+        points["choice"] = plan.num_workers, plan.prefetch_factor
+        started = random.sample(list(points), len(points))
+        loops = {point: Turns(workload, seconds, *points[point]) for point in started}
         for _ in range(_ROUNDS):
             for point in random.sample(list(loops), len(loops)):
                 rates.setdefault(point, []).append(loops[point].rate())
