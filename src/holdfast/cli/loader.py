@@ -97,6 +97,7 @@ def _decide(
 ) -> dict[str, Any]:
     import torch
 
+    from holdfast.data.sharding import EACH_READS_ALL
     from holdfast.data.tuning import choice, probing
     from holdfast.data.tuning.machine import Machine
     from holdfast.data.tuning.preflight import Load, preflight, weigh
@@ -125,7 +126,11 @@ def _decide(
     except Exception as error:  # noqa: BLE001 - a table of assumptions is better than none
         typer.echo(f"what sending a batch costs is assumed: {type(error).__name__}: {error}", err=True)
         transfer = probing.Transfer.assumed(size, tensors)
-    plan = choice.decide_workers(choice.pace_of(samples, transfer, step_seconds=step_seconds), machine, load)
+    pace = choice.pace_of(samples, transfer, step_seconds=step_seconds)
+    most = _most_workers(loader)
+    plan = choice.decide_workers(pace, machine, load, most_workers=most)
+    if most is not None:
+        plan = dataclasses.replace(plan, reason=f"{plan.reason}; {EACH_READS_ALL}")
     parts = {name: getattr(loader, name) for name in ("dataset", "collate_fn", "worker_init_fn")}
     some = measure and any(option.fits for option in plan.options if option.num_workers)
     started = dataclasses.replace(load, num_workers=max(workers, int(some)))
@@ -136,6 +141,14 @@ def _decide(
         "samples": samples,
         "plan": plan,
     }
+
+
+def _most_workers(loader: DataLoader[Any]) -> int | None:
+    from holdfast.data.sharding import most_useful_workers, shards_itself
+
+    said = getattr(loader, "sharded", None)  # holdfast's own, to which it may have been told
+    sharded = shards_itself(loader.dataset, loader.worker_init_fn) if said is None else said
+    return most_useful_workers(loader.dataset, sharded=sharded)
 
 
 def _raised(factory: str, error: Exception) -> PolicyError:

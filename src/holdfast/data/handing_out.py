@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sized
+from collections.abc import Callable, Generator, Mapping, Sized
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -54,16 +55,31 @@ class Failed:
         self.error = error
 
 
+@dataclass(slots=True)
+class Reached:
+    """How far an iterator got, which need not be where its loader stands.
+
+    Args:
+        epoch: Which one.
+        place: Where in it; None before its beginning.
+    """
+
+    epoch: int = 0
+    place: Place | None = None
+
+
 class Epoch:
     """The batches of an epoch, which go on after an error in the place of one, as torch's do.
 
     Args:
-        batches: Batches, and errors in the place of some.
+        batches: Returns those from a place on, which it moves on, and errors in the place of some.
         loader: Whose batches they are.
     """
 
-    def __init__(self, batches: Generator[Any], loader: Sized) -> None:
-        self._batches = batches
+    def __init__(self, batches: Callable[[Reached], Generator[Any]], loader: Sized) -> None:
+        self._from = batches
+        self._reached = Reached()
+        self._batches = batches(self._reached)
         self._loader = loader
 
     def __len__(self) -> int:
@@ -74,7 +90,13 @@ class Epoch:
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except (StopIteration, LoaderError):
+            raise
+        except BaseException:  # such as a signal's handler raises: of no batch, but no generator goes on after it
+            self._batches = self._from(self._reached)
+            raise
         if isinstance(batch, Failed):
             raise batch.error
         return batch

@@ -24,7 +24,7 @@ from holdfast.core.errors import LoaderError
 from holdfast.core.weak_calls import WeakCall
 from holdfast.data.device_prefetch import prefetched
 from holdfast.data.fetch import Fetcher
-from holdfast.data.handing_out import Epoch, Failed, Place, as_error
+from holdfast.data.handing_out import Epoch, Failed, Place, Reached, as_error
 from holdfast.data.healing import Crew, Healer
 from holdfast.data.loader_arguments import (
     AUTO,
@@ -43,7 +43,7 @@ from holdfast.data.plan import Drawn, Sampled
 from holdfast.data.quarantine import FILE_NAME, Ledger
 from holdfast.data.ranks import steps_left
 from holdfast.data.seeds import derive_seed
-from holdfast.data.sharding import shards_itself
+from holdfast.data.sharding import most_useful_workers, shards_itself
 from holdfast.data.signalled import note_handlers
 from holdfast.data.stream import (
     Beginning,
@@ -137,13 +137,13 @@ class DataLoader(TorchDataLoader[Any]):
         super().__init__(**without_auto(given))
         self.seed = int(seed) if self.generator is None else self.generator.initial_seed()
         self._iterable = isinstance(dataset, IterableDataset)
-        self._sharded = self._iterable and (
+        self.sharded = self._iterable and (
             shards_itself(dataset, self.worker_init_fn) if sharded is None else sharded
         )
         self._sharding_said = sharded is not None
-        check_shards(given, sharded=self._sharded)
+        check_shards(given, sharded=self.sharded)
         asks = self._iterable and rank is None
-        self._undivided = why_undivided(dataset, sharded=self._sharded) if asks else ""
+        self._undivided = why_undivided(dataset, sharded=self.sharded) if asks else ""
         self._ranks_fixed = rank is not None or bool(self._undivided)
         self._ranks = (0, 1) if self._undivided else ranks_of(rank, world_size)
         self._plan = None if self._iterable else plan_of(self, given, self._ranks, repeats=repeats)
@@ -172,6 +172,7 @@ class DataLoader(TorchDataLoader[Any]):
             dataset=dataset, collate_fn=self.collate_fn, worker_init_fn=self.worker_init_fn, method=method, keep=keep,
             num_workers=None if given.get("num_workers") == AUTO else self.num_workers,
             prefetch_factor=None if given.get("prefetch_factor") == AUTO else given.get("prefetch_factor"),
+            most_workers=most_useful_workers(dataset, sharded=self.sharded),
         )  # fmt: skip
         self._tuner = Tuner(chosen, WeakCall(self, "_use_workers"), tell)
 
@@ -213,19 +214,22 @@ class DataLoader(TorchDataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Return the batches of the next epoch; after an error in the place of one they go on, as torch's do."""
-        return Epoch(self._epoch_batches(), self)
+        return Epoch(self._epoch_batches, self)
 
-    def _epoch_batches(self) -> Generator[Any]:
-        """Yield the batches of the next epoch, or the rest of the one that `load_state_dict` points into.
+    def _epoch_batches(self, reached: Reached) -> Generator[Any]:
+        """Yield the batches of the next epoch, or what is left after `reached` or `load_state_dict`.
 
         Raises:
             LoaderError: H608 if the dataset has another length than before, H609 for a sampler that repeats, H612 if
                 too many samples cannot be read, H614 if no remedy is left.
         """
         note_handlers()
+        if reached.place is not None:
+            self._epoch, self._at, self._under_way = reached.epoch, reached.place, False
         self._move_on()
         self._under_way = True
         epoch = self._epoch
+        reached.epoch, reached.place = epoch, self._at
         self._check_length()
         # Drawn here, where an error of the sampler is no worker's.
         drawn = None if self._sampler is None else self._sampler.in_short(epoch, self._at.drawn)
@@ -242,7 +246,7 @@ class DataLoader(TorchDataLoader[Any]):
                 # Another iterator of this loader, such as a look at a batch, may have moved on meanwhile.
                 if self._epoch != epoch or not self._under_way:
                     self._epoch, self._under_way = epoch, True
-                self._at = place
+                self._at = reached.place = place
                 yield batch
         self._move_to(epoch + 1)
 
@@ -314,7 +318,7 @@ class DataLoader(TorchDataLoader[Any]):
         rank, world_size = self._ranks
         plan = StreamPlan(
             seed=self.seed, epoch=self._epoch, batch_size=self.batch_size, drop_last=self.drop_last,
-            sharded=self._sharded, certain=self._sharding_said, rank=rank, world_size=world_size,
+            sharded=self.sharded, certain=self._sharding_said, rank=rank, world_size=world_size,
         )  # fmt: skip
         if self._at.streamed and not keeps_state(self.dataset):
             self._tell(
@@ -372,7 +376,7 @@ class DataLoader(TorchDataLoader[Any]):
         """Return what must be the same for a position to point at the same samples."""
         if self._plan is not None:
             return {"seed": self.seed, **self._plan.identity()}
-        workers = max(1, self.num_workers) if self._sharded else None
+        workers = max(1, self.num_workers) if self.sharded else None
         return {"seed": self.seed, "counts": "batches", "kind": "stream", "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 _SHARDING_WORDS = {"get_worker_info", "worker_info", "num_replicas", "split_by_worker", "split_by_node"}
 _RANK_WORDS = {"get_rank", "get_world_size", "rank", "world_size", "num_replicas", "process_index", "num_processes"}
 _SHARDING_ATTRIBUTES = ("num_shards", "n_shards")  # Hugging Face datasets deal out their shards themselves
@@ -18,6 +20,17 @@ def shards_itself(dataset: Any, worker_init_fn: Any = None) -> bool:
     """
     asks = "get_worker_info" in _words_of(worker_init_fn)
     return asks or any(hasattr(dataset, name) for name in _SHARDING_ATTRIBUTES) or _names(dataset, _SHARDING_WORDS)
+
+
+EACH_READS_ALL = "each worker would read the whole stream, since it does not divide its items"
+
+
+def most_useful_workers(dataset: Any, *, sharded: bool) -> int | None:
+    """Return how many workers can be of use for a dataset, whatever they cost; None: as many as there are.
+
+    Each worker reads the whole of a stream that does not divide its items, so that only collating gains by more.
+    """
+    return 1 if isinstance(dataset, IterableDataset) and not sharded else None
 
 
 def divides_among_ranks(dataset: Any) -> bool:

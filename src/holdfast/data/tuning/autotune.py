@@ -18,6 +18,7 @@ import torch
 
 from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Report
+from holdfast.data.sharding import EACH_READS_ALL
 from holdfast.data.tuning.choice import LoaderPlan, decide_workers, pace_of
 from holdfast.data.tuning.machine import Machine
 from holdfast.data.tuning.preflight import Load, preflight, weigh
@@ -42,6 +43,7 @@ class Given:
         prefetch_factor: As given; None to choose, or torch's 2.
         method: Start method of workers.
         keep: Whether they are kept from one epoch to the next.
+        most_workers: Choose no more; None for no limit but the machine's.
     """
 
     dataset: Any
@@ -51,6 +53,7 @@ class Given:
     prefetch_factor: int | None
     method: str
     keep: bool
+    most_workers: int | None = None
 
 
 class Tuner:
@@ -190,10 +193,12 @@ class Tuner:
             self._machine,
             load,
             prefetch_factor=self._given.prefetch_factor,
+            most_workers=self._given.most_workers,
             batches_per_start=self._batches_per_start,
         )
         self._watch = Watch(num_workers=plan.num_workers, prefetch_factor=plan.prefetch_factor)
-        self._use(plan.num_workers, plan.prefetch_factor, plan.reason, batch)
+        reason = plan.reason if self._given.most_workers is None else f"{plan.reason}; {EACH_READS_ALL}"
+        self._use(plan.num_workers, plan.prefetch_factor, reason, batch)
 
     def _use(self, workers: int, prefetch: int | None, reason: str, batch: Any = None) -> None:
         if workers:
@@ -223,6 +228,7 @@ class Tuner:
             machine=self._machine,
             load=self._load,
             prefetch_factor=self._given.prefetch_factor,
+            most_workers=self._given.most_workers,
             batches_per_start=self._batches_per_start,
         )
         self._watch = new
