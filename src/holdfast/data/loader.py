@@ -174,7 +174,7 @@ class DataLoader(TorchDataLoader[Any]):
             prefetch_factor=None if given.get("prefetch_factor") == AUTO else given.get("prefetch_factor"),
             most_workers=most_useful_workers(dataset, sharded=self.sharded),
         )  # fmt: skip
-        self._tuner = Tuner(chosen, WeakCall(self, "_use_workers"), tell)
+        self._tuner = Tuner(chosen, WeakCall(self, "_use_workers"), tell, crew)
 
     # --- what happens ---------------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import resource
 import time
 import weakref
@@ -14,9 +16,11 @@ from tests.own_process import in_own_process
 from torch.utils.data import Dataset
 
 from holdfast.core.errors import LoaderError
+from holdfast.data.healing import Crew
 from holdfast.data.loader import DataLoader
 from holdfast.data.tuning.autotune import Given, Tuner
 from holdfast.data.tuning.machine import Machine
+from holdfast.data.tuning.retuning import Watch
 
 
 class Waits(Dataset[torch.Tensor]):
@@ -63,7 +67,8 @@ def test_slow_batches_are_not_all_loaded_without_workers() -> None:
         keep=True,
     )
     chosen: list[int] = []
-    tuner = Tuner(given, lambda workers, _: chosen.append(workers), lambda *_, **__: None)
+    crew = Crew(workers=0, method=None, options={}, timeout_seconds=0.0)
+    tuner = Tuner(given, lambda workers, _: chosen.append(workers), lambda *_, **__: None, crew)
 
     def made() -> Any:
         for number in range(10):
@@ -88,11 +93,103 @@ def test_a_launcher_that_tells_no_number_of_processes_leaves_one(monkeypatch, to
     assert Machine.of_this_rank().cpu_quota == alone.cpu_quota / 4
 
 
-def test_batches_that_no_worker_can_send_need_none() -> None:
-    """Samples that wait would gain by workers; what cannot be pickled is loaded without them, as before."""
+def test_batches_that_no_worker_can_send_need_none(caplog: pytest.LogCaptureFixture) -> None:
+    """Samples that wait would gain by workers; what cannot be pickled is loaded without them, which is a warning."""
+    caplog.set_level(logging.WARNING, "holdfast")
     loader = DataLoader(Waits(40, 0.02), num_workers="auto", seed=0, collate_fn=_a_function)
     assert [batch() for batch in loader] == list(range(40))
     assert loader.num_workers == 0
+    assert "H641" in caplog.text
+    assert "return tensors, arrays, numbers and strings" in caplog.text
+
+
+class Slots:
+    """A batch that is no container."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers = numbers
+        self.more: dict[str, Any] = {}
+
+
+def _named(samples: list[torch.Tensor]) -> dict[str, Any]:
+    return {"x": torch.stack(samples), "names": ["a", "b"]}
+
+
+def _as_an_object(samples: list[torch.Tensor]) -> Slots:
+    return Slots(torch.stack(samples))
+
+
+def _keep(batch: Any, key: str, what: Any) -> None:
+    (batch.more if isinstance(batch, Slots) else batch)[key] = what
+
+
+@pytest.mark.parametrize("collate", [_named, _as_an_object])
+@pytest.mark.parametrize("result", ["graph", "function", "removed"])
+def test_what_the_loop_does_to_its_batch_costs_no_workers(
+    collate: Any, result: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Results that are put into a batch need not be sent by any worker."""
+    caplog.set_level(logging.WARNING, "holdfast")
+    weight = torch.ones((), requires_grad=True)
+    loader = DataLoader(Waits(24, 0.02), num_workers="auto", seed=0, collate_fn=collate)
+    for batch in loader:
+        if result == "removed":
+            vars(batch).clear() if isinstance(batch, Slots) else batch.clear()
+        else:
+            _keep(batch, "logits", weight * 2 if result == "graph" else lambda: 0)
+    assert loader.num_workers > 1
+    assert not caplog.text
+
+
+def test_no_graph_is_kept_by_what_is_measured() -> None:
+    """The activations of the first step go with it, not when workers are chosen."""
+    weight = torch.ones((), requires_grad=True)
+    loader = DataLoader(Waits(8, 0.0), num_workers="auto", seed=0, collate_fn=_named)
+    held = []
+    for batch in loader:
+        batch["logits"] = weight * batch["x"]
+        held.append(weakref.ref(batch["logits"]))
+        del batch
+        gc.collect()
+        assert [each() for each in held[:-1]] == [None] * (len(held) - 1)  # the last one is still at hand
+
+
+def test_what_healing_has_lowered_is_not_raised_again() -> None:
+    """Workers were given up, and each batch is waited for then: that is no reason to start what failed."""
+    events: list[tuple[str, Any]] = []
+    loader = DataLoader(Waits(140, 0.012), num_workers="auto", seed=0, worker_init_fn=lambda _: os._exit(4))
+    loader._happened = lambda kind, **facts: events.append((kind, facts.get("num_workers")))
+    for _ in loader:
+        time.sleep(0.006)
+    assert loader._healer.crew.workers == 0
+    assert [kind for kind, _ in events].count("workers_chosen") == 1
+    assert "loader_healed" in [kind for kind, _ in events]
+
+
+def test_a_trial_in_which_healing_lowers_the_number_is_not_taken_back() -> None:
+    """The number from before a raise may be more than what healing has left."""
+    crew = Crew(workers=8, method=None, options={}, timeout_seconds=0.0)
+    told: list[str] = []
+    tuner = Tuner(
+        Given(
+            dataset=[0], collate_fn=None, worker_init_fn=None, num_workers=None, prefetch_factor=None, method="fork",
+            keep=True,
+        ),
+        lambda workers, _: setattr(crew, "workers", workers), lambda kind, **_: told.append(kind), crew,
+    )  # fmt: skip
+
+    def made() -> Any:
+        for number in range(200):
+            time.sleep(0.002)
+            yield torch.tensor([number]), None
+
+    for count, _ in enumerate(tuner.passing(made(), 200)):
+        if count == 10:
+            assert tuner._watch is not None
+            tuner._watch = Watch(num_workers=8, prefetch_factor=2, look_after_batches=100, tried_from=(4, 2, 1e-6))
+            crew.workers = 2
+    assert crew.workers == 2
+    assert told.count("workers_chosen") == 1
 
 
 def _first_batch_with_few_descriptors() -> tuple[int, list[str]]:

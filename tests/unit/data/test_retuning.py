@@ -122,3 +122,13 @@ def test_too_few_batches_are_no_reason() -> None:
     watch = Watch(num_workers=8, prefetch_factor=8, look_after_batches=70)
     found = decide_again(watch, [1.0] * 70, [STEP] * 70, pace=pace(0.02), machine=MACHINE, load=LOAD)
     assert found == replace(watch, look_after_batches=128)
+
+
+def test_steps_that_become_slower_within_a_look_are_looked_at() -> None:
+    """The usual step is that of the batches that count: those before them may all have been quicker."""
+    watch = Watch(num_workers=8, prefetch_factor=8)
+    steps = [STEP / 2] * 64 + [5 * STEP] * 36
+    found = decide_again(watch, [0.0] * 100, steps, pace=pace(0.02), machine=MACHINE, load=LOAD)
+    assert found.num_workers == 8
+    found = decide_again(watch, [1.0] * 100, steps, pace=pace(0.02), machine=MACHINE, load=LOAD)
+    assert found.look_after_batches > watch.look_after_batches

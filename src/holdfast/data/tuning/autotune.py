@@ -18,11 +18,12 @@ import torch
 
 from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Report
+from holdfast.data.healing import Crew
 from holdfast.data.sharding import EACH_READS_ALL
 from holdfast.data.tuning.choice import LoaderPlan, decide_workers, pace_of
 from holdfast.data.tuning.machine import Machine
-from holdfast.data.tuning.preflight import Load, preflight, weigh
-from holdfast.data.tuning.probing import MOST_PROBES, Instant, Sample, Transfer, measure_transfer, sample_of
+from holdfast.data.tuning.preflight import Concern, Load, preflight, unsendable, weigh
+from holdfast.data.tuning.probing import MOST_PROBES, Instant, Sample, Transfer, kept, measure_transfer, sample_of
 from holdfast.data.tuning.retuning import Watch, decide_again
 
 _FEWEST_PROBES = 3
@@ -56,6 +57,23 @@ class Given:
     most_workers: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Largest:
+    """The batch with the most bytes so far, as it was made: what the loop does to its batch is the loop's.
+
+    Args:
+        size: Its bytes.
+        tensors: How many it has.
+        copy: What `kept` has left of it, for as long as it is needed.
+        unsendable: Why no worker can send it, or None.
+    """
+
+    size: int = -1
+    tensors: int = 0
+    copy: Any = None
+    unsendable: Concern | None = None
+
+
 class Tuner:
     """Looks at the batches of a loader as they pass, warns of what will go wrong, and chooses its workers.
 
@@ -63,12 +81,15 @@ class Tuner:
         given: What the user gave.
         apply: Called with a number of workers and a prefetch factor (None: torch's) when they are to change.
         tell: Called with the kind of an event and its facts.
+        crew: How workers are run: healing may have lowered their number.
 
     Raises:
         LoaderError: H607 for a prefetch factor below 1.
     """
 
-    def __init__(self, given: Given, apply: Callable[[int, int | None], None], tell: Callable[..., None]) -> None:
+    def __init__(
+        self, given: Given, apply: Callable[[int, int | None], None], tell: Callable[..., None], crew: Crew
+    ) -> None:
         if given.prefetch_factor is not None and given.prefetch_factor < 1:
             raise LoaderError(
                 f"prefetch_factor={given.prefetch_factor}",
@@ -79,11 +100,12 @@ class Tuner:
         self._given = given
         self._apply = apply
         self._tell = tell
+        self._crew = crew
         self._told: set[str] = set()
         self._checked = False
         self._machine: Machine | None = None
         self._samples: list[Sample] = []
-        self._largest: tuple[int, int, Any] = (-1, 0, None)
+        self._largest = _Largest()
         self._plan: LoaderPlan | None = None
         self._batches_per_start: int | None = None
         self._watch: Watch | None = None
@@ -119,11 +141,11 @@ class Tuner:
     def _checking(self, batches: Generator[Made], workers: int) -> Generator[Made]:
         """Warn once the size of a batch is known: of shared memory, descriptors, memory."""
         with closing(batches):
-            if self._machine is not None and self._largest[0] < 0:
+            if self._machine is not None and self._largest.size < 0:
                 for batch, report in itertools.islice(batches, 1):
-                    self._note(batch)
+                    size, tensors = weigh(batch)
+                    self._largest = _Largest(size=size, tensors=tensors)
                     self._check(self._load_of(workers), batch=batch, raises=False)  # it is here: it can be made
-                    self._largest = *self._largest[:2], None
                     yield batch, report
                     del batch, report
             yield from batches
@@ -149,10 +171,10 @@ class Tuner:
                 self._samples.append(sample_of(asked, loaded, Instant.now()))
                 if self._has_probed():
                     self._choose()
-            else:
+            elif self._watch is not None:
                 self._waits.append(handed - began)
                 self._steps.append(time.perf_counter() - handed)
-                self._reconsider()
+                self._reconsider(self._watch)
 
     def _has_probed(self) -> bool:
         taken = sum(sample.load_seconds for sample in self._samples[1:])
@@ -161,33 +183,34 @@ class Tuner:
 
     def _note(self, batch: Any) -> None:
         size, tensors = weigh(batch)
-        if size > self._largest[0]:
-            # A copy is not made: the loop may change its batch, but not its size.
-            self._largest = size, tensors, batch
+        if size > self._largest.size:
+            why = next(unsendable(batch), None)
+            copy = kept(batch) if why is None else None
+            self._largest = _Largest(size=size, tensors=tensors, copy=copy, unsendable=why)
 
     def _load_of(self, workers: int) -> Load:
-        size, tensors, _ = self._largest
         return Load(
             num_workers=workers,
             prefetch_factor=self._given.prefetch_factor or 2,
-            batch_bytes=max(size, 0),
-            batch_tensors=tensors,
+            batch_bytes=max(self._largest.size, 0),
+            batch_tensors=self._largest.tensors,
             start_method=self._given.method,
             sharing_strategy=torch.multiprocessing.get_sharing_strategy(),  # type: ignore[no-untyped-call]
         )
 
     def _choose(self) -> None:
-        size, tensors, batch = self._largest
+        largest = self._largest
         self._load = load = self._load_of(0)
         step = statistics.median(sample.step_seconds for sample in self._samples)
         self._machine = Machine.of_this_rank()
-        transfer = Transfer.assumed(size, tensors)
-        if load.start_method == "fork":  # another start would take longer than it could save
+        transfer = Transfer.assumed(largest.size, largest.tensors)
+        # Another start would take longer than it could save.
+        if load.start_method == "fork" and largest.copy is not None:
             try:
-                transfer = measure_transfer(batch, step_seconds=step, machine=self._machine)
+                transfer = measure_transfer(largest.copy, step_seconds=step, machine=self._machine)
             except Exception as error:  # noqa: BLE001 - a decision on assumptions is better than none
                 self._tell("transfer_not_measured", error=repr(error))
-        self._largest = size, tensors, None
+        self._largest = replace(largest, copy=None)
         self._plan = plan = decide_workers(
             pace_of(self._samples, transfer),
             self._machine,
@@ -198,27 +221,27 @@ class Tuner:
         )
         self._watch = Watch(num_workers=plan.num_workers, prefetch_factor=plan.prefetch_factor)
         reason = plan.reason if self._given.most_workers is None else f"{plan.reason}; {EACH_READS_ALL}"
-        self._use(plan.num_workers, plan.prefetch_factor, reason, batch)
+        self._use(plan.num_workers, plan.prefetch_factor, reason)
 
-    def _use(self, workers: int, prefetch: int | None, reason: str, batch: Any = None) -> None:
+    def _use(self, workers: int, prefetch: int | None, reason: str) -> None:
         if workers:
             load = replace(self._load, num_workers=workers, prefetch_factor=prefetch or 2)
             try:
-                self._check(load, dataset=self._given.dataset, batch=batch)
+                if self._largest.unsendable is not None:
+                    raise self._largest.unsendable.error()
+                self._check(load, dataset=self._given.dataset)
             except LoaderError as error:  # nobody has asked for workers by number: without them it goes on as before
+                self._tell("preflight", rule=error.rule, what=error.what, limit=error.limit, fix=error.fix)
                 workers, prefetch, reason = 0, None, f"workers cannot be used: {error.what} [{error.rule}]"
                 self._watch, self._given = None, replace(self._given, num_workers=0)
         self._tell("workers_chosen", num_workers=workers, prefetch_factor=prefetch, reason=reason)
         self._apply(workers, prefetch)
 
-    def _reconsider(self) -> None:
-        watch = self._watch
-        if (
-            watch is None
-            or self._plan is None
-            or self._machine is None
-            or len(self._steps) < watch.look_after_batches
-        ):
+    def _reconsider(self, watch: Watch) -> None:
+        if self._crew.workers < watch.num_workers:
+            self._watch = None  # what healing has lowered stays: a raise, or what was before one, would undo a remedy
+            return
+        if self._plan is None or self._machine is None or len(self._steps) < watch.look_after_batches:
             return
         new = decide_again(
             watch,

@@ -151,7 +151,7 @@ def preflight(
             look = _inherited if load.start_method == "fork" else _unpicklable
             found += look(name, part, load, machine)
     if batch is not None:
-        found += _unsendable(batch)
+        found += unsendable(batch)
     return tuple(sorted(found, key=lambda concern: concern.severity))
 
 
@@ -294,7 +294,8 @@ def _unpicklable(name: str, part: Any, load: Load, machine: Machine) -> Iterator
         yield _copies(name, trial.copied_bytes, load, room, f"{load.start_method} gives each worker a copy")
 
 
-def _unsendable(batch: Any) -> Iterator[Concern]:
+def unsendable(batch: Any) -> Iterator[Concern]:
+    """Yield why no worker can send a batch, if none can."""
     error = PickleTrial(batch).error
     if error is not None:
         path, inner = culprit(batch, "batch", error)

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from holdfast.core.containers import children_of, rebuilt
 from holdfast.data.splitting import copied
 from holdfast.data.tuning.handover import PickleTrial
 from holdfast.data.tuning.machine import Machine
@@ -24,6 +26,7 @@ from holdfast.data.tuning.preflight import Load, weigh
 MOST_PROBES = 8
 """Batches to load in the training process before deciding."""
 _FEWEST_TIMED, _MOST_TIMED = 3, 12  # batches
+_FIXED = (str, bytes, bool, int, float, complex, type(None), np.generic, torch.device, torch.dtype)
 _PAGE = 4096  # bytes that a tensor takes of shared memory at least
 _LARGEST_COPIED = 64 * 2**20  # bytes of copies to measure a transfer with
 _LONGEST_PAUSE = 0.005  # seconds; caches are as cold as they get
@@ -202,6 +205,33 @@ def with_workers(loader: DataLoader[Any], num_workers: int, prefetch_factor: int
         multiprocessing_context=loader.multiprocessing_context if num_workers else None,
         generator=torch.Generator(),
     )
+
+
+def kept(batch: Any) -> Any:
+    """Return the batch in containers of its own, its tensors cut off from any graph; their memory is shared.
+
+    So it may be measured later, whatever a loop puts into its batch meanwhile.
+
+    Returns:
+        None if something in it is neither a container, a tensor or an array, nor a value that cannot be changed.
+    """
+    try:
+        return _kept(batch)
+    except Exception:  # noqa: BLE001 - whatever a user's container raises: a batch can also do without
+        return None
+
+
+def _kept(node: Any) -> Any:
+    if isinstance(node, torch.Tensor):
+        return node.detach()
+    if isinstance(node, np.ndarray) and not node.dtype.hasobject:
+        return node.view()
+    children = children_of(node)
+    if children is not None:
+        return rebuilt(node, {key: _kept(child) for key, child in children.items()}, checked=False)
+    if isinstance(node, _FIXED):
+        return node
+    raise TypeError(type(node))
 
 
 class _Copies(Dataset[Any]):

@@ -72,8 +72,8 @@ def decide_again(
     settled = watch.num_workers * (watch.prefetch_factor or 0)  # batches that were under way
     if len(steps) < settled + _FEWEST_SEEN:
         return replace(watch, look_after_batches=settled + 2 * _FEWEST_SEEN)
-    usual = WARM_UP * statistics.median(steps)
-    seen = [(w, s) for w, s in list(zip(waits, steps, strict=True))[settled:] if s <= usual]
+    usual = WARM_UP * statistics.median(steps[settled:])
+    seen = [(w, s) for w, s in zip(waits[settled:], steps[settled:], strict=True) if s <= usual]
     wait, step = (statistics.fmean(times) for times in zip(*seen, strict=True))
     later = min(2 * watch.look_after_batches, _LONGEST_PATIENCE)
     if watch.tried_from is not None:
