@@ -100,6 +100,11 @@ class IntervalChooser:
         self.costs.append((stall_seconds + slower, seconds))
         self._steps_to_wait = 0
 
+    def save_costs_seconds(self) -> float | None:
+        """Return what a save takes from the training, as measured; None while only the first save is known."""
+        known = list(self.costs)  # a writer asks too, while the training goes on
+        return statistics.median(cost for cost, _ in known) if known else None
+
     def decide(self) -> SaveInterval | None:
         """Return the interval from now on, if it is another one than before. To be asked at every boundary."""
         costs = self.costs or ([self._first] if self._first else [])

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import sys
 from dataclasses import dataclass
 
 from holdfast.checkpoint.goodput import check_interval
 from holdfast.core.errors import PolicyError
 
+# Of the time between failures: shorter ones are lost in the last digits of a float, and time would stand still.
+_SHORTEST_PERIOD = 1e-12
 _LONGEST_RESTART = 5  # in times between failures: one restart of 150 succeeds, so 0.7 % of the time is left to train
 
 
@@ -61,12 +64,20 @@ def simulate_run(
 
     Raises:
         PolicyError: H706 or H709, as `effective_training_time_ratio`; H706 too for restarts so long that hardly any
-            succeeds.
+            succeeds, and for saves so close together that floats cannot tell their times apart.
     """
     assert failures >= 2, "one life has no standard error"
     assert math.isfinite(mean_seconds_between_failures), "a run that never fails has no end"
     stall = save_seconds if stall_seconds is None else stall_seconds
     check_interval(interval_seconds, save_seconds, stall)
+    period, between = interval_seconds + stall, mean_seconds_between_failures
+    if not period >= _SHORTEST_PERIOD * between >= sys.float_info.min:
+        raise PolicyError(
+            f"{period:g} s from one save to the next with a failure every {between:g} s",
+            limit=f"saves at least {_SHORTEST_PERIOD:g} times the time between failures apart can be simulated",
+            fix="check what a save takes, the interval, and how often the job fails.",
+            rule="H706",
+        )
     if not 0 <= restart_seconds <= _LONGEST_RESTART * mean_seconds_between_failures:
         raise PolicyError(
             f"restart_seconds={restart_seconds:g} with a failure every {mean_seconds_between_failures:g} s",

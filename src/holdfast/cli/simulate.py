@@ -1,7 +1,8 @@
 """`holdfast simulate [RUN_DIR] --gpus 16384 --failures 419/54d`: how much of the time would train, at which interval?
 
-What a save costs and how often the run makes one is read from its recording; options replace what was read. Needs no
-torch, so it is quick. The formulas and the simulation are in ``checkpoint.goodput`` and ``checkpoint.simulation``.
+What a save costs and how often the run makes one is read from its recording; options replace what was read. Without
+RUN_DIR the run is looked for in the current directory, unless --save-seconds says what a save costs. Needs no torch,
+so it is quick. The formulas and the simulation are in ``checkpoint.goodput`` and ``checkpoint.simulation``.
 """
 
 from __future__ import annotations
@@ -36,12 +37,18 @@ from holdfast.recorder.reader import StepRecord, read_events, read_steps
 # An assumption, and printed as one: a process on one machine is back in seconds, a large job on a slow store in 20
 # minutes. It is used where no restart was recorded and none was given.
 _RESTART_SECONDS = 300.0
+_RECORDING = Path("recorder", "rank0")
+_MOST_NAMED = 5
 _LONGEST_SECONDS = 1e12  # 30,000 years: beyond it, a rate is a slip of the pen
 
 
 def run(
     run_dir: Annotated[
-        Path | None, typer.Argument(help="Directory that was given to Guard; without it, --save-seconds.")
+        Path | None,
+        typer.Argument(
+            help="Directory that was given to Guard; without it and without --save-seconds: the current directory, "
+            "runs/last, or the only run that lies here or in runs."
+        ),
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, max=10**9, help="Devices of the job that is simulated.")] = 1,
     failures: Annotated[
@@ -57,7 +64,7 @@ def run(
     ] = None,
     save_seconds: Annotated[float | None, typer.Option(help="Until a checkpoint counts; else as recorded.")] = None,
     stall_seconds: Annotated[
-        float | None, typer.Option(help="How long a save holds the loop; else as recorded, or all of the save.")
+        float | None, typer.Option(help="What a save costs the training; else as recorded, or all of the save.")
     ] = None,
     restart_seconds: Annotated[
         float | None, typer.Option(help="From a failure until training goes on; else as recorded, or 300.")
@@ -70,18 +77,20 @@ def run(
 ) -> None:
     """Print which share of its time a long run would train, by formula and by simulation, and where the rest goes."""
     with failing_clearly(as_json=as_json):
-        recorded = Recorded() if run_dir is None else _recorded(run_dir)
+        # A cost that is given is that of no run, so the figures do not depend on where the command is called.
+        here = _runs_here() if run_dir is None and save_seconds is None else []
+        used = here[0] if len(here) == 1 else run_dir
+        recorded = Recorded() if used is None else _recorded(used)
         between = _between_failures(failures, mtbf, gpus, failures_gpus, gpus_per_node)
-        costs = _costs(recorded, save_seconds, stall_seconds, restart_seconds)
-        given = None if interval is None else parse_seconds(interval)
-        if given is not None:
-            check_interval(given, costs["save_seconds"], costs["stall_seconds"])
+        costs = _costs(recorded, save_seconds, stall_seconds, restart_seconds, _why_unknown(used, here))
+        given = None if interval is None else _interval(interval, costs)
         rows = [
             _row(name, seconds, recorded.step_seconds, between, costs, seed)
             for name, seconds in _intervals(recorded, given, between, costs)
         ]
     facts = {
-        "run_dir": None if run_dir is None else str(run_dir),
+        "run_dir": None if used is None else str(used),
+        "run_dir_is": None if used is None else "given" if run_dir is not None else "found",
         "gpus": gpus,
         "mean_seconds_between_failures": between,
         **costs,
@@ -102,7 +111,8 @@ class Recorded:
     Args:
         saves: Checkpoints that it tells of.
         save_seconds: From the beginning of a save until its checkpoint counted.
-        stall_seconds: How long a save held the loop.
+        stall_seconds: What a save took from the training: the loop stood still, then steps were slower. The latter
+            only where it is recorded.
         size_bytes: Of a checkpoint.
         step_seconds: From one step to the next, loading included.
         interval_seconds: Training between two saves.
@@ -120,14 +130,31 @@ class Recorded:
     restart_seconds: float | None = None
 
 
+def _runs_here() -> list[Path]:
+    """Return the one run that the current directory is or leads to, or all that lie in it and in its folder runs."""
+    for certain in (Path(), Path("runs/last")):
+        if (certain / _RECORDING).is_dir():
+            return [certain]
+    return sorted(each.parents[1] for where in ("*", "runs/*") for each in Path().glob(f"{where}/{_RECORDING}"))
+
+
+def _why_unknown(used: Path | None, here: Sequence[Path]) -> str:
+    if used is not None:
+        return f"the recording in {used} tells of no finished save"
+    if here:
+        names = ", ".join(map(str, here[:_MOST_NAMED])) + (", ..." if len(here) > _MOST_NAMED else "")
+        return f"no run directory was given, and here are several: {names}"
+    return "no run directory was given, and the current directory neither is one nor holds one"
+
+
 def _recorded(run_dir: Path) -> Recorded:
-    """Read a recording. Medians throughout: the first step compiles, and the first save allocates.
+    """Read a recording. Medians throughout: the first step compiles, and one save may meet a busy disk.
 
     Raises:
         PolicyError: H701 if there is no recording.
         RunDirectoryError: H305 if it cannot be read by this holdfast.
     """
-    place = run_dir / "recorder" / "rank0"
+    place = run_dir / _RECORDING
     if not place.is_dir():
         raise PolicyError(
             f"{run_dir} is no run directory",
@@ -148,10 +175,14 @@ def _recorded(run_dir: Path) -> Recorded:
     gaps = [later.global_step - earlier.global_step for earlier, later in itertools.pairwise(saves)]
     gaps = [gap for gap in gaps if gap > 0]
     restarts = _restarts(events, steps)
+    # The loop waits for the first and the last save: where others were made beside the training, those count.
+    usual = [save for save in saves if _was_beside(save)] or saves
+    costs = [cost for save in saves if (cost := _number(save, "save_costs_seconds")) is not None]
     return Recorded(
         saves=len(saves),
-        save_seconds=_median([_number(save, "seconds") for save in saves]),
-        stall_seconds=_median([_number(save, "stall_seconds", "seconds") for save in saves]),
+        save_seconds=_median([_number(save, "seconds") for save in usual]),
+        # The newest cost is already a median, of all that was measured: it is what the run chose its interval by.
+        stall_seconds=costs[-1] if costs else _median([_number(save, "stall_seconds", "seconds") for save in usual]),
         size_bytes=_median([_number(save, "size_bytes") for save in saves]),
         step_seconds=step_seconds,
         # Of two, the longer: the last save of a run comes early.
@@ -178,6 +209,11 @@ def _restarts(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[floa
             if last.mark is StepMark.BEGUN or last.global_step > event.global_step:
                 found.append(after[0].unix_seconds - last.unix_seconds)
     return found
+
+
+def _was_beside(save: Event) -> bool:
+    stall, seconds = _number(save, "stall_seconds"), _number(save, "seconds")
+    return stall is not None and seconds is not None and stall < seconds
 
 
 def _number(event: Event, *names: str) -> float | None:
@@ -221,7 +257,9 @@ def _between_failures(
     return between
 
 
-def _costs(recorded: Recorded, save: float | None, stall: float | None, restart: float | None) -> dict[str, Any]:
+def _costs(
+    recorded: Recorded, save: float | None, stall: float | None, restart: float | None, why_unknown: str
+) -> dict[str, Any]:
     """Return what a save and a restart cost, and where each figure is from.
 
     Raises:
@@ -231,7 +269,7 @@ def _costs(recorded: Recorded, save: float | None, stall: float | None, restart:
     if taken is None:
         raise PolicyError(
             "the time that a save takes is unknown",
-            limit="no run directory was given, or its recording tells of no finished save",
+            limit=why_unknown,
             fix="pass the directory of a run that has saved, or --save-seconds.",
             rule="H708",
         )
@@ -250,6 +288,12 @@ def _costs(recorded: Recorded, save: float | None, stall: float | None, restart:
         "restart_seconds": back if restart is None else restart,
         "restart_is": assumed if restart is None else "given",
     }
+
+
+def _interval(text: str, costs: dict[str, Any]) -> float:
+    given = parse_seconds(text)
+    check_interval(given, costs["save_seconds"], costs["stall_seconds"])
+    return given
 
 
 def _intervals(
@@ -297,9 +341,11 @@ def _print(facts: dict[str, Any]) -> None:
         )
     gpus = "1 GPU" if facts["gpus"] == 1 else f"{facts['gpus']} GPUs"
     typer.echo(f"{gpus}, a failure every {_time(facts['mean_seconds_between_failures'])} on average")
+    if facts["run_dir_is"] == "found":
+        typer.echo(f"of the run in {Path(facts['run_dir']).absolute()}, which was found here; RUN_DIR names another")
     size = facts["recorded"]["size_bytes"]
     typer.echo(
-        f"a save takes {_time(facts['save_seconds'])} and holds the loop for {_time(facts['stall_seconds'])}"
+        f"a save takes {_time(facts['save_seconds'])} and costs the training {_time(facts['stall_seconds'])}"
         + ("" if size is None else f" (checkpoints of {size / 2**20:.2f} MiB)")
         + f"; a restart takes {_time(facts['restart_seconds'])} ({facts['restart_is']})"
     )

@@ -69,7 +69,12 @@ class Saving:
         cuda: torch.device | None,
     ) -> None:
         self._directory = directory
-        self._writer = Writer(store, record, clock, keep=policy.keep_latest_k)
+        self.chooser = IntervalChooser(
+            mean_seconds_between_failures=3600 * policy.mean_time_between_failures_hours,
+            most_overhead=policy.save_overhead,
+        )
+        costs = self.chooser.save_costs_seconds
+        self._writer = Writer(store, record, clock, keep=policy.keep_latest_k, costs=costs)
         self._record = record
         self._policy = policy
         self._clock = clock
@@ -86,10 +91,6 @@ class Saving:
         self._told = False  # so it is known that saves wait
         self._made_ready = False  # memory was asked for ahead
         self._refused: str | None = None
-        self.chooser = IntervalChooser(
-            mean_seconds_between_failures=3600 * policy.mean_time_between_failures_hours,
-            most_overhead=policy.save_overhead,
-        )
         self.saved = 0
         self.failed = 0
         self.whole = True  # False while the state belongs to no boundary, so that it must not be saved
@@ -250,11 +251,11 @@ class Saving:
 
     def at_boundary(self) -> None:
         """Take in what the writer has finished, and look at the interval again."""
-        measures = self._policy.save_interval_steps == "auto"
-        if measures:
+        every = self._policy.save_interval_steps
+        if every is not None:  # with an interval that was given too: the recording says what its saves cost
             self.chooser.boundary(self._clock.monotonic_seconds(), writing=self._job is not None)
         self.collected()
-        if measures:
+        if every == "auto":
             decision = self.chooser.decide()
             if decision is not None:
                 self._record.decided(decision)

@@ -62,13 +62,17 @@ class Writer:
         record: The recording.
         clock: Time.
         keep: Checkpoints to keep.
+        costs: Returns what the saves before have taken from the training, None if that is not known.
     """
 
-    def __init__(self, store: Store, record: RunRecord, clock: Clock, *, keep: int) -> None:
+    def __init__(
+        self, store: Store, record: RunRecord, clock: Clock, *, keep: int, costs: Callable[[], float | None]
+    ) -> None:
         self._store = store
         self._record = record
         self._clock = clock
         self._keep = keep
+        self._costs = costs
 
     def carry_out(self, attempt: Attempt, find_nonfinite: Callable[[Named], tuple[list[str], int]]) -> End:
         """Look through the state, write it and prune. Nothing is raised: errors are in what is returned.
@@ -93,6 +97,9 @@ class Writer:
             removed = []  # the checkpoint is good all the same
             self._record.happened_at(shot.global_step, "prune_failed", error=str(error))
         end = self._end(attempt)
+        # Of the saves before: what this one takes is known when the step that goes on beside it is over, and an event
+        # that waited for that would be lost with a kill.
+        costs = self._costs()
         self._record.happened_at(
             shot.global_step,
             "checkpoint_saved",
@@ -100,6 +107,7 @@ class Writer:
             size_bytes=shot.size_bytes(),
             seconds=round(end.seconds, 4),
             stall_seconds=round(end.stall_seconds, 4),
+            **({} if costs is None else {"save_costs_seconds": round(costs, 4)}),
             removed=[path.name for path in removed],
         )
         return end

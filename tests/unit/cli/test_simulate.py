@@ -175,6 +175,82 @@ def test_a_run_that_saved_once_has_no_interval(tape) -> None:
     assert "this run's" not in shown.output
 
 
+def test_a_save_costs_what_the_run_itself_counted(tape) -> None:
+    """Slower steps are part of the cost as the run's own chooser knew it last; its stall is for older recordings."""
+    with tape:
+        tape.event("checkpoint_saved", seconds=9.0, stall_seconds=9.0)
+        tape.steps(10)
+        tape.event("checkpoint_saved", seconds=4.0, stall_seconds=0.1, save_costs_seconds=0.9)
+        tape.event("checkpoint_saved", seconds=4.0, stall_seconds=0.1, save_costs_seconds=1.3)
+    found = told(tape.run_dir, "--mtbf", "1d")
+    assert found["stall_seconds"] == found["recorded"]["stall_seconds"] == 1.3
+    exact = effective_training_time_ratio(10.0, 4.0, 86_400.0, 300.0, stall_seconds=1.3)
+    assert found["intervals"][0]["formula"] == pytest.approx(exact)
+
+
+@pytest.mark.parametrize(
+    ("stalls", "seconds", "expected"),
+    [
+        ((0.50, 0.01, 0.52), (0.50, 0.30, 0.52), (0.30, 0.01)),
+        ((0.50, 0.52), (0.50, 0.52), (0.50, 0.50)),
+        ((0.50, 0.0), (0.50, 0.3), (0.3, 0.0)),
+        ((None, 0.01, None), (0.5, 0.3, 0.5), (0.3, 0.01)),
+    ],
+)
+def test_saves_that_the_loop_waits_for_count_only_where_there_are_no_others(tape, stalls, seconds, expected) -> None:
+    """The loop waits for the first save and the last one, and the more a run saves the less these two say."""
+    with tape:
+        for stall, lasted in zip(stalls, seconds, strict=True):
+            facts = {} if stall is None else {"stall_seconds": stall}
+            tape.event("checkpoint_saved", seconds=lasted, **facts)
+            tape.steps(2, save_every=100)
+    recorded = told(tape.run_dir, "--mtbf", "1d")["recorded"]
+    assert (recorded["save_seconds"], recorded["stall_seconds"]) == expected
+    assert recorded["saves"] == len(stalls)
+
+
+@pytest.mark.parametrize(
+    ("run", "here"),
+    [
+        ("a", "a"),  # in the run directory
+        ("runs/a", "."),  # the only one in runs
+        ("a", "."),  # the only one here
+        ("elsewhere/a", "."),  # runs/last leads to it
+    ],
+)
+def test_without_a_directory_the_run_that_lies_here_is_taken_and_named(tmp_path, monkeypatch, run, here) -> None:
+    """`holdfast simulate --gpus 16384 --failures 419/54d` finds its run as long as there is no doubt which one."""
+    with Tape(tmp_path / run, monkeypatch) as tape:
+        tape.steps(12)
+    if run == "elsewhere/a":
+        (tmp_path / "runs").mkdir()
+        (tmp_path / "runs" / "last").symlink_to(tmp_path / run)
+    monkeypatch.chdir(tmp_path / here)
+    found, named = told(*_LLAMA), told(tape.run_dir, *_LLAMA)
+    assert Path(found["run_dir"]).resolve() == tape.run_dir.resolve()
+    assert (found["run_dir_is"], named["run_dir_is"]) == ("found", "given")
+    assert found["intervals"] == named["intervals"]
+    assert f"{Path(found['run_dir']).absolute()}, which was found here" in call(*_LLAMA).output
+    assert "found here" not in call(tape.run_dir, *_LLAMA).output
+    by_hand = told(*_LLAMA, "--save-seconds", 60)
+    assert (by_hand["run_dir"], by_hand["run_dir_is"]) == (None, None)
+
+
+def test_without_a_directory_none_is_guessed(tmp_path, monkeypatch) -> None:
+    """Two runs, or one that has not saved, are H708 with their names; the supervisor's own folder is none."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/a", "b"):
+        with Tape(tmp_path / name, monkeypatch) as tape:
+            tape.steps(3)
+        error = json.loads(call(*_LLAMA, "--json").output)["error"]
+        assert error["rule"] == "H708"
+        assert name in error["limit"]
+    (tmp_path / "runs" / "supervised").mkdir()
+    (tmp_path / "runs" / "last").symlink_to("supervised")
+    assert "several: b, runs/a" in call(*_LLAMA).output
+    assert call(*_LLAMA).exit_code == 2
+
+
 def test_the_seed_decides_the_simulation() -> None:
     """The same seed prints the same figures, another one others."""
     arguments = ("--mtbf", "1h", "--save-seconds", 5)
@@ -196,6 +272,9 @@ def test_the_seed_decides_the_simulation() -> None:
         (("--save-seconds", 1, "--restart-seconds", -1, "--mtbf", "1h"), "H706"),
         (("--save-seconds", 1, "--restart-seconds", 1e6, "--mtbf", "1h"), "H706"),
         (("--save-seconds", 1, "--mtbf", "1h", "--interval", "0s"), "H706"),
+        (("--save-seconds", 1e-300, "--mtbf", "1h"), "H706"),
+        (("--save-seconds", 1e-12, "--interval", "1e-12", "--mtbf", "1d"), "H706"),
+        (("--save-seconds", 1e-300, "--stall-seconds", 0, "--mtbf", "1h"), "H706"),
         (("--save-seconds", 1), "H707"),
         (("--save-seconds", 1, "--failures", "1/d", "--mtbf", "1h"), "H707"),
         (("--mtbf", "1h"), "H708"),
@@ -203,8 +282,9 @@ def test_the_seed_decides_the_simulation() -> None:
         (("nowhere", "--mtbf", "1h"), "H701"),
     ],
 )
-def test_nonsense_is_a_message_and_exit_code_2(arguments, rule) -> None:
+def test_nonsense_is_a_message_and_exit_code_2(arguments, rule, tmp_path, monkeypatch) -> None:
     """What cannot be read, cannot be, is missing or contradicts itself is an error with its rule and a fix."""
+    monkeypatch.chdir(tmp_path)
     result = call(*arguments, "--json")
     assert result.exit_code == 2
     error = json.loads(result.output)["error"]
