@@ -702,3 +702,34 @@ def test_workers_that_die_while_others_start_never_block_the_loop() -> None:
         found = [item for batch in _loader(DiesEarly(), num_workers=2) for item in batch.tolist()]
         assert len(found) == 40
         assert 5 not in found
+
+
+class OnceCopied:
+    """Samples that can be read only where ``_prepare`` has been."""
+
+    ready = False
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> int:
+        if not self.ready:
+            raise FileNotFoundError("nothing was copied")
+        return index
+
+
+def _prepare(worker: int) -> None:
+    """Take several times the limit of a sample."""
+    time.sleep(1.5)
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    info.dataset.ready = True
+
+
+@pytest.mark.parametrize("timeout", [0.0, 0.3])
+def test_workers_that_take_long_to_prepare_are_waited_for(timeout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``worker_init_fn`` does would be missing without workers: it is no sample that hangs."""
+    monkeypatch.setattr(healing, "_LIMIT_SECONDS", 0.4)
+    loader = _loader(OnceCopied(), num_workers=2, timeout=timeout, worker_init_fn=_prepare)
+    assert sorted(item for batch in loader for item in batch.tolist()) == list(range(16))
+    assert loader._healer.crew.workers == 2

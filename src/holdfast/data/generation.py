@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from holdfast.data.fetch import as_is, received, shortage_in
 from holdfast.data.loader_queue import UnreadableError
 from holdfast.data.signalled import let_through
-from holdfast.data.worker_board import IDLE, PLACE, Board
+from holdfast.data.worker_board import IDLE, PLACE, PREPARING, Board
 from holdfast.data.worker_processes import Started, WorkerLostError, kill, let_go, recording_context, undisturbed
 from holdfast.data.worker_watch import Loss, Watch
 
@@ -58,6 +58,7 @@ class _Started:
         # As torch: the user's own, not ours. The facts of a worker are frozen.
         object.__setattr__(info, "dataset", info.dataset.users)  # type: ignore[attr-defined]
         if self._given is not None:
+            self._board.of(worker)[PLACE] = PREPARING
             self._given(worker)
         self._board.of(worker)[PLACE] = IDLE
 

@@ -22,7 +22,7 @@ from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Report
 from holdfast.data.generation import Generation, WorkersLostError
 from holdfast.data.quarantine import key_of, plain
-from holdfast.data.worker_board import STARTING, Board, Showing
+from holdfast.data.worker_board import Board, Showing
 from holdfast.data.worker_watch import Loss
 
 Tell = Callable[..., None]
@@ -278,10 +278,13 @@ class Healer:
         )
 
     def _blocked(self, loss: Loss, showing: Showing) -> str:
-        if showing.offset != STARTING:
+        if not showing.is_starting:
             raise _no_way_on(f"the workers were stuck at batch {showing.number} {self._in_a_row} times: {loss.cause}")
         self.crew.workers = 0
-        return "no workers from now on: they are blocked from the start, as by a lock that was held at the fork"
+        unset = "" if self.crew.options.get("worker_init_fn") is None else "; worker_init_fn is not called then"
+        return (
+            f"no workers from now on: they are blocked from the start, as by a lock that was held at the fork{unset}"
+        )
 
     def _suspect(self, loss: Loss, index: Any, source: Source, *, repeated: bool) -> str:
         """Decide about a loss in which a worker was at a sample."""

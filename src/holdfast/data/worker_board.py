@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 STARTING = -3
+PREPARING = -4
 IDLE = -2
 COLLATING = -1
 NUMBER, PLACE, DONE = 0, 1, 2
@@ -20,7 +21,8 @@ class Showing(NamedTuple):
 
     Args:
         number: The batch that it is at.
-        offset: Place of the sample in it (beyond its size: a spare); `IDLE`, `COLLATING` or `STARTING`.
+        offset: Place of the sample in it (beyond its size: a spare); `IDLE`, `COLLATING`, `STARTING`, or `PREPARING`
+            while it is in the user's ``worker_init_fn``.
         done: Batches that it has finished.
     """
 
@@ -34,9 +36,14 @@ class Showing(NamedTuple):
         return self.offset != IDLE
 
     @property
+    def is_starting(self) -> bool:
+        """Return whether it has not been ready for a batch yet."""
+        return self.offset in (STARTING, PREPARING)
+
+    @property
     def is_at_work(self) -> bool:
         """Return whether it is busy with a batch, not with starting."""
-        return self.offset not in (IDLE, STARTING)
+        return self.is_busy and not self.is_starting
 
     @property
     def has_worked(self) -> bool:

@@ -13,10 +13,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from holdfast.core.threads import start_thread
-from holdfast.data.worker_board import STARTING, Board, Showing
+from holdfast.data.worker_board import PREPARING, Board, Showing
 from holdfast.data.worker_processes import (
     WorkerLostError,
     exit_code,
@@ -33,6 +34,8 @@ _TICK_SECONDS = 0.25
 _CALL_SECONDS = 0.01
 _LONGEST_FACTOR = 8.0
 """A worker is stuck after so many times the longest that any sample has taken."""
+_START_FACTOR = 10.0
+"""So many limits long, a worker that starts may compute, or be in the user's function for that without computing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +70,11 @@ class Watch:
         processes: The workers.
         board: What they say that they are doing.
         limit_seconds: A worker that has been at one thing for so long is stuck; raised to eight times the longest
-            that one took so far.
-        timeout_seconds: So long the loop may wait for a batch; 0 for no limit.
+            that one took so far. One that is starting is stuck once it has not computed for so long, or has for ten
+            times so long: a lock that was held at the fork blocks it for ever, and imports take as long as they do.
+            In the user's ``worker_init_fn`` it is stuck only once it has not computed for ten times so long.
+        timeout_seconds: So long the loop may wait for a batch, the start of a worker that is not stuck apart; 0 for
+            no limit.
         may_end: Whether a worker that exits with code 0 has done its work.
     """
 
@@ -90,6 +96,8 @@ class Watch:
         self._ended = threading.Event()
         self._oom_kills = oom_kills()
         self._stuck = [0.0] * len(processes)
+        self._starting = [0.0] * len(processes)  # seconds until the user's function for it, if there is one
+        self._ticks = [0] * len(processes)  # of the processor, while it starts
         self._last = [board.look(worker) for worker in range(len(processes))]
         self._stopped: set[int] = set()
         self._waits = self._last_wait = 0  # how many there were
@@ -204,21 +212,31 @@ class Watch:
                 wake_main_thread()
 
     def _look(self, passed: float) -> Loss | None:
-        moved = False
+        moved = prepares = False
         for worker in range(len(self._processes)):
             showing = self._board.look(worker)
-            if showing == self._last[worker]:
+            if showing.is_starting and self._gets_on(worker, showing, passed):
+                prepares, self._stuck[worker], self._last[worker] = True, 0.0, showing
+            elif showing == self._last[worker]:
                 self._stuck[worker] += passed
+                prepares |= showing.offset == PREPARING
             else:
-                if self._last[worker].is_busy:  # else it was the loop that took its time
+                if self._last[worker].is_at_work:  # else it was the loop, or the start, that took its time
                     self.longest_seconds = max(self.longest_seconds, self._stuck[worker])
                 self._stuck[worker], self._last[worker], moved = 0.0, showing, True
         limit = max(self._limit, _LONGEST_FACTOR * self.longest_seconds)
         waits_on = bool(self.waiter) and self._waits == self._last_wait  # for the same batch as at the last look
         self._last_wait = self._waits
-        self._waited = self._waited + passed if waits_on else 0.0
+        prepares &= not any(showing.is_at_work for showing in self._last)
+        self._waited = self._waited + passed * (not prepares) if waits_on else 0.0
         self._quiet = self._quiet + passed if waits_on and not moved else 0.0
         return self._find_stopped() or self._find_stuck(limit) or self._find_late(limit)
+
+    def _gets_on(self, worker: int, showing: Showing, passed: float) -> bool:
+        """Return whether a worker that starts has computed since the last look."""
+        before, self._ticks[worker] = self._ticks[worker], _processor_ticks(self._processes[worker].pid)
+        self._starting[worker] += passed * (showing.offset != PREPARING)
+        return self._ticks[worker] != before
 
     def _find_stopped(self) -> Loss | None:
         stopped = {worker for worker, each in enumerate(self._processes) if is_stopped(each.pid)}
@@ -229,8 +247,11 @@ class Watch:
 
     def _find_stuck(self, limit: float) -> Loss | None:
         for worker, showing in enumerate(self._last):
-            if showing.is_busy and self._stuck[worker] > limit:
+            prepares = showing.offset == PREPARING
+            if showing.is_busy and self._stuck[worker] > limit * (_START_FACTOR if prepares else 1):
                 return self._stuck_at(worker, f"has been at it for {self._stuck[worker]:.1f} s")
+            if showing.is_starting and not prepares and self._starting[worker] > limit * _START_FACTOR:
+                return self._stuck_at(worker, f"has been at it for {self._starting[worker]:.1f} s")
         return None
 
     def _find_late(self, limit: float) -> Loss | None:
@@ -253,7 +274,8 @@ class Watch:
             self._last[each].has_worked and (not self._last[each].is_busy or self._stuck[each] < half)
             for each in others
         ]
-        where = "starting" if showing.offset == STARTING else "at work"
+        where = "starting" if showing.is_starting else "at work"
+        where = "in worker_init_fn" if showing.offset == PREPARING else where
         return Loss(
             cause=f"worker {worker}, {where}, {how_long}",
             kind="hung",
@@ -261,3 +283,16 @@ class Watch:
             showing=showing,
             others_fine=any(fine) if others else None,
         )
+
+
+def _processor_ticks(pid: int) -> int:
+    """Return the processor time that the main thread of a process has had, in ticks; 0 if it is gone.
+
+    Of that thread alone: one of ours, in the same process, looks after its parent.
+    """
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    user, system = text.rpartition(")")[2].split()[11:13]
+    return int(user) + int(system)

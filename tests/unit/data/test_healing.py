@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from holdfast.core.errors import LoaderError
 from holdfast.data.healing import Crew, Healer
 from holdfast.data.loader import DataLoader
-from holdfast.data.worker_board import STARTING, Showing
+from holdfast.data.worker_board import PREPARING, STARTING, Showing
 from holdfast.data.worker_watch import Loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -252,8 +252,9 @@ def test_if_every_worker_is_blocked_there_are_none_from_then_on() -> None:
     after, aside, _ = _remedies([(_hung(fine=False), 7)] * 3)
     assert after[-1] == 0
     assert not aside
-    starting = _hung(fine=False, offset=STARTING)
-    assert _remedies([(starting, None)] * 2)[0] == [4, 0]
+    for offset in (STARTING, PREPARING):
+        starting = _hung(fine=False, offset=offset)
+        assert _remedies([(starting, None)] * 2)[0] == [4, 0]
 
 
 def test_a_sample_that_takes_its_worker_down_is_never_left_to_the_main_process() -> None:

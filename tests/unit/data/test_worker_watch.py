@@ -17,7 +17,17 @@ from torch.utils.data import Dataset
 
 from holdfast import DataLoader
 from holdfast.data import worker_watch
-from holdfast.data.worker_board import COLLATING, IDLE, NUMBER, PLACE, STARTING, Board, Showing, has_ended
+from holdfast.data.worker_board import (
+    COLLATING,
+    IDLE,
+    NUMBER,
+    PLACE,
+    PREPARING,
+    STARTING,
+    Board,
+    Showing,
+    has_ended,
+)
 from holdfast.data.worker_processes import Started, WorkerLostError, how_it_ended, is_stopped, kill, recording_context
 from holdfast.data.worker_watch import Watch
 
@@ -236,6 +246,65 @@ def test_slow_samples_raise_the_limit(start: Callable[..., Any]) -> None:
         time.sleep(0.01)
     assert not watch.lost
     assert board.look(0).done == 1
+
+
+def _computes(board: Board, number: int) -> None:
+    """Start for ever, and compute."""
+    while True:
+        pass
+
+
+def _starts(seconds: float, *, place: int, computing: bool) -> Callable[[Board, int], None]:
+    def work(board: Board, number: int) -> None:
+        faulthandler.disable()
+        board.of(number)[PLACE] = place
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if not computing:
+                time.sleep(0.01)
+        board.of(number)[PLACE] = IDLE
+        time.sleep(1e6)
+
+    return work
+
+
+def _sleeps(board: Board, number: int) -> None:
+    time.sleep(1e6)
+
+
+def _prepares(board: Board, number: int) -> None:
+    board.of(number)[PLACE] = PREPARING
+    time.sleep(1e6)
+
+
+@pytest.mark.parametrize(
+    ("work", "limit", "where"),
+    [(_sleeps, 0.3, "starting"), (_computes, 0.1, "starting"), (_prepares, 0.05, "in worker_init_fn")],
+    ids=["blocked", "spins", "blocked in worker_init_fn"],
+)
+def test_a_start_that_never_ends_is_found(start: Callable[..., Any], work: Any, limit: float, where: str) -> None:
+    """Wherever a lock that was held at the fork blocks a worker, and also if it spins on it."""
+    watch, _, _ = start(work, _busy, limit_seconds=limit)
+    loss = _wait_for_loss(watch, waiting=False)
+    assert (loss.kind, loss.worker) == ("hung", 0)
+    assert f"worker 0, {where}, has been at it" in loss.cause
+    assert loss.showing is not None
+    assert loss.showing.is_starting
+    assert not loss.showing.is_at_work
+
+
+@pytest.mark.parametrize(("place", "computing"), [(STARTING, True), (PREPARING, True), (PREPARING, False)])
+def test_a_start_is_not_judged_as_a_sample_is(start: Callable[..., Any], place: int, computing: bool) -> None:
+    """Imports, and what the user does for a worker, take as long as they do; samples get no longer limit for that."""
+    timeout = 0.5 if place == PREPARING else 0.0
+    watch, _, board = start(
+        _starts(2.0, place=place, computing=computing), limit_seconds=0.8, timeout_seconds=timeout
+    )
+    with watch:  # a loss would be raised here
+        while board.look(0).is_starting:
+            time.sleep(0.01)
+    assert not watch.lost
+    assert watch.longest_seconds == 0
 
 
 def test_a_part_of_a_stream_may_end(start: Callable[..., Any]) -> None:
