@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.own_process import in_own_process
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from holdfast.core.errors import LoaderError
@@ -224,6 +225,20 @@ def test_a_prefetch_factor_below_one_is_refused_when_the_loader_is_made(workers:
     with pytest.raises(LoaderError, match=f"prefetch_factor={prefetch};") as caught:
         DataLoader([1, 2], num_workers=workers, prefetch_factor=prefetch)
     assert caught.value.rule == "H607"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"timeout": -1}, {"timeout": "5"}, {"multiprocessing_context": "spwan"}, {"multiprocessing_context": 3}],
+    ids=str,
+)
+def test_what_torch_refuses_for_workers_is_refused_when_the_loader_is_made(wrong: dict[str, Any]) -> None:
+    """Not when workers are chosen, after eight batches or hours."""
+    with pytest.raises((ValueError, TypeError)) as torchs:
+        TorchDataLoader([1, 2], num_workers=1, **wrong)
+    with pytest.raises(torchs.type) as ours:
+        DataLoader([1, 2], num_workers="auto", **wrong)
+    assert str(ours.value) == str(torchs.value)
 
 
 def _a_function(samples: list[torch.Tensor]) -> Any:
