@@ -162,7 +162,11 @@ def _raised(factory: str, error: Exception) -> PolicyError:
 def _start_method(loader: DataLoader[Any]) -> str:
     import torch
 
-    context = loader.multiprocessing_context
+    from holdfast.data.tuning.probing import context_of
+
+    context = context_of(loader)
+    if isinstance(context, str):
+        return context
     return str(torch.multiprocessing.get_start_method() if context is None else context.get_start_method())
 
 

@@ -163,7 +163,8 @@ class DataLoader(TorchDataLoader[Any]):
         options = {name: getattr(self, name) for name in _AS_TORCH} | {"generator": self._base_seeds}
         options["in_order"] = True  # a position is one number: with batches out of order it would repeat or lose some
         options["persistent_workers"] = keep = given.get("persistent_workers", False) and not self._iterable
-        method = start_method(given.get("multiprocessing_context"))
+        self.start_method = method = start_method(given.get("multiprocessing_context"))
+        """As given, also where workers are only chosen later; None: as python does."""
         timeout = given.get("timeout", 0)
         crew = Crew(workers=self.num_workers, method=method, options=options, timeout_seconds=timeout, keep=keep)
         tell = WeakCall(self, "_tell")  # workers that are kept end with the loader, not when garbage is collected

@@ -140,7 +140,7 @@ def without_auto(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("num_workers") != AUTO:
         return given
     for_workers = {name: given[name] for name in ("timeout", "multiprocessing_context") if name in given}
-    TorchDataLoader([0], num_workers=1, **for_workers)  # raises what torch would, before anything is read
+    TorchDataLoader(given["dataset"], num_workers=1, **for_workers)  # raises what torch would, before anything is read
     later = {"num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"}
     return {name: value for name, value in given.items() if name not in later}
 

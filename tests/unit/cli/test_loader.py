@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+import holdfast
 from holdfast.cli import loader
+from holdfast.data.tuning.probing import with_workers
 
 FACTORY = """
 import time, torch
@@ -193,3 +196,13 @@ def test_batches_that_no_worker_can_send_are_not_measured(tmp_path: Path) -> Non
     assert found["exit code"] == 1
     assert [concern["rule"] for concern in found["concerns"]] == ["H641"]
     assert "measured" not in found
+
+
+@pytest.mark.parametrize(("workers", "method"), [("auto", "spawn"), (2, "forkserver"), ("auto", None), (0, None)])
+def test_a_loader_that_chooses_is_measured_with_its_own_way_to_start(workers: Any, method: str | None) -> None:
+    """With "auto" torch knows no workers yet, and so not how they are started."""
+    made = holdfast.DataLoader([1, 2], num_workers=workers, multiprocessing_context=method)
+    expected = method or torch.multiprocessing.get_start_method()
+    assert loader._start_method(made) == expected
+    context = with_workers(made, 1, 2).multiprocessing_context
+    assert (context.get_start_method() if method else context) == method

@@ -202,7 +202,7 @@ def with_workers(loader: DataLoader[Any], num_workers: int, prefetch_factor: int
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context if num_workers else None,
+        multiprocessing_context=context_of(loader) if num_workers else None,
         generator=torch.Generator(),
     )
 
@@ -232,6 +232,12 @@ def _kept(node: Any) -> Any:
     if isinstance(node, _FIXED):
         return node
     raise TypeError(type(node))
+
+
+def context_of(loader: DataLoader[Any]) -> Any:
+    """Return what a loader's workers are started with; None: as python does."""
+    # holdfast's own knows it before it has chosen workers, which torch's does not let it say.
+    return loader.multiprocessing_context or getattr(loader, "start_method", None)
 
 
 class _Copies(Dataset[Any]):
