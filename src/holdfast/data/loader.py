@@ -27,7 +27,6 @@ from holdfast.data.fetch import Fetcher
 from holdfast.data.handing_out import Epoch, Failed, Place, Reached, as_error
 from holdfast.data.healing import Crew, Healer
 from holdfast.data.loader_arguments import (
-    AUTO,
     check_arguments,
     check_position,
     check_shards,
@@ -37,6 +36,7 @@ from holdfast.data.loader_arguments import (
     start_method,
     why_undivided,
     without_auto,
+    workers_given,
 )
 from holdfast.data.map_source import MapSource
 from holdfast.data.plan import Drawn, Sampled
@@ -103,9 +103,11 @@ class DataLoader(TorchDataLoader[Any]):
         device: Where batches are copied to, one ahead of the loop on a stream of its own; best with
             ``pin_memory=True``. None leaves them on the host.
         **kwargs: As torch. ``num_workers="auto"`` makes the first batches here, times them and the steps between
-            them, and chooses workers and their ``prefetch_factor``; both change again when waits rise. ``timeout``
+            them, and chooses workers and their ``prefetch_factor``; both change again when waits rise. With
+            ``prefetch_factor="auto"`` and a number of workers only that is chosen, once. ``timeout``
             is how long the loop waits for a batch before workers are replaced; also without it a worker that is
-            stuck is found, after a minute or eight times the longest sample so far. Batches always come in order,
+            stuck is found, after a minute or eight times the longest sample so far; while it starts, only if it does
+            not compute, and in ``worker_init_fn`` after ten minutes of that. Batches always come in order,
             since a position is one number: ``in_order=False`` is taken as True.
 
     Raises:
@@ -171,8 +173,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._healer = Healer(crew, tell)
         chosen = Given(
             dataset=dataset, collate_fn=self.collate_fn, worker_init_fn=self.worker_init_fn, method=method, keep=keep,
-            num_workers=None if given.get("num_workers") == AUTO else self.num_workers,
-            prefetch_factor=None if given.get("prefetch_factor") == AUTO else given.get("prefetch_factor"),
+            **workers_given(given),
             most_workers=most_useful_workers(dataset, sharded=self.sharded),
         )  # fmt: skip
         self._tuner = Tuner(chosen, WeakCall(self, "_use_workers"), tell, crew)

@@ -113,12 +113,28 @@ def _check_auto(given: dict[str, Any]) -> None:
     for name, value in (("num_workers", workers), ("prefetch_factor", prefetch)):
         if value is not None and value != AUTO and not isinstance(value, int):
             raise _unusable(f"{name}={value!r}", 'it is a number or "auto"', f'pass a number, or {name}="auto".')
-    if prefetch == AUTO and workers != AUTO:
+    if prefetch == AUTO and not workers:
         raise _unusable(
             f"prefetch_factor='auto' with num_workers={workers}",
-            "both are chosen together",
-            'pass num_workers="auto" too.',
+            "only workers prefetch",
+            'pass num_workers >= 1 or "auto".',
         )
+
+
+def chooses(given: dict[str, Any]) -> bool:
+    """Return whether the loader begins without workers, and chooses them or what they prefetch."""
+    return AUTO in (given.get("num_workers"), given.get("prefetch_factor"))
+
+
+def workers_given(given: dict[str, Any]) -> dict[str, int | None]:
+    """Return the numbers as the tuner takes them: None for what is to be chosen."""
+    workers, prefetch = given.get("num_workers", 0), given.get("prefetch_factor")
+    later = chooses(given)
+    return {
+        "num_workers": None if later else workers,
+        "prefetch_factor": None if prefetch == AUTO else prefetch,
+        "exact_workers": workers if later and workers != AUTO else None,
+    }
 
 
 def check_shards(given: dict[str, Any], *, sharded: bool) -> None:
@@ -127,20 +143,21 @@ def check_shards(given: dict[str, Any], *, sharded: bool) -> None:
     Raises:
         LoaderError: H607.
     """
-    if sharded and given.get("num_workers") == AUTO:
+    if sharded and chooses(given):
         raise _unusable(
-            "num_workers='auto' with a dataset that divides its items among workers itself",
-            "which item comes when would depend on what is chosen",
-            "pass a number of workers, or sharded=False if it does not divide them.",
+            "num_workers='auto' or prefetch_factor='auto' with a dataset that divides its items among workers itself",
+            "which item comes when would depend on what is chosen, and on the first batches, made without workers",
+            "pass a number of workers and no prefetch_factor, or sharded=False if it does not divide them.",
         )
 
 
 def without_auto(given: dict[str, Any]) -> dict[str, Any]:
     """Return torch's arguments for a loader that begins without workers, if they are to be chosen."""
-    if given.get("num_workers") != AUTO:
+    if not chooses(given):
         return given
     for_workers = {name: given[name] for name in ("timeout", "multiprocessing_context") if name in given}
-    TorchDataLoader(given["dataset"], num_workers=1, **for_workers)  # raises what torch would, before anything is read
+    exact = workers_given(given)["exact_workers"]
+    TorchDataLoader(given["dataset"], num_workers=exact or 1, **for_workers)  # raises what torch would raise
     later = {"num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"}
     return {name: value for name, value in given.items() if name not in later}
 

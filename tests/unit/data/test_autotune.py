@@ -227,6 +227,34 @@ def test_a_prefetch_factor_below_one_is_refused_when_the_loader_is_made(workers:
     assert caught.value.rule == "H607"
 
 
+def test_what_a_fixed_number_of_workers_prefetches_can_be_chosen() -> None:
+    """Once, from the first batches: the number stays, and the batches are those of any loader."""
+    chosen: list[tuple[int, int]] = []
+
+    def happened(kind: str, **facts: Any) -> None:
+        if kind == "workers_chosen":
+            chosen.append((facts["num_workers"], facts["prefetch_factor"]))
+
+    options: dict[str, Any] = {"batch_size": 2, "shuffle": True, "seed": 4}
+    dataset = Waits(60, 0.004)
+    loader = DataLoader(dataset, num_workers=2, prefetch_factor="auto", **options)
+    loader._happened = happened
+    expected = [batch.tolist() for batch in DataLoader(dataset, **options)]
+    assert [batch.tolist() for batch in loader] == expected
+    ((workers, prefetch),) = chosen
+    assert workers == loader.num_workers == loader._healer.crew.workers == 2
+    assert prefetch == loader.prefetch_factor
+    assert len(list(loader)) == 30
+    assert len(chosen) == 1
+
+
+def test_nothing_is_prefetched_without_workers() -> None:
+    """A depth alone is no wish that can be met, as with torch."""
+    with pytest.raises(LoaderError, match="only workers prefetch") as caught:
+        DataLoader([1, 2], prefetch_factor="auto")
+    assert caught.value.rule == "H607"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"timeout": -1}, {"timeout": "5"}, {"multiprocessing_context": "spwan"}, {"multiprocessing_context": 3}],

@@ -45,6 +45,7 @@ class Given:
         method: Start method of workers.
         keep: Whether they are kept from one epoch to the next.
         most_workers: Choose no more; None for no limit but the machine's.
+        exact_workers: Choose these, and only the prefetch factor; None to choose both.
     """
 
     dataset: Any
@@ -55,6 +56,7 @@ class Given:
     method: str
     keep: bool
     most_workers: int | None = None
+    exact_workers: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +121,9 @@ class Tuner:
         Raises:
             LoaderError: H63x or H64x for what certainly fails.
         """
-        if self._given.num_workers and not self._checked:
-            self._check(self._load_of(self._given.num_workers), dataset=self._given.dataset)
+        workers = self._given.num_workers or self._given.exact_workers
+        if workers and not self._checked:
+            self._check(self._load_of(workers), dataset=self._given.dataset)
             self._checked = True  # it walks through the dataset, and pickles it where workers are spawned
 
     def passing(self, batches: Generator[Made], batches_left: int | None) -> Generator[Made]:
@@ -211,16 +214,20 @@ class Tuner:
             except Exception as error:  # noqa: BLE001 - a decision on assumptions is better than none
                 self._tell("transfer_not_measured", error=repr(error))
         self._largest = replace(largest, copy=None)
+        exact = self._given.exact_workers
         self._plan = plan = decide_workers(
             pace_of(self._samples, transfer),
             self._machine,
             load,
+            num_workers=exact,
             prefetch_factor=self._given.prefetch_factor,
             most_workers=self._given.most_workers,
             batches_per_start=self._batches_per_start,
         )
-        self._watch = Watch(num_workers=plan.num_workers, prefetch_factor=plan.prefetch_factor)
-        reason = plan.reason if self._given.most_workers is None else f"{plan.reason}; {EACH_READS_ALL}"
+        if exact is None:
+            self._watch = Watch(num_workers=plan.num_workers, prefetch_factor=plan.prefetch_factor)
+        limited = exact is None and self._given.most_workers is not None
+        reason = f"{plan.reason}; {EACH_READS_ALL}" if limited else plan.reason
         self._use(plan.num_workers, plan.prefetch_factor, reason)
 
     def _use(self, workers: int, prefetch: int | None, reason: str) -> None:
@@ -230,7 +237,7 @@ class Tuner:
                 if self._largest.unsendable is not None:
                     raise self._largest.unsendable.error()
                 self._check(load, dataset=self._given.dataset)
-            except LoaderError as error:  # nobody has asked for workers by number: without them it goes on as before
+            except LoaderError as error:  # without them it goes on as before
                 self._tell("preflight", rule=error.rule, what=error.what, limit=error.limit, fix=error.fix)
                 workers, prefetch, reason = 0, None, f"workers cannot be used: {error.what} [{error.rule}]"
                 self._watch, self._given = None, replace(self._given, num_workers=0)
@@ -270,7 +277,8 @@ class Tuner:
         for concern in preflight(load, self._machine, batch=batch, **parts):
             if concern.severity == "error" and raises:
                 raise concern.error()
-            meant = self._given.num_workers is None and concern.rule == _MORE_THAN_PROCESSORS
+            chosen = self._given.num_workers is None and self._given.exact_workers is None
+            meant = chosen and concern.rule == _MORE_THAN_PROCESSORS
             if concern.rule not in self._told and not meant:
                 self._told.add(concern.rule)
                 self._tell("preflight", rule=concern.rule, what=concern.what, limit=concern.limit, fix=concern.fix)
