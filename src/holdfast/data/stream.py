@@ -13,23 +13,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as _torch_worker
 
 from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Report, failure_of, sent, shortage_in
+from holdfast.data.loader_arguments import ranks_now
 from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.ranks import rank_positions
 from holdfast.data.seeds import derive_seed
+from holdfast.data.sharding import divides_among_ranks
 from holdfast.data.signalled import let_through
+from holdfast.data.stream_items import Items, StreamError, behind, quietly
 from holdfast.data.worker_board import COLLATING, NUMBER, PLACE, Board, Showing, has_ended
 
 _Cells: TypeAlias = memoryview | None
+_LEFT_OUT = "left out"
+"""In the place of a state: there were items, and they are in no batch."""
 
 
 def keeps_state(dataset: Any) -> bool:
@@ -85,13 +90,15 @@ class Beginning:
     """
 
     def __init__(self) -> None:
-        self._is_known, self._state = False, None
+        self._is_known = False
+        self._state: Any = None
         self._was_left = False
 
     def of_epoch(self, begin: StreamPosition) -> StreamPosition:
         """Return a position with the state to load there."""
-        fresh = begin.state is None and not begin.items
-        return replace(begin, state=self._state) if fresh and self._was_left else begin
+        if begin.state is not None or self._state is None or not self._was_left:
+            return begin
+        return replace(begin, state=behind(begin.items, self._state) if begin.items else self._state)
 
     def is_read(self, dataset: Any) -> None:
         """Note that this process begins to read the dataset."""
@@ -160,39 +167,49 @@ class Stream(IterableDataset[Any]):
 
     def _batches(self, worker: int, parts: int, shard: int, begin: StreamPosition) -> Generator[Any, None, bool]:
         """Yield the batches; return whether these were all."""
-        items = _Items(self._dataset, self._plan, shard, begin, self._board)
+        parts_of_seed = (self._plan.seed, self._plan.epoch, "stream", shard if self._plan.sharded else 0)
+        items = Items(self._dataset, parts_of_seed, self._board, keeps_state=keeps_state(self._dataset))
         cells = None if self._board is None else self._board.of(worker)
         items.show = lambda: _show(cells, items.number, 0)
         if parts > 1 and not self._plan.certain:
             items.notice()
         size = (self._plan.batch_size or 1) * self._plan.world_size
         try:
-            items.open(begin)
+            items.open(begin.items, begin.state)
             for turn in range(2**62):
-                first, mine = items.number, turn % parts == worker % parts
+                mine = turn % parts == worker % parts
                 began = time.perf_counter()
-                group, item = [], None
-                for _ in range(size):
-                    _show(cells, items.number, 0)
-                    item = next(items, items)
-                    if item is items:
-                        break
-                    if mine:
-                        group.append(item)
-                if items.number == first:
-                    return True
-                if mine:
+                group = self._read(items, size, cells, mine=mine)
+                if mine and group:
                     batch = self._cut(group, size)
                     if batch is not None:
                         seconds = time.perf_counter() - began
-                        yield self._made(batch, worker, cells, items, seconds, ended=item is items)
-        except _StreamError as error:
+                        yield self._made(batch, worker, cells, items, seconds)
+                    else:
+                        yield sent(None, Report(number=-1, state=_LEFT_OUT), self._board)
+                if items.ended:
+                    return True
+        except StreamError as error:
             shortage = shortage_in(error.cause)
             if shortage is not None and self._board is None:
                 raise error.cause from None
             fatal = None if shortage else failure_of(items.number, error.cause)
             yield sent(None, Report(number=worker, fatal=fatal, shortage=shortage), self._board)
         return False
+
+    def _read(self, items: Items, size: int, cells: _Cells, *, mine: bool) -> list[Any]:
+        """Return the items of one step of all ranks, none of them if it is another worker's."""
+        group = []
+        for left in range(size, 0, -1):
+            _show(cells, items.number, 0)
+            if mine and left == 1:
+                items.remember()
+            item = next(items, items)
+            if item is items:
+                break
+            if mine:
+                group.append(item)
+        return group
 
     def _cut(self, group: list[Any], size: int) -> list[Any] | None:
         """Return this rank's part of the items of one step; the last step is divided among all ranks."""
@@ -205,21 +222,19 @@ class Stream(IterableDataset[Any]):
         )
         return None if share is None else group[share.positions.start : share.positions.stop]
 
-    def _made(
-        self, batch: list[Any], worker: int, cells: _Cells, items: _Items, seconds: float, *, ended: bool
-    ) -> Any:
+    def _made(self, batch: list[Any], worker: int, cells: _Cells, items: Items, seconds: float) -> Any:
         _show(cells, items.number, COLLATING)
         try:
-            with _quietly(self._board):
+            with quietly(self._board):
                 seed_cpu(derive_seed(self._plan.seed, self._plan.epoch, "collate", items.number))
                 made = self._collate(batch[0] if self._plan.batch_size is None else batch)
-            state = copy.deepcopy(self._dataset.state_dict()) if keeps_state(self._dataset) else None
         except (Exception, SystemExit) as error:
             let_through(error)
-            raise _StreamError(error) from error
+            raise StreamError(error) from error
+        state = items.number, items.state(), items.ended
         if cells is not None:
             has_ended(cells)
-        return sent(made, Report(number=worker, state=(items.number, state, ended), seconds=seconds), self._board)
+        return sent(made, Report(number=worker, state=state, seconds=seconds), self._board)
 
 
 def _show(cells: _Cells, number: int, offset: int) -> None:
@@ -227,92 +242,8 @@ def _show(cells: _Cells, number: int, offset: int) -> None:
         cells[NUMBER], cells[PLACE] = number, offset
 
 
-def _quietly(board: Board | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context that leaves training's random state alone; in a worker there is none to leave alone."""
-    return isolated() if board is None else contextlib.nullcontext()
-
-
-class _StreamError(Exception):
-    def __init__(self, cause: BaseException) -> None:
-        super().__init__()  # without its text, which may be broken
-        self.cause = cause
-
-
-class _Noticing:
-    """torch's facts about this worker, which remember that they were asked for."""
-
-    def __init__(self, info: Any) -> None:
-        self._info = info
-        self.asked = False
-
-    def __getattr__(self, name: str) -> Any:
-        self.asked |= name in ("id", "num_workers")
-        return getattr(self._info, name)
-
-
-class _Items:
-    """The items of a stream, each with random numbers of its own, and their count."""
-
-    def __init__(
-        self, dataset: Any, plan: StreamPlan, shard: int, begin: StreamPosition, board: Board | None
-    ) -> None:
-        self._dataset = dataset
-        self._board = board
-        self._noticing: _Noticing | None = None
-        self.show: Callable[[], None] = lambda: None
-        self._parts = (plan.seed, plan.epoch, "stream", shard if plan.sharded else 0)
-        self.number = begin.items if begin.state is not None else 0
-        self._iterator: Iterator[Any] = iter(())
-
-    def open(self, begin: StreamPosition) -> None:
-        """Go to a position."""
-        self.show()  # what follows may take its time: a worker that reads over is no idle one
-        try:
-            with _quietly(self._board):
-                seed_cpu(derive_seed(*self._parts, -1))
-                if begin.state is not None:
-                    self._dataset.load_state_dict(copy.deepcopy(begin.state))
-                self._iterator = iter(self._dataset)
-        except Exception as error:
-            let_through(error)
-            raise _StreamError(error) from error
-        self._check()
-        while self.number < begin.items and next(self, self) is not self:
-            self.show()
-
-    def notice(self) -> None:
-        """From now on see whether the dataset asks which worker it is in."""
-        self._noticing = _Noticing(get_worker_info())
-        _torch_worker._worker_info = self._noticing  # type: ignore[assignment] # of this worker process alone
-
-    def _check(self) -> None:
-        if self._noticing is not None and self._noticing.asked:
-            raise _StreamError(
-                LoaderError(
-                    f"{type(self._dataset).__name__} asks get_worker_info() which worker it is in",
-                    limit="if it divides its items among workers, dividing them again would leave most of them out",
-                    fix="pass sharded=True if it does, sharded=False if it asks for another reason.",
-                    rule="H607",
-                )
-            )
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        with _quietly(self._board):
-            seed_cpu(derive_seed(*self._parts, self.number))
-            try:
-                item = next(self._iterator)
-            except StopIteration:
-                self._check()
-                raise
-            except (Exception, SystemExit) as error:
-                let_through(error)
-                raise _StreamError(error) from error
-        self._check()
-        self.number += 1
-        return item
+def _are_several_ranks() -> bool:
+    return ranks_now((0, 1))[1] > 1 or os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 class StreamSource:
@@ -345,6 +276,7 @@ class StreamSource:
         self._workers = workers
         self.positions = positions
         self.turn = turn
+        self._has_items = bool(positions)  # one that goes on at its end has none left
         self.needs_all_workers = plan.sharded
 
     def dataset(self, board: Board | None) -> Stream:
@@ -363,8 +295,12 @@ class StreamSource:
 
     def delivered(self, report: Report) -> None:
         """Note that a batch is handed out."""
-        if report.state is None or report.number < 0:
-            return  # a turn that was passed, or no batch
+        if report.number < 0:  # a turn that was passed
+            self._has_items |= report.state == _LEFT_OUT
+            return
+        self._has_items = True  # or an error in the place of one
+        if report.state is None:
+            return  # no batch
         items, state, ended = report.state
         self.positions[report.number if self._plan.sharded else 0] = StreamPosition(
             items=items, state=state, ended=ended
@@ -377,8 +313,19 @@ class StreamSource:
         return False
 
     def is_short(self) -> bool:
-        """Return False: nobody knows how long a stream is."""
-        return False
+        """Return False: nobody knows how long a stream is.
+
+        Raises:
+            LoaderError: H610 if it had no item at all, unless this rank alone may have none.
+        """
+        if self._has_items or (_are_several_ranks() and divides_among_ranks(self._user)):
+            return False
+        raise LoaderError(
+            f"{type(self._user).__name__} has no items",
+            limit="an epoch needs at least one",
+            fix="check its path and its filters; if it can be read only once, let its __iter__ begin anew.",
+            rule="H610",
+        ) from None
 
     def sample_at(self, showing: Showing) -> Any:
         """Return None: an item of a stream cannot be left out."""
