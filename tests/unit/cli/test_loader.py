@@ -205,4 +205,4 @@ def test_a_loader_that_chooses_is_measured_with_its_own_way_to_start(workers: An
     expected = method or torch.multiprocessing.get_start_method()
     assert loader._start_method(made) == expected
     context = with_workers(made, 1, 2).multiprocessing_context
-    assert (context.get_start_method() if method else context) == method
+    assert (expected if context is None else context.get_start_method()) == expected
