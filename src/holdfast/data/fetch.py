@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
 from holdfast.data.inspection import find_nonfinite, first_difference
-from holdfast.data.quarantine import is_among
+from holdfast.data.quarantine import key_of
 from holdfast.data.random_state import Borrowed, LazySeeding
 from holdfast.data.seeds import SampleSeeds, derive_seed
 from holdfast.data.signalled import let_through
@@ -305,11 +305,12 @@ class Fetcher(Dataset[Any]):
     def _read_rest(self, entry: Entry, cells: memoryview[int] | None, samples: list[Any]) -> Report:
         """Add the samples from the first one on that cannot be used; return what there is to say."""
         tried = len(samples) if not entry.aside and entry.first is None else -1
+        aside = set(map(key_of, entry.aside))
         found, failures = list(entry.indices[: len(samples)]), list[Failure]()
         for offset, index in enumerate(entry.indices[len(samples) :], start=len(samples)):
             if cells is not None:
                 cells[PLACE] = offset
-            if offset != tried and not (entry.aside and is_among(index, entry.aside)):
+            if offset != tried and not (aside and key_of(index) in aside):
                 try:
                     sample = self._seeded(entry, offset, index)
                     if not self.check_finite or find_nonfinite(sample) is None:
@@ -340,9 +341,10 @@ class Fetcher(Dataset[Any]):
         """
         index = entry.indices[offset]
         last: Failure | None = None
+        bad = set(map(key_of, (*entry.aside, *(each.index for each in failures))))
         candidates = enumerate(itertools.chain(entry.indices[offset:], entry.spares), start=offset)
         for place, candidate in candidates if self.replaces else [(offset, index)]:
-            if is_among(candidate, (*entry.aside, *(each.index for each in failures))):
+            if key_of(candidate) in bad:
                 continue
             if cells is not None:
                 cells[PLACE] = place
@@ -362,6 +364,7 @@ class Fetcher(Dataset[Any]):
                 last = Failure(index=candidate, kind="non-finite", text=where)
             if last is not None and self.replaces:
                 failures.append(last)
+                bad.add(key_of(candidate))
         text = f"every sample that could stand in for sample {index!r} is bad too"
         return index, last or Failure(index=index, kind="raised", text=text)
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Failure, Report
-from holdfast.data.plan import Drawn
 from holdfast.data.quarantine import last_line
+from holdfast.data.sampled import Drawn
 from holdfast.data.stream import StreamPosition
 
 

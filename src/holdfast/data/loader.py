@@ -20,7 +20,6 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
-from holdfast.core.errors import LoaderError
 from holdfast.core.weak_calls import WeakCall
 from holdfast.data.device_prefetch import prefetched
 from holdfast.data.fetch import Fetcher
@@ -28,20 +27,24 @@ from holdfast.data.handing_out import Epoch, Failed, Place, Reached, as_error
 from holdfast.data.healing import Crew, Healer
 from holdfast.data.loader_arguments import (
     check_arguments,
+    check_length,
     check_position,
     check_shards,
     plan_of,
     ranks_now,
     ranks_of,
     start_method,
+    usual_start_method,
+    why_singly,
     why_undivided,
     without_auto,
     workers_given,
 )
 from holdfast.data.map_source import MapSource
-from holdfast.data.plan import Drawn, Sampled
 from holdfast.data.quarantine import FILE_NAME, Ledger
+from holdfast.data.random_state import SeededGenerator
 from holdfast.data.ranks import steps_left
+from holdfast.data.sampled import Drawn, Sampled
 from holdfast.data.seeds import derive_seed
 from holdfast.data.sharding import most_useful_workers, shards_itself
 from holdfast.data.signalled import note_handlers
@@ -55,21 +58,11 @@ from holdfast.data.tuning.autotune import Given, Tuner
 from holdfast.data.worker_board import Board
 
 _log = logging.getLogger("holdfast")
-_QUIET = {"workers_chosen"}
+_QUIET = {"workers_chosen", "samples_read_singly"}
 _AS_TORCH = (
     "generator", "pin_memory", "worker_init_fn", "prefetch_factor", "persistent_workers", "pin_memory_device",
     "in_order",
 )  # fmt: skip
-
-
-class _Seeded(torch.Generator):
-    """A generator that is seeded before each use: a loader within a dataset, sent to a worker, need not send it.
-
-    torch sends its state through a file that it has closed by then, and the worker dies of that.
-    """
-
-    def __reduce__(self) -> Any:
-        return _Seeded, ()
 
 
 class DataLoader(TorchDataLoader[Any]):
@@ -86,7 +79,11 @@ class DataLoader(TorchDataLoader[Any]):
 
     Args:
         dataset: As torch. An ``IterableDataset`` that does not divide its items among workers is divided here, and
-            continues by its own ``state_dict`` if it has one, else by reading over.
+            continues by its own ``state_dict`` if it has one, else by reading over. A map-style one is read by
+            ``__getitem__``, also if it has ``__getitems__``: each sample has random numbers of its own. To read many
+            at once, pass ``batch_size=None`` and a sampler of lists, such as a ``BatchSampler``. One that you have
+            divided among ranks yourself, such as a ``Subset``, is divided again unless you pass ``rank=0`` and
+            ``world_size=1``.
         *args: As torch.
         seed: Decides the order of every epoch and the random numbers of every sample; ``torch.manual_seed`` does not.
             If torch's ``generator`` is given, its initial seed is used instead. Two loaders that are zipped need
@@ -144,11 +141,12 @@ class DataLoader(TorchDataLoader[Any]):
         )
         self._sharding_said = sharded is not None
         check_shards(given, sharded=self.sharded)
-        asks = self._iterable and rank is None
-        self._undivided = why_undivided(dataset, sharded=self.sharded) if asks else ""
-        self._ranks_fixed = rank is not None or bool(self._undivided)
+        told = rank is not None
+        self._undivided = why_undivided(dataset, sharded=self.sharded) if self._iterable and not told else ""
+        self._ranks_fixed = told or bool(self._undivided)
         self._ranks = (0, 1) if self._undivided else ranks_of(rank, world_size)
-        self._plan = None if self._iterable else plan_of(self, given, self._ranks, repeats=repeats)
+        self._plan = None if self._iterable else plan_of(self, given, self._ranks, repeats=repeats, told=told)
+        self._singly = why_singly(dataset)
         self._check_finite = check_finite
         self._replaces = quarantine > 0
         self._length = len(dataset) if isinstance(dataset, Sized) and not self._iterable else None
@@ -161,7 +159,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._draws = 0  # generators that samples draw from, so that new workers need not find it out again
         self._happened: Callable[..., None] | None = None
         self._beginning = Beginning()
-        self._base_seeds = _Seeded()  # a private one: starting an epoch leaves the global one alone
+        self._base_seeds = SeededGenerator()  # a private one: starting an epoch leaves the global one alone
         options = {name: getattr(self, name) for name in _AS_TORCH} | {"generator": self._base_seeds}
         options["in_order"] = True  # a position is one number: with batches out of order it would repeat or lose some
         options["persistent_workers"] = keep = given.get("persistent_workers", False) and not self._iterable
@@ -172,7 +170,8 @@ class DataLoader(TorchDataLoader[Any]):
         tell = WeakCall(self, "_tell")  # workers that are kept end with the loader, not when garbage is collected
         self._healer = Healer(crew, tell)
         chosen = Given(
-            dataset=dataset, collate_fn=self.collate_fn, worker_init_fn=self.worker_init_fn, method=method, keep=keep,
+            dataset=dataset, collate_fn=self.collate_fn, worker_init_fn=self.worker_init_fn,
+            method=method or usual_start_method(), keep=keep,
             **workers_given(given),
             most_workers=most_useful_workers(dataset, sharded=self.sharded),
         )  # fmt: skip
@@ -229,10 +228,9 @@ class DataLoader(TorchDataLoader[Any]):
         if reached.place is not None:
             self._epoch, self._at, self._under_way = reached.epoch, reached.place, False
         self._move_on()
-        self._under_way = True
         epoch = self._epoch
         reached.epoch, reached.place = epoch, self._at
-        self._check_length()
+        check_length(self.dataset, self._length)
         # Drawn here, where an error of the sampler is no worker's.
         drawn = None if self._sampler is None else self._sampler.in_short(epoch, self._at.drawn)
         self._base_seeds.manual_seed(derive_seed(self.seed, self._epoch, "workers"))
@@ -276,10 +274,15 @@ class DataLoader(TorchDataLoader[Any]):
         """Yield batches, and put down where the epoch stands after each."""
         left = None if self._plan is None else self._plan.steps(self._epoch, self._at.position)
         self._tuner.before_workers()
+        self._under_way = True  # not before: after what raises until here, the epoch is still the next one
         with contextlib.closing(self._tuner.passing(self._healer.batches(source), left)) as made:
             for count, (batch, report) in enumerate(made, start=self._at.position + 1):
                 if report.fatal is not None:
-                    yield Failed(as_error(report.fatal, report))
+                    if isinstance(source, MapSource) and source.makes_again(report):
+                        crew = self._healer.crew
+                        self._healer.change(crew.workers, crew.options["prefetch_factor"])  # it asks for it anew
+                    else:
+                        yield Failed(as_error(report.fatal, report))
                     continue
                 if isinstance(source, MapSource):
                     if report.draws & ~self._draws:
@@ -293,17 +296,11 @@ class DataLoader(TorchDataLoader[Any]):
         self.num_workers, self.prefetch_factor = workers, prefetch_factor
         self._healer.change(workers, prefetch_factor)
 
-    def _check_length(self) -> None:
-        if self._length is not None and len(self.dataset) != self._length:  # type: ignore[arg-type] # it is Sized
-            raise LoaderError(
-                f"the dataset has {len(self.dataset)} samples and had {self._length} when the loader was made",  # type: ignore[arg-type]
-                limit="an order is made for one length",
-                fix="make a new loader, or keep the length fixed.",
-                rule="H608",
-            )
-
     def _map_source(self) -> MapSource:
         assert self._plan is not None
+        if self._singly:
+            self._tell("samples_read_singly", why=self._singly)
+            self._singly = ""
 
         def make_fetcher(board: Board | None) -> Fetcher:
             return Fetcher(
@@ -388,7 +385,7 @@ class DataLoader(TorchDataLoader[Any]):
             LoaderError: H604 if it is no position, or if seed, order or the length of the dataset is another one,
                 since it would then point at other samples.
         """
-        check_position(self._identity(), state)
+        check_position(self._identity(), state, self._sampler)
         self.go_to(state["epoch"])
         self._at = Place.of(state)
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from holdfast.core.errors import LoaderError, did_you_mean
 from holdfast.data.orders import Order, Sequential, Shuffled, TokenBatches
-from holdfast.data.plan import ByBatch, ByPosition, Plan, Sampled
+from holdfast.data.plan import ByBatch, ByPosition, Plan
+from holdfast.data.sampled import Drawn, Sampled
 from holdfast.data.sharding import divides_among_ranks
 
 _TORCH = inspect.signature(TorchDataLoader.__init__)
@@ -162,12 +163,17 @@ def without_auto(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in later}
 
 
-def start_method(context: Any) -> str:
-    """Return how workers are started: as given, or as this python does."""
-    if isinstance(context, str):
+def start_method(context: Any) -> str | None:
+    """Return how workers are started, as given; None: as this python does when they are started."""
+    if context is None or isinstance(context, str):
         return context
-    found: str = (multiprocessing if context is None else context).get_start_method()
+    found: str | None = context.get_start_method(allow_none=True)
     return found
+
+
+def usual_start_method() -> str:
+    """Return how this python starts processes, without deciding it: a program may do that after it made a loader."""
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
 def _unusable(what: str, limit: str, fix: str) -> LoaderError:
@@ -207,12 +213,42 @@ def why_undivided(dataset: Any, *, sharded: bool) -> str:
     return ""
 
 
-def check_position(here: dict[str, Any], state: dict[str, Any]) -> None:
+def why_singly(dataset: Any) -> str:
+    """Return why samples are read otherwise than torch does, or nothing if they are not."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    both = hasattr(type(dataset), "__getitem__") and hasattr(type(dataset), "__getitems__")
+    if not both or isinstance(dataset, (Subset, IterableDataset)):
+        return ""
+    return (
+        f"{type(dataset).__name__} has __getitems__, and is read by __getitem__: each sample has random numbers of "
+        "its own. To read many at once, or where __getitems__ returns no list, pass batch_size=None and a sampler of "
+        "lists: each then is one key of __getitem__"
+    )
+
+
+def check_length(dataset: Any, length: int | None) -> None:
+    """Check that a dataset has the length that it had when its loader was made; None if that is not known.
+
+    Raises:
+        LoaderError: H608.
+    """
+    if length is not None and len(dataset) != length:
+        raise LoaderError(
+            f"the dataset has {len(dataset)} samples and had {length} when the loader was made",
+            limit="an order is made for one length",
+            fix="make a new loader, or keep the length fixed.",
+            rule="H608",
+        )
+
+
+def check_position(here: dict[str, Any], state: dict[str, Any], sampler: Sampled | None = None) -> None:
     """Check that a state is a position, in the order that the loader has.
 
     Args:
         here: What must be the same.
         state: The state.
+        sampler: The user's, whose length may depend on the epoch.
 
     Raises:
         LoaderError: H604.
@@ -228,6 +264,8 @@ def check_position(here: dict[str, Any], state: dict[str, Any]) -> None:
     saved = state["order"]
     for name in {**saved, **here}:
         if here.get(name) != saved.get(name):
+            if name == "length" and sampler is not None and _may_be_of(sampler, state):
+                continue
             raise LoaderError(
                 f"the loader has {name}={here.get(name)!r} and the position was saved with "
                 f"{name}={saved.get(name)!r}",
@@ -237,7 +275,13 @@ def check_position(here: dict[str, Any], state: dict[str, Any]) -> None:
             )
 
 
-def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repeats: bool | None) -> Plan:
+def _may_be_of(sampler: Sampled, state: dict[str, Any]) -> bool:
+    drawn = Drawn(state["drawn"], state.get("drawn_rank")) if "drawn" in state else None
+    epoch, begun = state["epoch"], state["consumed"] > 0
+    return sampler.may_have_told(state["order"].get("length"), epoch, drawn, begun=begun)
+
+
+def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repeats: bool | None, told: bool) -> Plan:
     """Return where the entries of a map-style dataset come from.
 
     Args:
@@ -245,10 +289,25 @@ def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repea
         given: Its arguments by name.
         ranks: This rank and the number of ranks.
         repeats: As `Sampled`.
+        told: Whether the user has passed the ranks.
 
     Raises:
-        LoaderError: H603 for a sampler without a length.
+        LoaderError: H603 for a sampler without a length, H607 for ranks that are given with a sampler of the user's
+            that does not divide its indices.
     """
+    plan = _plan_of(loader, given, ranks, repeats=repeats)
+    if told and ranks[1] > 1 and plan.drawn is not None and not plan.drawn.divides:
+        name = "sampler" if given.get("batch_sampler") is None else "batch_sampler"
+        raise _unusable(
+            f"rank={ranks[0]}, world_size={ranks[1]} with {name}={type(given[name]).__name__}",
+            f"a {name} of your own says itself what a rank gets, and this one would give the same to all",
+            "let it divide by ranks and leave rank= and world_size= out, or pass an order of holdfast, such as "
+            "shuffle=True or Weighted, which the loader divides.",
+        )
+    return plan
+
+
+def _plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repeats: bool | None) -> Plan:
     sampler, batch_sampler = given.get("sampler"), given.get("batch_sampler")
     rank, world_size = ranks
     tokens = batch_sampler if isinstance(batch_sampler, TokenBatches) else None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Entry, Fetcher, Report
-from holdfast.data.plan import Plan
+from holdfast.data.handing_out import as_error
+from holdfast.data.plan import SPARES, Plan
 from holdfast.data.quarantine import Ledger, is_among, key_of, last_line, plain
 from holdfast.data.worker_board import Board, Showing
 
@@ -37,6 +40,7 @@ class MapSource:
         self.needs_all_workers = False
         self.position = start
         self._epoch = epoch
+        self._plan = plan
         self._ledger = ledger
         self._tell = tell
         self.dataset = make_fetcher
@@ -47,13 +51,19 @@ class MapSource:
         self._next = 0  # number of the first that is not handed out
         self._exhausted = False
         self._losses = 0
+        self._spares = SPARES  # so many that are not set aside may stand in for samples of what is asked for again
+        self._in_a_row: list[Any] = []  # bad samples of that batch
+        self._again: int | None = None  # number of the batch that is made again, with more of them
 
     def entries(self, *, again: bool, suspect: Any = None) -> Iterator[Entry]:
         """Yield what is not handed out yet; after a loss, what was out comes first, and the first is read twice."""
         self._losses += again
-        lost = again
+        lost, start = again, self.position
         for number in sorted(self._out):
             entry, after = self._out[number]
+            if any(key_of(index) in self._aside for index in entry.spares):
+                entry = entry._replace(spares=self._plan.spares(self._epoch, start, self._aside, self._spares))
+            start = after
             bad = tuple(index for index in (*entry.indices, *entry.spares) if key_of(index) in self._aside)
             others = [
                 place
@@ -82,6 +92,10 @@ class MapSource:
         Raises:
             LoaderError: H612 if these are too many.
         """
+        if report.number == self._again:
+            self._again = None
+            return
+        self._in_a_row.clear()
         entry, after = self._out.pop(report.number)
         for failure in report.failures:
             self.set_aside(failure.index, failure.kind, failure.text)
@@ -97,6 +111,50 @@ class MapSource:
         while self._next in self._ahead:  # with in_order=False a later one may come first
             self.position = self._ahead.pop(self._next)
             self._next += 1
+
+    def makes_again(self, report: Report) -> bool:
+        """Set aside what was bad in a batch that could not be made; return whether more samples can stand in.
+
+        As many as the ledger allows, since bad ones lie together, as in a file that is cut short. If that is too few,
+        they are taken back, with their evidence. Who asks for the batch again does so by `entries`.
+
+        Raises:
+            LoaderError: H612 if too many are set aside.
+        """
+        assert report.fatal is not None
+        of_samples = (
+            report.fatal.index is not None and self._ledger.limit > 0
+        )  # else no sample is to blame, or it is told
+        try:
+            for failure in report.failures:
+                if key_of(failure.index) not in self._aside:
+                    self._in_a_row.append(failure.index)
+                self.set_aside(failure.index, failure.kind, failure.text)
+        except LoaderError as error:
+            if of_samples:
+                self._take_back()
+            raise error from as_error(report.fatal, report)
+        if not of_samples:
+            return False
+        self._spares *= 2
+        more = self._plan.spares(self._epoch, self.position, self._aside, self._spares)
+        if all(key_of(index) in self._aside for index in more):
+            self._take_back()
+            return False
+        entry, after = self._out[report.number]
+        self._out[report.number] = entry._replace(spares=more), after
+        self._again = report.number
+        return True
+
+    def _take_back(self) -> None:
+        """Release what was found bad in a row: a drive that is away must not cost a run what it may do without."""
+        with contextlib.suppress(OSError):  # a disk that is full ends nothing that is not at its end
+            self._ledger.release(self._in_a_row)
+        self._tell(
+            "samples_taken_back",
+            samples=list(map(plain, self._in_a_row)),
+            why="none of these samples in a row can be read: a folder or a drive may be missing",
+        )
 
     def set_aside(self, index: Any, kind: str, evidence: str) -> None:
         """Put a sample into quarantine, and tell it.

@@ -270,3 +270,13 @@ def isolated() -> Iterator[None]:
         yield
     finally:
         restore(before)
+
+
+class SeededGenerator(torch.Generator):
+    """A generator that is seeded before each use: a loader within a dataset, sent to a worker, need not send it.
+
+    torch sends its state through a file that it has closed by then, and the worker dies of that.
+    """
+
+    def __reduce__(self) -> Any:
+        return SeededGenerator, ()

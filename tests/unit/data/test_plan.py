@@ -13,7 +13,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from holdfast.core.errors import LoaderError
 from holdfast.data.loader import DataLoader
 from holdfast.data.orders import Sequential
-from holdfast.data.plan import ByBatch, ByPosition, Sampled
+from holdfast.data.plan import ByBatch, ByPosition
+from holdfast.data.sampled import Sampled
 
 
 def _plan(length: int = 22, **changes: Any) -> ByPosition:
