@@ -1,8 +1,9 @@
 """`holdfast simulate [RUN_DIR] --gpus 16384 --failures 419/54d`: how much of the time would train, at which interval?
 
 What a save costs and how often the run makes one is read from its recording; options replace what was read. Without
-RUN_DIR the run is looked for in the current directory, unless --save-seconds says what a save costs. Needs no torch,
-so it is quick. The formulas and the simulation are in ``checkpoint.goodput`` and ``checkpoint.simulation``.
+RUN_DIR the run is looked for in the current directory, unless --save-seconds says what a save costs; a directory of
+`holdfast run` leads to that of the Guard in it. Needs no torch, so it is quick. The formulas and the simulation are in
+``checkpoint.goodput`` and ``checkpoint.simulation``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.events import Event
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.reader import StepRecord, read_events, read_steps
+from holdfast.report.sources import find_sources, guard_run_of
 
 # An assumption, and printed as one: a process on one machine is back in seconds, a large job on a slow store in 20
 # minutes. It is used where no restart was recorded and none was given.
@@ -46,7 +48,7 @@ def run(
     run_dir: Annotated[
         Path | None,
         typer.Argument(
-            help="Directory that was given to Guard; without it and without --save-seconds: the current directory, "
+            help="Directory that was given to Guard; without it and --save-seconds: the current directory, "
             "runs/last, or the only run that lies here or in runs."
         ),
     ] = None,
@@ -79,7 +81,7 @@ def run(
     with failing_clearly(as_json=as_json):
         # A cost that is given is that of no run, so the figures do not depend on where the command is called.
         here = _runs_here() if run_dir is None and save_seconds is None else []
-        used = here[0] if len(here) == 1 else run_dir
+        used = here[0] if len(here) == 1 else None if run_dir is None else _of_guard(run_dir)
         recorded = Recorded() if used is None else _recorded(used)
         between = _between_failures(failures, mtbf, gpus, failures_gpus, gpus_per_node)
         costs = _costs(recorded, save_seconds, stall_seconds, restart_seconds, _why_unknown(used, here))
@@ -90,7 +92,7 @@ def run(
         ]
     facts = {
         "run_dir": None if used is None else str(used),
-        "run_dir_is": None if used is None else "given" if run_dir is not None else "found",
+        "run_dir_is": None if used is None else "given" if used == run_dir else "found",
         "gpus": gpus,
         "mean_seconds_between_failures": between,
         **costs,
@@ -132,10 +134,23 @@ class Recorded:
 
 def _runs_here() -> list[Path]:
     """Return the one run that the current directory is or leads to, or all that lie in it and in its folder runs."""
-    for certain in (Path(), Path("runs/last")):
-        if (certain / _RECORDING).is_dir():
-            return [certain]
-    return sorted(each.parents[1] for where in ("*", "runs/*") for each in Path().glob(f"{where}/{_RECORDING}"))
+    if (Path() / _RECORDING).is_dir():
+        return [Path()]
+    last = _of_guard(Path("runs/last"))
+    return (
+        [last]
+        if (last / _RECORDING).is_dir()
+        else sorted(each.parents[1] for where in ("*", "runs/*") for each in Path().glob(f"{where}/{_RECORDING}"))
+    )
+
+
+def _of_guard(run_dir: Path) -> Path:
+    """Return where the Guard of a supervised run recorded, if there was just one; else `run_dir` itself."""
+    if (run_dir / _RECORDING).is_dir():
+        return run_dir
+    told = [event for source in find_sources(run_dir) for event in read_events(source.directory)]
+    guards = {guard for event in told if (guard := guard_run_of(event)) and (guard / _RECORDING).is_dir()}
+    return guards.pop() if len(guards) == 1 else run_dir
 
 
 def _why_unknown(used: Path | None, here: Sequence[Path]) -> str:
@@ -158,7 +173,7 @@ def _recorded(run_dir: Path) -> Recorded:
     if not place.is_dir():
         raise PolicyError(
             f"{run_dir} is no run directory",
-            limit="it holds no recording",
+            limit="it holds no recording of a Guard, and leads to none, or to several",
             fix="pass the directory that was given to Guard, or no directory and --save-seconds.",
             rule="H701",
         )
@@ -342,7 +357,7 @@ def _print(facts: dict[str, Any]) -> None:
     gpus = "1 GPU" if facts["gpus"] == 1 else f"{facts['gpus']} GPUs"
     typer.echo(f"{gpus}, a failure every {_time(facts['mean_seconds_between_failures'])} on average")
     if facts["run_dir_is"] == "found":
-        typer.echo(f"of the run in {Path(facts['run_dir']).absolute()}, which was found here; RUN_DIR names another")
+        typer.echo(f"of the run that was found in {Path(facts['run_dir']).absolute()}; RUN_DIR names another")
     size = facts["recorded"]["size_bytes"]
     typer.echo(
         f"a save takes {_time(facts['save_seconds'])} and costs the training {_time(facts['stall_seconds'])}"

@@ -19,6 +19,7 @@ from holdfast.checkpoint.goodput import effective_training_time_ratio
 from holdfast.cli import simulate
 from holdfast.core.events import Event
 from holdfast.recorder.black_box import BlackBox, StepMark
+from holdfast.recorder.run_files import ProcessInfo, write_process
 
 _LLAMA = ("--gpus", 16_384, "--failures", "419/54d")
 _app = typer.Typer()
@@ -230,10 +231,29 @@ def test_without_a_directory_the_run_that_lies_here_is_taken_and_named(tmp_path,
     assert Path(found["run_dir"]).resolve() == tape.run_dir.resolve()
     assert (found["run_dir_is"], named["run_dir_is"]) == ("found", "given")
     assert found["intervals"] == named["intervals"]
-    assert f"{Path(found['run_dir']).absolute()}, which was found here" in call(*_LLAMA).output
-    assert "found here" not in call(tape.run_dir, *_LLAMA).output
+    assert f"of the run that was found in {Path(found['run_dir']).absolute()};" in call(*_LLAMA).output
+    assert "was found" not in call(tape.run_dir, *_LLAMA).output
     by_hand = told(*_LLAMA, "--save-seconds", 60)
     assert (by_hand["run_dir"], by_hand["run_dir_is"]) == (None, None)
+
+
+def test_a_directory_of_a_supervised_run_leads_to_its_guard(tmp_path, monkeypatch) -> None:
+    """What `holdfast run` records names the guard's directory; two guards there are not told apart."""
+    supervised = tmp_path / "runs" / "train-1"
+    guards = [tmp_path / name for name in ("a", "b")]
+    for guard in guards:
+        with Tape(guard, monkeypatch) as tape:
+            tape.steps(12)
+    box = BlackBox(write_process(supervised, ProcessInfo(pid=7, ticks=1, ppid=1, argv=["python", "train.py"])))
+    box.event(Event(kind="guard", global_step=0, unix_seconds=1.0, data={"path": str(guards[0])}))
+    (tmp_path / "runs" / "last").symlink_to("train-1")
+    monkeypatch.chdir(tmp_path)
+    for arguments in (_LLAMA, ("runs/last", *_LLAMA)):
+        found = told(*arguments)
+        assert (found["run_dir"], found["run_dir_is"]) == (str(guards[0]), "found")
+    box.event(Event(kind="guard", global_step=0, unix_seconds=2.0, data={"path": str(guards[1])}))
+    box.close()
+    assert "[H701]" in call("runs/last", *_LLAMA).output
 
 
 def test_without_a_directory_none_is_guessed(tmp_path, monkeypatch) -> None:
