@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import time
 from typing import Any
@@ -12,7 +13,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from holdfast.data.tuning.machine import Machine
-from holdfast.data.tuning.probing import Instant, Transfer, measure_throughput, measure_transfer, probe, with_workers
+from holdfast.data.tuning.probing import (
+    Instant,
+    Transfer,
+    kept,
+    measure_throughput,
+    measure_transfer,
+    probe,
+    sample_of,
+    with_workers,
+)
 
 
 class Waits(Dataset[Any]):
@@ -129,3 +139,37 @@ def test_throughput_needs_batches() -> None:
     steps: list[Any] = []
     assert (measure_throughput(DataLoader(Waits(computing=False), batch_size=None), steps.append, 0.05) or 0) > 0
     assert 5 < len(steps) < 60
+
+
+def test_looking_at_a_batch_counts_neither_as_loading_nor_as_a_step() -> None:
+    """What is noted of the first batches takes milliseconds where they hold thousands of objects."""
+    asked, loaded, handed, stepped = (Instant(wall=at, cpu=at / 2, queued=0.0) for at in (0.0, 1.0, 4.0, 6.0))
+    sample = sample_of(asked, loaded, stepped, handed)
+    assert (sample.load_seconds, sample.step_seconds, sample.step_cpu_seconds) == (1.0, 2.0, 1.0)
+    assert sample_of(asked, loaded, stepped).step_seconds == 5.0
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    more: Any
+
+
+def test_what_is_kept_of_a_batch_is_out_of_the_reach_of_its_loop() -> None:
+    """Containers are new, tensors are cut off from their graph and share their memory."""
+    x = torch.ones(3, requires_grad=True) * 2
+    batch = {"pair": Pair(x, [np.zeros(2), "name", None]), "numbers": (1, 2.0)}
+    copy = kept(batch)
+    batch["pair"].more.append(lambda: 0)  # type: ignore[attr-defined]
+    batch["result"] = x
+    assert list(copy) == ["pair", "numbers"]
+    assert copy["pair"].x.grad_fn is None
+    assert copy["pair"].x.data_ptr() == x.data_ptr()
+    assert len(copy["pair"].more) == 3
+    assert copy["numbers"] == (1, 2.0)
+
+
+@pytest.mark.parametrize("part", [object(), {1, 2}, np.array([{}], dtype=object)], ids=["object", "set", "array"])
+def test_a_batch_that_may_change_from_within_is_not_kept(part: Any) -> None:
+    """What it is by then is not what it was."""
+    assert kept([torch.zeros(2), part]) is None

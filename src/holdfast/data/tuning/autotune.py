@@ -169,9 +169,10 @@ class Tuner:
             handed = time.perf_counter()
             if asked is not None:
                 self._note(batch)
+                noted = Instant.now()
             yield batch, report
             if asked is not None and loaded is not None:
-                self._samples.append(sample_of(asked, loaded, Instant.now()))
+                self._samples.append(sample_of(asked, loaded, Instant.now(), noted))
                 if self._has_probed():
                     self._choose()
             elif self._watch is not None:

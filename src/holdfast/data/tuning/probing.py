@@ -76,19 +76,21 @@ class Instant:
         return cls(wall=time.perf_counter(), cpu=time.process_time(), queued=queued)
 
 
-def sample_of(asked: Instant, loaded: Instant, stepped: Instant) -> Sample:
+def sample_of(asked: Instant, loaded: Instant, stepped: Instant, handed: Instant | None = None) -> Sample:
     """Return the times of a batch from three readings in the thread that loads and trains.
 
     Args:
         asked: Before loading.
-        loaded: When the batch is handed out.
+        loaded: When the batch is there.
         stepped: When the next one is asked for.
+        handed: When the batch is handed out, if it was looked at before.
     """
+    handed = handed or loaded
     return Sample(
         load_seconds=loaded.wall - asked.wall,
         load_cpu_seconds=loaded.cpu - asked.cpu,
-        step_seconds=stepped.wall - loaded.wall,
-        step_cpu_seconds=stepped.cpu - loaded.cpu,
+        step_seconds=stepped.wall - handed.wall,
+        step_cpu_seconds=stepped.cpu - handed.cpu,
         queued_seconds=loaded.queued - asked.queued,
     )
 
