@@ -2,8 +2,9 @@
 
 What a save costs and how often the run makes one is read from its recording; options replace what was read. Without
 RUN_DIR the run is looked for in the current directory, unless --save-seconds says what a save costs; a directory of
-`holdfast run` leads to that of the Guard in it. Needs no torch, so it is quick. The formulas and the simulation are in
-``checkpoint.goodput`` and ``checkpoint.simulation``.
+`holdfast run` leads to that of the Guard in it. Needs no torch, so it is quick.
+
+The formulas and the simulation are in ``checkpoint.goodput`` and ``checkpoint.simulation``.
 """
 
 from __future__ import annotations
