@@ -8,6 +8,7 @@ an error that names the place in the tree.
 from __future__ import annotations
 
 import collections
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
@@ -32,6 +33,11 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "frozenset": frozenset,
     "size": torch.Size,
 }
+_PLAIN_VALUES = "let state_dict() return one of these, for instance a tensor or a dict of numbers."
+_PLAIN_ARRAYS = (
+    "let state_dict() return plain arrays, for instance numpy.asarray(x), and of a masked array x.data and x.mask "
+    "(numpy.ma.getmaskarray(x)) as two."
+)
 
 
 class Encoder:
@@ -59,8 +65,8 @@ class Encoder:
                 return self._sparse(value.detach(), path)
             if value.is_complex():  # safetensors has no complex128
                 pairs = torch.view_as_real(value.detach().resolve_conj())
-                return {_TAG: "complex_tensor", "name": self._keep(pairs, path)}
-            return {_TAG: "tensor", "name": self._keep(value, path)}
+                return {_TAG: "complex_tensor", "name": self._keep(pairs, path), **_layout(pairs)}
+            return {_TAG: "tensor", "name": self._keep(value, path), **_layout(value)}
         if isinstance(value, Mapping):
             return self._mapping(value, path)
         if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
@@ -116,12 +122,14 @@ class Encoder:
         kind = type(value).__name__
         if kind not in _SEQUENCES:
             raise self._unsupported(f"a {type(value).__module__}.{kind}", path)
+        if isinstance(value, (set, frozenset)):
+            items.sort(key=json.dumps)  # each process has its own order, and equal states shall look equal
         return {_TAG: kind, "items": items}
 
     def _other(self, value: Any, path: tuple[str, ...]) -> Any:
         if type(value) is float:
             return value if math.isfinite(value) else {_TAG: "float", "text": repr(value)}
-        if isinstance(value, np.ndarray):
+        if type(value) in (np.ndarray, np.memmap):  # a masked array or a matrix would come back without what it is
             if value.dtype.kind not in "biuf":  # of complex numbers, texts, objects
                 raise self._unsupported(f"an array of {value.dtype}", path)
             try:
@@ -139,16 +147,35 @@ class Encoder:
             return {_TAG: type(value).__name__, "text": str(value).removeprefix("torch.")}
         if isinstance(value, PurePath):
             return {_TAG: "path", "text": str(value)}
-        raise self._unsupported(f"a {type(value).__module__}.{type(value).__qualname__}", path)
+        fix = _PLAIN_ARRAYS if isinstance(value, np.ndarray) else _PLAIN_VALUES
+        raise self._unsupported(f"a {type(value).__module__}.{type(value).__qualname__}", path, fix)
 
-    def _unsupported(self, what: str, path: tuple[str, ...]) -> CheckpointError:
+    def _unsupported(self, what: str, path: tuple[str, ...], fix: str = _PLAIN_VALUES) -> CheckpointError:
         place = "".join(f"[{key!r}]" for key in path)
         return CheckpointError(
             f"{self._component}{place} is {what}",
             limit="a checkpoint holds tensors, arrays of numbers, text and standard containers, never pickle",
-            fix="let state_dict() return one of these, for instance a tensor or a dict of numbers.",
+            fix=fix,
             rule="H310",
         )
+
+
+def _layout(tensor: torch.Tensor) -> dict[str, list[int]]:
+    """Return the strides of a dense tensor that does not lie row by row; fused optimizers go by places in memory."""
+    strides = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    sizes = [size for _, size in sorted(strides)]
+    dense = [stride for stride, _ in sorted(strides)] == [math.prod(sizes[:i]) for i in range(len(sizes))]
+    rows = [math.prod(tensor.shape[i + 1 :]) for i in range(tensor.dim())]
+    return {"stride": list(tensor.stride())} if tensor.numel() and dense and list(tensor.stride()) != rows else {}
+
+
+def _stored(value: dict[str, Any], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    tensor = tensors[value["name"]]
+    stride = tuple(value.get("stride", tensor.stride()))
+    if stride != tensor.stride():
+        laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = tensors[value["name"]] = laid_out.copy_(tensor)  # in its place: one at a time is in memory twice
+    return tensor
 
 
 _MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
@@ -159,12 +186,13 @@ _MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     """Return the value that `Encoder.encode` was given.
 
     Args:
         value: The JSON form.
-        tensors: The component's tensors by name.
+        tensors: The component's tensors by name. One that lay in memory in another order is replaced by a copy that
+            lies so again.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
@@ -190,9 +218,9 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return _LEAVES[kind](value, tensors)
 
 
-_LEAVES: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]] = {
-    "tensor": lambda value, tensors: tensors[value["name"]],
-    "complex_tensor": lambda value, tensors: torch.view_as_complex(tensors[value["name"]]),
+_LEAVES: dict[str, Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]] = {
+    "tensor": _stored,
+    "complex_tensor": lambda value, tensors: torch.view_as_complex(_stored(value, tensors)),
     "ndarray": lambda value, tensors: tensors[value["name"]].numpy().copy(),
     "scalar": lambda value, _: np.frombuffer(bytes.fromhex(value["hex"]), dtype=value["dtype"])[0],
     "float": lambda value, _: float(value["text"]),

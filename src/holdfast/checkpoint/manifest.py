@@ -18,6 +18,9 @@ from holdfast.core.errors import CheckpointError, RunDirectoryError
 FILE_NAME = "manifest.json"
 FORMAT = 1
 _CHUNK_BYTES = 4 * 2**20
+# There is no file of this name. Any other refusal says nothing about the bytes: too many open files, a network disk
+# that is away for a moment, missing rights.
+_NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +77,16 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises:
         CheckpointError: H311, if it is missing or damaged.
-        RunDirectoryError: H303, if a newer holdfast wrote it.
+        RunDirectoryError: H303, if a newer holdfast wrote it, H307, if the system does not let it be read.
     """
     try:
         data = (directory / FILE_NAME).read_bytes()
     except FileNotFoundError as error:
         raise damaged(directory, f"{FILE_NAME} is missing, so the save was not finished") from error
-    except OSError as error:
+    except _NO_SUCH_FILE as error:
         raise damaged(directory, f"{FILE_NAME} cannot be read ({error})") from error
+    except OSError as error:
+        raise unreadable(directory, error) from error
     body, _, rest = data.partition(b"\n")
     if rest != hashlib.sha256(body).hexdigest().encode() + b"\n":
         raise damaged(directory, f"{FILE_NAME} does not match its own digest")
@@ -105,16 +110,21 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
 
     Raises:
         CheckpointError: H311, naming the file, the tensor and both digests.
+        RunDirectoryError: H307, if the system does not let a file be read.
     """
     for name, extents in manifest.files.items():
-        verify_extents(directory / name, extents)
+        try:
+            verify_extents(directory / name, extents)
+        except OSError as error:
+            raise unreadable(directory, error) from error
 
 
 def verify_extents(path: Path, extents: dict[str, Extent]) -> None:
     """Check every byte of one file.
 
     Raises:
-        CheckpointError: H311.
+        CheckpointError: H311, also if there is no such file.
+        OSError: if the system does not let it be read, which says nothing about its bytes.
     """
     try:
         size = path.stat().st_size
@@ -130,7 +140,7 @@ def verify_extents(path: Path, extents: dict[str, Extent]) -> None:
                         f"{path.name}: {name} has sha256 {found[:12]}... on disk "
                         f"and {extent.sha256[:12]}... in the manifest",
                     )
-    except OSError as error:
+    except _NO_SUCH_FILE as error:
         raise damaged(path.parent, f"{path.name} cannot be read ({error})") from error
 
 
@@ -155,4 +165,17 @@ def damaged(directory: Path, why: str) -> CheckpointError:
         fix="nothing to do if an older checkpoint verifies (`holdfast checkpoints RUN_DIR --verify` tells); "
         "else copy it again from where it came.",
         rule="H311",
+    )
+
+
+def unreadable(directory: Path, error: OSError) -> RunDirectoryError:
+    """Return the error for a checkpoint that may well be whole, but cannot be read now."""
+    aside = directory.with_name(f"damaged-{directory.name}")
+    return RunDirectoryError(
+        f"checkpoint {directory.name} cannot be read now ({error})",
+        limit="that says nothing about its bytes, and going on from an older one would lose work: nothing was "
+        "changed on the disk",
+        fix="start again when it can be read (open files, rights, the disk). If it never can be again, "
+        f"`mv {directory} {aside}` lets the run go on from the one before.",
+        rule="H307",
     )

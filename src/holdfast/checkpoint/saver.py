@@ -21,7 +21,8 @@ import torch
 
 from holdfast.checkpoint.buffers import Groups, HostBuffers
 from holdfast.checkpoint.codec import Encoder, decode
-from holdfast.checkpoint.manifest import Extent, Manifest, damaged, verify_extents
+from holdfast.checkpoint.expanded import is_expanded
+from holdfast.checkpoint.manifest import Extent, Manifest, damaged, read_manifest, unreadable, verify_extents
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.durable import free_bytes, write_file
 from holdfast.core.errors import CheckpointError
@@ -234,20 +235,61 @@ def read_components(entry: Entry, names: Iterable[str], into: Groups | None = No
     Args:
         entry: The checkpoint.
         names: Components to read; one that is not there is left out.
-        into: Live tensors by component and name. One of the saved type and shape is overwritten and returned; all
-            others are made, on the host.
+        into: Live tensors by component and name. One of the saved type and shape is overwritten and returned, unless
+            it is expanded; all others are made, on the host.
 
     Raises:
         CheckpointError: H311, if a file has lost its end meanwhile.
+        RunDirectoryError: H307, if the system does not let it be read.
     """
-    state = json.loads((entry.path / STATE_FILE).read_bytes())
     found = {}
-    for name in names:
-        if name in state:
-            file = entry.path / (name + _SUFFIX)
-            tensors = _read_tensors(file, (into or {}).get(name, {})) if file.exists() else {}
-            found[name] = decode(state[name], tensors)
+    try:
+        state = json.loads((entry.path / STATE_FILE).read_bytes())
+        for name in names:
+            if name in state:
+                file = entry.path / (name + _SUFFIX)
+                tensors = _read_tensors(file, (into or {}).get(name, {})) if file.exists() else {}
+                found[name] = decode(state[name], tensors)
+    except OSError as error:
+        raise unreadable(entry.path, error) from error
     return found
+
+
+def read_state(entry: Entry) -> dict[str, Any]:
+    """Return the JSON part of a checkpoint by component, as `encode` made it.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    state: dict[str, Any] = json.loads((entry.path / STATE_FILE).read_bytes())
+    return state
+
+
+def same_tensors(entry: Entry, component: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a checkpoint holds these very tensors, by their digests. Cost: one pass over them.
+
+    Args:
+        entry: The checkpoint; its files are not read.
+        component: Where to look; it may hold others too.
+        tensors: By name, any device.
+
+    Raises:
+        CheckpointError: H311, if there is no manifest that can be trusted.
+        RunDirectoryError: H303, for a newer format, H307, if the system does not let it be read.
+    """
+    if not tensors:
+        return True
+    saved = read_manifest(entry.path).files.get(component + _SUFFIX, {})
+    return all(name in saved and _is_what(saved[name], tensor) for name, tensor in tensors.items())
+
+
+def _is_what(extent: Extent, tensor: torch.Tensor) -> bool:
+    if (extent.dtype, extent.shape) != (_DTYPES[tensor.dtype], tuple(tensor.shape)):
+        return False
+    digest = hashlib.sha256()
+    for piece in _pieces(tensor):
+        digest.update(piece)
+    return digest.hexdigest() == extent.sha256
 
 
 def _read_tensors(path: Path, into: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -262,7 +304,7 @@ def _read_tensors(path: Path, into: Mapping[str, torch.Tensor]) -> dict[str, tor
         for name, place in header.items():
             dtype, shape = _TYPES[place["dtype"]], torch.Size(place["shape"])
             target = into.get(name)
-            if target is None or (target.dtype, target.shape) != (dtype, shape):
+            if target is None or (target.dtype, target.shape) != (dtype, shape) or is_expanded(target):
                 target = torch.empty(shape, dtype=dtype)
             direct = target.device.type == "cpu" and target.is_contiguous()
             content = target if direct else torch.empty(shape, dtype=dtype)

@@ -123,7 +123,7 @@ def verify(directory: Path) -> Manifest:
 
     Raises:
         CheckpointError: H311, if a byte differs, a file is missing, or it was never sealed.
-        RunDirectoryError: H303, for a newer format.
+        RunDirectoryError: H303, for a newer format, H307, if the system does not let it be read.
     """
     manifest = read_manifest(directory)
     verify_files(directory, manifest)
@@ -140,7 +140,7 @@ def check(directory: Path) -> None:
 
     Raises:
         CheckpointError: H311, also if the save was not finished.
-        RunDirectoryError: H303, for a newer format.
+        RunDirectoryError: H303, for a newer format, H307, if the system does not let it be read.
     """
     if is_sealed(directory) or is_unfinished(directory):
         verify(directory)
@@ -173,6 +173,7 @@ def newest_good(directories: Iterable[Path]) -> tuple[Path | None, list[tuple[Pa
 
     Raises:
         CheckpointError: H312, if one was whole and none can be trusted.
+        RunDirectoryError: H307, if the system does not let one be read.
     """
     candidates = list(directories)
     sealed = any(_was_whole(each) for each in candidates)

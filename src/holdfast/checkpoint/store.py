@@ -43,7 +43,7 @@ class Entry:
 
         Raises:
             CheckpointError: H311.
-            RunDirectoryError: H303, for a newer format.
+            RunDirectoryError: H303, for a newer format, H307, if the system does not let it be read.
 
         Cost: reads the whole checkpoint; SHA-256 at about 1.5 GB/s.
         """
@@ -127,6 +127,9 @@ class Store:
 
         Returns:
             What was deleted.
+
+        Raises:
+            RunDirectoryError: H307, if one must be verified and cannot be read; nothing is deleted then.
         """
         entries = self.entries()
         keep = max(keep, 1)

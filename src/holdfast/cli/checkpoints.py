@@ -15,6 +15,8 @@ from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, pr
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.run.directory import RunDirectory
 
+_UNREADABLE = "cannot be read now"
+
 
 def run(
     run_dir: Annotated[Path, typer.Argument(help="Directory that was given to Guard.")],
@@ -37,7 +39,7 @@ def run(
         print_json({"run_dir": str(run_dir), "checkpoints": rows, "removed": [path.name for path in removed]})
     else:
         _print(rows, removed)
-    if any(row["status"].startswith("damaged:") for row in rows):
+    if any(row["status"].startswith(("damaged:", _UNREADABLE)) for row in rows):
         raise typer.Exit(CHECK_FAILED)
 
 
@@ -71,8 +73,11 @@ def _describe(entry: Entry, *, verify: bool, status: str = "complete") -> dict[s
     facts: dict[str, Any] = {"name": entry.path.name, "global_step": entry.global_step, "status": status}
     try:
         manifest = entry.verify() if verify else read_manifest(entry.path)
-    except RunDirectoryError:
-        return {**facts, "status": "of a newer holdfast"}
+    except RunDirectoryError as error:
+        if error.rule != "H307":
+            return {**facts, "status": "of a newer holdfast"}
+        reason = error.what.removeprefix(f"checkpoint {entry.path.name} ")
+        return facts if status != "complete" else {**facts, "status": reason}
     except CheckpointError as error:
         reason = error.what.partition(": ")[2] or error.what
         return facts if status != "complete" else {**facts, "status": f"damaged: {reason}"}

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from holdfast.checkpoint.expanded import once
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:
@@ -65,7 +67,7 @@ class BufferKeeper:
         """
         for place, buffer in zip(self._mutable, self._before, strict=True):
             place.module._buffers[place.key] = buffer
-        _copy(self._before, self._copies)
+        _copy(_once(self._before, self._before), _once(self._copies, self._before))
         late = self._learn_late()
         for place in self._mutable[len(self._before) :]:
             now = place.now()
@@ -137,6 +139,10 @@ def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]
     pairs = [(t.data, s.data) for t, s in zip(targets, sources, strict=True) if t is not None and s is not None]
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _once(tensors: list[torch.Tensor | None], like: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [t if t is None or live is None else once(t, live) for t, live in zip(tensors, like, strict=True)]
 
 
 def _equal(now: torch.Tensor, copy: torch.Tensor | None) -> bool:

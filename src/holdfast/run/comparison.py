@@ -173,13 +173,10 @@ def adopt(
     if len(policy_changes(changes)) == len(changes):
         return None
     setup = _built(factory)
-    guard = Guard(run_dir, **_arguments(setup, {}))
-    try:
+    with Guard(run_dir, **_arguments(setup, {})) as guard:  # which saves nothing if only some could be changed
         options = options_of(guard._parts, changes)
         apply_options(guard._parts, options)
         return guard._session.adopt(", ".join(f"{name}={value}" for name, value in options.items()), evidence)
-    finally:
-        guard.close()
 
 
 def _copied(run_dir: Path, to: Path) -> Path:

@@ -18,20 +18,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.buffers import Groups
+from holdfast.checkpoint.expanded import made_dense
 from holdfast.checkpoint.saver import encode
 from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 from holdfast.run.parts import Parts
 
 
-def _component(kind: str, name: str) -> str:
+def component_of(kind: str, name: str) -> str:
+    """Return the component that holds the model or the optimizer of this name."""
     return kind if name == kind else f"{kind}.{name}"
 
 
 def component_names(parts: Parts) -> list[str]:
     """Return the components that hold the state of these parts."""
     return [
-        *(_component("model", name) for name in parts.models),
-        *(_component("optimizer", name) for name in parts.optimizers),
+        *(component_of("model", name) for name in parts.models),
+        *(component_of("optimizer", name) for name in parts.optimizers),
         *(f"state.{name}" for name in parts.states),
         "training",
     ]
@@ -49,9 +51,9 @@ def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
     for name, model in parts.models.items():
         state = model.state_dict()
         metadata[name] = dict(getattr(state, "_metadata", {}))
-        trees[_component("model", name)] = dict(state)
+        trees[component_of("model", name)] = dict(state)
     for name, optimizer in parts.optimizers.items():
-        trees[_component("optimizer", name)] = optimizer.state_dict()
+        trees[component_of("optimizer", name)] = optimizer.state_dict()
     for name, stateful in parts.states.items():
         trees[f"state.{name}"] = stateful.state_dict()
     trees["training"] = {
@@ -66,8 +68,8 @@ def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
 def live_tensors(parts: Parts) -> Groups:
     """Return the tensors of models and optimizers, by component and by their name in a checkpoint."""
     trees: dict[str, Any] = {}
-    trees |= {_component("model", name): dict(each.state_dict()) for name, each in parts.models.items()}
-    trees |= {_component("optimizer", name): each.state_dict() for name, each in parts.optimizers.items()}
+    trees |= {component_of("model", name): dict(each.state_dict()) for name, each in parts.models.items()}
+    trees |= {component_of("optimizer", name): each.state_dict() for name, each in parts.optimizers.items()}
     return encode(trees).tensors
 
 
@@ -90,7 +92,7 @@ def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
         CheckpointError: H313, for another optimizer, scheduler or state.
     """
     for name, model in parts.models.items():
-        component = _component("model", name)
+        component = component_of("model", name)
         if component not in trees:
             raise _other_run(f"it holds no model {name!r}", where)
         _check_model(component, trees[component], model.state_dict(), where)
@@ -103,7 +105,7 @@ def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
         if saved[name] != here[name]:
             raise _other_parts(f"{name} was a {saved[name]} and is a {here[name]}", where)
     for name, optimizer in parts.optimizers.items():
-        _check_groups(name, trees[_component("optimizer", name)], optimizer, where)
+        _check_groups(name, trees[component_of("optimizer", name)], optimizer, where)
 
 
 def _check_model(component: str, saved: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
@@ -149,9 +151,9 @@ def load(trees: Mapping[str, Any], parts: Parts) -> None:
     """Put saved state into the objects. `check_fits` was called before."""
     training = trees["training"]
     for name, model in parts.models.items():
-        _load_model(model, trees[_component("model", name)], training["model_metadata"][name])
+        _load_model(model, trees[component_of("model", name)], training["model_metadata"][name])
     for name, optimizer in parts.optimizers.items():
-        _load_optimizer(optimizer, trees[_component("optimizer", name)])
+        _load_optimizer(optimizer, trees[component_of("optimizer", name)])
     for name, scheduler in parts.schedulers.items():
         scheduler.load_state_dict(training["schedulers"][name])
     for name, stateful in parts.states.items():
@@ -161,7 +163,8 @@ def load(trees: Mapping[str, Any], parts: Parts) -> None:
 def _load_model(model: nn.Module, saved: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
     state: OrderedDict[str, Any] = OrderedDict(saved)
     state._metadata = metadata  # type: ignore[attr-defined]
-    model.load_state_dict(state)
+    with made_dense([*model.parameters(), *model.buffers()]):
+        model.load_state_dict(state)
 
 
 def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:

@@ -313,12 +313,12 @@ class Guard:
         self._session.close(how)
 
     def close(self) -> None:
-        """Write what is not saved yet, and release the run directory. May be called again."""
+        """Write what is not saved yet, also without a step since; release the run directory. May be called again."""
         self._boundaries.count_batch()
-        if self._session.saving.has_unsaved:
+        if self._session.has_unsaved():
             if not self._session.is_open:
                 self._open()
-            self._session.saving.save()
+            self._session.saving.save_again()
         self._release()
 
     def __enter__(self) -> Self:
@@ -335,7 +335,7 @@ class Guard:
         """Save and end the process cleanly, where there is no loop of ours that could end."""
         self._record.happened("stop_requested", reason=self._stop.reason)
         self._boundaries.count_batch()
-        self._session.saving.save()
+        self._session.save_rest()
         self._release("stopped")
         raise SystemExit(0)
 

@@ -21,7 +21,7 @@ from holdfast.checkpoint.buffers import HostBuffers, needed_bytes
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.interval import IntervalChooser
 from holdfast.checkpoint.saver import encode, snapshot
-from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import NonFiniteError, RunDirectoryError
 from holdfast.core.policy import Policy
@@ -83,6 +83,7 @@ class Saving:
         self._position = position
         self._cuda = cuda
         self._saved_at: tuple[int, int] | None = None
+        self.saved_as: Entry | None = None  # the checkpoint that holds what is saved
         self._tried_at_step: int | None = None
         self._job: Job[End | None] | None = None
         self._buffers: HostBuffers | None = None
@@ -110,8 +111,12 @@ class Saving:
     @property
     def has_unsaved(self) -> bool:
         """Return whether steps were made that no finished checkpoint holds, and that may be saved."""
-        saves = self._policy.save_interval_steps is not None and self._tried_at_step is not None
-        return saves and self.whole and self._saved_at != self._position()
+        return self.may_save_more and self._saved_at != self._position()
+
+    @property
+    def may_save_more(self) -> bool:
+        """Return whether this run saves, has begun to, and stands where it may."""
+        return self._policy.save_interval_steps is not None and self._tried_at_step is not None and self.whole
 
     def take_refusal(self) -> str | None:
         """Return why a save was refused since this was last asked, or None."""
@@ -295,7 +300,7 @@ class Saving:
             self._refused = end.refused or self._refused
             return
         self.saved += 1
-        self._saved_at = end.position
+        self._saved_at, self.saved_as = end.position, end.entry
         if first:
             self.chooser.first_save_took(end.seconds)
         else:
@@ -337,9 +342,9 @@ class Saving:
 
     # --- the run went elsewhere -----------------------------------------------------------------------------
 
-    def resumed(self) -> None:
+    def resumed(self, entry: Entry) -> None:
         """Note that this state was just read from a checkpoint."""
-        self._tried_at_step, self._saved_at = self._record.global_step, self._position()
+        self._tried_at_step, self._saved_at, self.saved_as = self._record.global_step, self._position(), entry
 
     def returned(self, *, to_checkpoint: bool) -> None:
         """Note that the run is at an earlier step again; what was refused was of a state that is gone."""

@@ -34,6 +34,7 @@ from holdfast.run.result import Counters, Statistics
 from holdfast.run.saving import Saving
 from holdfast.run.snapshots import Snapshots, copied_to_host
 from holdfast.run.transaction import Transaction
+from holdfast.run.unsaved import changed_without_a_step
 
 
 class Session:
@@ -91,6 +92,7 @@ class Session:
         self.validated = False  # a metric was told, for schedulers that need one
         self._known_good = -1  # newest step that a rollback has proved to be older than any trouble
         self.random_state: RandomState | None = None  # of a resumed run, until its loader is started
+        self._drawn_at: tuple[tuple[int, int], RandomState] | None = None  # belongs to that position for certain
 
     @property
     def is_open(self) -> bool:
@@ -169,6 +171,29 @@ class Session:
         """Return whether the state may be called good; a suspicion that is not settled yet puts a save off."""
         return self.policy.spike_action in ("off", "warn") or self.spikes.is_calm()
 
+    def has_unsaved(self) -> bool:
+        """Return whether something may be saved that no checkpoint holds: steps, or what changes without one."""
+        self.saving.finish()
+        entry = self.saving.saved_as
+        if self.saving.has_unsaved or entry is None or not self.saving.may_save_more:
+            return self.saving.has_unsaved
+        if self._store.next_save_id() - 1 != entry.save_id:
+            return False  # another process has continued the run
+        changed, hindered = changed_without_a_step(self.parts, entry)
+        if hindered is not None:
+            self.record.happened("changes_not_saved", why=hindered)
+        if changed and self.cursor is not None and (self.cursor.batches or self.random_state is not None):
+            # In the middle of an epoch, or before the loop: what the caller draws here is no part of the training.
+            training = read_components(entry, ["training"])["training"]
+            self._drawn_at = self._position(), RandomState.from_tree(training["random_state"])
+        return changed
+
+    def save_rest(self) -> None:
+        """Save what `has_unsaved` tells of, and have a first checkpoint in any case."""
+        if self.has_unsaved():
+            self.saving.save_again()
+        self.saving.save()
+
     def keep_snapshot(self) -> None:
         """Copy the state in host memory, if that is due and the state is whole and good."""
         if self.snapshots.is_due(self.record.global_step) and self.whole and self.is_calm:
@@ -206,6 +231,8 @@ class Session:
     def _training(self) -> dict[str, Any]:
         cursor = self.cursor
         random_state = capture(self.parts.devices()) if cursor is None else cursor.random_state()
+        if self._drawn_at is not None and self._drawn_at[0] == self._position():
+            random_state = self._drawn_at[1]
         return {
             "global_step": self.record.global_step,
             "counters": asdict(self.counters),
@@ -263,7 +290,7 @@ class Session:
 
         Raises:
             CheckpointError: H312 if there are checkpoints and none verifies, H313 if it does not fit.
-            RunDirectoryError: H303 for a newer format, H304 for another model.
+            RunDirectoryError: H303 for a newer format, H304 for another model, H307 if the newest cannot be read now.
         """
         entry = self._newest_good()
         if entry is None:
@@ -284,7 +311,7 @@ class Session:
         self.interventions = training["interventions"]
         self._transaction.diagnosis.load_state_dict(training["diagnosis"])
         self.saving.chooser.costs.extend((stall, whole) for stall, whole in training.get("save_costs", []))
-        self.saving.resumed()
+        self.saving.resumed(entry)
         self.record.happened("resumed", checkpoint=entry.path.name, trained_batches=self._position()[1])
         return entry.path
 
@@ -315,6 +342,7 @@ class Session:
             entry = None if self.policy.save_interval_steps is None else self._newest_good(before_step)
             if entry is None:
                 return None
+            self.whole = False  # a read that fails half-way leaves half of it
             training = self._restore(entry, in_place=True)
             if rewind_data:
                 self._go_to_position_of(training)

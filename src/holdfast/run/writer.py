@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from holdfast.checkpoint.saver import Snapshot, write
-from holdfast.checkpoint.store import Store
+from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.version import __version__
 from holdfast.run.record import RunRecord
@@ -43,6 +44,7 @@ class End:
         position: Where the run stood.
         seconds: It took.
         stall_seconds: How long the loop was held.
+        entry: The checkpoint, if it was saved.
         refused: Why, if it was refused.
         error: What was raised, if it failed.
     """
@@ -50,6 +52,7 @@ class End:
     position: tuple[int, int]
     seconds: float
     stall_seconds: float
+    entry: Entry | None = None
     refused: str | None = None
     error: Exception | None = None
 
@@ -96,7 +99,7 @@ class Writer:
         except OSError as error:
             removed = []  # the checkpoint is good all the same
             self._record.happened_at(shot.global_step, "prune_failed", error=str(error))
-        end = self._end(attempt)
+        end = self._end(attempt, entry=entry)
         # Of the saves before: what this one takes is known when the step that goes on beside it is over, and an event
         # that waited for that would be lost with a kill.
         costs = self._costs()
@@ -128,7 +131,7 @@ class Writer:
         told = f"{type(error).__name__}: {error}"[:500]
         self._record.happened_at(global_step, "save_failed", error=told, seconds=round(seconds, 4))
 
-    def _end(self, attempt: Attempt, *, refused: str | None = None, error: Exception | None = None) -> End:
+    def _end(self, attempt: Attempt, **came_of_it: Any) -> End:
         seconds = self._clock.monotonic_seconds() - attempt.started
         stall = seconds if attempt.stall_seconds is None else attempt.stall_seconds
-        return End(position=attempt.position, seconds=seconds, stall_seconds=stall, refused=refused, error=error)
+        return End(position=attempt.position, seconds=seconds, stall_seconds=stall, **came_of_it)

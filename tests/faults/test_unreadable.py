@@ -1,0 +1,189 @@
+"""A checkpoint that the system does not let be read is not damaged: nothing is renamed, and no work is lost by it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import holdfast
+from holdfast.checkpoint import sealing
+from holdfast.checkpoint.store import Store
+from holdfast.cli.main import make_app
+
+
+def guard_in(run_dir: Path) -> tuple[holdfast.Guard, torch.nn.Module]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    guard = holdfast.Guard(
+        run_dir,
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters(), 0.1),
+        loader=holdfast.DataLoader(torch.randn(40, 3).unbind(), batch_size=4),
+        save_interval_steps=2,
+        async_save=False,
+    )
+    return guard, model
+
+
+def train(run_dir: Path, steps: int) -> torch.nn.Module:
+    guard, model = guard_in(run_dir)
+    for batch in guard.batches(max_steps=steps):
+        guard.step(batch, lambda x: model(x).square().mean())
+    return model
+
+
+@contextlib.contextmanager
+def no_more_files() -> Iterator[None]:
+    """Let this process open no file beyond those that it holds."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)  # the lowest number that a new file would get
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
+    """With no file left to open, verifying is an H307 that names the checkpoint and the way on, not an H311."""
+    train(tmp_path, 6)
+    (newest, *_) = Store(tmp_path / "checkpoints").entries()
+    with no_more_files(), pytest.raises(holdfast.RunDirectoryError, match="Too many open files") as caught:
+        newest.verify()
+    error = caught.value
+    assert error.rule == "H307"
+    assert newest.path.name in error.what
+    assert f"mv {newest.path} {newest.path.with_name('damaged-' + newest.path.name)}" in error.fix
+    newest.verify()
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Let opening a file of some name fail with an error of the system, in any checkpoint that is chosen."""
+    chosen: dict[str, Any] = {"name": None, "within": "", "number": errno.EIO}
+    really_open, really_read = Path.open, Path.read_bytes
+
+    def check(path: Path) -> None:
+        if path.name == chosen["name"] and chosen["within"] in str(path):
+            raise OSError(chosen["number"], os.strerror(chosen["number"]), str(path))
+
+    def opened(path: Path, *arguments: Any, **further: Any) -> Any:
+        check(path)
+        return really_open(path, *arguments, **further)
+
+    def read(path: Path) -> bytes:
+        check(path)
+        return really_read(path)
+
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(Path, "read_bytes", read)
+    return chosen
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOMEM])
+def test_a_fault_that_passes_changes_nothing(name: str, number: int, fault: dict[str, Any], tmp_path: Path) -> None:
+    """Each start ends with H307 meanwhile, all checkpoints keep their names, and then the run goes on."""
+    train(tmp_path, 6)
+    before = names(tmp_path)
+    fault |= {"name": name, "number": number}
+    for _ in range(2):
+        with pytest.raises(holdfast.RunDirectoryError, match="H307"):
+            guard_in(tmp_path)
+    assert names(tmp_path) == before
+    fault["name"] = None
+    guard, _ = guard_in(tmp_path)
+    assert guard.global_step == 6
+    assert not [event for event in guard.events() if event.kind == "checkpoint_damaged"]
+    guard.close()
+
+
+def test_the_way_on_where_it_never_can_be_read(fault: dict[str, Any], tmp_path: Path) -> None:
+    """The command of the message lets the run go on from the checkpoint before, with the same bits as ever."""
+    expected = train(tmp_path / "undisturbed", 9)
+    train(tmp_path / "run", 6)
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    fault |= {"name": "optimizer.safetensors", "within": newest.name}
+    with pytest.raises(holdfast.RunDirectoryError, match="H307") as caught:
+        guard_in(tmp_path / "run")
+    _, source, target = caught.value.fix.split("`")[1].split()
+    Path(source).rename(target)
+    guard, model = guard_in(tmp_path / "run")
+    assert guard.global_step == 4
+    for batch in guard.batches(max_steps=9):
+        guard.step(batch, lambda x: model(x).square().mean())
+    assert torch.equal(model.weight, expected.weight)
+
+
+def test_what_lists_and_prunes_checkpoints_does_not_call_it_damaged(fault: dict[str, Any], tmp_path: Path) -> None:
+    """`holdfast checkpoints --verify` says that it cannot be read now, and nothing is deleted meanwhile."""
+    train(tmp_path, 6)
+    before = names(tmp_path)
+    fault |= {"name": "model.safetensors"}
+    told = CliRunner().invoke(make_app(), ["checkpoints", str(tmp_path), "--verify", "--json"])
+    rows = json.loads(told.output)["checkpoints"]
+    assert told.exit_code == 1, "as with one that is damaged"
+    assert len(rows) == 3
+    assert all(row["status"].startswith("cannot be read now ([Errno 5]") for row in rows)
+    with pytest.raises(holdfast.RunDirectoryError, match="H307"):
+        Store(tmp_path / "checkpoints").prune(1)
+    assert names(tmp_path) == before
+
+
+def test_a_directory_in_the_place_of_a_file_is_damage(tmp_path: Path) -> None:
+    """There is no such file then, whatever is tried: the checkpoint is set aside, as one that lacks it."""
+    train(tmp_path, 6)
+    newest = max((tmp_path / "checkpoints").iterdir())
+    size = (newest / "optimizer.safetensors").stat().st_size
+    (newest / "optimizer.safetensors").unlink()
+    (newest / "optimizer.safetensors").mkdir()
+    if (newest / "optimizer.safetensors").stat().st_size != size:  # so it is told by its size already
+        (newest / "manifest.json").unlink()
+        (newest / "manifest.json").mkdir()
+    guard, _ = guard_in(tmp_path)
+    assert guard.global_step == 4
+    assert f"damaged-{newest.name}" in names(tmp_path)
+    guard.close()
+
+
+def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(fault: dict[str, Any], tmp_path: Path) -> None:
+    """It is an event like a full disk, training goes on, and the next save succeeds."""
+    guard, model = guard_in(tmp_path)
+    for batch in guard.batches(max_steps=6):
+        guard.step(batch, lambda x: model(x).square().mean())
+        fault["name"] = "state.json" if guard.global_step == 4 else None
+        fault["within"] = ".tmp-"
+    failed = [event for event in guard.events() if event.kind == "save_failed"]
+    assert [event.global_step for event in failed] == [4]
+    assert os.strerror(errno.EIO) in failed[0].data["error"]
+    assert [entry.global_step for entry in Store(tmp_path / "checkpoints").entries()] == [6, 2, 0]
+
+
+def test_checkpoints_of_frameworks_keep_their_names_too(fault: dict[str, Any], tmp_path: Path) -> None:
+    """The search for the newest good one ends with H307 instead of going back behind one that may be whole."""
+    folders = []
+    for number in (2, 1):
+        folders.append(tmp_path / f"checkpoint-{number}")
+        sealing.begin(folders[-1])
+        (folders[-1] / "weights.bin").write_bytes(b"\0" * 100)
+        sealing.seal(folders[-1], global_step=number, unix_seconds=1.0)
+    fault |= {"name": "weights.bin", "within": "checkpoint-2"}
+    with pytest.raises(holdfast.RunDirectoryError, match="H307"):
+        sealing.newest_good(folders)
+    fault["name"] = None
+    assert sealing.newest_good(folders) == (folders[0], [])
