@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from holdfast.core.errors import LoaderError, did_you_mean
 from holdfast.data.orders import Order, Sequential, Shuffled, TokenBatches
@@ -217,8 +217,8 @@ def why_singly(dataset: Any) -> str:
     """Return why samples are read otherwise than torch does, or nothing if they are not."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    both = hasattr(type(dataset), "__getitem__") and hasattr(type(dataset), "__getitems__")
-    if not both or isinstance(dataset, (Subset, IterableDataset)):
+    reads_one = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)
+    if not reads_one or not hasattr(dataset, "__getitems__") or isinstance(dataset, (Subset, IterableDataset)):
         return ""
     return (
         f"{type(dataset).__name__} has __getitems__, and is read by __getitem__: each sample has random numbers of "

@@ -242,7 +242,21 @@ def test_a_dataset_that_could_read_many_at_once_is_told_of_and_can(dataset: Any)
     assert first.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("dataset", [_DATA, Subset(_DATA, range(3))], ids=["list", "subset"])  # type: ignore[arg-type]
+class OnlyMany(Dataset[int]):
+    """Samples that can only be read many at once."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [_DATA, Subset(_DATA, range(3)), OnlyMany()],  # type: ignore[arg-type]
+    ids=["list", "subset", "only many"],
+)
 def test_a_dataset_that_reads_samples_only_is_not_told_of(dataset: Any) -> None:
     """Also a Subset, which has ``__getitems__`` whatever it is of."""
     events: list[str] = []
