@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from holdfast.core.errors import LoaderError
 from holdfast.data.features import workers as feature_workers
 from holdfast.data.features.cache import FeatureCache
+from holdfast.data.features.changing import Origin
 from holdfast.data.features.files import Draft
 from holdfast.data.features.keys import differences, facts_of
 from holdfast.data.features.sources import is_own_file
@@ -174,9 +175,9 @@ def test_a_draft_that_tells_nothing_of_its_function_is_begun_anew(tmp_path, text
     """Whatever a damaged disk has made of it."""
     draft = Draft(tmp_path / "f.h5")
     draft.directory.mkdir()
-    draft.begin({})
+    draft.begin(Origin({}))
     (draft.directory / "key.json").write_text(text)
-    assert draft.key() is None
+    assert draft.origin() is None
     assert list(build([1, 2], identity, tmp_path / "f.h5")) == [1, 2]
 
 

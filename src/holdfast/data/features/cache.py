@@ -1,12 +1,13 @@
 """`FeatureCache`: features that are computed once, and then read from a file that proves every item.
 
-What is stored how lies in ``feature_files`` and ``feature_items``, who computes in ``feature_workers``, what a cache
-is known by in ``feature_keys``.
+What is stored how lies in ``files``, ``finished`` and ``items``, who computes in ``workers``, what a cache is known
+by in ``keys``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import operator
 import os
@@ -21,22 +22,28 @@ from torch.utils.data import Dataset
 
 from holdfast.core.clock import Clock, SystemClock
 from holdfast.core.errors import LoaderError
+from holdfast.data.features.changing import Origin, tell
 from holdfast.data.features.errors import (
     being_written,
     damaged_items,
+    not_computed,
     refused,
     replaced,
     stale,
     unfinished,
     unusable,
 )
-from holdfast.data.features.files import Draft, announce_items, open_finished, read_item, require_h5py
+from holdfast.data.features.files import Draft
+from holdfast.data.features.finished import announce_items, open_finished, read_item, require_h5py
 from holdfast.data.features.items import decode
-from holdfast.data.features.keys import differences, facts_of
-from holdfast.data.features.workers import Work, compute_here, compute_in_workers
+from holdfast.data.features.keys import as_known, completed, differences, facts_of, not_read
+from holdfast.data.features.telling import Teller
+from holdfast.data.features.workers import Item, Work, compute_here, compute_in_workers
 from holdfast.data.tuning.machine import cpu_quota
 
 _REFRESH_SECONDS = 0.2
+_left: dict[Path, tuple[Origin, dict[str, str | None]]] = {}
+"""Of builds that computed in this process: what they were of, and the facts about ``fn`` that they have changed."""
 
 
 class FeatureCache(Dataset[Any]):
@@ -85,6 +92,13 @@ class FeatureCache(Dataset[Any]):
         Killed or stopped at any moment, the next call continues, and the file is the same to the last byte as that of
         a build that nothing happened to. It gets its name when it is complete, and is never changed again.
 
+        A finished file is opened only if it was made from the same: of a dataset that is a list, tuple, array, tensor
+        or TensorDataset of plain values and at most 256 MiB every sample is compared, of any other its length and
+        eight samples. So one corrected file of a dataset on disk is not seen: say it in ``parameters`` (a version, a
+        digest), or pass ``rebuild=True``. What ``fn`` changes itself when it runs (a counter, a table that it fills,
+        an attribute that it makes late) is not compared; what somebody else changes is, also a flag that a caller
+        turns between two builds.
+
         Args:
             dataset: Map-style, with a length.
             fn: Returns the features of a sample: a tensor, numpy array, number or text, or a tuple, list or dict of
@@ -107,17 +121,17 @@ class FeatureCache(Dataset[Any]):
         _check_arguments(dataset, fn, parameters, num_workers, multiprocessing_context)
         place, draft = Path(path).absolute(), Draft(Path(path).absolute())
         work, key = Work(dataset, fn, seed), facts_of(dataset, fn, parameters, seed)
-        if not rebuild and _is_finished(draft, key):
+        if not rebuild and _is_finished(draft, key, fn):
             draft.tidy()
             return cls(place)
         try:
             draft.acquire()
             try:
-                if rebuild or not _is_finished(draft, key):  # as it may be by now, by who had the lock
-                    _prepare(draft, key, rebuild=rebuild)
+                if rebuild or not _is_finished(draft, key, fn):  # as it may be by now, by who had the lock
+                    origin = _prepare(draft, key, fn, rebuild=rebuild)
                     with _Bar(place.name, len(dataset), SystemClock(), shown=progress) as bar:
-                        _fill(draft, work, num_workers, multiprocessing_context, bar)
-                    draft.finish(key)
+                        origin = _fill(draft, origin, work, num_workers, multiprocessing_context, bar)
+                    draft.finish(origin)
             finally:
                 draft.release()
         except OSError as error:
@@ -127,7 +141,7 @@ class FeatureCache(Dataset[Any]):
     @property
     def key(self) -> Mapping[str, str]:
         """Return what the features were made from: facts about function, parameters and dataset, by name."""
-        return MappingProxyType(self._contents.key)
+        return MappingProxyType(self._contents.origin.key)
 
     def __len__(self) -> int:
         return self._contents.length
@@ -263,51 +277,102 @@ def _check_arguments(dataset: Any, fn: Any, parameters: Any, num_workers: Any, m
     raise unusable(*wrong, "pass what FeatureCache.build describes; a dataset that is empty may have a wrong path.")
 
 
-def _is_finished(draft: Draft, key: dict[str, str]) -> bool:
+def _is_finished(draft: Draft, key: dict[str, str], fn: Any) -> bool:
     """Return whether the file is there and holds just these features.
 
     Raises:
-        LoaderError: H620, if it holds others.
+        LoaderError: H620, if it holds others; H623, if that cannot be said, as a sample cannot be read.
     """
     try:
         descriptor, contents = open_finished(draft.path)
     except FileNotFoundError:
         return False
     os.close(descriptor)
-    if draft.key() == key:  # a rebuild that was killed: by whoever did not trust the file, although it has this key
-        return False
-    if contents.key == key:
-        return True
-    raise stale(draft.path, differences(contents.key, key), unfinished=False)
+    begun = draft.origin()
+    if begun and not _differences(draft.path, begun, key, fn):
+        return False  # a rebuild that was killed: by whoever did not trust the file, although it has this key
+    if found := _differences(draft.path, contents.origin, key, fn):
+        raise stale(draft.path, found, unfinished=False)
+    if unread := not_read(contents.origin.key, key):
+        raise not_computed(unread[0], "cannot be read, so it cannot be compared with that of the finished file")
+    return True
 
 
-def _prepare(draft: Draft, key: dict[str, str], *, rebuild: bool) -> None:
-    there = draft.key()
+def _differences(path: Path, origin: Origin, key: dict[str, str], fn: Any) -> list[str]:
+    if origin.key == key:
+        return []
+    made, left = _left.get(path, (None, {}))
+    return differences(origin.key, as_known(origin, key, fn, left if made == origin else {}))
+
+
+def _prepare(draft: Draft, key: dict[str, str], fn: Any, *, rebuild: bool) -> Origin:
+    there = draft.origin()
     if rebuild:
         with contextlib.suppress(FileNotFoundError):
             os.close(open_finished(draft.path)[0])  # nothing is replaced but a feature cache
-    elif there == key:
-        return
     elif there is not None:
-        raise stale(draft.path, differences(there, key), unfinished=True)
-    draft.begin(key)
+        if found := _differences(draft.path, there, key, fn):
+            raise stale(draft.path, found, unfinished=True)
+        if there.key != (whole := completed(there.key, key)):
+            there = Origin(whole, there.runs)
+            draft.describe(there)
+        return there
+    draft.begin(Origin(key))
+    return Origin(key)
 
 
-def _fill(draft: Draft, work: Work, num_workers: int | None, multiprocessing_context: str | None, bar: _Bar) -> None:
-    """Add every item that is not there yet."""
+def _fill(
+    draft: Draft, origin: Origin, work: Work, num_workers: int | None, multiprocessing_context: str | None, bar: _Bar
+) -> Origin:
+    """Add every item that is not there yet; return what they were made from, with what has shown by computing."""
     for done in draft.resume():
         bar.show(done)
     left = range(draft.length, len(work.dataset))
     if num_workers is None:
         num_workers = max(1, int(cpu_quota()))
-    if num_workers:
-        items = compute_in_workers(work, left, num_workers, multiprocessing_context)
-    else:
-        items = compute_here(work, left)
-    with contextlib.closing(items):
-        for data, digest in items:
-            draft.add(data, digest)
+    try:
+        before = {} if num_workers else tell(Teller(), work.fn).facts
+        if num_workers:
+            items = compute_in_workers(work, left, num_workers, multiprocessing_context)
+        else:
+            items = compute_here(work, left)
+        with contextlib.closing(items):
+            origin = _add_first(draft, origin, items)
             bar.show(draft.length)
+            for item in items:
+                draft.add(item.data, item.digest)
+                bar.show(draft.length)
+    finally:
+        if not num_workers:
+            _note_left(draft, before, work.fn)
+    return origin
+
+
+def _add_first(draft: Draft, origin: Origin, items: Iterator[Item]) -> Origin:
+    """Add the first two items behind what they have told of ``fn``, so that a kill leaves neither or both."""
+    first: list[Item] = []
+    if draft.length:
+        return origin
+    try:
+        for item in itertools.islice(items, 2):
+            first = [*first, item]
+    finally:  # one, if the second cannot be computed
+        if first:
+            origin = Origin(origin.key, first[-1].runs)
+            draft.describe(origin)
+        for item in first:
+            draft.add(item.data, item.digest)
+    return origin
+
+
+def _note_left(draft: Draft, before: dict[str, str], fn: Any) -> None:
+    """Remember what computing here has changed of ``fn`` beyond what its first items have told."""
+    origin, after = draft.origin(), tell(Teller(), fn).facts
+    if origin is None or before == after:
+        return
+    made, left = _left.get(draft.path, (None, {}))
+    changed = {name: after.get(name) for name in [*before, *after] if before.get(name) != after.get(name)}
+    _left[draft.path] = origin, (left if made == origin else {}) | changed
 
 
 def _missing(path: Path) -> LoaderError:

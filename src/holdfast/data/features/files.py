@@ -2,7 +2,7 @@
 
     features.h5.building/      a build under way, or one that was killed
         lock                   held by the builder; names its process
-        key.json               what the features are made from
+        key.json               what the features are made from, and what the function changes when it runs
         data                   64 KiB of nothing, then the items one behind the other
         journal                begin, end and digest of each item, 32 bytes, written after the item
     features.h5                finished; never changed again
@@ -15,7 +15,7 @@ hole is copied around the items: ``data`` becomes a HDF5 file without moving a b
 
     /data    uint8, contiguous at byte 65536: the items
     /index   uint64 (items, 4), contiguous: begin, end, digest
-    /about   JSON: format, length, key; with its SHA-256
+    /about   JSON: format, length, digest of the index, key; with its SHA-256
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ import os
 import shutil
 import socket
 import struct
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,11 @@ import numpy as np
 
 from holdfast.core.durable import free_bytes, fsync_path, replace_file
 from holdfast.core.errors import LoaderError
-from holdfast.data.features.errors import being_written, damaged, foreign, refused, unusable
-from holdfast.data.features.items import DIGEST_BYTES, digest_of
+from holdfast.data.features.changing import Origin
+from holdfast.data.features.errors import being_written
+from holdfast.data.features.finished import FORMAT, MARK, ROW, read_at, require_h5py
+from holdfast.data.features.items import digest_of
 
-FORMAT = 1
-ROW = struct.Struct(f"<QQ{DIGEST_BYTES}s")
-_MARK = "holdfast_feature_cache"
 _DATA_AT = 65536
 """Where the items begin. HDF5 aligns what is at least so large to multiples of it, so ``data`` begins there too."""
 _CHUNK_BYTES = 4 * 2**20
@@ -51,137 +49,6 @@ _ROWS_AT_ONCE = _CHUNK_BYTES // ROW.size
 _FLOCK = struct.Struct("hhqqi")  # of fcntl(2) on 64-bit Linux: type, whence, start, length, process
 _held: dict[str, Draft] = {}
 """Drafts with a builder in this process. A POSIX lock cannot tell two of its threads apart."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """What a finished file holds.
-
-    Args:
-        length: Items.
-        key: What they are made from.
-        identity: Digest that tells this file from every other.
-        data_at: Byte of the file at which the items begin.
-        data_bytes: Bytes of all items.
-        index_at: Byte at which the index begins.
-    """
-
-    length: int
-    key: dict[str, str]
-    identity: str
-    data_at: int
-    data_bytes: int
-    index_at: int
-
-
-def require_h5py() -> Any:
-    """Return the module h5py.
-
-    Raises:
-        LoaderError: H625, if it is not installed.
-    """
-    try:
-        import h5py
-    except ImportError as error:
-        fix = "install the extra: pip install 'holdfast[features]'."
-        raise unusable("h5py is not installed", "a feature cache is a HDF5 file", fix) from error
-    return h5py
-
-
-def open_finished(path: Path) -> tuple[int, Contents]:
-    """Open a finished cache; return a descriptor and what the file holds.
-
-    HDF5 reads through this descriptor and is closed before this returns; items are read by ``pread``, which knows no
-    position and takes no lock, so the descriptor may be used by threads and after a fork.
-
-    Raises:
-        LoaderError: H620 for another kind of HDF5 file or a newer format, H622 for a damaged one, H624 for one that
-            cannot be read.
-        FileNotFoundError: if there is none.
-    """
-    h5py = require_h5py()
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise refused(path, error) from error
-    try:
-        return descriptor, _contents(descriptor, path, h5py)
-    except (OSError, RuntimeError, KeyError, TypeError) as error:
-        os.close(descriptor)
-        raise damaged(path, f"HDF5 cannot read it ({error})") from error
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def _contents(descriptor: int, path: Path, h5py: Any) -> Contents:
-    with open(descriptor, "rb", closefd=False) as file, h5py.File(file, "r") as h5:
-        if _MARK not in h5.attrs:
-            raise foreign(path, "is a HDF5 file of another kind")
-        about = h5["about"][:].tobytes()
-        identity = hashlib.sha256(about).hexdigest()
-        if h5.attrs[_MARK] != identity.encode():
-            raise damaged(path, "its description does not match its digest")
-        found = json.loads(about)
-        if found["format"] > FORMAT:
-            raise foreign(path, f"has format {found['format']} of a newer holdfast; this one reads {FORMAT}")
-        data_at, index_at = (h5[name].id.get_offset() for name in ("data", "index"))
-    length, data_bytes = found["length"], found["data_bytes"]
-    if os.fstat(descriptor).st_size < max(data_at + data_bytes, index_at + ROW.size * length):
-        raise damaged(path, "it is shorter than it should be")
-    return Contents(
-        length=length,
-        key=found["key"],
-        identity=identity,
-        data_at=data_at,
-        data_bytes=data_bytes,
-        index_at=index_at,
-    )
-
-
-def read_item(descriptor: int, contents: Contents, path: Path, index: int) -> bytearray:
-    """Return the bytes of one item.
-
-    Raises:
-        LoaderError: H622, if they are not what was written.
-    """
-    try:
-        row = _read(descriptor, ROW.size, contents.index_at + index * ROW.size)
-        begin, end, digest = ROW.unpack(row)
-        if begin <= end <= contents.data_bytes:
-            data = _read(descriptor, end - begin, contents.data_at + begin)
-            if digest_of(index, data) == digest:
-                return data
-    except (OSError, EOFError) as error:
-        raise damaged(path, f"item {index} cannot be read ({error})") from error
-    raise damaged(path, f"item {index} does not match its digest")
-
-
-def announce_items(descriptor: int, contents: Contents, indices: Iterable[int]) -> None:
-    """Let the system read these items ahead, several at a time.
-
-    Measured on a cold file, batches of 32 items of 138 KB: 0.69 of the time of reading one after the other; to read
-    them in the order of the file made no difference.
-    """
-    for index in indices:
-        row = os.pread(descriptor, ROW.size, contents.index_at + index * ROW.size)
-        if len(row) == ROW.size:  # else the read itself tells what is wrong, as of a row that does not make sense
-            begin, end, _ = ROW.unpack(row)
-            if begin < end <= contents.data_bytes:
-                os.posix_fadvise(descriptor, contents.data_at + begin, end - begin, os.POSIX_FADV_WILLNEED)
-
-
-def _read(descriptor: int, length: int, begin: int) -> bytearray:
-    data = bytearray(length)
-    view, done = memoryview(data), 0
-    while done < length:
-        count = os.preadv(descriptor, [view[done:]], begin + done)
-        if not count:
-            raise EOFError(f"the file ends at byte {begin + done}")
-        done += count
-    return data
 
 
 def _write(descriptor: int, data: Any, begin: int) -> None:
@@ -215,14 +82,18 @@ class Draft:
     def _place(self, name: str) -> Path:
         return self.directory / name
 
-    def key(self) -> dict[str, str] | None:
+    def origin(self) -> Origin | None:
         """Return what its features are made from; None if there is nothing to continue."""
         try:
             found = json.loads(self._place("key.json").read_bytes())
-            key: dict[str, str] | None = found["key"] if found["format"] == FORMAT else None
+            origin = Origin.of(found) if found["format"] == FORMAT else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return key if self.exists else None
+        return origin if self.exists else None
+
+    def describe(self, origin: Origin) -> None:
+        """Note what its features are made from."""
+        replace_file(self._place("key.json"), json.dumps({"format": FORMAT, **origin.as_json()}).encode())
 
     def builder(self) -> str | None:
         """Return who is building at the moment, or None."""
@@ -294,11 +165,11 @@ class Draft:
         for name in ("key.json", "data", "journal"):  # the key first: without it nothing is continued
             self._place(name).unlink(missing_ok=True)
 
-    def begin(self, key: dict[str, str]) -> None:
+    def begin(self, origin: Origin) -> None:
         """Start an empty build."""
         self.discard()
         self._place("data").touch()
-        replace_file(self._place("key.json"), json.dumps({"format": FORMAT, "key": key}).encode())
+        self.describe(origin)
 
     def resume(self) -> Iterator[int]:
         """Open the files for adding, behind the items that are there; yield the number of each that verifies.
@@ -311,10 +182,10 @@ class Draft:
         self.length, self._end = 0, 0
         size = os.fstat(self._data).st_size - _DATA_AT
         for _ in range(self.items_written()):
-            begin, end, digest = ROW.unpack(_read(self._journal, ROW.size, self.length * ROW.size))
+            begin, end, digest = ROW.unpack(read_at(self._journal, ROW.size, self.length * ROW.size))
             if begin != self._end or not begin <= end <= size:
                 break
-            if digest_of(self.length, _read(self._data, end - begin, _DATA_AT + begin)) != digest:
+            if digest_of(self.length, read_at(self._data, end - begin, _DATA_AT + begin)) != digest:
                 break
             self.length, self._end = self.length + 1, end
             yield self.length
@@ -328,9 +199,10 @@ class Draft:
         _write(self._journal, ROW.pack(self._end, end, digest), self.length * ROW.size)
         self.length, self._end = self.length + 1, end
 
-    def finish(self, key: dict[str, str]) -> None:
+    def finish(self, origin: Origin) -> None:
         """Make the draft a HDF5 file, flush it, and give it its name."""
-        about = {"format": FORMAT, "length": self.length, "data_bytes": self._end, "key": key}
+        about = {"format": FORMAT, "length": self.length, "data_bytes": self._end, "index": self._index_digest()}
+        about |= origin.as_json()
         twin, hole_end = self._place("twin"), _DATA_AT + max(self._end, _DATA_AT)
         needed = 2 * self.length * ROW.size + 2**20
         if free_bytes(self.directory) < needed:
@@ -343,12 +215,20 @@ class Draft:
         with twin.open("rb") as source:
             for begin, end in ((0, _DATA_AT), (hole_end, size)):
                 for at in range(begin, end, _CHUNK_BYTES):
-                    _write(self._data, _read(source.fileno(), min(_CHUNK_BYTES, end - at), at), at)
+                    _write(self._data, read_at(source.fileno(), min(_CHUNK_BYTES, end - at), at), at)
         os.ftruncate(self._data, size)
         os.fsync(self._data)
         self._place("data").rename(self.path)
         fsync_path(self.path.parent)
         self.remove()
+
+    def _index_digest(self) -> str:
+        """Return a digest of the journal, and so of all items: two builds of the same length are told apart by it."""
+        digest = hashlib.sha256()
+        for first in range(0, self.length, _ROWS_AT_ONCE):
+            rows = min(_ROWS_AT_ONCE, self.length - first)
+            digest.update(read_at(self._journal, rows * ROW.size, first * ROW.size))
+        return digest.hexdigest()
 
     def tidy(self) -> None:
         """Remove what is left of a builder that was killed just after it had given the file its name."""
@@ -387,12 +267,12 @@ class Draft:
             index = h5.create_dataset("index", (self.length, ROW.size // 8), dtype="<u8", track_times=False)
             for first in range(0, self.length, _ROWS_AT_ONCE):
                 rows = min(_ROWS_AT_ONCE, self.length - first)
-                block = _read(self._journal, rows * ROW.size, first * ROW.size)
+                block = read_at(self._journal, rows * ROW.size, first * ROW.size)
                 index[first : first + rows] = np.frombuffer(block, "<u8").reshape(rows, -1)
             h5.create_dataset("about", data=np.frombuffer(about, "u1"), track_times=False)
             # Of fixed length, so that it lies in a header: strings of any length go to a heap without checksums, and
             # a flipped bit there can keep HDF5 busy for ever.
-            h5.attrs[_MARK] = np.bytes_(hashlib.sha256(about).hexdigest())
+            h5.attrs[MARK] = np.bytes_(hashlib.sha256(about).hexdigest())
 
 
 def _holder(lock: int) -> str:

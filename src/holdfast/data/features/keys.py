@@ -2,83 +2,127 @@
 
 Two builds with equal facts give the same features. A difference has a name, so that the error can say what changed:
 the source of a function or of one that it calls, a default, a closure, an argument of a partial, an attribute of a
-callable object or of its class, a global that the code reads, a module that it imports when it runs, a sample.
+callable object or of its class, a global that the code reads, a module that it imports when it runs, a sample. What
+the function changes by running is no difference (``changing``).
 
 Not seen: files that the function opens, versions of installed packages, and what it reaches by a name that is put
 together at run time. That is what the user's own ``parameters`` are for. Where more than 50 objects hold one another,
-only the kinds and names of those further inside are told.
+only the kinds and names of those further inside are told. Of a dataset that is not all in memory, or is large, no
+samples but eight.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import functools
-import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import TensorDataset
 
+from holdfast.core.errors import LoaderError
+from holdfast.data.features.changing import OF_FUNCTION, Origin, tell
 from holdfast.data.features.errors import not_computed
-from holdfast.data.features.sources import (
-    digest,
-    functions_in,
-    globals_read,
-    is_of_the_library,
-    is_own,
-    is_own_function,
-    module_source,
-    modules_imported,
-    source,
-    wrapped,
-)
+from holdfast.data.features.sources import digest
+from holdfast.data.features.telling import Teller, short
 from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.seeds import derive_seed
 
 _SAMPLES = 8
 """Samples that tell datasets apart. Another set of data differs in nearly all; eight cost no time worth naming."""
-_LONGEST_TEXT = 100
-_DEEPEST = 50
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_CONTENT = "dataset: content"
+_MOST_CONTENT_BYTES = 256 * 2**20
+_VALUE_BYTES = 4096
+"""What to tell a number or a text costs, in bytes of a tensor whose digest costs as much."""
 
 
 def facts_of(dataset: Any, fn: Any, parameters: Mapping[str, Any] | None, seed: int) -> dict[str, str]:
     """Return what decides the features, by name.
 
     Args:
-        dataset: Map-style; eight of its samples are read.
+        dataset: Map-style. A list, tuple, array, tensor or TensorDataset of up to 256 MiB is read whole; of another
+            one, eight samples. One that cannot be read is left out.
         fn: Computes the features of a sample.
         parameters: What the user says beside it.
         seed: Decides the random numbers that a sample and ``fn`` draw.
 
     Raises:
-        LoaderError: H623, naming a sample that cannot be read.
+        LoaderError: H623, if none of the eight samples can be read.
     """
-    teller = _Teller()
-    parts: dict[str, list[str]] = {}
-    for name, text in teller.parts(fn):
-        parts.setdefault(f"function: {name}", []).append(text)  # a class and its base may have the same name
-    facts = {name: _short("; ".join(texts)) for name, texts in parts.items()}
-    facts |= {f"parameters: {name}": _short(teller.told(value)) for name, value in (parameters or {}).items()}
+    teller = Teller()
+    facts = tell(teller, fn).facts
+    facts |= {f"parameters: {name}": short(teller.told(value)) for name, value in (parameters or {}).items()}
     facts["dataset: length"] = str(len(dataset))
-    for index in _looked_at(len(dataset)):
-        facts[f"dataset: sample {index}"] = _short(teller.told(_read(dataset, index, seed)))
+    failed: list[LoaderError] = []
+    looked_at = _looked_at(len(dataset))
+    for index in looked_at:
+        try:
+            facts[_sample(index)] = short(teller.told(_read(dataset, index, seed)))
+        except LoaderError as error:  # its turn may never come, and what comes before it is computed
+            failed.append(error)
+    if len(failed) == len(looked_at):
+        raise failed[0]
+    if _is_told_whole(dataset):
+        facts[_CONTENT] = digest("".join(map(teller.told, _columns(dataset))).encode("utf-8", "surrogatepass"))
     facts["seed"] = str(seed)
     return facts
 
 
+def as_known(origin: Origin, facts: Mapping[str, str], fn: Any, left: Mapping[str, str | None]) -> dict[str, str]:
+    """Return facts as they were told of the function that features were made with, where it changed them by running.
+
+    Args:
+        origin: What those features were made from.
+        facts: What there is now.
+        fn: The function that there is now.
+        left: Facts as the last build of these features has left them in this process, None for one that was gone.
+    """
+    known, runs = dict(facts), origin.runs
+    marked = facts
+    if runs and runs.marks:
+        others = {name: text for name, text in facts.items() if not name.startswith(OF_FUNCTION)}
+        marked = others | tell(Teller(runs.marks), fn).facts
+    expected = origin.key | (runs.after if runs else {})
+    same = [name for name in [*facts, *expected] if marked.get(name) == expected.get(name)]
+    for name in [*same, *(name for name, text in left.items() if facts.get(name) == text)]:
+        if name in origin.key:
+            known[name] = origin.key[name]
+        else:
+            known.pop(name, None)
+    return known
+
+
 def differences(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     """Return each fact that is another one, in words."""
-    found = []
+    found: list[str] = []
     for name in [*there, *(name for name in here if name not in there)]:
         old, new = there.get(name), here.get(name)
-        if name.startswith("dataset: sample") and None in (old, new):
-            continue  # of a dataset of another length, which is told, other samples are looked at
+        if name.startswith((_sample(""), _CONTENT)) and None in (old, new):
+            continue  # not read there or here; of a dataset of another length, which is told, others are looked at
+        if name == _CONTENT and any(text.startswith("dataset: ") for text in found):
+            continue  # it is told what of it
         if old != new:
             found.append(f"{name} was {old or 'not there'} and is {new or 'gone'}")
     return found
+
+
+def not_read(there: Mapping[str, str], here: Mapping[str, str]) -> list[int]:
+    """Return the samples that were looked at there and could not be read here."""
+    if there.get("dataset: length") != here.get("dataset: length"):
+        return []
+    gone = [name for name in there if name.startswith(_sample("")) and name not in here]
+    return [int(name.removeprefix(_sample(""))) for name in gone]
+
+
+def completed(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+    """Return facts with those of samples that could not be read there and can be here, in their usual order."""
+    read = (_sample(""), _CONTENT)
+    names = [name for name in here if name in there or name.startswith(read)]
+    return {name: there.get(name, here[name]) for name in names} | dict(there)
+
+
+def _sample(index: int | str) -> str:
+    return f"dataset: sample {index}"
 
 
 def _read(dataset: Any, index: int, seed: int) -> Any:
@@ -98,229 +142,32 @@ def _looked_at(length: int) -> list[int]:
     return sorted({0, length - 1, *between})
 
 
-def _joined(parts: Iterable[tuple[str, str]]) -> str:
-    return "; ".join(f"{name} {text}" for name, text in parts)
+def _columns(dataset: Any) -> Iterable[Any]:
+    return dataset.tensors if type(dataset) is TensorDataset else [dataset]
 
 
-def _short(text: str) -> str:
-    if len(text) <= _LONGEST_TEXT:
-        return text
-    return f"{text[: _LONGEST_TEXT // 2]}... (sha256 {digest(text.encode('utf-8', 'surrogatepass'))})"
-
-
-class _Teller:
-    """Tells values and functions as texts that are equal for equal ones, in every process.
-
-    A text within another one is shortened to its digest. Beyond 50 objects that hold one another only kind and name
-    are told.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, str] = {}
-        self._kept: list[Any] = []  # an id must not be used again while it is known
-        self._depth = 0
-
-    def told(self, value: Any) -> str:
-        """Return the text of any value; of one that cannot be told, its type."""
-        if type(value) in _PLAIN:
-            return repr(value)
-        if id(value) not in self._known:
-            if self._depth == _DEEPEST:
-                return _kind_and_name(value)
-            self._known[id(value)] = "..."  # one that holds itself
-            self._kept.append(value)
-            self._depth += 1
-            self._known[id(value)] = _short(self._told(value))
-            self._depth -= 1
-        return self._known[id(value)]
-
-    def _told(self, value: Any) -> str:
-        text = self._content(value)
-        if text is None:
-            return self._object(value)
-        return f"{text}; {self._object(value)}" if is_own(type(value)) else text
-
-    def _content(self, value: Any) -> str | None:
-        """Return what is in a value that holds others, or None."""
-        if isinstance(value, torch.Tensor):
-            return _tensor(value)
-        if _is_array(value):
-            return self._array(np.asarray(value))
-        if isinstance(value, (dict, types.MappingProxyType)):
-            items = (f"{self.told(key)}: {self.told(item)}" for key, item in value.items())
-            return f"{type(value).__name__}({', '.join(items)})"
-        if isinstance(value, (set, frozenset)):
-            return f"{type(value).__name__}({', '.join(sorted(map(self.told, value)))})"
-        if isinstance(value, (list, tuple, collections.deque)):
-            return f"{type(value).__name__}({', '.join(map(self.told, value))})"
-        return None
-
-    def _array(self, value: Any) -> str:
-        if value.dtype.hasobject:
-            return self.told(value.tolist())
-        return f"{value.dtype.str} {value.shape} sha256 {digest(value.tobytes())}"
-
-    def _object(self, value: Any) -> str:
-        if isinstance(value, types.ModuleType):
-            file = getattr(value, "__file__", None)
-            content = [module_source(value.__name__, file)] if file and is_own(value) else []
-            return " ".join([_kind_and_name(value), *content])
-        if _is_told_by_parts(value):
-            return _joined(self.parts(value))
-        if is_own(type(value)):
-            return _joined([("class", self.told(type(value))), *self._attributes(value)])
-        if is_of_the_library(type(value)) or not _attributes_of(value):
-            text = repr(value)
-            return type(value).__qualname__ if " at 0x" in text or text.startswith("<") else text
-        return _joined([("name", type(value).__qualname__), *self._attributes(value)])
-
-    def _attributes(self, value: Any) -> Iterator[tuple[str, str]]:
-        for name, item in _attributes_of(value).items():
-            member = getattr(type(value), name, None)
-            if name != "__doc__" and not isinstance(member, functools.cached_property):  # there once it was asked for
-                yield f"attribute {name}", self.told(item)
-
-    def parts(self, fn: Any) -> Iterator[tuple[str, str]]:
-        """Yield what a callable consists of, by name."""
-        if isinstance(fn, functools.partial):
-            for name, value in [*enumerate(fn.args), *fn.keywords.items()]:
-                yield f"argument {name}", self.told(value)
-            yield from self.parts(fn.func)
-        elif isinstance(fn, types.MethodType):
-            yield from self.parts(fn.__func__)
-            yield "self", self.told(fn.__self__)
-        elif isinstance(fn, types.FunctionType):
-            yield from self._function(fn)
-        elif isinstance(fn, type):
-            yield from self._class(fn)
-        elif not is_own(type(fn)) and callable(inner := wrapped(fn)):  # functools.lru_cache
-            yield from self.parts(inner)
-        elif not is_own(type(fn)) and isinstance(getattr(fn, "__name__", None), str):  # of C code
-            yield "name", _kind_and_name(fn)
-            if not isinstance(owner := getattr(fn, "__self__", None), (types.ModuleType, types.NoneType)):
-                yield "self", self.told(owner)
-            for name, held in _attributes_of(fn).items():
-                if _leads_to_own(held):  # of numpy.vectorize
-                    yield f"attribute {name}", self.told(held)
-        elif is_own(type(fn)) or _attributes_of(fn):
-            yield from self._class(type(fn))
-            yield from self._attributes(fn)
-        else:
-            yield "name", self.told(fn)
-
-    def _class(self, kind: type) -> Iterator[tuple[str, str]]:
-        yield "name", kind.__qualname__
-        for each in filter(is_own, kind.__mro__):
-            yield f"source of {each.__qualname__}", source(each)
-            for name, value in vars(each).items():
-                if _is_plain(value) and not name.startswith("__"):
-                    yield f"class attribute {name}", self.told(value)
-                for fn in functions_in(value):
-                    parts = self._bound(fn) if _is_written_in(each, fn) else self.parts(fn)
-                    yield from ((f"{name}: {what}", text) for what, text in parts)
-
-    def _function(self, fn: types.FunctionType) -> Iterator[tuple[str, str]]:
-        code, inner = fn.__code__, wrapped(fn)
-        if is_own_function(fn):
-            yield "name", fn.__qualname__
-            yield "source", source(code)
-            yield from self._bound(fn)
-            if inner is not None:
-                yield "wrapped", self.told(inner)
-            return
-        if callable(inner):  # what an installed decorator made of it
-            yield from self.parts(inner)
-        else:
-            yield "name", fn.__qualname__
-        for name, held in _closure(fn):
-            if _leads_to_own(held):
-                yield f"closure {name}", self.told(held)
-
-    def _bound(self, fn: types.FunctionType) -> Iterator[tuple[str, str]]:
-        """Yield what a function of the user's was given beside its source."""
-        code = fn.__code__
-        defaults = fn.__defaults__ or ()
-        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-        for name, value in [*zip(names, defaults, strict=True), *(fn.__kwdefaults__ or {}).items()]:
-            yield f"default of {name}", self.told(value)
-        for name, held in _closure(fn):
-            yield f"closure {name}", self.told(held)
-        for name, held in vars(fn).items():
-            if _is_plain(held) and not name.startswith("__"):
-                yield f"attribute {name}", self.told(held)
-        for name, value in sorted(globals_read(code, fn.__globals__).items()):
-            yield f"global {name}", self.told(value)
-        for name, text in sorted(modules_imported(code, str(fn.__globals__.get("__package__") or "")).items()):
-            yield f"module {name}", text
-
-
-def _tensor(value: torch.Tensor) -> str:
-    if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_meta:
-        return repr(value)
-    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    raw = plain.view(torch.uint8).numpy() if plain.numel() else b""
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} sha256 {digest(raw)}"
-
-
-def _is_array(value: Any) -> bool:
-    if isinstance(value, (np.ndarray, np.generic)):
-        return True
-    if isinstance(value, type) or type(value).__module__.startswith("h5py"):  # a file would be read whole
+def _is_told_whole(dataset: Any) -> bool:
+    """Say whether all of a dataset is in memory, and little enough to be told at each build."""
+    room, waiting = _MOST_CONTENT_BYTES, list(_columns(dataset))
+    if not isinstance(dataset, (TensorDataset, list, tuple, np.ndarray, torch.Tensor)):
         return False
-    names = "__array__", "__array_interface__"  # tables of pandas, images of PIL
-    return any(hasattr(type(value), name) for name in names)
-
-
-def _attributes_of(value: Any) -> dict[str, Any]:
-    if isinstance(value, torch.jit.ScriptModule):  # its own say little, and grow when it is called
-        codes = [getattr(each, "code", None) for each in value.modules()]
-        return {"code": codes, "training": value.training, **value.state_dict()}
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _closure(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a name that is not bound yet
-            yield name, cell.cell_contents
-
-
-def _leads_to_own(value: Any) -> bool:
-    """Say whether what an installed function holds is the user's, or another function that may hold it."""
-    if isinstance(value, types.FunctionType):
-        return True
-    if isinstance(value, (dict, list, tuple)):  # functools.singledispatch
-        return any(map(is_own_function, value.values() if isinstance(value, dict) else value))
-    inner = getattr(value, "func" if isinstance(value, functools.partial) else "__func__", None)
-    if isinstance(inner, types.FunctionType):
-        return is_own_function(inner)
-    return is_own(value if isinstance(value, type) else type(value))
-
-
-def _is_told_by_parts(value: Any) -> bool:
-    if isinstance(value, (type, functools.partial, types.FunctionType, types.MethodType)):
-        return True
-    named = isinstance(getattr(value, "__qualname__", None) or getattr(value, "__name__", None), str)
-    return not is_own(type(value)) and (named or callable(wrapped(value)))
-
-
-def _is_written_in(kind: type, fn: Any) -> bool:
-    """Say whether the source of a class holds this function: not so what a decorator of elsewhere has made."""
-    if not is_own_function(fn):
-        return False
-    code: types.CodeType = fn.__code__
-    return code.co_filename == "<string>" or code.co_qualname.startswith(f"{kind.__qualname__}.")  # of a dataclass
-
-
-def _is_plain(value: Any) -> bool:
-    return all(map(_is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
-
-
-def _kind_and_name(value: Any) -> str:
-    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    return f"{type(value).__name__} {name}" if isinstance(name, str) else type(value).__qualname__
+    while waiting and room >= 0:
+        value = waiting.pop()
+        room -= _VALUE_BYTES
+        if type(value) is torch.Tensor:
+            if value.layout != torch.strided or value.is_nested or value.is_meta:
+                return False
+            room -= value.nbytes
+        elif type(value) is np.ndarray and not value.dtype.hasobject:
+            room -= value.nbytes
+        elif type(value) in (str, bytes):
+            room -= len(value)
+        elif type(value) in (list, tuple):
+            if len(value) * _VALUE_BYTES > room:
+                return False
+            waiting += value
+        elif type(value) is dict:
+            waiting += [*value.keys(), *value.values()]
+        elif not isinstance(value, (bool, int, float, complex, np.generic, type(None))):
+            return False  # it may be a file that is read when it is asked
+    return not waiting and room >= 0

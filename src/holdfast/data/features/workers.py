@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.data.features.changing import Runs, Watch
 from holdfast.data.features.errors import not_computed, unusable
 from holdfast.data.features.items import digest_of, encode
 from holdfast.data.random_state import isolated, seed_cpu
@@ -35,6 +36,8 @@ _WAITING_BYTES = 256 * 2**20
 _DEATHS = 3
 """As `torchrun`'s max_restarts: the same item three times is no accident."""
 _LOOK_SECONDS = 1.0
+_WATCHED = 2
+"""The first items, which one process computes whatever the number of workers."""
 
 
 class Work(NamedTuple):
@@ -50,11 +53,36 @@ class Work(NamedTuple):
     fn: Any
     seed: int
 
-    def compute(self, index: int) -> tuple[bytes, bytes]:
-        """Return the bytes of an item and their digest."""
-        seed_cpu(derive_seed(self.seed, "features", index))
-        data = encode(self.fn(self.dataset[index]))
-        return data, digest_of(index, data)
+
+class Item(NamedTuple):
+    """One item, computed.
+
+    Args:
+        data: Its bytes.
+        digest: Of them.
+        runs: What ``fn`` changes by running, as far as the first two items have told; None with all others.
+    """
+
+    data: bytes
+    digest: bytes
+    runs: Runs | None = None
+
+
+class _Computer:
+    """Computes in this process, and looks at what ``fn`` changes while it computes the first two items."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._watch: Watch | None = None
+
+    def compute(self, index: int) -> Item:
+        """Return an item."""
+        if index == 0:
+            self._watch = Watch(self._work.fn)
+        seed_cpu(derive_seed(self._work.seed, "features", index))
+        data = encode(self._work.fn(self._work.dataset[index]))
+        runs = self._watch.ran() if self._watch and index < _WATCHED else None
+        return Item(data, digest_of(index, data), runs)
 
 
 class _Failure(NamedTuple):
@@ -62,16 +90,17 @@ class _Failure(NamedTuple):
     traceback: str
 
 
-def compute_here(work: Work, indices: range) -> Generator[tuple[bytes, bytes]]:
-    """Yield each item and its digest, computed in this process.
+def compute_here(work: Work, indices: range) -> Generator[Item]:
+    """Yield each item, computed in this process.
 
     Raises:
         LoaderError: H623, naming the item that cannot be computed.
     """
+    computer = _Computer(work)
     for index in indices:
         with isolated(), _one_thread():
             try:
-                item = work.compute(index)
+                item = computer.compute(index)
             except Exception as error:
                 raise not_computed(index, f"raised {_line(error)}") from error
         yield item
@@ -79,8 +108,8 @@ def compute_here(work: Work, indices: range) -> Generator[tuple[bytes, bytes]]:
 
 def compute_in_workers(
     work: Work, indices: range, num_workers: int, multiprocessing_context: str | None
-) -> Generator[tuple[bytes, bytes]]:
-    """Yield each item and its digest, in order, computed in worker processes. Close it to end them.
+) -> Generator[Item]:
+    """Yield each item, in order, computed in worker processes. Close it to end them.
 
     Raises:
         LoaderError: H623, naming the item that cannot be computed; H625, if no worker can be started.
@@ -137,7 +166,7 @@ class _Pool:
         self._waiting_bytes = 0
         self._deaths: Counter[int] = collections.Counter()
 
-    def items(self, indices: range) -> Generator[tuple[bytes, bytes]]:
+    def items(self, indices: range) -> Generator[Item]:
         """Yield each item in order."""
         following, self._stop = indices.start, indices.stop
         self._workers = [self._start() for _ in range(min(self._num_workers, len(indices)))]
@@ -145,7 +174,8 @@ class _Pool:
             while True:
                 end = min(self._stop, head + _WINDOW * len(self._workers))
                 while following < end and self._waiting_bytes < _WAITING_BYTES:
-                    worker = min(self._workers, key=lambda each: len(each.given))
+                    first = self._workers[:1] if 0 < following < _WATCHED else self._workers
+                    worker = min(first, key=lambda each: len(each.given))
                     if len(worker.given) >= _AHEAD:
                         break
                     worker.give(following)
@@ -158,7 +188,7 @@ class _Pool:
                 error = not_computed(head, answer.what)
                 error.add_note(answer.traceback)
                 raise error
-            self._waiting_bytes -= len(answer[0])
+            self._waiting_bytes -= len(answer.data)
             yield answer
 
     def _receive(self) -> None:
@@ -179,7 +209,7 @@ class _Pool:
         if isinstance(answer, _Failure):
             self._stop = min(self._stop, index + 1)  # what comes before it is still wanted
         else:
-            self._waiting_bytes += len(answer[0])
+            self._waiting_bytes += len(answer.data)
 
     def _replaced(self, worker: _Worker) -> _Worker:
         """Return a new worker with the items of a dead one."""
@@ -226,12 +256,13 @@ def _live(connection: Connection, work: Work) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    computer = _Computer(work)
     with contextlib.suppress(EOFError, OSError):
         while True:
             index = connection.recv()
             answer: Any
             try:
-                answer = work.compute(index)
+                answer = computer.compute(index)
             except BaseException as error:  # noqa: BLE001 - the parent is told, whatever it is
                 answer = _Failure(f"raised {_line(error)}", traceback.format_exc())
             connection.send(answer)
