@@ -256,6 +256,22 @@ def test_the_file_is_the_same_whoever_computes_with_a_function_that_changes(tmp_
     assert others == [first, first]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_function_makes_may_be_such_that_nobody_can_tell_it(tmp_path, workers):
+    """The features are good all the same."""
+    made: list[Any] = []
+
+    class Untold:
+        def __array__(self) -> Any:
+            raise RuntimeError("not here")
+
+    def fn(sample: int) -> int:
+        made.append(Untold())
+        return sample
+
+    assert list(build(range(ITEMS), fn, tmp_path / "f.h5", num_workers=workers)) == list(range(ITEMS))
+
+
 def test_a_function_that_changes_nothing_has_a_file_without_a_word_of_it(tmp_path):
     """So files are as they were before this was looked for."""
     with build(range(ITEMS), abs, tmp_path / "f.h5") as cache:

@@ -367,7 +367,10 @@ def _add_first(draft: Draft, origin: Origin, items: Iterator[Item]) -> Origin:
 
 def _note_left(draft: Draft, before: dict[str, str], fn: Any) -> None:
     """Remember what computing here has changed of ``fn`` beyond what its first items have told."""
-    origin, after = draft.origin(), tell(Teller(), fn).facts
+    try:
+        origin, after = draft.origin(), tell(Teller(), fn).facts
+    except Exception:  # noqa: BLE001 - it holds what cannot be told: the features are good all the same
+        return
     if origin is None or before == after:
         return
     made, left = _left.get(draft.path, (None, {}))
