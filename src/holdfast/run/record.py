@@ -38,7 +38,7 @@ _LOUD = {
     "micro_batch_dropped", "learning_rate_lowered", "finding", "side_effects",
     "schedulers_wait", "rolled_back", "save_postponed", "saves_synchronous", "loader_healed",
     "sample_quarantined", "dataset_not_deterministic", "stream_read_over", "preflight", "quarantine_full",
-    "ranks_not_divided", "changes_not_saved",
+    "ranks_not_divided", "changes_not_saved", "samples_taken_back",
 }  # fmt: skip
 
 
