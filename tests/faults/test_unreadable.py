@@ -75,7 +75,7 @@ def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Let opening a file of some name fail with an error of the system, in any checkpoint that is chosen."""
-    chosen: dict[str, Any] = {"name": None, "within": "", "number": errno.EIO}
+    chosen: dict[str, Any] = {"name": None, "within": "", "number": errno.ESTALE}
     really_open, really_read = Path.open, Path.read_bytes
 
     def check(path: Path) -> None:
@@ -96,7 +96,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json"])
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOMEM])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.ENOMEM])
 def test_a_fault_that_passes_changes_nothing(name: str, number: int, fault: dict[str, Any], tmp_path: Path) -> None:
     """Each start ends with H307 meanwhile, all checkpoints keep their names, and then the run goes on."""
     train(tmp_path, 6)
@@ -110,6 +110,18 @@ def test_a_fault_that_passes_changes_nothing(name: str, number: int, fault: dict
     guard, _ = guard_in(tmp_path)
     assert guard.global_step == 6
     assert not [event for event in guard.events() if event.kind == "checkpoint_damaged"]
+    guard.close()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_an_input_output_error_is_damage(name: str, fault: dict[str, Any], tmp_path: Path) -> None:
+    """The disk has lost the bytes: nobody has to rename anything for the run to go on from the one before."""
+    train(tmp_path, 6)
+    newest = max((tmp_path / "checkpoints").iterdir())
+    fault |= {"name": name, "within": newest.name, "number": errno.EIO}
+    guard, _ = guard_in(tmp_path)
+    assert guard.global_step == 4
+    assert [event for event in guard.events() if event.kind == "checkpoint_damaged"]
     guard.close()
 
 
@@ -139,7 +151,7 @@ def test_what_lists_and_prunes_checkpoints_does_not_call_it_damaged(fault: dict[
     rows = json.loads(told.output)["checkpoints"]
     assert told.exit_code == 1, "as with one that is damaged"
     assert len(rows) == 3
-    assert all(row["status"].startswith("cannot be read now ([Errno 5]") for row in rows)
+    assert all(row["status"].startswith(f"cannot be read now ([Errno {errno.ESTALE}]") for row in rows)
     with pytest.raises(holdfast.RunDirectoryError, match="H307"):
         Store(tmp_path / "checkpoints").prune(1)
     assert names(tmp_path) == before
@@ -170,7 +182,7 @@ def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(fault: dict[str,
         fault["within"] = ".tmp-"
     failed = [event for event in guard.events() if event.kind == "save_failed"]
     assert [event.global_step for event in failed] == [4]
-    assert os.strerror(errno.EIO) in failed[0].data["error"]
+    assert os.strerror(errno.ESTALE) in failed[0].data["error"]
     assert [entry.global_step for entry in Store(tmp_path / "checkpoints").entries()] == [6, 2, 0]
 
 

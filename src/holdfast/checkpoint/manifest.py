@@ -7,6 +7,7 @@ tensors without gaps; the digests of the header and of each tensor together cove
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
@@ -18,9 +19,12 @@ from holdfast.core.errors import CheckpointError, RunDirectoryError
 FILE_NAME = "manifest.json"
 FORMAT = 1
 _CHUNK_BYTES = 4 * 2**20
-# There is no file of this name. Any other refusal says nothing about the bytes: too many open files, a network disk
-# that is away for a moment, missing rights.
-_NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+# What says nothing about the bytes: too little of the machine, missing rights, a network disk that is away. Not so an
+# input/output error, which a disk reports for what it has lost.
+_PASSING = {
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EACCES, errno.EPERM,
+    errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +87,8 @@ def read_manifest(directory: Path) -> Manifest:
         data = (directory / FILE_NAME).read_bytes()
     except FileNotFoundError as error:
         raise damaged(directory, f"{FILE_NAME} is missing, so the save was not finished") from error
-    except _NO_SUCH_FILE as error:
-        raise damaged(directory, f"{FILE_NAME} cannot be read ({error})") from error
     except OSError as error:
-        raise unreadable(directory, error) from error
+        raise _why_not_read(directory, FILE_NAME, error) from error
     body, _, rest = data.partition(b"\n")
     if rest != hashlib.sha256(body).hexdigest().encode() + b"\n":
         raise damaged(directory, f"{FILE_NAME} does not match its own digest")
@@ -113,10 +115,7 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
         RunDirectoryError: H307, if the system does not let a file be read.
     """
     for name, extents in manifest.files.items():
-        try:
-            verify_extents(directory / name, extents)
-        except OSError as error:
-            raise unreadable(directory, error) from error
+        verify_extents(directory / name, extents)
 
 
 def verify_extents(path: Path, extents: dict[str, Extent]) -> None:
@@ -124,7 +123,7 @@ def verify_extents(path: Path, extents: dict[str, Extent]) -> None:
 
     Raises:
         CheckpointError: H311, also if there is no such file.
-        OSError: if the system does not let it be read, which says nothing about its bytes.
+        RunDirectoryError: H307, if the system does not let it be read, which says nothing about its bytes.
     """
     try:
         size = path.stat().st_size
@@ -140,8 +139,8 @@ def verify_extents(path: Path, extents: dict[str, Extent]) -> None:
                         f"{path.name}: {name} has sha256 {found[:12]}... on disk "
                         f"and {extent.sha256[:12]}... in the manifest",
                     )
-    except _NO_SUCH_FILE as error:
-        raise damaged(path.parent, f"{path.name} cannot be read ({error})") from error
+    except OSError as error:
+        raise _why_not_read(path.parent, path.name, error) from error
 
 
 def _digest(file: Any, extent: Extent) -> str:
@@ -166,6 +165,12 @@ def damaged(directory: Path, why: str) -> CheckpointError:
         "else copy it again from where it came.",
         rule="H311",
     )
+
+
+def _why_not_read(directory: Path, name: str, error: OSError) -> CheckpointError | RunDirectoryError:
+    if error.errno in _PASSING:
+        return unreadable(directory, error)
+    return damaged(directory, f"{name} cannot be read ({error})")
 
 
 def unreadable(directory: Path, error: OSError) -> RunDirectoryError:

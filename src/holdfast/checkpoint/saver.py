@@ -29,6 +29,7 @@ from holdfast.core.errors import CheckpointError
 
 STATE_FILE = "state.json"
 _SUFFIX = ".safetensors"
+_HEADER = "header of the file"  # among the extents
 # Headers, the manifest and file system blocks; the manifest takes about 250 bytes for each tensor.
 _SPARE_BYTES = 2**20
 # Written and digested at once: long enough that the interpreter's lock is seldom asked for, short enough for caches.
@@ -184,7 +185,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     prefix = struct.pack("<Q", len(text)) + text
-    extents = {"header of the file": Extent(begin=0, end=len(prefix), sha256=hashlib.sha256(prefix).hexdigest())}
+    extents = {_HEADER: Extent(begin=0, end=len(prefix), sha256=hashlib.sha256(prefix).hexdigest())}
     with path.open("wb") as file:
         file.write(prefix)
         for name in names:
@@ -281,6 +282,15 @@ def same_tensors(entry: Entry, component: str, tensors: Mapping[str, torch.Tenso
         return True
     saved = read_manifest(entry.path).files.get(component + _SUFFIX, {})
     return all(name in saved and _is_what(saved[name], tensor) for name, tensor in tensors.items())
+
+
+def saved_names(entry: Entry, component: str) -> set[str]:
+    """Return the names of the tensors that a checkpoint holds of a component.
+
+    Raises:
+        HoldfastError: as `same_tensors`.
+    """
+    return set(read_manifest(entry.path).files.get(component + _SUFFIX, {})) - {_HEADER}
 
 
 def _is_what(extent: Extent, tensor: torch.Tensor) -> bool:

@@ -132,11 +132,14 @@ class Store:
             RunDirectoryError: H307, if one must be verified and cannot be read; nothing is deleted then.
         """
         entries = self.entries()
+        # What was changed without a step is saved again; that must not take the place of older steps.
+        replaced = [each for each in entries if known_good in entries and _is_replaced_by(known_good, each)]
+        entries = [each for each in entries if each not in replaced]
         keep = max(keep, 1)
         if known_good not in entries[:keep]:
             while keep < len(entries) and not any(_verifies(entry) for entry in entries[:keep]):
                 keep += 1
-        kept, surplus = entries[:keep], entries[keep:]
+        kept, surplus = entries[:keep], entries[keep:] + replaced
         if len(kept) == keep:
             surplus += [entry for entry in self.damaged() if entry.save_id < kept[-1].save_id]
         for entry in surplus:
@@ -144,6 +147,10 @@ class Store:
             entry.path.rename(doomed)  # first the name: a half-deleted directory must not look complete
             shutil.rmtree(doomed, ignore_errors=True)
         return [entry.path for entry in surplus]
+
+
+def _is_replaced_by(newer: Entry | None, entry: Entry) -> bool:
+    return newer is not None and entry.save_id < newer.save_id and entry.global_step == newer.global_step
 
 
 def _verifies(entry: Entry) -> bool:

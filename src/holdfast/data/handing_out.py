@@ -11,6 +11,7 @@ from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Failure, Report
 from holdfast.data.quarantine import last_line
 from holdfast.data.sampled import Drawn
+from holdfast.data.signalled import came_of_a_handler
 from holdfast.data.stream import StreamPosition
 
 
@@ -92,10 +93,11 @@ class Epoch:
     def __next__(self) -> Any:
         try:
             batch = next(self._batches)
-        except (StopIteration, LoaderError):
+        except StopIteration:
             raise
-        except BaseException:  # such as a signal's handler raises: of no batch, but no generator goes on after it
-            self._batches = self._from(self._reached)
+        except BaseException as error:
+            if not isinstance(error, Exception) or came_of_a_handler(error):
+                self._batches = self._from(self._reached)  # it is of no batch, but no generator goes on after it
             raise
         if isinstance(batch, Failed):
             raise batch.error

@@ -11,8 +11,11 @@ from holdfast.core.errors import LoaderError
 from holdfast.data.fetch import Entry, Fetcher, Report
 from holdfast.data.handing_out import as_error
 from holdfast.data.plan import SPARES, Plan
-from holdfast.data.quarantine import Ledger, is_among, key_of, last_line, plain
+from holdfast.data.quarantine import Ledger, key_of, last_line, plain
 from holdfast.data.worker_board import Board, Showing
+
+_MOST_SPARES = 512
+"""Bad samples in a row beyond which it is no bad block but a drive that is away, and every second counts."""
 
 
 class MapSource:
@@ -65,12 +68,7 @@ class MapSource:
                 entry = entry._replace(spares=self._plan.spares(self._epoch, start, self._aside, self._spares))
             start = after
             bad = tuple(index for index in (*entry.indices, *entry.spares) if key_of(index) in self._aside)
-            others = [
-                place
-                for place, index in enumerate((*entry.indices, *entry.spares))
-                if not is_among(index, (suspect, *bad))
-            ]
-            control = others[self._losses % len(others)] if lost and others else None  # another one each time
+            control = self._control(entry, suspect) if lost else None
             entry = entry._replace(aside=bad, twice=again, control=control)
             again = False
             self._out[number] = entry, after
@@ -79,6 +77,13 @@ class MapSource:
             self._out[entry.number] = entry, after
             yield entry
         self._exhausted = True
+
+    def _control(self, entry: Entry, suspect: Any) -> int | None:
+        """Return the place of a sample to read first, another one each time, that is not known to be bad."""
+        avoided = self._aside | {key_of(suspect)}
+        indices = enumerate((*entry.indices, *entry.spares))
+        others = [place for place, index in indices if key_of(index) not in avoided]
+        return others[self._losses % len(others)] if others else None
 
     def complete(self, report: Report) -> Report:
         """Return a report with the batch's indices, which a worker leaves out where they are those of the entry."""
@@ -96,6 +101,7 @@ class MapSource:
             self._again = None
             return
         self._in_a_row.clear()
+        self._spares = SPARES
         entry, after = self._out.pop(report.number)
         for failure in report.failures:
             self.set_aside(failure.index, failure.kind, failure.text)
@@ -115,8 +121,8 @@ class MapSource:
     def makes_again(self, report: Report) -> bool:
         """Set aside what was bad in a batch that could not be made; return whether more samples can stand in.
 
-        As many as the ledger allows, since bad ones lie together, as in a file that is cut short. If that is too few,
-        they are taken back, with their evidence. Who asks for the batch again does so by `entries`.
+        Bad ones lie together, as in a file that is cut short. If hundreds in a row are bad, or more than the ledger
+        allows, they are taken back, with their evidence. Who asks for the batch again does so by `entries`.
 
         Raises:
             LoaderError: H612 if too many are set aside.
@@ -125,6 +131,7 @@ class MapSource:
         of_samples = (
             report.fatal.index is not None and self._ledger.limit > 0
         )  # else no sample is to blame, or it is told
+        is_first = not self._in_a_row
         try:
             for failure in report.failures:
                 if key_of(failure.index) not in self._aside:
@@ -133,10 +140,15 @@ class MapSource:
         except LoaderError as error:
             if of_samples:
                 self._take_back()
+            if of_samples and is_first:  # too few are allowed to tell a bad block: what the sample raised says more
+                return False
             raise error from as_error(report.fatal, report)
         if not of_samples:
             return False
         self._spares *= 2
+        if self._spares > _MOST_SPARES:
+            self._take_back()
+            return False
         more = self._plan.spares(self._epoch, self.position, self._aside, self._spares)
         if all(key_of(index) in self._aside for index in more):
             self._take_back()

@@ -34,18 +34,23 @@ def _handlers() -> set[CodeType]:
     return found
 
 
+def came_of_a_handler(error: BaseException) -> bool:
+    """Return whether a handler of a signal raised an exception or its cause."""
+    handlers, seen = _seen | _handlers(), set[int]()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(cause.__traceback__)):
+            return True
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
 def let_through(error: BaseException) -> None:
     """Raise an exception again if a handler of a signal raised it or its cause, such as ``sys.exit()`` at SIGTERM.
 
     A handler runs wherever the main thread is, so also in the middle of a sample. Whoever deals with what samples
     raise would take it for one of theirs, try again, and go on. In a worker a signal is no request to the training.
     """
-    if get_worker_info() is not None:
-        return
-    handlers, seen = _seen | _handlers(), set[int]()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(cause.__traceback__)):
-            raise error
-        seen.add(id(cause))
-        cause = cause.__cause__ or cause.__context__
+    if get_worker_info() is None and came_of_a_handler(error):
+        raise error

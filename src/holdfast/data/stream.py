@@ -30,7 +30,7 @@ from holdfast.data.seeds import derive_seed
 from holdfast.data.sharding import divides_among_ranks
 from holdfast.data.signalled import let_through
 from holdfast.data.stream_items import Items, StreamError, behind, quietly
-from holdfast.data.worker_board import COLLATING, NUMBER, PLACE, Board, Showing, has_ended
+from holdfast.data.worker_board import COLLATING, IDLE, NUMBER, PLACE, Board, Showing, has_ended
 
 _Cells: TypeAlias = memoryview | None
 _LEFT_OUT = "left out"
@@ -195,6 +195,8 @@ class Stream(IterableDataset[Any]):
                 raise error.cause from None
             fatal = None if shortage else failure_of(items.number, error.cause)
             yield sent(None, Report(number=worker, fatal=fatal, shortage=shortage), self._board)
+        finally:
+            _show(cells, items.number, IDLE)  # others may have more
         return False
 
     def _read(self, items: Items, size: int, cells: _Cells, *, mine: bool) -> list[Any]:

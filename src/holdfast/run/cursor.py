@@ -58,6 +58,8 @@ class Cursor:
         self._reload = False
         self._under_way = False  # an iterator of this epoch is in use
         self._fetching = False  # a batch is out, or being fetched, that does not count as trained yet
+        self.left_in_batch = False
+        """Whether the loop was left with a batch that no step was made with."""
         self._begun_in_the_middle = False
         self._before_fetch: RandomState | None = None
 
@@ -76,7 +78,7 @@ class Cursor:
         Args:
             state: Random state of a resumed run, put back at the right moment; None leaves it alone.
         """
-        self._begun_in_the_middle = self.batches > 0
+        self._begun_in_the_middle, self.left_in_batch = self.batches > 0, False
         self._under_way, self._state_after = True, None
         for name in ("sampler", "batch_sampler"):
             sampler = getattr(self._loader, name, None)
@@ -185,6 +187,7 @@ class Cursor:
         if self._stateful:
             self._loader_state = self.state_dict()["loader"]
             self._reload = True
+        self.left_in_batch |= self._fetching
         self._fetching = self._under_way = False
 
     def end_epoch(self, *, needs_steps: bool, stepped: bool) -> None:

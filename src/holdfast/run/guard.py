@@ -42,6 +42,7 @@ from holdfast.run.schedules import advance, check_schedulers, validated
 from holdfast.run.session import Session
 from holdfast.run.stop import Interrupted, StopRequest
 from holdfast.run.transaction import Transaction
+from holdfast.run.unsaved import save_the_rest
 
 
 class Guard:
@@ -315,11 +316,10 @@ class Guard:
     def close(self) -> None:
         """Write what is not saved yet, also without a step since; release the run directory. May be called again."""
         self._boundaries.count_batch()
-        if self._session.has_unsaved():
-            if not self._session.is_open:
-                self._open()
-            self._session.saving.save_again()
-        self._release()
+        try:
+            save_the_rest(self._session, self._open)
+        finally:
+            self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -335,7 +335,8 @@ class Guard:
         """Save and end the process cleanly, where there is no loop of ours that could end."""
         self._record.happened("stop_requested", reason=self._stop.reason)
         self._boundaries.count_batch()
-        self._session.save_rest()
+        save_the_rest(self._session, self._open)
+        self._session.saving.save()  # a first checkpoint in any case
         self._release("stopped")
         raise SystemExit(0)
 

@@ -171,28 +171,23 @@ class Session:
         """Return whether the state may be called good; a suspicion that is not settled yet puts a save off."""
         return self.policy.spike_action in ("off", "warn") or self.spikes.is_calm()
 
-    def has_unsaved(self) -> bool:
-        """Return whether something may be saved that no checkpoint holds: steps, or what changes without one."""
-        self.saving.finish()
+    def has_changed(self) -> bool:
+        """Return whether what moves without a step may be saved, and no checkpoint holds it.
+
+        Raises:
+            Exception: what is in the way of knowing or saving it.
+        """
         entry = self.saving.saved_as
-        if self.saving.has_unsaved or entry is None or not self.saving.may_save_more:
-            return self.saving.has_unsaved
-        if self._store.next_save_id() - 1 != entry.save_id:
+        if entry is None or not self.saving.may_save_more or (self.cursor is not None and self.cursor.left_in_batch):
+            return False  # half of what is done with a batch belongs to no position
+        if [each.save_id for each in self._store.entries()[:1]] != [entry.save_id]:
             return False  # another process has continued the run
-        changed, hindered = changed_without_a_step(self.parts, entry)
-        if hindered is not None:
-            self.record.happened("changes_not_saved", why=hindered)
+        changed = changed_without_a_step(self.parts, entry)
         if changed and self.cursor is not None and (self.cursor.batches or self.random_state is not None):
             # In the middle of an epoch, or before the loop: what the caller draws here is no part of the training.
             training = read_components(entry, ["training"])["training"]
             self._drawn_at = self._position(), RandomState.from_tree(training["random_state"])
         return changed
-
-    def save_rest(self) -> None:
-        """Save what `has_unsaved` tells of, and have a first checkpoint in any case."""
-        if self.has_unsaved():
-            self.saving.save_again()
-        self.saving.save()
 
     def keep_snapshot(self) -> None:
         """Copy the state in host memory, if that is due and the state is whole and good."""

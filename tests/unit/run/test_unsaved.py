@@ -91,7 +91,7 @@ def test_what_follows_an_epoch_is_there_in_the_next_life(async_save: bool, shuff
         first.epoch(number)
     first.guard.close()
     newest, before, *_ = first.store.entries()
-    assert newest.global_step == before.global_step == 6
+    assert newest.global_step == 6 > before.global_step
     second = Life(tmp_path / "parts", shuffled=shuffled)
     assert second.guard.resumed_from == newest.path
     assert second.facts() == first.facts()
@@ -174,7 +174,7 @@ def test_a_scheduler_by_step_and_no_state_write_nothing(tmp_path: Path) -> None:
     assert guard.statistics().checkpoints_saved == 2
 
 
-@pytest.mark.parametrize("kind", ["average", "half"])
+@pytest.mark.parametrize("kind", ["average", "half", "statistics", "moments"])
 def test_weights_of_something_else_never_become_the_training(kind: str, tmp_path: Path, caplog: Any) -> None:
     """An average in the place of the weights, or another type for an export: nothing is written, which is said."""
     life = Life(tmp_path)
@@ -183,11 +183,15 @@ def test_weights_of_something_else_never_become_the_training(kind: str, tmp_path
     if kind == "average":
         with torch.no_grad():
             life.model[0].weight.mul_(0.5)
-    else:
+    elif kind == "half":
         life.model.half()
+    elif kind == "statistics":
+        life.model[2].running_mean.add_(1)
+    else:
+        life.optimizer.state.clear()
     life.guard.close()
     assert life.store.entries() == before
-    assert "changes_not_saved: why='the weights were changed without a step" in caplog.text
+    assert "changes_not_saved: why='the weights, buffers or moments were changed without a step" in caplog.text
 
 
 def test_state_that_cannot_be_told_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
@@ -237,6 +241,43 @@ def test_in_the_middle_of_an_epoch_the_random_state_is_that_of_the_batch(tmp_pat
     assert went_on.best.losses == [1.0, 2.0]
     went_on.best.losses.clear()
     assert went_on.facts() == expected.facts()
+
+
+def test_changes_take_no_older_step_away(tmp_path: Path) -> None:
+    """Else a rollback, or damage to the newest, would find no other state after a few of them."""
+    life = Life(tmp_path, keep_latest_k=2)
+    life.epoch(1, validate=False)
+    life.epoch(2, validate=False)
+    steps = [entry.global_step for entry in life.store.entries()]
+    assert len(set(steps)) == 2
+    for number in (1, 2, 3):
+        change_rate(life, number)
+        life.guard.close()
+        assert [entry.global_step for entry in life.store.entries()] == steps
+
+
+def test_a_directory_that_is_in_use_does_not_end_a_training_that_is_over(tmp_path: Path, caplog: Any) -> None:
+    """What changed after its loop is then not saved, which is said."""
+    life = Life(tmp_path)
+    life.epoch(1, validate=False)
+    other = Life(tmp_path)
+    change_rate(life, 1)
+    life.guard.close()
+    assert "changes_not_saved" in caplog.text
+    other.guard.close()
+
+
+def test_what_is_done_with_half_of_a_batch_is_not_saved(tmp_path: Path) -> None:
+    """An error before the step, with ``close()`` in a ``finally``: the next life gets that batch anew."""
+    life = Life(tmp_path)
+    life.epoch(1, validate=False)
+    before = life.store.entries()
+    batches = life.guard.batches(max_epochs=2)
+    next(batches)
+    change_list(life, 1)
+    batches.close()
+    life.guard.close()
+    assert life.store.entries() == before
 
 
 def test_a_kill_while_the_same_step_is_saved_again_leaves_the_first(tmp_path: Path, monkeypatch: Any) -> None:
