@@ -296,7 +296,8 @@ def dead_units() -> Program:
 
 def rate_too_high_for_adam() -> Program:
     model = mlp(nn.LayerNorm(24), nn.Linear(24, 24), nn.Tanh())
-    return classifier(model, torch.optim.Adam(model.parameters(), 1.0))
+    # Each step overshoots; with a first moment only about half of them do, by chance, which differs by processor.
+    return classifier(model, torch.optim.Adam(model.parameters(), 1.0, betas=(0.0, 0.999)))
 
 
 def rate_too_high_for_sgd() -> Program:
@@ -340,7 +341,7 @@ FAULTY: dict[str, tuple[Callable[[], Program], int, str]] = {
     "optimizer that climbs": (climbing_optimizer, 5, "H831"),
     "output ignores input": (output_ignores_input, 20, "H830"),
     "dead units": (dead_units, 20, "H830"),
-    "rate too high for Adam": (rate_too_high_for_adam, 40, "H825"),
+    "rate too high for Adam": (rate_too_high_for_adam, 10, "H825"),
     "rate too high for SGD": (rate_too_high_for_sgd, 10, "H825"),
     "rate too low": (rate_too_low, 40, "H824"),
     "saturated output": (saturated_output, 30, "H829"),
