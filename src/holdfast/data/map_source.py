@@ -56,6 +56,7 @@ class MapSource:
         self._losses = 0
         self._spares = SPARES  # so many that are not set aside may stand in for samples of what is asked for again
         self._in_a_row: list[Any] = []  # bad samples of that batch
+        self._taken_back = False
         self._again: int | None = None  # number of the batch that is made again, with more of them
 
     def entries(self, *, again: bool, suspect: Any = None) -> Iterator[Entry]:
@@ -100,10 +101,11 @@ class MapSource:
         if report.number == self._again:
             self._again = None
             return
+        taken_back, self._taken_back = self._taken_back, False
         self._in_a_row.clear()
         self._spares = SPARES
         entry, after = self._out.pop(report.number)
-        for failure in report.failures:
+        for failure in () if taken_back else report.failures:
             self.set_aside(failure.index, failure.kind, failure.text)
         if report.differs is not None:
             self._tell(
@@ -162,6 +164,8 @@ class MapSource:
         """Release what was found bad in a row: a drive that is away must not cost a run what it may do without."""
         with contextlib.suppress(OSError):  # a disk that is full ends nothing that is not at its end
             self._ledger.release(self._in_a_row)
+        self._taken_back = True
+        self._aside.difference_update(map(key_of, self._in_a_row))
         self._tell(
             "samples_taken_back",
             samples=list(map(plain, self._in_a_row)),
