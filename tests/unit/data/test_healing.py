@@ -111,6 +111,7 @@ def test_the_cause_of_a_loss_between_epochs_is_told() -> None:
     assert [event["cause"][1 + len("worker ") :] for event in events] == [" was killed by SIGKILL"]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch, at the first one of a process
 def test_texts_in_a_batch_do_not_keep_it_from_being_read_twice(tmp_path: Path) -> None:
     """The batch after a loss is compared with itself, whatever is in it."""
     marker = tmp_path / "struck"
