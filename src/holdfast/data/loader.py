@@ -104,8 +104,8 @@ class DataLoader(TorchDataLoader[Any]):
             ``prefetch_factor="auto"`` and a number of workers only that is chosen, once. ``timeout``
             is how long the loop waits for a batch before workers are replaced; also without it a worker that is
             stuck is found, after a minute or eight times the longest sample so far; while it starts, only if it does
-            not compute, and in ``worker_init_fn`` after ten minutes of that. Batches always come in order,
-            since a position is one number: ``in_order=False`` is taken as True.
+            not compute, and in ``worker_init_fn`` after ten minutes of that, or ten times ``timeout``. Batches
+            always come in order, since a position is one number: ``in_order=False`` is taken as True.
 
     Raises:
         LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used, H610 for a dataset

@@ -130,9 +130,8 @@ class MapSource:
             LoaderError: H612 if too many are set aside.
         """
         assert report.fatal is not None
-        of_samples = (
-            report.fatal.index is not None and self._ledger.limit > 0
-        )  # else no sample is to blame, or it is told
+        # Else no sample is to blame, or none may be set aside.
+        of_samples = report.fatal.index is not None and self._ledger.limit > 0
         is_first = not self._in_a_row
         try:
             for failure in report.failures:

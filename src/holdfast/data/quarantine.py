@@ -186,12 +186,6 @@ def _stands_for(index: Any) -> str:
     return "" if is_itself or is_number else type(index).__name__
 
 
-def is_among(index: Any, others: Iterable[Any]) -> bool:
-    """Say whether an index is one of some others; two arrays cannot be asked themselves."""
-    known = [key_of(each) for each in others]
-    return bool(known) and key_of(index) in known
-
-
 def plain(index: Any) -> int | str:
     """Return an index as it is told and named: a number, or a text."""
     key = key_of(index)

@@ -72,7 +72,8 @@ class Watch:
         limit_seconds: A worker that has been at one thing for so long is stuck; raised to eight times the longest
             that one took so far. One that is starting is stuck once it has not computed for so long, or has for ten
             times so long: a lock that was held at the fork blocks it for ever, and imports take as long as they do.
-            In the user's ``worker_init_fn`` it is stuck only once it has not computed for ten times so long.
+            In the user's ``worker_init_fn`` it is stuck only once it has not computed for ten times so long, or for
+            ten times `timeout_seconds`.
         timeout_seconds: So long the loop may wait for a batch, the start of a worker that is not stuck apart; 0 for
             no limit.
         may_end: Whether a worker that exits with code 0 has done its work.
@@ -246,9 +247,10 @@ class Watch:
         return None
 
     def _find_stuck(self, limit: float) -> Loss | None:
+        longest_start = _START_FACTOR * (min(limit, self._timeout) if self._timeout else limit)
         for worker, showing in enumerate(self._last):
             prepares = showing.offset == PREPARING
-            if showing.is_busy and self._stuck[worker] > limit * (_START_FACTOR if prepares else 1):
+            if showing.is_busy and self._stuck[worker] > (longest_start if prepares else limit):
                 return self._stuck_at(worker, f"has been at it for {self._stuck[worker]:.1f} s")
             if showing.is_starting and not prepares and self._starting[worker] > limit * _START_FACTOR:
                 return self._stuck_at(worker, f"has been at it for {self._starting[worker]:.1f} s")
