@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -10,13 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import Dataset
 
 from holdfast import DataLoader
-from holdfast.data import worker_watch
+from holdfast.data import generation, worker_watch
 from holdfast.data.worker_board import (
     COLLATING,
     IDLE,
@@ -329,7 +331,7 @@ def test_a_loss_waits_until_the_loop_waits(start: Callable[..., Any]) -> None:
 
 
 def test_a_loss_waits_until_another_loader_is_closed(
-    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A loader that is collected while one waits for another's batch is closed, also if that one loses a worker."""
     unheard: list[Any] = []
@@ -338,8 +340,20 @@ def test_a_loss_waits_until_another_loader_is_closed(
     pid = int(next(dropped[0])[0])
     os.kill(pid, signal.SIGSTOP)  # so that closing takes a while
 
+    closing = tmp_path / "closing"
+    really_undisturbed = generation.undisturbed
+
+    @contextlib.contextmanager
+    def undisturbed() -> Iterator[None]:
+        with really_undisturbed():
+            closing.touch()
+            yield
+
+    monkeypatch.setattr(generation, "undisturbed", undisturbed)
+
     def dies(board: Board, number: int) -> None:
-        time.sleep(0.1)
+        while not closing.exists():
+            time.sleep(0.005)
         os._exit(1)
 
     watch, _, _ = start(dies)
