@@ -15,8 +15,6 @@ from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, pr
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
 from holdfast.run.directory import RunDirectory
 
-_UNREADABLE = "cannot be read now"
-
 
 def run(
     run_dir: Annotated[Path, typer.Argument(help="Directory that was given to Guard.")],
@@ -39,7 +37,7 @@ def run(
         print_json({"run_dir": str(run_dir), "checkpoints": rows, "removed": [path.name for path in removed]})
     else:
         _print(rows, removed)
-    if any(row["status"].startswith(("damaged:", _UNREADABLE)) for row in rows):
+    if any(row["status"].startswith(("damaged:", "cannot be read now")) for row in rows):
         raise typer.Exit(CHECK_FAILED)
 
 

@@ -330,8 +330,8 @@ def _fill(
     left = range(draft.length, len(work.dataset))
     if num_workers is None:
         num_workers = max(1, int(cpu_quota()))
+    before = {} if num_workers else tell(Teller(), work.fn).facts
     try:
-        before = {} if num_workers else tell(Teller(), work.fn).facts
         if num_workers:
             items = compute_in_workers(work, left, num_workers, multiprocessing_context)
         else:
