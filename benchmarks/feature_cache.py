@@ -96,7 +96,7 @@ def cpu_seconds(work: partial[object]) -> float:
 
 def measure_reading(result: Result, folder: Path, items: int, reads: int) -> None:
     sounds, fn, chance = Sounds(items), LogMel(), random.Random(1)
-    cache = FeatureCache.build(sounds, fn, folder / "mel.h5", num_workers=0, progress=False)
+    cache = FeatureCache.build(sounds, fn, folder / "mel.h5", version=1, num_workers=0, progress=False)
     for index in range(items):
         np.save(folder / f"{index}.npy", fn(sounds[index]).numpy())
     ratios, ratios_plain, bytes_read = [], [], []
@@ -120,7 +120,7 @@ def measure_reading(result: Result, folder: Path, items: int, reads: int) -> Non
 
 
 def build_in_a_child(path: Path) -> int:
-    cache = FeatureCache.build(RandomFrames(), LogMel(), path, num_workers=2, progress=False)
+    cache = FeatureCache.build(RandomFrames(), LogMel(), path, version=1, num_workers=2, progress=False)
     cache.verify()
     return len(cache)
 
@@ -163,7 +163,7 @@ def read_all(path: Path) -> list[torch.Tensor | None]:
 
 def measure_flips(result: Result, folder: Path, flips: int) -> None:
     path, plain, chance = folder / "flips.h5", folder / "flips.npy", random.Random(3)
-    with FeatureCache.build(Sounds(8), LogMel(), path, num_workers=0, progress=False) as cache:
+    with FeatureCache.build(Sounds(8), LogMel(), path, version=1, num_workers=0, progress=False) as cache:
         good = list(cache)
     np.save(plain, good[0].numpy())
     values_at = plain.stat().st_size - good[0].nbytes

@@ -2,7 +2,8 @@
 
 Strongest first: an option of the command line, the file of ``--config``, the default of the field. Those of the
 policy are read by `holdfast.Policy`: an option, ``HOLDFAST_*``, the file of ``--policy``, which is the recipe's own
-``policy.yaml`` unless another is given.
+``policy.yaml`` unless another is given. What a recipe's own options mean for the policy has the strength of the place
+where they stand: `RunOptions.settle`.
 
 Values that make no training are refused here, before data are made or a run directory: `RunOptions.check`.
 """
@@ -14,18 +15,19 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
 import time
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import yaml
 
 from holdfast import HoldfastError, Policy
-from holdfast.core.policy_sources import meanings_of
+from holdfast.core.policy_sources import from_environment, from_options, meanings_of
 from holdfast.data.quarantine import Ledger
 
 _Options = TypeVar("_Options", bound="RunOptions")
@@ -36,6 +38,27 @@ _MOST_WORKERS = 1024  # more would take a machine down
 
 class OptionError(ValueError):
     """An option whose value makes no training: which, what is needed, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What stands on the command line, and the file that lies below it.
+
+    Args:
+        options: Names of the recipe's own options.
+        fields: Fields of the policy, with their values.
+        policy_file: Of the policy: that of ``--policy``, else the recipe's.
+        chose_policy: Whether it is that of ``--policy``.
+    """
+
+    options: frozenset[str]
+    fields: Mapping[str, Any]
+    policy_file: str | None
+    chose_policy: bool
+
+    def stronger(self) -> set[str]:
+        """Return the fields of the policy that the command line or a variable sets: no file may change them."""
+        return {*self.fields, *variables()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +99,18 @@ class RunOptions:
             self.insist(field.name, not isinstance(value, int) or value < _MOST, f"a number below {_MOST} is needed")
         is_folder = self.run_dir.is_dir() or not self.run_dir.exists()
         self.insist("run_dir", is_folder, "a directory is needed, and that is a file")
+
+    def settle(self, given: Given) -> tuple[Self, Policy]:
+        """Return the options as they count, and the policy.
+
+        Args:
+            given: Where they come from.
+
+        Raises:
+            OptionError: Two of them say different things at the same place.
+            PolicyError: A value of the policy cannot be used.
+        """
+        return self, Policy.of(given.policy_file, **given.fields)
 
     def at_least(self, limits: Mapping[str, float]) -> None:
         """Insist that options are not below their limits, by name; None is left to the recipe."""
@@ -189,18 +224,34 @@ def read_options(
     if first.config is not None:
         parser.set_defaults(**_from_file(parser, Path(first.config), hints))
     found = parser.parse_args(argv)
-    try:
-        policy = Policy.from_arguments(found)
-    except HoldfastError as error:
-        parser.exit(2, f"{error}\n")
     options = cls(**{field.name: getattr(found, field.name) for field in dataclasses.fields(cls)})
     try:
+        options, policy = options.settle(_given(parser, argv, found, hints))
         options.check()
-    except OptionError as error:
+    except (HoldfastError, OptionError) as error:
         parser.exit(2, f"{error}\n")
     if options.resume and not options.run_dir.is_dir():  # before data are made there
         parser.exit(2, nothing_to_resume(options.run_dir))
     return options, policy
+
+
+def _given(parser: _Parser, argv: Sequence[str] | None, found: argparse.Namespace, hints: Mapping[str, Any]) -> Given:
+    nothing = object()
+    names = [*hints, *(action.dest for action in parser._actions if action.dest != "help")]
+    told = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, nothing)))
+    at_the_line = {name for name in names if getattr(told, name) is not nothing}
+    policy_file, fields = from_options(found, _OF_THE_POLICY - {"preset"})
+    return Given(
+        options=frozenset(at_the_line.intersection(hints)),
+        fields=fields,
+        policy_file=policy_file,
+        chose_policy="holdfast_policy" in at_the_line,
+    )
+
+
+def variables() -> dict[str, Any]:
+    """Return the fields of the policy that ``HOLDFAST_*`` variables set, with their values."""
+    return from_environment(os.environ, _OF_THE_POLICY - {"preset"})
 
 
 def nothing_to_resume(run_dir: Path) -> str:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from tests.prepared import prepare_forecasts
 
+from holdfast.numerics.eager import anything_compiled
+
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # sums are rounded differently by another number of threads
@@ -28,6 +30,8 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
+    if anything_compiled():
+        torch.compiler.reset()  # or the diagnosis would see less in the tests after this one
     assert torch._C._get_mkldnn_enabled(), "a test has left oneDNN switched off"
 
 

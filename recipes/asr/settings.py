@@ -5,20 +5,14 @@ Does not: carry out SpeechBrain's hyperparameter files; of one only what a polic
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import math
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self
 
 from holdfast import Policy
-from holdfast.core.policy_sources import from_options, from_speechbrain
-from recipes.asr.corpus import CorpusError
-from recipes.options import RunOptions, read_options
-from recipes.training import ending_clearly
+from holdfast.core.policy_sources import from_speechbrain
+from recipes.options import Given, OptionError, RunOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +30,36 @@ class SpeechOptions(RunOptions):
     checkpoints are taken over. No tag in it is carried out; HOLDFAST_* and options win over it."""
 
     clip_grad_norm: float | None = None
-    """Largest gradient norm over all parameters, as SpeechBrain's separation recipes name it: below 0 it is off. It
-    wins over every other source; none leaves max_grad_norm to the policy."""
+    """Another name of --max-grad-norm, as SpeechBrain's separation recipes have it: below 0 it is off. On the command
+    line it is stronger than HOLDFAST_*, in a file of --config it is not. none leaves max_grad_norm to the policy."""
 
     def place_of_speech(self) -> Path:
         """Return the folder for the speech that is made."""
         return self.run_dir / "speech" if self.speech_dir is None else self.speech_dir
+
+    def settle(self, given: Given) -> tuple[Self, Policy]:
+        """Return the options, and the policy: of ``hparams`` or of a policy file, with ``clip_grad_norm``.
+
+        Raises:
+            OptionError: Two options say different things of the same.
+            PolicyError: A value or a key cannot be used.
+        """
+        fields, clipping = dict(given.fields), dict[str, Any]()
+        if self.clip_grad_norm is not None:
+            limit = from_speechbrain({"clip_grad_norm": self.clip_grad_norm})["max_grad_norm"]
+            clipping = {"max_grad_norm": limit, "clip_by": "global"}
+        if self.hparams is not None and given.chose_policy:
+            raise OptionError("--hparams and --policy both say where the policy is\nFix: leave one of them out.")
+        if "clip_grad_norm" in given.options:
+            if clipping.keys() & fields.keys():
+                raise OptionError("--clip-grad-norm and --max-grad-norm or --clip-by\nFix: leave the first out.")
+            fields |= clipping
+        if self.hparams is None:
+            policy = Policy.of(given.policy_file, **fields)
+        else:
+            policy = Policy.from_speechbrain(self.hparams, **fields)
+        stronger = {*fields, *given.stronger()}
+        return self, policy.replace(**{name: value for name, value in clipping.items() if name not in stronger})
 
     def check(self) -> None:
         """Look at each option by itself and beside the others.
@@ -61,39 +79,6 @@ _LEAST = {
 }  # fmt: skip
 _MOST = {"sample_rate": 384_000, "speakers": 10_000, "sentences": 10_000, "words": 1000}
 _WARM_UP_SHARE = 0.1  # of the steps, in which the learning rate rises
-_Options = TypeVar("_Options", bound=SpeechOptions)
-
-
-def read_speech_options(
-    cls: type[_Options], argv: Sequence[str] | None, *, policy_file: Path
-) -> tuple[_Options, Policy]:
-    """Return options and policy; what cannot be used ends the process with a message and exit code 2.
-
-    Args:
-        cls: Of the recipe's options.
-        argv: Arguments; None: those of the process.
-        policy_file: Of the recipe.
-    """
-    options, policy = read_options(cls, argv, policy_file=policy_file)
-    with ending_clearly(CorpusError):
-        if options.hparams is not None:
-            policy = Policy.from_speechbrain(options.hparams, **_options_given(argv))
-        if options.clip_grad_norm is not None:
-            limit = from_speechbrain({"clip_grad_norm": options.clip_grad_norm})["max_grad_norm"]
-            policy = policy.replace(max_grad_norm=limit, clip_by="global")
-    return options, policy
-
-
-def _options_given(argv: Sequence[str] | None) -> dict[str, Any]:
-    """Return the fields of the policy that stand on the command line."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    Policy.add_arguments(parser)
-    namespace, _ = parser.parse_known_args(argv)
-    file, given = from_options(namespace, [field.name for field in dataclasses.fields(Policy)])
-    if file is not None:
-        print("--hparams and --policy both say where the policy is\nFix: leave one of them out.", file=sys.stderr)
-        raise SystemExit(2)
-    return given
 
 
 def learning_rate_factor(step: int, steps: int) -> float:

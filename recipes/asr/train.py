@@ -16,9 +16,9 @@ from recipes.asr.corpus import CorpusError, Utterance, hold_out, insist_on_sampl
 from recipes.asr.data import Sound, Speech, collate
 from recipes.asr.model import Recogniser, ctc
 from recipes.asr.scoring import evaluate, picture
-from recipes.asr.settings import SpeechOptions, learning_rate_factor, read_speech_options
+from recipes.asr.settings import SpeechOptions, learning_rate_factor
 from recipes.asr.speech import Plan, make_corpus
-from recipes.options import insist_on_a_batch
+from recipes.options import insist_on_a_batch, read_options
 from recipes.training import Training, ending_clearly, find_device, making_the_model, open_guard
 
 _MOST_MELS = 256  # that a picture of a run has room for
@@ -96,7 +96,7 @@ class Options(SpeechOptions):
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, and return what ``result.json`` holds."""
-    options, policy = read_speech_options(Options, argv, policy_file=Path(__file__).with_name("policy.yaml"))
+    options, policy = read_options(Options, argv, policy_file=Path(__file__).with_name("policy.yaml"))
     device = find_device(options)
     with ending_clearly(CorpusError):
         training_set, held_out = _corpora(options)

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from recipes.classifier.images import (
 )
 from recipes.classifier.model import Classifier
 from recipes.classifier.samples import Samples, Scale
-from recipes.options import RunOptions, insist_on_a_batch, read_options
+from recipes.options import Given, RunOptions, insist_on_a_batch, read_options
 from recipes.training import Training, ending_clearly, find_device, found, making_the_model, open_guard
 
 POLICY = Path(__file__).parent / "policy.yaml"
@@ -92,6 +92,16 @@ class ClassifierOptions(RunOptions):
 
     quarantine: float = 0.001
     """Most images that may be set aside because they cannot be read: a share below 1, or a number."""
+
+    def settle(self, given: Given) -> tuple[Self, Policy]:
+        """Return options and policy with what the fault sets; what the command line or a variable says stays."""
+        options, policy = RunOptions.settle(self, given)
+        if self.fault is None:
+            return options, policy
+        fault = FAULTS[self.fault]
+        wrong = {name: value for name, value in fault.options.items() if name not in given.options}
+        fields = {name: value for name, value in fault.policy.items() if name not in given.stronger()}
+        return dataclasses.replace(options, **wrong), policy.replace(**fields)
 
     def check(self) -> None:
         """Look at each option.
@@ -229,17 +239,9 @@ def train(job: Job, options: ClassifierOptions, policy: Policy) -> dict[str, Any
     return training.finish(job.model, {**figures, "found": found(guard)})
 
 
-def with_fault(options: ClassifierOptions, policy: Policy) -> tuple[ClassifierOptions, Policy]:
-    """Return options and policy with what the chosen fault sets."""
-    if options.fault is None:
-        return options, policy
-    fault = FAULTS[options.fault]
-    return dataclasses.replace(options, **fault.options), policy.replace(**fault.policy)
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train as the command line says, and return what result.json holds."""
-    options, policy = with_fault(*read_options(ClassifierOptions, argv, policy_file=POLICY))
+    options, policy = read_options(ClassifierOptions, argv, policy_file=POLICY)
     with ending_clearly(DataError):
         job = make_job(options)
     with ending_clearly(DataError, options.run_dir):

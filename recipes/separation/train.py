@@ -11,9 +11,9 @@ import torch
 
 from holdfast import DataLoader, Guard, Policy
 from recipes.asr.corpus import CorpusError, insist_on_sample_rate
-from recipes.asr.settings import SpeechOptions, learning_rate_factor, read_speech_options
+from recipes.asr.settings import SpeechOptions, learning_rate_factor
 from recipes.asr.speech import Plan, make_corpus
-from recipes.options import insist_on_a_batch
+from recipes.options import insist_on_a_batch, read_options
 from recipes.separation.data import CutMixtures, MixedOnTheFly
 from recipes.separation.mixtures import make_mixtures, read_mixtures, read_speakers
 from recipes.separation.model import ConvTasNet
@@ -112,7 +112,7 @@ class Options(SpeechOptions):
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, and return what ``result.json`` holds."""
-    options, policy = read_speech_options(Options, argv, policy_file=Path(__file__).with_name("policy.yaml"))
+    options, policy = read_options(Options, argv, policy_file=Path(__file__).with_name("policy.yaml"))
     device = find_device(options)
     with ending_clearly(CorpusError):
         loader, held_out = _loaders(options, device)

@@ -5,9 +5,9 @@ Not here: what is in the folder (``folder``), how a spectrogram is made (``audio
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from recipes.tacotron2.folder import Row, SpeechFolder
 from recipes.tacotron2.text import numbers_of
 
 _ENOUGH = 64  # utterances for a mean
+_VERSION = 1  # of MelFeatures; another one where it computes something else
 _MANY = 1000  # utterances from which on several processes compute features
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MelFeatures:
     """Computes ``mel`` of a sample of a folder; of one without sound, ``error`` says why, for the loader to raise.
 
@@ -58,9 +59,11 @@ def compute_features(folder: SpeechFolder, path: Path, settings: MelSettings, *,
         LoaderError: H620 if the file was made of something else, H621 to H625 if it cannot be had.
     """
     workers = None if len(folder) >= _MANY else 0
-    about = {"folder": folder.digest}
+    about = {"folder": folder.digest, **dataclasses.asdict(settings)}
     features = MelFeatures(settings=settings)
-    return FeatureCache.build(folder, features, path, parameters=about, num_workers=workers, rebuild=rebuild)
+    return FeatureCache.build(
+        folder, features, path, version=_VERSION, parameters=about, num_workers=workers, rebuild=rebuild
+    )
 
 
 class Utterances(Dataset[dict[str, Tensor]]):
@@ -106,7 +109,7 @@ class Utterances(Dataset[dict[str, Tensor]]):
         return torch.cat(list(itertools.islice(readable, _ENOUGH))).mean(dim=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Padded:
     """Makes a batch of utterances, each padded behind its end.
 

@@ -159,7 +159,6 @@ def test_the_commands_and_their_flags() -> None:
             "--seed",
             "--stall-seconds",
         ],
-        "trial": ["--a", "--adopt", "--b", "--from", "--json", "--seeds", "--smallest-gain", "--steps"],
     }
 
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
-LONGEST_MODULE = 400
+LONGEST_MODULE = 600
 LONGEST_FUNCTION = 60
 FUNCTION_P90 = 31
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "manager"}
@@ -39,7 +39,7 @@ def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_no_module_is_longer_than_a_reader_can_hold() -> None:
-    """Every module of the package has at most 400 lines."""
+    """Every module of the package has at most 600 lines."""
     long = {str(path): lines for path in SOURCE if (lines := len(path.read_text().splitlines())) > LONGEST_MODULE}
     assert not long
 

@@ -192,4 +192,4 @@ def test_a_kill_during_a_save_never_leaves_an_unusable_directory(start, tmp_path
         begun = life.lines()[0]["start"]
         assert begun >= reached - 1, "only the save under way was lost"
         reached = life.steps()[-1]
-    assert json.loads((tmp_path / "run" / "run.json").read_text()) == {"format": 1}
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["format"] == 1

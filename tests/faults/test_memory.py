@@ -39,6 +39,17 @@ def test_recomputation_is_exact_also_for_batch_norm():
     assert answer["micro_batch_size"] == 8192
 
 
+def test_what_saves_most_is_recomputed_before_anything_is_split():
+    """A part that does not repeat, is called often and keeps most is found; the step is exact, and not split."""
+    for answer in take_steps("recurrence", 0.6, 0.4):
+        assert answer.get("error") is None
+        assert answer["recomputed"][0] == ["recurrence"]
+        assert answer["micro_batch_size"] == 8192
+        assert answer["bit_equal"]
+        assert answer["buffers_equal"]
+        assert answer["observed"], "the diagnosis goes on"
+
+
 def test_what_cannot_fit_ends_with_an_error_that_says_what_was_tried():
     """With next to no memory a model with BatchNorm ends in a clear error, and trains on with a smaller batch."""
     (answer,) = take_steps("batch_norm", 0.05)

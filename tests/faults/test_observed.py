@@ -24,6 +24,7 @@ from holdfast.supervise.observe.environment import observing
 
 PROGRAM = Path(__file__).parent / "programs" / "observed_train.py"
 GUARDED = Path(__file__).parent / "programs" / "train.py"
+FSDP2 = Path(__file__).parent / "programs" / "observed_fsdp2.py"
 PEERS = Path(__file__).parent / "programs" / "observed_peers.py"
 _SECONDS = 120.0
 Train = Callable[..., "Ended"]
@@ -137,8 +138,29 @@ def test_nothing_of_a_training_changes(
         assert [sample.micro_steps for sample in observed.samples()] == micro_steps
     if shape == "accumulation":
         assert [sample.loss for sample in observed.samples()] == printed(observed.output)[3::4]
+    if shape == "no_optimizer":
+        assert [sample.grad_norm for sample in observed.samples()] == printed(observed.output, 1)
     if shape == "compiled":  # hooks of an optimizer that is traced are none; the calls of backward are there
         assert observed.standing().micro_step == 6
+
+
+@pytest.mark.slow
+def test_two_ranks_under_fsdp2(tmp_path: Path) -> None:
+    """Losses and norms of both ranks are the script's, and what it does to save an optimizer's state is no step."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(FSDP2)],
+        env={**observing(os.environ, tmp_path, 0), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=_SECONDS,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    trainers = Ended(ended.stdout, 0, tmp_path).processes()
+    assert len(trainers) == 2
+    for folder, _ in trainers:
+        samples = read_samples(folder / SAMPLES_FILE)
+        assert [(sample.step, sample.micro_steps) for sample in samples] == [(1, 1), (2, 1), (3, 1)]
+        assert [sample.grad_norm for sample in samples] == printed(ended.stdout, 1)
+    own = [[sample.loss for sample in read_samples(folder / SAMPLES_FILE)] for folder, _ in trainers]
+    assert printed(ended.stdout) in own
 
 
 @pytest.mark.slow

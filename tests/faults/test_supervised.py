@@ -725,3 +725,26 @@ def _children(pid: int, word: str) -> list[int]:
             if word in Path(f"/proc/{child}/cmdline").read_text():
                 found.append(int(child))
     return found
+
+
+def test_lines_that_were_printed_are_kept_when_the_command_is_killed(supervise):
+    """A pipe makes Python collect 8 KiB before it writes: what stood there would be lost with SIGKILL."""
+    script = "import os, sys; print('last words'); os.kill(os.getpid(), 9)"
+    for options in ([], ["--no-observe"]):
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        run = supervise("--max-restarts", "0", *options, command=[sys.executable, "-c", script], env=environment)
+        assert run.end()[0] == 137
+        assert "last words" in run.log()
+
+
+def test_a_trainer_that_is_stopped_by_a_signal_is_said_in_log_events_and_verdict(supervise, tmp_path):
+    """SIGSTOP is no hang and no silence: it is said that and when it stopped, that it went on, and in the verdict."""
+    run, told = start_training(supervise, tmp_path)
+    os.kill(told["trainer"], signal.SIGSTOP)
+    run.wait_for(lambda: run.events("process_stopped"))
+    os.kill(told["trainer"], signal.SIGCONT)
+    run.wait_for(lambda: run.events("process_continued"))
+    run.process.send_signal(signal.SIGTERM)
+    _, _, err = run.end()
+    assert "was stopped by a signal" in err
+    assert "was stopped by a signal" in json.loads((run.folder / "verdict.json").read_text())["summary"]

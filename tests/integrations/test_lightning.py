@@ -523,6 +523,72 @@ def test_training_goes_on_from_the_middle_of_an_epoch_as_if_it_had_never_stopped
     assert_same(second, whole)
 
 
+class Order(Callback):
+    """Notes the targets of each batch, which are of other samples, otherwise augmented, in each."""
+
+    def __init__(self) -> None:
+        self.batches: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(float(batch[1].sum()))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "holdfast"])
+@pytest.mark.parametrize(
+    "saves", [{"every_n_train_steps": 5}, {"every_n_epochs": 1}], ids=["last batch", "epoch end"]
+)
+def test_no_epoch_is_left_out_or_repeated_after_a_checkpoint_at_the_end_of_one(tmp_path, strategy, saves):
+    """Plain Lightning too goes on with the next epoch of a holdfast loader, in its order."""
+    whole, rest = Order(), Order()
+    fit(Small(), tmp_path / "whole", loader(), strategy=strategy, max_epochs=3, callbacks=[whole])
+    keeps = ModelCheckpoint(dirpath=tmp_path / "saved", save_top_k=-1, **saves)
+    fit(
+        Small(), tmp_path / "cut", loader(), strategy=strategy, max_epochs=1, callbacks=[keeps],
+        enable_checkpointing=True,
+    )  # fmt: skip
+    (saved,) = (tmp_path / "saved").glob("*.ckpt")
+    trainer, _ = fit(
+        Small(), tmp_path / "cut", loader(), strategy=strategy, max_epochs=3, callbacks=[rest], ckpt_path=str(saved)
+    )
+    assert trainer.global_step == 15
+    assert rest.batches == whole.batches[5:]
+
+
+def test_a_resume_does_not_replace_the_checkpoint_that_it_came_from(tmp_path):
+    """The first batch of a step of two makes no step: what was saved at the step before stays as it is."""
+    options: dict[str, Any] = {"strategy": "holdfast", "accumulate_grad_batches": 2}
+    saves = {"dirpath": tmp_path, "every_n_train_steps": 4, "save_top_k": -1, "filename": "{step}"}
+    given = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(**saves)]}
+    fit(Small(), tmp_path, batches(8), max_epochs=1, **options, **given)
+    before = (tmp_path / "step=4.ckpt").stat().st_mtime_ns
+    given["callbacks"] = [ModelCheckpoint(**saves)]
+    fit(Small(), tmp_path, batches(8), max_epochs=2, ckpt_path=str(tmp_path / "step=4.ckpt"), **options, **given)
+    assert (tmp_path / "step=8.ckpt").exists()
+    assert (tmp_path / "step=4.ckpt").stat().st_mtime_ns == before
+
+
+class SavesAt(Callback):
+    """Saves after one batch, whatever that is in the middle of."""
+
+    def __init__(self, path: Path, batch: int) -> None:
+        self.path, self.batch = path, batch
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_a_checkpoint_in_the_middle_of_a_step_holds_what_its_batches_have_left(tmp_path, batch):
+    """After any batch of a window of three, training goes on bit for bit: the gradients so far are in the file."""
+    options: dict[str, Any] = {"strategy": "holdfast", "accumulate_grad_batches": 3, "max_epochs": 1}
+    saved, whole, resumed = tmp_path / "a.ckpt", Small(), Small()
+    fit(whole, tmp_path / "whole", loader(), callbacks=[SavesAt(saved, batch)], **options)
+    _, seen = fit(resumed, tmp_path / "rest", loader(), ckpt_path=str(saved), **options)
+    assert len(seen.losses) == 4 - batch
+    assert_same(resumed, whole)
+
+
 def test_after_an_epoch_torchs_own_loader_goes_on_as_if_it_had_never_stopped(tmp_path):
     """From a checkpoint at the end of an epoch, shuffled order, dropout and weights are bit-exact."""
 

@@ -182,7 +182,31 @@ def test_a_nan_is_skipped_and_stays_in_the_log(tmp_path: Path) -> None:
     assert digest(calm.model) == digest(hurt.model)
     assert [math.isnan(loss) for loss in logged(hurt, "loss")] == [False, False, True, False, False, False]
     assert logged(hurt, "skipped_steps") == [1, 1, 1, 1]
-    assert math.isfinite(done.training_loss)
+    made = [loss for loss in logged(hurt, "loss") if math.isfinite(loss)]
+    assert done.training_loss == pytest.approx(sum(made) / len(made), abs=1e-6)
+
+
+@pytest.mark.parametrize("at", [5, 17])
+def test_train_loss_is_the_mean_of_the_steps_that_were_made_in_all_lives(tmp_path: Path, at: int) -> None:
+    """A run that is resumed reports the mean of one that was not, also with a skipped step before or after."""
+
+    def trainer(folder: str, steps: int) -> Any:
+        settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+        model = Poisoned(make_gpt2())
+        return make_trainer(guarded(), tmp_path / folder, model, with_poison(at), max_steps=steps, **settings)
+
+    whole = trainer("a", 6).train().training_loss
+    trainer("b", 4).train()
+    for _ in range(2):  # the second time there is nothing left to train
+        done = trainer("b", 6).train(resume_from_checkpoint=True)
+        assert done.training_loss == pytest.approx(whole, abs=1e-6)
+
+
+def test_a_training_of_skipped_steps_alone_has_no_train_loss(tmp_path: Path) -> None:
+    """Where no step was made the mean is NaN, and not zero."""
+    data = [with_poison(at)[at] for at in range(8)]
+    done = make_trainer(guarded(), tmp_path, Poisoned(make_gpt2()), data, max_steps=1).train()
+    assert math.isnan(done.training_loss)
 
 
 def test_a_bad_sample_is_named_and_left_out(tmp_path: Path) -> None:

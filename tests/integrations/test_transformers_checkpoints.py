@@ -15,6 +15,7 @@ from tests.integrations.hugging_face import digest, make_gpt2, make_trainer, sam
 
 from holdfast import CheckpointError, NonFiniteError, OutOfMemoryError
 from holdfast.checkpoint.sealing import verify
+from holdfast.recorder.reader import read_events
 from holdfast.testing import flip_bit
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
@@ -168,6 +169,56 @@ def test_a_path_falls_back_and_what_is_lost_is_said(tmp_path: Path) -> None:
     flip_bit(oldest / "scheduler.pt", 99)
     with pytest.raises(CheckpointError, match="H312"):
         guarded(tmp_path).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("by", ["the mixin", "the callback"])
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_lost_checkpoints_are_no_silent_new_start(by: str, elsewhere: bool, tmp_path: Path) -> None:
+    """Where a run has saved and nothing is found, or its folder is out of reach, asking for the newest is an H312."""
+    from holdfast.integrations.transformers import HoldfastCallback, last_good_checkpoint
+
+    output, run_dir = tmp_path / "output", tmp_path / "run" if elsewhere else tmp_path / "output" / "holdfast"
+    settings = SAVING | {"max_steps": 4}
+    if by == "the mixin":
+        trainer = make_trainer(_mixed(), output, make_gpt2(), samples(20), holdfast_run_dir=str(run_dir), **settings)
+    else:
+        calls = [HoldfastCallback(holdfast_run_dir=str(run_dir))]
+        trainer = make_trainer(transformers.Trainer, output, make_gpt2(), samples(20), callbacks=calls, **settings)
+    trainer.train()
+    for folder in output.glob("checkpoint-*"):
+        folder.rename(tmp_path / folder.name)
+    with pytest.raises(CheckpointError, match="H312"):
+        last_good_checkpoint(output, run_dir)
+    if by == "the mixin":
+        with pytest.raises(CheckpointError, match="H312"):
+            trainer.train(resume_from_checkpoint=True)
+    if elsewhere:
+        output.rename(tmp_path / "moved")
+        output.symlink_to(tmp_path / "not mounted")
+        with pytest.raises(CheckpointError, match="cannot be reached"):
+            last_good_checkpoint(output, run_dir)
+        output.unlink()
+        (tmp_path / "moved").rename(output)
+    trainer.train()  # anew, as it is asked for
+    assert last_good_checkpoint(output, run_dir) == str(output / "checkpoint-4")
+
+
+def _mixed() -> type:
+    from holdfast.integrations.transformers import HoldfastTrainer
+
+    found: type = HoldfastTrainer
+    return found
+
+
+def test_a_training_that_could_save_nothing_says_so_at_its_end(tmp_path: Path) -> None:
+    """With every save refused by the disk the recording says as it closes that nothing was saved."""
+    for step in (2, 4, 6, 8):
+        (tmp_path / f"checkpoint-{step}").write_text("in the way")  # a folder cannot be made here
+    trainer = guarded(tmp_path)
+    trainer.train()
+    found = read_events(tmp_path / "holdfast" / "recorder" / "rank0")
+    (said,) = [event for event in found if event.kind == "not_saved"]
+    assert (said.data["newest_checkpoint"], found[-1].kind) == (None, "closed")
 
 
 def test_a_save_that_fails_does_not_end_training(tmp_path: Path, undisturbed: str) -> None:

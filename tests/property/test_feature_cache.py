@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from holdfast.core.errors import LoaderError
 from holdfast.data.features.cache import FeatureCache
 from holdfast.data.features.items import decode, digest_of, encode
-from holdfast.data.features.keys import _looked_at
 from holdfast.testing import flip_bit
 
 _FAST = settings(deadline=None, max_examples=60)
@@ -28,9 +27,8 @@ _LEAVES = st.one_of(
     st.integers(-(2**70), 2**70),
     st.floats(),
     st.text(max_size=5),
-    st.binary(max_size=5),
     st.builds(lambda shape, dtype: torch.randint(0, 2, shape).to(dtype), _SHAPES, st.sampled_from(_DTYPES)),
-    st.builds(lambda shape, kind: np.ones(shape, kind), _SHAPES, st.sampled_from(["<f4", ">i8", "<U3", "|b1"])),
+    st.builds(lambda shape, kind: np.ones(shape, kind), _SHAPES, st.sampled_from(["<f4", "<i8", "<u2", "|b1"])),
 )
 _VALUES = st.recursive(
     _LEAVES,
@@ -43,8 +41,6 @@ _VALUES = st.recursive(
 )
 _ITEMS = 12
 _STOP_AT: list[int | None] = [None]
-# Those that are read to tell datasets apart would stop a build before it begins.
-_NOT_LOOKED_AT = sorted(set(range(_ITEMS)) - set(_looked_at(_ITEMS)))
 
 
 class Random:
@@ -64,7 +60,7 @@ def double(sample: torch.Tensor) -> dict[str, Any]:
 
 
 def build(path: Path) -> FeatureCache:
-    return FeatureCache.build(Random(), double, path, num_workers=0, progress=False)
+    return FeatureCache.build(Random(), double, path, version=1, num_workers=0, progress=False)
 
 
 def _plain(value: Any) -> Any:
@@ -111,28 +107,27 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @_FAST
 @given(st.data())
 def test_whatever_a_kill_leaves_the_build_ends_with_the_same_file(undisturbed: bytes, data: st.DataObject) -> None:
-    """Stopped at any item, its two files cut anywhere or with a flipped bit, it ends with the undisturbed file."""
+    """Stopped at any item, its file cut anywhere or with a flipped bit, it ends with the undisturbed file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "f.h5"
-        for stop_at in sorted(data.draw(st.sets(st.sampled_from(_NOT_LOOKED_AT), min_size=1, max_size=3))):
+        for stop_at in sorted(data.draw(st.sets(st.integers(0, _ITEMS - 1), min_size=1, max_size=3))):
             _STOP_AT[0] = stop_at
             try:
                 with pytest.raises(LoaderError, match=f"item {stop_at} .* not now"):
                     build(path)
             finally:
                 _STOP_AT[0] = None
-            for name in ("data", "journal"):
-                file = path.with_name("f.h5.building") / name
-                size = file.stat().st_size
-                harm = data.draw(st.sampled_from(["none", "cut", "flip", "longer"]))
-                if harm == "cut":
-                    with file.open("r+b") as opened:
-                        opened.truncate(data.draw(st.integers(0, size)))
-                elif harm == "flip" and size:
-                    flip_bit(file, data.draw(st.integers(0, 8 * size - 1)))
-                elif harm == "longer":
-                    with file.open("ab") as opened:
-                        opened.write(data.draw(st.binary(min_size=1, max_size=40)))
+            file = path.with_name("f.h5.building") / "data"
+            size = file.stat().st_size
+            harm = data.draw(st.sampled_from(["none", "cut", "flip", "longer"]))
+            if harm == "cut":
+                with file.open("r+b") as opened:
+                    opened.truncate(data.draw(st.integers(0, size)))
+            elif harm == "flip" and size:
+                flip_bit(file, data.draw(st.integers(0, 8 * size - 1)))
+            elif harm == "longer":
+                with file.open("ab") as opened:
+                    opened.write(data.draw(st.binary(min_size=1, max_size=40)))
         build(path).close()
         assert path.read_bytes() == undisturbed
         assert [each.name for each in Path(folder).iterdir()] == ["f.h5"]

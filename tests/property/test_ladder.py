@@ -28,7 +28,7 @@ class Device:
         return plan.samples(batch_size) <= (self.recomputed if plan.recompute else self.plain)
 
     def means(self) -> Means:
-        return Means(blocks=("block",) if self.blocks else (), smallest=self.smallest)
+        return Means(recompute=("block",) if self.blocks else (), smallest=self.smallest)
 
     def has_room(self, batch_size: int) -> bool:
         best = self.recomputed if self.blocks else self.plain

@@ -17,9 +17,9 @@ from recipes.asr.corpus import CorpusError, Utterance, hold_out, insist_on_sampl
 from recipes.asr.data import CHARACTERS, Sound, Speech, collate, encode
 from recipes.asr.model import Recogniser, ctc
 from recipes.asr.scoring import best_path, edits
-from recipes.asr.settings import read_speech_options
 from recipes.asr.speech import Plan, make_corpus, resampled
 from recipes.asr.voices import ALPHABET, Voice, speak
+from recipes.options import read_options
 from recipes.tacotron2 import espeak
 from recipes.wav import write_wav
 from typer.testing import CliRunner
@@ -227,7 +227,7 @@ def test_a_recording_that_is_none_is_set_aside(corpus, tmp_path):
 
 
 def read(*argv: object) -> tuple[train.Options, Any]:
-    return read_speech_options(train.Options, [str(each) for each in argv], policy_file=POLICY)
+    return read_options(train.Options, [str(each) for each in argv], policy_file=POLICY)
 
 
 def test_clipping_is_the_preset_unless_something_stronger_says_otherwise(tmp_path):

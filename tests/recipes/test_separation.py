@@ -11,8 +11,8 @@ import pytest
 import soundfile
 import torch
 from recipes.asr.corpus import CorpusError, Utterance
-from recipes.asr.settings import read_speech_options
 from recipes.asr.speech import Plan, make_corpus
+from recipes.options import read_options
 from recipes.separation import train
 from recipes.separation.data import CutMixtures, MixedOnTheFly
 from recipes.separation.mixtures import Mixture, make_mixtures, mixed, read_mixtures, read_speakers
@@ -234,7 +234,7 @@ def test_the_gate_turns_clipping_off_below_zero():
     """The preset clips at 5 over all parameters; the gate of SpeechBrain's recipes turns it off, and refuses 0."""
 
     def limit(*argv: str) -> float | None:
-        found: float | None = read_speech_options(train.Options, argv, policy_file=POLICY)[1].max_grad_norm
+        found: float | None = read_options(train.Options, argv, policy_file=POLICY)[1].max_grad_norm
         return found
 
     assert limit() == 5.0

@@ -117,7 +117,7 @@ class Campaign:
         return Report(
             rows=[row for each in (*rows, everything) for row in each],
             reference=reference.losses,
-            curve=[(record.global_step, record.loss) for record in last.steps(StepMark.COMMITTED)],
+            curve=[(each.global_step, each.loss) for each in last.steps(StepMark.COMMITTED) if each.loss is not None],
             marks=marks,
             accuracy=(reference.accuracy, last.accuracy),
             seed=self._seed,

@@ -19,6 +19,10 @@ from holdfast.core.events import Decision
 START_STEPS = 500
 """Until a step and a save were measured: the Hugging Face Trainer's default."""
 
+EARLY_SECONDS = 5.0
+"""Age of a run at which it is saved in any case: what a person waits who looks whether it has begun well."""
+
+_EARLY_COSTS = 10  # times what a save takes lie before it at least, also in a young run
 _STEPS = 64  # of which the median is taken, and after which it is looked at again
 _LEAST_STEPS = 8  # the first ones compile, allocate and warm caches
 _SAVES = 5
@@ -52,11 +56,17 @@ class IntervalChooser:
     Args:
         mean_seconds_between_failures: Expected of the whole job.
         most_overhead: Largest share of the time that saves may take.
+        most_minutes: From one save to the next; None: no limit.
     """
 
-    def __init__(self, *, mean_seconds_between_failures: float, most_overhead: float) -> None:
+    def __init__(
+        self, *, mean_seconds_between_failures: float, most_overhead: float, most_minutes: float | None = None
+    ) -> None:
         self._between_failures = mean_seconds_between_failures
         self._most_overhead = most_overhead
+        self._most_minutes = most_minutes
+        self._began: float | None = None
+        self._tried: float | None = None
         self.steps = START_STEPS
         self._last: float | None = None
         self._usual: deque[float] = deque(maxlen=_STEPS)
@@ -76,6 +86,28 @@ class IntervalChooser:
             (self._during if writing else self._usual).append(seconds - self._last)
             self._steps_to_wait -= 1
         self._last = seconds
+        self._began = seconds if self._began is None else self._began
+
+    def tried(self, seconds: float) -> None:
+        """Note that a save is begun, or was read back; whatever comes of it, the next one is not due at once."""
+        self._tried = seconds
+
+    def is_overdue(self, seconds: float, *, early: bool) -> bool:
+        """Return whether a save is due by the time, whatever the interval in steps is.
+
+        Args:
+            seconds: The time now, monotonic.
+            early: Whether a young run is saved more often: after `EARLY_SECONDS`, and whenever it is twice as old as
+                at its last save, so that it never loses more than half of its time. Most runs that fail do so early.
+        """
+        if self._began is None:
+            return False
+        since = self._began if self._tried is None else max(self._began, self._tried)
+        if self._most_minutes is not None and seconds - since >= 60 * self._most_minutes:
+            return True
+        known = [cost for cost, _ in self.costs] or [cost for cost, _ in filter(None, [self._first])]
+        least = max(EARLY_SECONDS, _EARLY_COSTS * statistics.median(known) if known else 0.0)
+        return early and seconds - since >= max(least, since - self._began)
 
     def resumes(self, seconds: float) -> None:
         """Note that training goes on after something that is no part of a step, such as a stall."""

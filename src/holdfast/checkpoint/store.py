@@ -72,7 +72,7 @@ class Store:
 
     def _found(self, prefix: str) -> list[Entry]:
         found = []
-        for path in self.directory.iterdir() if self.directory.is_dir() else ():
+        for path in paths_in(self.directory):
             match = _NAME.fullmatch(path.name.removeprefix(prefix))
             if match and path.name.startswith(prefix):
                 found.append(Entry(path=path, save_id=int(match[1]), global_step=int(match[2])))
@@ -114,8 +114,9 @@ class Store:
 
     def clean_up(self) -> None:
         """Remove what killed saves left behind. Only for the holder of the run directory's lock."""
-        for path in self.directory.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(path, ignore_errors=True)
+        for path in paths_in(self.directory):
+            if path.name.startswith(_TEMPORARY):
+                shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep: int, *, known_good: Entry | None = None) -> list[Path]:
         """Delete all but the newest checkpoints, never the last good one.
@@ -147,6 +148,26 @@ class Store:
             entry.path.rename(doomed)  # first the name: a half-deleted directory must not look complete
             shutil.rmtree(doomed, ignore_errors=True)
         return [entry.path for entry in surplus]
+
+
+def paths_in(directory: Path) -> list[Path]:
+    """Return what lies in a folder of checkpoints; one that was never made is empty.
+
+    Raises:
+        CheckpointError: H312, for a folder that is there and cannot be read: a link to a disk that is not mounted, a
+            file in its place, missing rights, a network disk that is away.
+    """
+    try:
+        return list(directory.iterdir())
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not directory.is_symlink():
+            return []
+        raise CheckpointError(
+            f"checkpoints in {directory} cannot be reached ({error.strerror or error})",
+            limit="a new start without a word would hide their loss, and nothing could be saved",
+            fix="mount the disk, or make it a folder that can be read; to begin anew on purpose, name another one.",
+            rule="H312",
+        ) from error
 
 
 def _is_replaced_by(newer: Entry | None, entry: Entry) -> bool:

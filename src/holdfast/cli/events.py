@@ -82,6 +82,7 @@ def run(
 def _all(recordings: Recordings) -> list[_Told]:
     found = []
     for who, folder in all_rings(recordings):
+        recordings.say_lost_steps({folder: who})
         events = recordings.events(folder)
         sound = [event for event in events if is_sound_event(event)]
         if left_out := len(events) - len(sound):

@@ -146,6 +146,8 @@ def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
         _section(out, "It could also be", [f"{title} [{cause}] ({confidence:.0%})"])
     if verdict.family != "ended well":
         _section(out, "What would have made it surer", verdict.missing)
+    elif gone := [each for each in verdict.missing if "not recorded any more" in each]:
+        _section(out, "Not recorded any more", gone)
     out.print(Text(f"\n`holdfast explain {verdict.cause}` says more.", style="dim"))
 
 

@@ -77,7 +77,7 @@ def make_loader(factory: str, batch_size: int) -> DataLoader[Any]:
             made = build()
     except Exception as error:  # whatever the user's function does
         raise unusable_factory(factory, f"{type(error).__name__}: {error}", _CORRECT) from error
-    if isinstance(made, dict) and "loader" in made:  # what `holdfast trial` takes
+    if isinstance(made, dict) and "loader" in made:
         made = made["loader"]
     if isinstance(made, DataLoader):
         return made

@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.output import ERROR
+from holdfast.cli.output import ERROR, leave_when_nobody_reads
 from holdfast.core.version import __version__
 
 COMMANDS = (
     "run", "watch", "explain", "report", "events", "metrics", "plan", "calibrate",
-    "demo", "checkpoints", "presets", "trial", "loader", "quarantine", "simulate",
+    "demo", "checkpoints", "presets", "loader", "quarantine", "simulate",
 )  # fmt: skip
 _SETTINGS = {"run": {"allow_interspersed_args": False}}  # what follows the command's name is the command's
 
@@ -52,6 +52,7 @@ def _options(
 
 def main() -> None:
     """Run the command line."""
+    leave_when_nobody_reads()
     try:
         make_app(*[name for name in sys.argv[1:2] if name in COMMANDS])()
     except Exception as error:  # noqa: BLE001 - exit code 1 would be an answer

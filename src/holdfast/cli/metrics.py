@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json
+from holdfast.cli.output import CHECK_FAILED, READER_GONE, Json, failing_clearly, print_json
 from holdfast.core.clock import SystemClock
 from holdfast.core.errors import PolicyError
 
@@ -51,8 +51,9 @@ def run(
     if as_json:
         print_json(dataclasses.asdict(copied))
     else:
-        lost = f", {copied.lost} steps were overwritten before they were read" if copied.lost else ""
-        typer.echo(f"{copied.points} steps and {copied.events} events{lost}", err=jsonl == "-")
+        typer.echo(f"{copied.points} steps and {copied.events} events", err=jsonl == "-")
+        for sentence in copied.gone:
+            typer.echo(f"note: {sentence}", err=True)
         for failure in copied.failures:
             typer.echo(f"failed: {failure}", err=True)
     if copied.failures:
@@ -94,4 +95,6 @@ def _follow(path: Path, sinks: list[Sink]) -> Copied:
     finally:
         stop.set()
         thread.join()
+    if not found:
+        raise typer.Exit(READER_GONE)  # which ended the thread
     return found[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -58,7 +57,10 @@ Lengths = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Lengths of your samples, one a line: plans for the longest.")
 ]
 Margin = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="What to keep free, such as 1GiB; else 4 %, at least 512 MiB.")
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="What to keep free, such as 1GiB; else 4 % of a calibrated device, 10 % of others."
+    ),
 ]
 MaxGradNorm = Annotated[float | None, typer.Option(min=0, help="If you clip gradients, at which norm.")]
 Out = Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="Write the plan, for Policy.from_yaml.")]
@@ -222,7 +224,6 @@ class _Told(Watcher):
 
     def __init__(self) -> None:
         self._said: set[str] = set()
-        self._lock = threading.Lock()
 
     def traced(self, precision: str, progress: tracing.Progress) -> None:  # noqa: ARG002 - the text has it
         """Say what a child does."""
@@ -237,10 +238,9 @@ class _Told(Watcher):
         self._say(f"tracing micro-batches of {row.micro_batch_size} for {row.device} once more")
 
     def _say(self, text: str) -> None:
-        with self._lock:
-            if text not in self._said:
-                self._said.add(text)
-                typer.echo(f"holdfast plan: {text}", err=True)
+        if text not in self._said:
+            self._said.add(text)
+            typer.echo(f"holdfast plan: {text}", err=True)
 
 
 class _Shown(Watcher):
@@ -253,7 +253,6 @@ class _Shown(Watcher):
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._tasks: dict[str, TaskID] = {}
-        self._lock = threading.Lock()
         self._rows = 0
 
     def traced(self, precision: str, progress: tracing.Progress) -> None:
@@ -274,7 +273,6 @@ class _Shown(Watcher):
         self._update(f"verify {row.device}", f"tracing the plan for {row.device} once more", None, None)
 
     def _update(self, name: str, text: str, done: int | None, total: int | None) -> None:
-        with self._lock:
-            if name not in self._tasks:
-                self._tasks[name] = self._progress.add_task(text, total=total)
-            self._progress.update(self._tasks[name], description=text, completed=done, total=total, visible=True)
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(text, total=total)
+        self._progress.update(self._tasks[name], description=text, completed=done, total=total, visible=True)

@@ -209,7 +209,7 @@ def _echo(text: str, stream: int) -> None:
     """Print a line to stdout or stderr; that nobody reads any more does not change the exit code."""
     try:
         typer.echo(text, err=stream == 2)
-    except OSError:
+    except (OSError, SystemExit):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # nor does Python's own attempt at its end
 
 

@@ -87,7 +87,7 @@ class Policy:
     third step, and the difference recorded as ``"forecast_compared"``."""
 
     recompute: bool | tuple[str, ...] = True
-    """Whether activation checkpointing of repeated blocks may be switched on when memory is short. Names of modules,
+    """Whether activation checkpointing may be switched on when memory is short, for what saves most. Names,
     such as ``["encoder.layers.0"]``: these are recomputed from the first step on, and no others, as `holdfast plan`
     chose them."""
 
@@ -168,9 +168,13 @@ class Policy:
 
     save_interval_steps: int | Literal["auto"] | None = "auto"
     """Optimizer steps between checkpoints. ``"auto"``: where saving and lost work together cost least time
-    (arXiv 2410.18124), from what steps and saves take; 500, the Hugging Face Trainer's default, until that is known.
-    None writes none, so there is nothing to roll back to; a run directory that holds checkpoints is resumed all the
-    same."""
+    (arXiv 2410.18124), from what steps and saves take; 500, the Hugging Face Trainer's default, until that is known;
+    and in a young run after 5 seconds, then whenever it is twice as old as at its last one. None writes none, so
+    there is nothing to roll back to; a run directory that holds checkpoints is resumed all the same."""
+
+    save_interval_minutes: float | None = None
+    """Most minutes from one checkpoint to the next, whatever ``save_interval_steps`` says: one is due at the first
+    step after that. None: no such limit. SpeechBrain's ``ckpt_interval_minutes``."""
 
     async_save: bool = True
     """Whether checkpoints are written while training goes on, from a copy of the state in host memory. The first and
@@ -243,13 +247,13 @@ class Policy:
                 ``max_grad_norm`` (5.0 without one, as in SpeechBrain; each optimizer has a norm of its own, over all
                 its groups and not only the first), ``clip_grad_norm`` of the separation recipes (one norm over
                 everything; it wins), both off where negative; ``nonfinite_patience`` (0 becomes 1: the first);
-                ``ckpt_interval_steps`` above 0; ``precision``, also by its old names. Nothing comes of
-                ``skip_nonfinite_grads``: a step with a non-finite gradient is never taken here.
+                ``ckpt_interval_steps`` and ``ckpt_interval_minutes`` above 0; ``precision``, also by its old names.
+                Nothing comes of ``skip_nonfinite_grads``: a step with a non-finite gradient is never taken here.
             overrides: Fields of the policy.
 
         Raises:
-            PolicyError: H102 for a value, a limit of 0 among them, which would multiply every gradient by 0; H103 for
-                a file that is no YAML mapping.
+            PolicyError: H101 for a misspelt key; H102 for a value, also a limit of 0, which would multiply every
+                gradient by 0; H103 for a file that is no YAML mapping.
         """
         recipe, given = policy_sources.from_speechbrain(source), {**_from_environment(), **overrides}
         if given.get("max_grad_norm", recipe["max_grad_norm"]) is None:
@@ -291,7 +295,7 @@ class Policy:
             PolicyError: H101, H102, H103, H109 or H110.
         """
         if isinstance(policy, Mapping):
-            policy = cls(**_above_preset(policy))
+            return cls(**{**policy, **overrides})
         if isinstance(policy, Policy):
             return policy.replace(**overrides) if overrides else policy
         return cls(**overrides) if policy is None else cls.from_yaml(policy, **overrides)

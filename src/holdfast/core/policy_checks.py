@@ -53,6 +53,9 @@ def _contradictions(policy: Policy) -> Iterator[tuple[str, str, str]]:
     if policy.clip_by != "global" and policy.max_grad_norm is None:
         what = f"clip_by={policy.clip_by!r} with max_grad_norm=None"
         yield what, "there is no limit to clip to", "pass max_grad_norm, for instance 1.0, or clip_by='global'."
+    if policy.save_interval_minutes is not None and policy.save_interval_steps is None:
+        what = f"save_interval_minutes={policy.save_interval_minutes!r} with save_interval_steps=None"
+        yield what, "no checkpoints are written", "pass save_interval_steps='auto' or a number, or drop the minutes."
     if policy.spike_clip and policy.spike_action == "off":
         what = "spike_clip=True with spike_action='off'"
         yield what, "spikes are not looked for", "use spike_action='warn' to clip spikes only."
@@ -132,6 +135,10 @@ def _check_hours(value: object) -> str | None:
     return None if fine else "a finite number > 0"
 
 
+def _check_minutes(value: object) -> str | None:
+    return None if value is None or _check_hours(value) is None else "a finite number > 0, or None for no limit"
+
+
 def _check_texts(value: object) -> str | None:
     fine = isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
     return None if fine else "a tuple of texts"
@@ -176,6 +183,7 @@ _CHECKS: dict[str, Callable[[object], str | None]] = {
     "ignore_rules": _check_texts,
     "precision": _check_choice(*get_args(Precision)),
     "save_interval_steps": _check_interval,
+    "save_interval_minutes": _check_minutes,
     "async_save": _check_flag,
     "save_overhead": _check_share,
     "mean_time_between_failures_hours": _check_hours,

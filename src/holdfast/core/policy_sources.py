@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import functools
 import itertools
 import os
@@ -154,6 +155,8 @@ def from_speechbrain(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict
         PolicyError: H102 for a value, H103 for a file that is no YAML mapping.
     """
     given = source if isinstance(source, Mapping) else _mapping(Path(source), _opaque_loader())
+    for key in given:
+        _check_spelling(str(key))
     recipe = {key: _resolve(given, key) for key in _SPEECHBRAIN_KEYS if key in given}
     found: dict[str, Any] = {}
     if "clip_grad_norm" in recipe:  # a recipe with a fit_batch of its own, which clips over all its modules
@@ -164,9 +167,10 @@ def from_speechbrain(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict
     if "nonfinite_patience" in recipe:
         patience = _number("nonfinite_patience", recipe["nonfinite_patience"])
         found["nonfinite_patience"] = max(1, patience) if isinstance(patience, int) else patience
-    steps = _number("ckpt_interval_steps", recipe.get("ckpt_interval_steps", 0))
-    if steps > 0:
-        found["save_interval_steps"] = steps
+    for key, field in (("ckpt_interval_steps", "save_interval_steps"), ("ckpt_interval_minutes", _MINUTES)):
+        interval = _number(key, recipe.get(key, 0))
+        if interval > 0:
+            found[field] = interval
     old_flags = (("auto_mix_prec", "fp16"), ("bfloat16_mix_prec", "bf16"))
     old = [kind for flag, kind in old_flags if recipe.get(flag) is True]
     if "precision" in recipe or old:
@@ -174,15 +178,32 @@ def from_speechbrain(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict
     return found
 
 
+_MINUTES = "save_interval_minutes"
+_MISSPELT = 0.82  # how alike a key must be; "ckpt_interval" and "eval_precision" are keys of their own
 _SPEECHBRAIN_KEYS = (
     "max_grad_norm",
     "clip_grad_norm",
     "nonfinite_patience",
     "ckpt_interval_steps",
+    "ckpt_interval_minutes",
     "precision",
     "auto_mix_prec",
     "bfloat16_mix_prec",
 )
+
+
+def _check_spelling(key: str) -> None:
+    """Refuse a key that is almost one that is read; all others are the recipe's own."""
+    if key not in _SPEECHBRAIN_KEYS:
+        plain = key.lower().replace("-", "_")
+        near = difflib.get_close_matches(plain, _SPEECHBRAIN_KEYS, n=1, cutoff=_MISSPELT)
+        if near:
+            raise PolicyError(
+                f"key {key!r} in the hyperparameters",
+                limit=f"it is nearly {near[0]!r}, which is read, and would be passed over without a word",
+                fix=f"did you mean {near[0]!r}? If not, give it another name.",
+                rule="H101",
+            )
 
 
 def _limit(name: str, value: Any) -> float | None:

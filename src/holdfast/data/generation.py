@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
+from holdfast.core.warned import ignoring
 from holdfast.data.fetch import as_is, received, shortage_in
 from holdfast.data.loader_queue import UnreadableError
 from holdfast.data.signalled import let_through
@@ -104,8 +104,7 @@ class Generation:
         dataset = make_dataset(self._board)
         self._may_end = isinstance(dataset, IterableDataset)  # a worker whose part of a stream is over
         sampler = None if self._may_end else self._entries
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of the number of workers: the outer loader has said it
+        with ignoring(UserWarning):  # of the number of workers: the outer loader has said it
             self._inner = [TorchDataLoader(dataset, batch_size=None, collate_fn=as_is, sampler=sampler, **options)]
         self._iterator: list[Any] = []
         self._asked = False  # for a batch that has not come, of which half may have been received
@@ -137,8 +136,7 @@ class Generation:
             raise WorkersLostError(watch.loss())
         loss: Loss | None
         try:
-            with watch if watch is not None else contextlib.nullcontext(), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # as above
+            with watch if watch is not None else contextlib.nullcontext(), ignoring(UserWarning):  # as above
                 self._iterator[:] = [iter(self._inner[0])]
         except WorkerLostError:
             assert watch is not None

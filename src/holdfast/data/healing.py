@@ -235,10 +235,11 @@ class Healer:
         often = len(self._losses) == _OFTEN and self._batches - self._losses[0] < _WITHIN_BATCHES
         if loss.shortage == "file descriptors" and not crew.share_by_file:
             crew.share_by_file = True
-            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             return (
-                "tensors are shared through files from now on, and the limit of descriptors is raised to the hard one"
+                "tensors are shared through files from now on, and this process keeps a limit of descriptors that is "
+                f"raised from {before} to the hard one, {most}"
             )
         at_sample = index is not None and loss.kind in {"died", "hung"}
         if loss.shortage is not None and not at_sample:

@@ -25,7 +25,9 @@ from holdfast.data.device_prefetch import prefetched
 from holdfast.data.fetch import Fetcher
 from holdfast.data.handing_out import Epoch, Failed, Place, Reached, as_error
 from holdfast.data.healing import Crew, Healer
+from holdfast.data.host_epochs import HostEpochs
 from holdfast.data.loader_arguments import (
+    as_torch,
     check_arguments,
     check_length,
     check_position,
@@ -48,21 +50,12 @@ from holdfast.data.sampled import Drawn, Sampled
 from holdfast.data.seeds import derive_seed
 from holdfast.data.sharding import most_useful_workers, shards_itself
 from holdfast.data.signalled import note_handlers
-from holdfast.data.stream import (
-    Beginning,
-    StreamPlan,
-    StreamSource,
-    keeps_state,
-)
+from holdfast.data.stream import Beginning, StreamPlan, StreamSource, keeps_state
 from holdfast.data.tuning.autotune import Given, Tuner
 from holdfast.data.worker_board import Board
 
 _log = logging.getLogger("holdfast")
 _QUIET = {"workers_chosen", "samples_read_singly"}
-_AS_TORCH = (
-    "generator", "pin_memory", "worker_init_fn", "prefetch_factor", "persistent_workers", "pin_memory_device",
-    "in_order",
-)  # fmt: skip
 
 
 class DataLoader(TorchDataLoader[Any]):
@@ -75,7 +68,7 @@ class DataLoader(TorchDataLoader[Any]):
     Under ``torch.distributed`` the samples are divided among the ranks, as they are when an epoch begins, unless you
     give a ``batch_sampler`` or a ``sampler`` of your own, which says itself what this rank gets. Its ``set_epoch`` is
     called for each epoch. If you have called it, and its attribute ``epoch`` shows that, the epoch you named comes
-    next: not in the middle of an epoch, nor if `load_state_dict` or `go_to` was called since.
+    next: not if `load_state_dict` or `go_to` was called since, and in the middle of an epoch only a later one.
 
     Args:
         dataset: As torch. An ``IterableDataset`` that does not divide its items among workers is divided here, and
@@ -156,13 +149,13 @@ class DataLoader(TorchDataLoader[Any]):
         self._at = Place(position=0)
         self.device = device
         self._under_way = False
+        self._host_epochs = HostEpochs(self)
         self._draws = 0  # generators that samples draw from, so that new workers need not find it out again
         self._happened: Callable[..., None] | None = None
         self._beginning = Beginning()
         self._base_seeds = SeededGenerator()  # a private one: starting an epoch leaves the global one alone
-        options = {name: getattr(self, name) for name in _AS_TORCH} | {"generator": self._base_seeds}
-        options["in_order"] = True  # a position is one number: with batches out of order it would repeat or lose some
-        options["persistent_workers"] = keep = given.get("persistent_workers", False) and not self._iterable
+        keep = given.get("persistent_workers", False) and not self._iterable
+        options = as_torch(self, generator=self._base_seeds, keep=keep)
         self.start_method = method = start_method(given.get("multiprocessing_context"))
         """As given, also where workers are only chosen later; None: as python does."""
         timeout = given.get("timeout", 0)
@@ -255,11 +248,10 @@ class DataLoader(TorchDataLoader[Any]):
         self._look_at_ranks()
         if self._under_way:  # an epoch that was left before its end, as torch: the next one starts
             self._move_to(self._epoch + 1)
-        told = None if self._sampler is None or self._at.position else self._sampler.told()
-        if told is not None:
-            if told < self._epoch:
-                self._tell("epoch_set_back", before=self._epoch, now=told, why="set_epoch() of the sampler said so")
-            self._move_to(told)
+        told = None if self._sampler is None else self._sampler.told()
+        epoch = self._host_epochs.follow(self._epoch, told, self._tell, begun=self._at.position > 0)
+        if epoch != self._epoch:
+            self._epoch, self._at = epoch, Place(position=0)
 
     def _look_at_ranks(self) -> None:  # anew: the process group may be younger than the loader
         if not self._ranks_fixed:
@@ -273,6 +265,8 @@ class DataLoader(TorchDataLoader[Any]):
     def _batches(self, source: MapSource | StreamSource, places: deque[Place], drawn: Drawn | None) -> Generator[Any]:
         """Yield batches, and put down where the epoch stands after each."""
         left = None if self._plan is None else self._plan.steps(self._epoch, self._at.position)
+        if left == 0 and self._at.position:
+            self._host_epochs.nothing_left(self._epoch, self._tell)
         self._tuner.before_workers()
         self._under_way = True  # not before: after what raises until here, the epoch is still the next one
         with contextlib.closing(self._tuner.passing(self._healer.batches(source), left)) as made:
@@ -350,6 +344,8 @@ class DataLoader(TorchDataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position: what was handed out so far, as numbers and text, and what a stream keeps itself."""
         state = {"epoch": self._epoch, "consumed": self._at.position, "order": self._identity()}
+        if self._host_epochs.current not in (None, self._epoch):
+            state["named"] = self._host_epochs.current
         if self._at.drawn is not None:
             state["drawn"], state["drawn_rank"] = self._at.drawn
         if self._iterable:
@@ -362,13 +358,22 @@ class DataLoader(TorchDataLoader[Any]):
         state = {"epoch": epoch, "consumed": 0, "order": self._identity()}
         return {**state, "stream": {"parts": [], "turn": 0}} if self._iterable else state
 
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next ``iter()`` is, as you count them; earlier ones do not come again, see `go_to`.
+
+        Without it, a position that was loaded at the last batch of an epoch gives the rest of it: no batch.
+        """
+        self._host_epochs.named = int(epoch)
+
     def go_to(self, epoch: int) -> None:
         """Let the next ``iter()`` be the whole of this epoch."""
         self._move_to(epoch)
+        self._host_epochs.placed(epoch)
         if self._sampler is not None:
             self._sampler.told()  # whatever was set on it before
 
     def _move_to(self, epoch: int) -> None:
+        self._host_epochs.moved(epoch - self._epoch)
         self._epoch, self._at, self._under_way = epoch, Place(position=0), False
 
     def _identity(self) -> dict[str, Any]:
@@ -387,6 +392,7 @@ class DataLoader(TorchDataLoader[Any]):
         """
         check_position(self._identity(), state, self._sampler)
         self.go_to(state["epoch"])
+        self._host_epochs.placed(state.get("named", state["epoch"]))
         self._at = Place.of(state)
 
     def close(self) -> None:

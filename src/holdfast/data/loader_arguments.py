@@ -21,6 +21,7 @@ from holdfast.data.sharding import divides_among_ranks
 
 _TORCH = inspect.signature(TorchDataLoader.__init__)
 _OURS = ("seed", "quarantine", "check_finite", "repeats", "sharded", "rank", "world_size", "device")
+_AS_TORCH = ("pin_memory", "worker_init_fn", "prefetch_factor", "pin_memory_device")
 AUTO = "auto"
 
 
@@ -240,6 +241,19 @@ def check_length(dataset: Any, length: int | None) -> None:
             fix="make a new loader, or keep the length fixed.",
             rule="H608",
         )
+
+
+def as_torch(loader: Any, *, generator: Any, keep: bool) -> dict[str, Any]:
+    """Return the options of torch's loader inside ours.
+
+    Args:
+        loader: Ours, initialised as torch's.
+        generator: That the seeds of workers come from.
+        keep: Whether workers are kept between epochs.
+    """
+    options = {name: getattr(loader, name) for name in _AS_TORCH}
+    # A position is one number: with batches out of order it would repeat or lose some.
+    return {**options, "generator": generator, "in_order": True, "persistent_workers": keep}
 
 
 def check_position(here: dict[str, Any], state: dict[str, Any], sampler: Sampled | None = None) -> None:

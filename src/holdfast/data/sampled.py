@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.core.errors import LoaderError
+from holdfast.data.host_epochs import sets_epoch
 from holdfast.data.quarantine import key_of
 from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.seeds import derive_seed
@@ -80,7 +81,7 @@ class Sampled:
                     generator = getattr(each, "generator", None)
                     if isinstance(generator, torch.Generator):
                         generator.manual_seed(seed)
-                    if hasattr(each, "set_epoch"):
+                    if sets_epoch(each):
                         each.set_epoch(epoch)
                 most = max(_ENDLESS, _ENDLESS_EPOCHS * len(self))
                 found = list(itertools.islice(self._sampler, most))
@@ -106,7 +107,7 @@ class Sampled:
         """Return the epoch that somebody else has set on the sampler since this was last asked, or None."""
         for each in self._samplers():
             found = getattr(each, "epoch", None)
-            if hasattr(each, "set_epoch") and isinstance(found, Integral) and int(found) >= 0:
+            if sets_epoch(each) and isinstance(found, Integral) and int(found) >= 0:
                 before, self._told = self._told, int(found)
                 return None if self._told == before else self._told
         return None

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import Event
-from holdfast.diagnose.curves_seen import lost_since
-from holdfast.diagnose.evidence import Ending, Facts, Statement
+from holdfast.diagnose.curves_seen import find_lost, lost_of_run
+from holdfast.diagnose.evidence import Ending, Facts, Lost, Statement
 from holdfast.diagnose.guard_ends import how_closed, of_guards
 from holdfast.diagnose.log_files import opened
 from holdfast.diagnose.log_keeping import Readable
@@ -26,7 +26,7 @@ from holdfast.diagnose.log_text import LogText, read_log
 from holdfast.diagnose.run_recordings import Recordings, open_recordings, unreadable
 from holdfast.diagnose.run_statements import already_tried, merged, of_exceptions, of_kernel, same
 from holdfast.recorder.progress import Standing
-from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, SAMPLES_FILE, ProcessInfo, process_lives
+from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, ProcessInfo, process_lives
 
 NO_STATUS = "no exit status: only a log"
 _CHUNK = 1 << 20
@@ -74,6 +74,7 @@ def collect_stream(stream: Readable, *, name: str, status: int | None = None) ->
         endings=endings,
         source=name,
         missing=tuple(missing),
+        lost=find_lost(log.losses, log.norms, log=name),
         extra={"log_says_done": log.ended_well},
     )
 
@@ -95,6 +96,7 @@ def collect(run: Path, attempt: int | None = None) -> Facts:
 
 def _of_guard(recordings: Recordings) -> Facts:
     folders = recordings.guards([])
+    recordings.say_lost_steps({folder: f"guard {folder.name}" for folder in folders})
     events = _by_time(event for folder in folders for event in recordings.events(folder))
     marks = [mark for folder in folders if (mark := recordings.newest_step(folder)) is not None]
     newest = max(marks, key=lambda mark: mark.unix_seconds, default=None)
@@ -109,6 +111,7 @@ def _of_guard(recordings: Recordings) -> Facts:
         tried=tuple(already_tried(events)),
         source=str(recordings.run),
         missing=tuple(missing),
+        lost=lost_of_run([], folders, (0.0, math.inf))[0],
         extra={
             "guard_closed": asdict(closed) if closed else None,
             "steps": newest.global_step if newest else None,
@@ -160,8 +163,15 @@ class _Attempt:
             tried=(*_restarts(self._all, self._number), *already_tried(of_guard)),
             source=str(self._recordings.run),
             missing=tuple(self._missing(log, endings)),
+            lost=self._lost(said, log),
             extra=self._extra(log, standings, told, endings),
         )
+
+    def _lost(self, said: list[Event], log: LogText | None) -> Lost | None:
+        """Return how its training was lost: what was recorded of the steps counts before what was printed."""
+        trainers = [pair for pair in self._processes if pair[1].role == "trainer"]
+        lost, known = lost_of_run(trainers, self._recordings.guards(said), self._times())
+        return find_lost(log.losses, log.norms, log=OUTPUT_FILE) if log is not None and not known else lost
 
     def _of_attempt(self) -> list[Event]:
         """Return the supervisor's events from the start of this attempt to that of the next."""
@@ -202,6 +212,7 @@ class _Attempt:
         return found + list(log.endings if log else ())
 
     def _missing(self, log: LogText | None, endings: Sequence[Ending]) -> list[str]:
+        self._recordings.say_lost_steps({at: f"process {p.pid}" for at, p in self._processes if p.role == "trainer"})
         missing = list(self._recordings.missing)
         if log is None:
             missing.append("no output of the command")
@@ -226,9 +237,6 @@ class _Attempt:
         status = next((each.status for each in endings if each.role == "command"), None)
         left = main and status and 0 < status < 126 and any(each.pid == main.pid for each in endings)
         extra: dict[str, Any] = {
-            "loss_not_finite_since": lost_since(
-                folder / SAMPLES_FILE for folder, info in self._processes if info.role == "trainer"
-            ),
             **(_exit(said.get(main.pid, [])) if main and left else {}),
             "last_line": self._last_line() if status and status > 0 else None,
             "changed": _changed(self._all, self._number),

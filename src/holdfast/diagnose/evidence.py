@@ -92,6 +92,39 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """That a training was lost before its end: nothing good came after.
+
+    Args:
+        what: Which values say so.
+        how: Not finite any more, or many orders of magnitude above what it was.
+        since: Step of the first bad value; in a log its line.
+        always: Whether no value before was good.
+        before: Level of a loss before it exploded.
+        after: Newest loss after that.
+        log: Name of the log that says so; empty: what was recorded of the steps.
+    """
+
+    what: Literal["loss", "gradients"]
+    how: Literal["not finite", "exploded"]
+    since: int
+    always: bool = False
+    before: float = 0.0
+    after: float = 0.0
+    log: str = ""
+
+    def sentence(self) -> str:
+        """Return this as a sentence without capital and full stop."""
+        if self.how == "exploded":
+            return f"the loss rose from {self.before:.3g} to {self.after:.3g}, {self._where()}"
+        subject = "the loss is" if self.what == "loss" else "the gradients are"
+        return f"{subject} not finite {'from the beginning' if self.always else self._where()}"
+
+    def _where(self) -> str:
+        return f"since line {self.since} of {self.log}" if self.log else f"since step {self.since}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """All that is known of a run, or of its newest attempt.
 
@@ -102,6 +135,7 @@ class Facts:
         tried: What earlier attempts were restarted for, and what was changed, one sentence each.
         source: What it was collected from, such as ``"runs/last"`` or ``"train.log"``.
         missing: What could not be had, one sentence each, such as "no exit status: only a log".
+        lost: That its training was lost, or None: it was not, or nobody knows.
         extra: Anything else as JSON values, such as versions.
     """
 
@@ -111,4 +145,5 @@ class Facts:
     tried: tuple[str, ...] = ()
     source: str = ""
     missing: tuple[str, ...] = ()
+    lost: Lost | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from holdfast.diagnose.run_statements import chain_of, text_of
 # What a Guard writes after the error that ends it, and while it closes. Any other event says that it went on.
 _OF_AN_END = frozenset({
     "stop", "left_by_exception", "closed", "stop_requested", "checkpoint_saved", "save_failed", "save_refused",
-    "save_postponed", "finding", "note", "gradient_flow",
+    "save_postponed", "not_saved", "finding", "note", "gradient_flow",
 })  # fmt: skip
 _BEGINS = ("loop", "resumed")
 _OF_MEMORY = re.compile(r"memory|alloc", re.IGNORECASE)

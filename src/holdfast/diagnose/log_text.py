@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from holdfast.diagnose.evidence import Ending, Statement
 from holdfast.diagnose.log_keeping import Readable, is_relevant, keep_lines
 from holdfast.diagnose.log_lines import CleanLine, clean_lines
+from holdfast.diagnose.log_losses import printed_losses, printed_norms
 from holdfast.diagnose.log_progress import Pulse, is_end, is_progress, is_progress_bar
 from holdfast.diagnose.torchrun_table import first_exit, read_table
 from holdfast.diagnose.tracebacks import (
@@ -55,6 +56,8 @@ class LogText:
         total_lines: Of the whole log.
         total_bytes: Likewise.
         complete: Whether all of it was looked at closely.
+        losses: Line and value of each training loss that was printed.
+        norms: The same of norms of gradients.
         cut_off: Frame with which it ends inside a traceback, or an empty text.
     """
 
@@ -64,6 +67,8 @@ class LogText:
     total_lines: int
     total_bytes: int
     complete: bool
+    losses: tuple[tuple[int, float], ...] = ()
+    norms: tuple[tuple[int, float], ...] = ()
     cut_off: str = ""
 
 
@@ -97,6 +102,8 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
         total_lines=kept.total_lines,
         total_bytes=kept.total_bytes,
         complete=kept.complete,
+        losses=printed_losses(lines),
+        norms=printed_norms(lines),
         cut_off=cut_off,
     )
 

@@ -1,4 +1,4 @@
-"""What is worth saying beside the cause: a lost loss, memory that grew, what training suffers from, how it left.
+"""What is worth saying beside the cause: memory that grew, what training suffers from, how it left.
 
 Does not: choose the cause (see ``judging``).
 """
@@ -16,17 +16,16 @@ WORKER_KILLED = "H930"
 _MOST_FAULTS = 3  # quoted of those that a Guard found
 _MOST_CHARACTERS = 300
 
-LOST_LOSS_FIX = (
-    "Do not use what it saved since that step. Start it again under `holdfast.watch`, which names the batch and the "
-    "layer where the first value was not finite, or train with a Guard, which skips such steps and goes back to a "
-    "good checkpoint; `torch.autograd.set_detect_anomaly(True)` names the operation of the forward pass."
-)
 
-
-def lost_loss(facts: Facts) -> int | None:
-    """Return the step since which the loss was not finite, to the end; None: it was, or nobody knows."""
-    step = facts.extra.get("loss_not_finite_since")
-    return step if isinstance(step, int) else None
+def not_saved(facts: Facts) -> str | None:
+    """Return what a Guard said of failed saves as it closed, in words; None: all of its steps are in a checkpoint."""
+    said = ("not_saved", "checkpoint_saved", "saved", "loop")
+    newest = next((event for event in reversed(facts.events) if event.kind in said), None)
+    if newest is None or newest.kind != "not_saved":
+        return None
+    step, failed = newest.data.get("newest_checkpoint"), newest.data.get("failed_saves")
+    kept = "nothing of it was saved" if step is None else f"its newest checkpoint is of step {step}"
+    return f"{kept}: saves failed, {failed} in all, and it stands at step {newest.global_step}"
 
 
 def leak_place(event: Event) -> str:
@@ -100,9 +99,8 @@ def way_out(facts: Facts) -> str:
 
 def of_good_end(facts: Facts) -> Iterator[str]:
     """Yield the sentences about a run that ended with status 0."""
-    step = lost_loss(facts)
-    if step is not None:
-        yield f"But its loss is not finite since step {step}."
+    if (lost := not_saved(facts)) is not None:
+        yield f"But {lost}."
     leak, grows = newest_leak(facts), growth(facts)
     if leak is not None:
         place = leak_place(leak)
@@ -152,6 +150,25 @@ def fix_of_training(facts: Facts) -> str:
     return f"{fix[:1].upper()}{fix[1:]}. `holdfast explain {rule}` says more."
 
 
+def of_interference(facts: Facts) -> Iterator[str]:
+    """Yield the sentences about what disturbed a run from outside, however it ended."""
+    stopped: dict[object, Event] = {}
+    for event in facts.events:
+        pid = event.data.get("pid")
+        if event.kind == "process_stopped":
+            stopped[pid] = event
+        elif event.kind == "process_continued" and stopped.pop(pid, None) is not None:
+            yield (
+                f"Process {pid} was stopped by a signal at step {event.data.get('step')}, for "
+                f"{event.data.get('seconds')} s, and went on."
+            )
+    for pid, event in stopped.items():
+        yield f"Process {pid} was stopped by a signal at step {event.data.get('step')}, and did not go on after that."
+    lost = next((event for event in facts.events if event.kind == "output_lost"), None)
+    if lost is not None:
+        yield f"A part of what it printed could not be kept in output.log: {lost.data.get('error')}."
+
+
 def of_interruption(facts: Facts) -> Iterator[str]:
     """Yield the sentences about a run that was ended by a signal on request."""
     hang = hang_left_alone(facts)
@@ -159,3 +176,5 @@ def of_interruption(facts: Facts) -> Iterator[str]:
         place = f" at {hang.data['frame']}" if hang.data.get("frame") else ""
         kind = hang.data.get("kind") or "of an unknown kind"
         yield f"Before that it hung{place} ({kind}), for {hang.data.get('seconds', '?')} s when last looked at."
+    if (lost := not_saved(facts)) is not None:
+        yield f"But {lost}."

@@ -6,7 +6,8 @@ Does not: interpret events (see ``collecting``).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from holdfast.core.errors import HoldfastError, RunDirectoryError
 from holdfast.core.events import Event
 from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.reader import StepRecord, read_events, read_steps
+from holdfast.recorder.reader import StepRecord, not_recorded_any_more, read_events, read_steps
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     LOST_FILE,
@@ -53,6 +54,13 @@ class Recordings:
             reason = error.what if isinstance(error, HoldfastError) else str(error)
             self.missing.append(f"events of {folder.name}: {reason}")
             return []
+
+    def say_lost_steps(self, folders: Mapping[Path, str]) -> None:
+        """Note which steps of processes, given by folder and name, are not recorded any more."""
+        for folder, who in folders.items():
+            with suppress(HoldfastError, OSError, ValueError):  # damaged: that is said where its events are read
+                words = not_recorded_any_more(folder)
+                self.missing += [f"of {who} {words}"] if words else []
 
     def newest_step(self, folder: Path) -> StepRecord | None:
         """Return the newest mark of a step of a guard, None if there is none that can be read."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.core.events import Event
 from holdfast.diagnose.evidence import Ending, Facts
-from holdfast.diagnose.remarks import hang_left_alone, kills_counted, leak_place, lost_loss
+from holdfast.diagnose.remarks import hang_left_alone, kills_counted, leak_place
 from holdfast.diagnose.signatures import all_signatures
 from holdfast.diagnose.signatures.runtime import (
     ABORTED,
@@ -32,6 +32,7 @@ from holdfast.diagnose.signatures.runtime import (
     STUCK,
     SUPERVISOR_LOST,
     TERMINATED,
+    TRAINING_LOST,
 )
 from holdfast.diagnose.verdict import Exhibit
 from holdfast.recorder.run_files import LOST_FILE
@@ -146,12 +147,13 @@ def _without_status(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
         )  # fmt: skip
     closed = facts.extra.get("guard_closed")
     if isinstance(closed, dict):
-        return _guard_closed(str(closed.get("how")), str(closed.get("reason")), exhibits)
+        return _unless_lost(_guard_closed(str(closed.get("how")), str(closed.get("reason")), exhibits), facts)
     if facts.extra.get("log_says_done"):
         exhibits = (Exhibit(text="its last lines say that the training is done", source=facts.source), *exhibits)
-        return End(
+        end = End(
             cause=ENDED_WELL, confidence=0.8, status=None, well=False, why="its last lines say so", exhibits=exhibits
         )
+        return _unless_lost(end, facts)
     return End(cause=None, confidence=0.0, status=None, well=False, why="", exhibits=exhibits)
 
 
@@ -184,9 +186,10 @@ def _ended_with_zero(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
     stop = next((event for event in reversed(facts.events) if event.kind == "stop_requested"), None)
     asked = facts.extra.get("asked_by")
     if stop is None and not isinstance(asked, int):
-        return End(
+        end = End(
             cause=ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0", exhibits=exhibits
         )
+        return _unless_lost(end, facts)
     reason = str(stop.data.get("reason", "a request to stop")) if stop is not None else ""
     if stop is not None:
         said = Exhibit(text=f"stop requested: {reason}", source="guard", unix_seconds=stop.unix_seconds)
@@ -195,6 +198,14 @@ def _ended_with_zero(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
         why = f"it ended with status 0 after it was asked to by {_signal_name(int(asked or 0))}"
     cause = INTERRUPTED if asked == signal.SIGINT else _of_request(reason)
     return End(cause=cause, confidence=0.85, status=0, well=True, exhibits=exhibits, why=why)
+
+
+def _unless_lost(end: End, facts: Facts) -> End:
+    """Return the end, which is no good one if the training was lost before it."""
+    if end.cause != ENDED_WELL or facts.lost is None:
+        return end
+    confidence = min(end.confidence, 0.8 if facts.lost.log else 0.95)
+    return replace(end, cause=TRAINING_LOST, confidence=confidence, why=f"{end.why}, but {facts.lost.sentence()}")
 
 
 def _by_holdfast(ending: Ending, status: int) -> bool:
@@ -301,9 +312,9 @@ def _exhibits(command: Ending | None, child: Ending | None, kills: int | None, f
 
 def _beside(facts: Facts) -> Iterable[Exhibit]:
     """Yield what the samples and the watchdog say that need not have ended it."""
-    lost, hang = lost_loss(facts), hang_left_alone(facts)
+    lost, hang = facts.lost, hang_left_alone(facts)
     if lost is not None:
-        yield Exhibit(text=f"the loss is not finite from step {lost} to the end", source="samples of steps")
+        yield Exhibit(text=lost.sentence(), source=lost.log or "recorded steps")
     if hang is not None:
         yield replace(_hang_exhibit(hang), role="fact")
 

@@ -13,15 +13,15 @@ from holdfast.core.events import Event
 from holdfast.diagnose.evidence import GUARD_SAID, Facts, Frame, Statement
 from holdfast.diagnose.log_text import quoted
 from holdfast.diagnose.remarks import (
-    LOST_LOSS_FIX,
     WORKER_KILLED,
     exhibits_of_training,
     fix_of_training,
     kills_counted,
     leak_place,
-    lost_loss,
     newest_leak,
+    not_saved,
     of_good_end,
+    of_interference,
     of_interruption,
     training_faults,
     way_out,
@@ -29,7 +29,15 @@ from holdfast.diagnose.remarks import (
 from holdfast.diagnose.rules import all_rules
 from holdfast.diagnose.runtime_causes import End
 from holdfast.diagnose.signature import Signature
-from holdfast.diagnose.signatures.runtime import ENDED_WELL, INTERRUPTED, STATUS_ONLY, TERMINATED, UNCAUGHT, UNKNOWN
+from holdfast.diagnose.signatures.runtime import (
+    ENDED_WELL,
+    INTERRUPTED,
+    STATUS_ONLY,
+    TERMINATED,
+    TRAINING_LOST,
+    UNCAUGHT,
+    UNKNOWN,
+)
 from holdfast.diagnose.verdict import Exhibit, Verdict
 from holdfast.diagnose.weighing import Candidate
 
@@ -117,9 +125,11 @@ def _changes(told: Told) -> tuple[tuple[str, str], ...]:
 
 
 def _title(told: Told, statement: Statement | None) -> str:
-    signature, lost = told.signature, lost_loss(told.facts)
-    if signature.id == ENDED_WELL and lost is not None:
-        return f"ended with status 0, but the loss is not finite since step {lost}"
+    signature, lost = told.signature, told.facts.lost
+    if signature.id == TRAINING_LOST and lost is not None:
+        return f"{'ended with status 0' if told.end.well else 'came to its end'}, but {lost.sentence()}"
+    if signature.id == ENDED_WELL and (unsaved := not_saved(told.facts)) is not None:
+        return f"came to its end, but {unsaved.partition(':')[0]}"
     faults = training_faults(told.facts)
     if signature.id == ENDED_WELL and faults:
         rule = all_rules().get(faults[0].data["rule"])
@@ -150,6 +160,7 @@ def _summary(told: Told, place: str) -> str:
         parts.append(_sentence(left) if left else signature.means)
     if signature.id == ENDED_WELL:
         parts += of_good_end(told.facts)
+    parts += of_interference(told.facts)
     leak = _leak(told)
     if leak is not None and leak_place(leak):
         parts.append(_sentence(f"Memory was kept at {leak_place(leak)}"))
@@ -192,8 +203,6 @@ def _sentence(text: str) -> str:
 
 def _fix(told: Told) -> str:
     well = told.signature.id == ENDED_WELL
-    if well and lost_loss(told.facts) is not None:
-        return LOST_LOSS_FIX
     leak = newest_leak(told.facts) if well else _leak(told)
     place = leak_place(leak) if leak is not None else ""
     if not place:

@@ -98,10 +98,10 @@ def same_batch(facts: Facts, say: Say) -> Iterator[Finding]:
 def workers_repeat(facts: Facts, say: Say) -> Iterator[Finding]:
     """Batches come in equal pairs, as from workers with the same random numbers."""
     for name, given in each(facts, "inputs"):
-        seen, pairs = given["fingerprints"], given["repeated_pairs"]
-        if seen >= 2 * _BATCHES and 0.3 * seen < pairs < 0.9 * seen and given["different"] > 0.1 * seen:
+        seen, pairs = given["compared_pairs"], given["repeated_pairs"]
+        if seen >= _BATCHES and 0.3 * seen < pairs < 0.9 * seen and given["different"] > 0.1 * seen:
             yield say(
-                f"{pairs} of {seen} observed batches are equal to the one before",
+                f"{pairs} of {seen} observed batches are equal to the one that the loader handed out before",
                 fix="give each worker its own seed (worker_init_fn), also for numpy's random numbers.",
                 evidence={"pairs": pairs, "batches": seen, "different": given["different"]},
                 where=name,

@@ -31,7 +31,7 @@ from holdfast.data.loader import DataLoader
 from holdfast.integrations.frameworks import excluded, load
 from holdfast.integrations.transformers_limits import check_one_process, precision_of
 from holdfast.run.guard import Guard
-from holdfast.run.hosted import take_scale
+from holdfast.run.hosted import agreed, take_scale
 from holdfast.run.promises import LossFunction
 from holdfast.run.result import StepResult
 from holdfast.run.window import Window
@@ -41,7 +41,8 @@ class PreparedLoader:
     """What a cursor iterates instead of a prepared loader: the same batches, from any epoch on, as windows.
 
     A prepared loader counts epochs by itself and shows a ``state_dict`` that holds nothing, so that a run that goes
-    on in a new process would get the order of the first epoch.
+    on in a new process would get the order of the first epoch. It also makes each batch before the step of the one
+    before it, so that a resume could not give the batch the random numbers it had: the loader inside does not.
 
     Args:
         loader: Prepared or not.
@@ -67,12 +68,25 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, or windows of them, on the device."""
-        batches = (self._send(batch, self._device) for batch in self._loader)
+        batches = (self._send(batch, self._device) for batch in self._one_by_one())
         if self._steps == 1:
             yield from batches
             return
         while window := list(islice(batches, self._steps)):
             yield Window(window)
+
+    def _one_by_one(self) -> Iterator[Any]:
+        """Iterate the loader inside a shard, in the shard's order and with its count of epochs."""
+        loader: Any = self._loader
+        inner = getattr(loader, "base_dataloader", None)
+        if inner is None or type(loader).__name__ != "DataLoaderShard" or loader.skip_batches:
+            yield from loader  # a dispatcher has an order of its own
+            return
+        if loader.rng_types is not None:
+            load("accelerate.utils").synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
+        loader.set_epoch(loader.iteration)
+        yield from inner
+        loader.iteration += 1
 
 
 class _Order:
@@ -180,14 +194,7 @@ def accelerate_guard(
     if loader is not None and not isinstance(loader, Iterable):
         raise _wrong(f"loader is a {type(loader).__name__}", "it is iterated for batches")
     own = {name: overrides.pop(name) for name in ("split", "clock") if name in overrides}
-    found, precision = Policy.of(policy, **overrides), precision_of(accelerator)
-    if found.precision not in ("fp32", precision):
-        raise PolicyError(
-            f"precision={found.precision!r} in the policy and mixed_precision={accelerator.mixed_precision!r}",
-            limit="there can be one only",
-            fix="set it in Accelerator, and leave it out of the policy.",
-            rule="H109",
-        )
+    found = agreed(Policy.of(policy, **overrides), "Accelerator", {"precision": precision_of(accelerator)})
     if run_dir is None and accelerator.project_dir is None:
         raise PolicyError(
             "run_dir=None, and the accelerator has no project_dir",
@@ -207,7 +214,7 @@ def accelerate_guard(
         scheduler=None if scheduler is None else _each(scheduler, _schedule),
         loader=None if loader is None else _loader(loader, accelerator),
         state=state,
-        policy=found.replace(precision=precision, **interval),
+        policy=found.replace(**interval),
         **own,
     )
     if not isinstance(loader, DataLoader):

@@ -137,6 +137,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         module: Any = self.lightning_module
         trainer = module.trainer
         _check_supported(module)
+        _begin_next_epoch(trainer.fit_loop)
         schedulers = {f"scheduler_{i}": each.scheduler for i, each in enumerate(self.lr_scheduler_configs)}
         self.holdfast_guard = guard = HostedGuard(
             self._run_dir or Path(trainer.default_root_dir, "holdfast"),
@@ -156,11 +157,21 @@ class HoldfastStrategy(SingleDeviceStrategy):
         if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
             self.checkpoint_io.note = guard.note
         self._hold_schedulers(module, self._steps)
+        folders = [each.dirpath for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)]
+        guard.saves_in(folders[0] if folders else trainer.default_root_dir, resumed=trainer.ckpt_path is not None)
         carried, self._carried = self._carried, None
         if carried is None:
             guard.replaced_state()
         else:
             guard.take_up(carried["guard"])
+            window = decode(carried.get("window"), carried["tensors"])
+            if window is not None:
+                self._steps.load_state_dict(window)
+            for each in trainer.checkpoint_callbacks:
+                # Lightning keeps no note of the step that was saved last. After the first batch of a longer step it
+                # would replace the file of that step's beginning by one with a later place in the data.
+                if getattr(each, "_every_n_train_steps", 0):
+                    each._last_global_step_saved = trainer.global_step
             if not carried.get("between_epochs"):
                 _restore_random_state(carried)
 
@@ -290,6 +301,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
             checkpoint[_KEY] = {
                 "guard": guard.carried_state(),
                 "random_state": encoder.encode(capture(devices).to_tree()),
+                # Lightning may save in the middle of a step: after so much time, a validation, a signal.
+                "window": encoder.encode(None if self._steps is None else self._steps.state_dict(), ("window",)),
                 "tensors": encoder.tensors,
                 "between_epochs": bool(done),
             }
@@ -306,6 +319,17 @@ class HoldfastStrategy(SingleDeviceStrategy):
 
 def _restore_random_state(carried: dict[str, Any]) -> None:
     restore(RandomState.from_tree(decode(carried["random_state"], carried["tensors"])))
+
+
+def _begin_next_epoch(loop: Any) -> None:
+    """Let an epoch that follows a checkpoint of the last batch begin as any other.
+
+    Lightning leaves out its beginning, as it does where it goes on in the middle of one. It then takes checkpoints of
+    this epoch for such of its end, and a later resume begins the epoch again.
+    """
+    seen = loop.epoch_progress.current
+    if loop.restarted_mid_epoch and seen.ready == seen.processed:
+        loop.reset_restart_stage()
 
 
 def _check_supported(module: Any) -> None:

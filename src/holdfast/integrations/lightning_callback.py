@@ -105,7 +105,7 @@ class HoldfastCallback(Callback):
             return
         loss, self._seen = self._seen, None
         facts, _ = inspect([Group("optimizer.0", "optimizer", held)], held[0].new_zeros(()) if loss is None else loss)
-        recording.loss, recording.norm = facts.loss, facts.total
+        recording.loss, recording.norm = None if loss is None else facts.loss, facts.total
         scales = getattr(trainer.precision_plugin, "scaler", None) is not None
         if not facts.nonfinite or scales:  # fp16 finds its scale by trying, and skips by itself
             recording.skipped = facts.nonfinite

@@ -81,6 +81,8 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         try:
             super().save_checkpoint(checkpoint, draft)
             _publish(draft, target)
+            if self.note is not None and not target.name.startswith("."):
+                self.note("saved", checkpoint=target.name)
         except OSError as error:
             tell(self.note, "save_failed", checkpoint=target.name, error=f"{type(error).__name__}: {error}"[:500])
         finally:

@@ -90,6 +90,14 @@ class TrainerSteps:
         for hook in self._hooks:
             hook.remove()
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what the earlier batches of a step have left, where it is not made yet."""
+        return self._steps.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on in the middle of a step."""
+        self._steps.load_state_dict(state)
+
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Keep the batch: a step may need it several times."""
         self._batch, self._rest = batch, (batch_idx,) if self._takes_index else ()

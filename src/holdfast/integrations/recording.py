@@ -8,7 +8,6 @@ Does not: know any framework, or look at gradients.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import weakref
@@ -45,8 +44,9 @@ class Recording:
         self.skipped_in_a_row = 0
         self.skipped = False
         """Whether the step that runs was left out."""
-        self.loss = self.norm = math.nan
-        """Of the step that runs, or has ended and is not recorded yet."""
+        self.loss: float | None = None
+        self.norm: float | None = None
+        """Of the step that runs, or has ended and is not recorded yet; None: not known."""
         self._run_dir = run_dir
         self._instead = instead
         self._directory: RunDirectory | None = None
@@ -75,17 +75,22 @@ class Recording:
                 rule="H108",
             )
         self.close()
-        self._directory = RunDirectory(self._run_dir or Path(usual, "holdfast"))
-        left = _open.get(str(self._directory.path.resolve()))
+        directory = RunDirectory(self._run_dir or Path(usual, "holdfast"))
+        left = _open.get(str(directory.path.resolve()))
         if left is not None:
             left.close()  # of a training that ended with an exception, which its framework tells no callback
-        self._directory.acquire()
-        _open[str(self._directory.path.resolve())] = self
-        self._record = RunRecord(self._directory.recorder, SystemClock())
+        directory.acquire()
+        self._directory = directory  # not before: what was left may be this object
+        _open[str(directory.path.resolve())] = self
+        self._record = RunRecord(directory.recorder, SystemClock())
         self._record.open()
-        announce_recording(self._directory.path)
+        announce_recording(directory.path)
         self._record.global_step = global_step
         self.note("loop", by=by)
+        before = directory.saved_in
+        if before is not None and not global_step:
+            self.note("begins_anew", though_saved_in=before)
+            directory.note_saved(None)
 
     def look_at(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Watch for reasons why a model does not learn, if the policy says so."""
@@ -120,6 +125,12 @@ class Recording:
         if self._record is not None:
             self._record.happened(kind, **facts)
 
+    def saved(self, checkpoint: Path) -> None:
+        """Record that the framework has saved, so that later lives miss what is gone."""
+        self.note("saved", checkpoint=checkpoint.name)
+        if self._directory is not None:
+            self._directory.note_saved(str(checkpoint.parent))
+
     def validated(self, loss: float) -> None:
         """Take in the loss of an evaluation; less is better."""
         self.note("validated", loss=loss)
@@ -132,9 +143,9 @@ class Recording:
         """Mark that a step has begun."""
         self.record_step()
         self._began, self.skipped = time.monotonic(), False
-        self.loss = self.norm = math.nan
+        self.loss = self.norm = None
         if self._record is not None:
-            self._record.step(StepMark.BEGUN, None, math.nan, math.nan, 0.0)
+            self._record.step(StepMark.BEGUN, None, None, None, 0.0)
 
     def end_step(self, global_step: int) -> None:
         """Take the time; the step can be recorded once its loss is known, and is by then in the count of steps."""

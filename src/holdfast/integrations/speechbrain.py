@@ -34,7 +34,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,14 +44,17 @@ from safetensors.torch import save as tensors_to_bytes
 
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.core.durable import write_file
-from holdfast.core.errors import NonFiniteError, PolicyError
+from holdfast.core.errors import NonFiniteError, PolicyError, did_you_mean
 from holdfast.core.policy import Policy
+from holdfast.core.policy_sources import from_speechbrain
+from holdfast.data.loader import DataLoader
 from holdfast.data.random_state import RandomState, capture, restore
 from holdfast.integrations.frameworks import load
 from holdfast.integrations.speechbrain_batches import detached, joined, samples_in, split_of
 from holdfast.integrations.speechbrain_checkpoints import sealed
 from holdfast.numerics.gradients import Group, clip, inspect
 from holdfast.run.accumulation import Accumulation, divided
+from holdfast.run.directory import check_found
 from holdfast.run.hosted import HostedGuard, hosted_policy, take_scale
 from holdfast.run.promises import LossFunction
 from holdfast.run.result import StepResult
@@ -59,6 +62,7 @@ from holdfast.run.result import StepResult
 __all__ = ["HoldfastMixin"]
 
 _RECOVERABLE = "holdfast"
+_OWN_KEYS = ("holdfast_policy", "holdfast_run_dir")
 
 
 class HoldfastMixin:
@@ -106,12 +110,22 @@ class HoldfastMixin:
     ) -> None:
         super().__init__(*positional, **named)
         hparams = getattr(self, "hparams", None)
+        for name in getattr(hparams, "__dict__", ()):
+            if name.startswith("holdfast_") and name not in _OWN_KEYS:
+                raise PolicyError(
+                    f"{name!r} in hparams",
+                    limit=f"of holdfast's own there are {' and '.join(_OWN_KEYS)}",
+                    fix=did_you_mean(name, _OWN_KEYS, otherwise="take one of these."),
+                    rule="H101",
+                )
         given = getattr(hparams, "holdfast_policy", None) if holdfast_policy is None else holdfast_policy
         self._holdfast_policy = Policy.of(given)
         self._holdfast_run_dir = holdfast_run_dir or getattr(hparams, "holdfast_run_dir", None)
         self._holdfast_steps: Accumulation | None = None
         self._holdfast_carried: dict[str, Any] | None = None
         self._holdfast_random: RandomState | None = None  # to be put back before the first batch
+        self._holdfast_loader: DataLoader | None = None
+        self._holdfast_position: dict[str, Any] | None = None  # that the loader goes on from
         self._holdfast_batches: int | None = None  # of an epoch
         self._holdfast_seen: list[tuple[Any, int]] = []  # outputs of the parts of a batch
         if self.checkpointer is not None:
@@ -150,12 +164,16 @@ class HoldfastMixin:
         optimizers = self._holdfast_optimizers()
         if not optimizers:
             return  # gradients are only looked at
+        resumed = self.checkpointer is not None and bool(self.checkpointer._folders())
+        if self.checkpointer is not None and not resumed:
+            check_found(self._holdfast_directory(), anew="")
         guard = HostedGuard(
             self._holdfast_directory(), model=self.modules, optimizer=optimizers, policy=self._holdfast_settings()
         )
         take_scale(guard, self.scaler)
         self.holdfast_guard, self._holdfast_steps = guard, Accumulation(guard, self._holdfast_seen.clear)
         if self.checkpointer is not None:
+            guard.saves_in(self.checkpointer.checkpoints_dir, resumed=resumed)
             self.checkpointer.note, self.checkpointer.why_not = guard.note, guard.nonfinite_state
         if type(self).fit_batch is not HoldfastMixin.fit_batch:
             guard.note("own_fit_batch", why="it is not guarded, but for what goes through guarded_step")
@@ -165,6 +183,7 @@ class HoldfastMixin:
             return
         guard.take_up(carried["guard"])
         tensors = tensors_from_bytes(base64.b64decode(carried["tensors"]))
+        self._holdfast_position = decode(carried.get("loader"), tensors)
         state = RandomState.from_tree(decode(carried["random_state"], tensors))
         if carried["in_epoch"]:
             self._holdfast_random = state  # the loader draws from it until then
@@ -179,12 +198,12 @@ class HoldfastMixin:
 
     def _holdfast_settings(self) -> Policy:
         options = {name: getattr(self, name) for name in ("max_grad_norm", "nonfinite_patience", "precision")}
-        recipe, mine = Policy.from_speechbrain(options), self._holdfast_policy
-        chosen = hosted_policy(
-            mine, max_grad_norm=recipe.max_grad_norm, precision=recipe.precision, host="the options of the Brain"
-        )
+        recipe = from_speechbrain(options)
+        if recipe["max_grad_norm"] is None:
+            recipe["clip_by"] = "global"
+        chosen = hosted_policy(self._holdfast_policy, host="the options of the Brain", **recipe)
         # SpeechBrain ends at the one after so many, a guard at the last of so many.
-        return chosen.replace(clip_by=recipe.clip_by, nonfinite_patience=int(self.nonfinite_patience) + 1)
+        return chosen.replace(nonfinite_patience=int(self.nonfinite_patience) + 1)
 
     def _holdfast_directory(self) -> Path:
         if self._holdfast_run_dir is not None:
@@ -201,6 +220,12 @@ class HoldfastMixin:
             self._holdfast_batches = len(train_set)
         except TypeError:
             self._holdfast_batches = None
+        self._holdfast_loader = train_set if isinstance(train_set, DataLoader) else None
+        position, self._holdfast_position = self._holdfast_position, None
+        if self._holdfast_loader is not None and position is not None:
+            self._holdfast_loader.load_state_dict(position)
+            self._holdfast_loader.set_epoch(position["epoch"])  # SpeechBrain goes on with it, also if nothing is left
+        train_set = _Begun(train_set, self._holdfast_begin)
         super()._fit_train(train_set=train_set, epoch=epoch, enable=enable)  # type: ignore[misc]
 
     def fit_batch(self, batch: Any) -> torch.Tensor:
@@ -216,7 +241,6 @@ class HoldfastMixin:
         if steps is None:
             found: torch.Tensor = super().fit_batch(batch)  # type: ignore[misc]
             return found
-        self._holdfast_begin()
         should_step = self.step % self.grad_accumulation_factor == 0 or self.step == self._holdfast_batches
         self.on_fit_batch_start(batch, should_step)
         make = steps.step if should_step else steps.add
@@ -286,7 +310,6 @@ class HoldfastMixin:
             What happened; ``skipped`` if the weights are what they were.
         """
         assert self.holdfast_guard is not None, "only while fit runs"
-        self._holdfast_begin()
         names = self._holdfast_active() if optimizer is None else optimizer
         result = self.holdfast_guard.step(batch, loss_fn, optimizer=names, split=split_of(batch))
         self.optimizer_step += not result.skipped
@@ -342,6 +365,21 @@ class HoldfastMixin:
 # --- what a checkpoint holds besides SpeechBrain's own --------------------------------------------------------
 
 
+class _Begun:
+    """A loader whose first batch is made under the random state that the checkpoint was left with."""
+
+    def __init__(self, loader: Any, begin: Callable[[], None]) -> None:
+        self._loader, self._begin = loader, begin
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator: Iterator[Any] = iter(self._loader)
+        self._begin()
+        return iterator
+
+
 def _save(brain: HoldfastMixin, path: Any) -> None:
     guard = brain.holdfast_guard
     if guard is None:
@@ -349,9 +387,11 @@ def _save(brain: HoldfastMixin, path: Any) -> None:
         return
     encoder = Encoder(_RECOVERABLE)
     random_state = encoder.encode(capture(guard._parts.devices()).to_tree())
+    loader = None if brain._holdfast_loader is None else brain._holdfast_loader.state_dict()
     carried = {
         "guard": guard.carried_state(),
         "random_state": random_state,
+        "loader": encoder.encode(loader, ("loader",)),
         "tensors": base64.b64encode(tensors_to_bytes(encoder.tensors)).decode(),
         "in_epoch": bool(brain.step) and brain.modules.training,
     }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.sealing import begin, check, is_unfinished, newest_good, remove_draft, seal, set_aside
+from holdfast.checkpoint.store import paths_in
 from holdfast.integrations.frameworks import tell
 
 
@@ -43,6 +44,8 @@ class SealedCheckpoints:
                 remove_draft(draft)
             tell(self.note, "save_failed", error=f"{type(error).__name__}: {error}"[:500])
             return None
+        if self.note is not None:
+            self.note("saved", checkpoint=Path(found.path).name)
         return found
 
     def delete_checkpoints(self, **kwargs: Any) -> None:
@@ -91,7 +94,9 @@ class SealedCheckpoints:
         return [path for path in super()._list_checkpoint_dirs() if not is_unfinished(path)]  # type: ignore[misc]
 
     def _folders(self) -> list[Path]:
-        return [path for path in Path(self.checkpoints_dir).glob("CKPT*") if path.is_dir()]
+        return [
+            path for path in paths_in(Path(self.checkpoints_dir)) if path.name.startswith("CKPT") and path.is_dir()
+        ]
 
 
 def sealed(checkpointer: Any) -> Any:

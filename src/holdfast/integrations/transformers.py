@@ -79,7 +79,7 @@ class HoldfastMixin:
     optimizer: Any
     lr_scheduler: Any
     _tr_loss: Any
-    _total_loss_scalar: Any
+    _total_loss_scalar: float
     holdfast_guard: HostedGuard | None = None
     """The guard, while a training runs: `statistics`, `events`, `request_stop`."""
 
@@ -102,7 +102,8 @@ class HoldfastMixin:
         self._holdfast_indices: list[list[int] | None] = []
         self._holdfast_position: dict[str, Any] | None = None
         self._holdfast_norm = math.nan
-        self._holdfast_total = torch.zeros((), dtype=torch.float64)  # of the losses that are in the weights
+        self._holdfast_total = torch.zeros((), dtype=torch.float64)  # of the losses that are in the weights,
+        self._holdfast_counted = 0  # and how many they are
         self._holdfast_resumed: Any = None
         self._holdfast_trial: Any = None
         self._holdfast_step_before: Any = None
@@ -132,11 +133,12 @@ class HoldfastMixin:
             OutOfMemoryError: H401 or H402. NonFiniteError: H501. DivergenceError: H503. CheckpointError: H312.
         """
         check_supported(self)
-        resume_from_checkpoint = resumable(resume_from_checkpoint, self.args.output_dir)
+        resume_from_checkpoint = resumable(resume_from_checkpoint, self.args.output_dir, self._holdfast_run_dir)
         self._holdfast_resumed, self._holdfast_trial = resume_from_checkpoint, trial
         self._holdfast_loader, self._holdfast_position, self._holdfast_indices = None, None, []
         self._holdfast_saved_at = None
-        self._holdfast_total = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        total, self._holdfast_counted = (carried_in(resume_from_checkpoint) or {}).get("losses", (0.0, 0))
+        self._holdfast_total = torch.tensor(total, dtype=torch.float64, device=self.args.device)
         try:
             done = super().train(resume_from_checkpoint, trial, **named)  # type: ignore[misc]
         except BaseException as error:
@@ -162,6 +164,7 @@ class HoldfastMixin:
                 "on_pre_optimizer_step of %s comes after the step: gradients changed there move nothing", late
             )
         take_scale(guard, self.accelerator.scaler)
+        guard.saves_in(default.parent, resumed=bool(self._holdfast_resumed))
         carried = carried_in(self._holdfast_resumed)
         if carried is not None:
             guard.take_up(carried)
@@ -214,7 +217,7 @@ class HoldfastMixin:
         return super().get_batch_samples(noted(), *rest, **named)  # type: ignore[misc]
 
     def _holdfast_carried(self, guard: HostedGuard) -> dict[str, Any]:
-        carried = guard.carried_state()
+        carried = guard.carried_state() | {"losses": [float(self._holdfast_total), self._holdfast_counted]}
         if self._holdfast_loader is not None:
             carried["loader"] = self._holdfast_position or self._holdfast_loader.state_dict()
         return carried
@@ -251,6 +254,7 @@ class HoldfastMixin:
         self._holdfast_norm = math.hypot(*result.grad_norm.values())
         if not result.skipped:
             self._holdfast_total += result.loss
+            self._holdfast_counted += 1
         return result.loss.to(torch.float32)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> float:  # noqa: ARG002 - the Trainer passes it
@@ -270,14 +274,14 @@ class HoldfastMixin:
                     logs[name] = getattr(found, name)
         if not math.isfinite(logs.get("loss", 0.0)):  # the Trainer takes NaN from NaN, and would log it for ever
             self._tr_loss.zero_()
-            self._total_loss_scalar = float(self._holdfast_total)
         super().log(logs, *rest, **named)  # type: ignore[misc]
 
     def _finalize_training(self, *rest: Any, **named: Any) -> Any:
-        """Let ``train_loss`` tell of the steps that were made; each NaN is in the log of its own steps."""
-        total: Any = getattr(self, "_tr_loss", None)
-        if total is not None and not math.isfinite(self._total_loss_scalar + float(total)):
-            self._tr_loss, self._total_loss_scalar = torch.zeros_like(total), float(self._holdfast_total)
+        """Let ``train_loss`` be the mean of the steps that were made, in earlier lives too; NaN where none was."""
+        steps, counted = self.state.global_step, self._holdfast_counted
+        if self._holdfast_resumed or counted != steps:  # the Trainer divides the sum of this life by all steps
+            self._tr_loss.zero_()
+            self._total_loss_scalar = float(self._holdfast_total) / (counted or math.nan) * steps
         return super()._finalize_training(*rest, **named)  # type: ignore[misc]
 
     # --- checkpoints ----------------------------------------------------------------------------------------

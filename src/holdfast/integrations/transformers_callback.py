@@ -5,7 +5,6 @@ It cannot retry a step, split a batch or return to an earlier state: out of memo
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import weakref
@@ -114,7 +113,8 @@ class CallbackParts:
             CheckpointError: H311, if the best model is about to be loaded and its checkpoint has changed.
         """
         if logs and "loss" in logs:
-            self._recording.loss, self._recording.norm = float(logs["loss"]), float(logs.get("grad_norm", math.nan))
+            norm = logs.get("grad_norm")
+            self._recording.loss, self._recording.norm = float(logs["loss"]), None if norm is None else float(norm)
             self._recording.record_step()
         if logs and "train_loss" in logs and args.load_best_model_at_end:  # the last thing before that
             check_best(state)
@@ -159,7 +159,7 @@ class CallbackParts:
         except OSError as error:
             self._recording.note("save_failed", checkpoint=folder.name, why=f"{type(error).__name__}: {error}"[:500])
             return
-        self._recording.note("saved", checkpoint=folder.name)
+        self._recording.saved(folder)
 
 
 def _folder(args: Any, state: Any) -> Path:

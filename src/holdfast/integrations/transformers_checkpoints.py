@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from holdfast.checkpoint.sealing import begin, check, newest_good, remove_draft, seal, set_aside
+from holdfast.checkpoint.store import paths_in
 from holdfast.core.durable import write_file
 from holdfast.integrations.frameworks import load
+from holdfast.run.directory import check_found
 
 _log = logging.getLogger("holdfast")
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -26,12 +28,16 @@ STATE_FILE = "holdfast_state.json"
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoint folders of an output directory, newest first."""
-    found = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
+    """Return the checkpoint folders of an output directory, newest first.
+
+    Raises:
+        CheckpointError: H312, if it cannot be reached.
+    """
+    found = [(int(match[1]), path) for path in paths_in(folder) if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True) if path.is_dir()]
 
 
-def last_good_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+def last_good_checkpoint(folder: str | os.PathLike[str], run_dir: str | os.PathLike[str] | None = None) -> str | None:
     """Return the newest checkpoint of an output directory that verifies; those that do not are set aside.
 
     It stands in for ``transformers.trainer_utils.get_last_checkpoint``, which takes the largest number whatever lies
@@ -39,25 +45,29 @@ def last_good_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
     Args:
         folder: ``TrainingArguments.output_dir``.
+        run_dir: Where holdfast records; None: ``holdfast`` in the output directory.
 
     Returns:
         Its path, or None if there is none at all, or none that was ever finished.
 
     Raises:
-        CheckpointError: H312, if one was whole and none verifies.
+        CheckpointError: H312, if one was whole, or is said to have been saved, and none verifies or is found.
     """
     good, refused = newest_good(checkpoints_in(Path(folder)))
     for path, why in refused:
         _log.warning("%s; it is kept as %s", why, set_aside(path))
+    if good is None:
+        check_found(Path(run_dir or Path(folder, "holdfast")), anew="train without resume_from_checkpoint, ")
     return None if good is None else str(good)
 
 
-def resumable(asked: Any, output_dir: str) -> Any:
+def resumable(asked: Any, output_dir: str, run_dir: str | None = None) -> Any:
     """Return what the Trainer shall resume from, verified.
 
     Args:
         asked: ``resume_from_checkpoint``: a path, True for the newest, or None or False.
         output_dir: Where the newest is looked for.
+        run_dir: Where holdfast records; None: ``holdfast`` there.
 
     Raises:
         CheckpointError: H312.
@@ -65,7 +75,7 @@ def resumable(asked: Any, output_dir: str) -> Any:
     if not asked:
         return asked
     if asked is True:
-        newest = last_good_checkpoint(output_dir)
+        newest = last_good_checkpoint(output_dir, run_dir)
         if newest is None:  # the same script starts and goes on; the Trainer itself would refuse
             _log.warning("no checkpoint in %s: training starts anew", output_dir)
         return newest

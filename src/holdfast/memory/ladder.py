@@ -1,7 +1,7 @@
 """What to try next when memory is short, and when to ask for more again.
 
-    out of memory      retry the same (bit-exact) → recompute activations (bit-exact on CPU) → halve the
-                       micro-batch (equal up to rounding) → stop
+    out of memory      retry the same (bit-exact) → recompute activations, more as long as that saves (bit-exact
+                       on CPU) → halve the micro-batch (equal up to rounding) → stop
     clean steps        after `grow_after_steps` of them: double the micro-batch, at last switch recompute off
 
 A larger size is a trial for one step: if it fails, the old one comes back at once and the wait doubles, up to 64
@@ -30,11 +30,11 @@ class Plan:
 
     Args:
         micro_batch_size: Most samples in one forward/backward; None is the whole batch.
-        recompute: Whether activation checkpointing is on.
+        recompute: Names of the modules whose activations are recomputed.
     """
 
     micro_batch_size: int | None = None
-    recompute: bool = False
+    recompute: tuple[str, ...] = ()
 
     def samples(self, batch_size: int) -> int:
         """Return the samples in one forward/backward of a batch of this size."""
@@ -46,14 +46,14 @@ class Means:
     """What a step may do about a lack of memory.
 
     Args:
-        blocks: Modules that can be recomputed; empty if there are none or it is switched off.
+        recompute: Modules that should be recomputed in the next attempt; those of the last one if no others help.
         no_split: Why the batch may not be split, or None if it may.
         split_promise: What splitting this batch promises.
         recompute_promise: What recomputing promises on this device.
         smallest: Fewest samples that one forward/backward can take.
     """
 
-    blocks: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
     no_split: str | None = None
     split_promise: Promise = "equal up to rounding"
     recompute_promise: Promise = "bit-exact"
@@ -67,11 +67,16 @@ class MemoryLadder:
         largest: Most samples per forward/backward that the policy allows; None is the whole batch.
         grow_after_steps: Clean steps before a larger micro-batch is tried.
         start: Samples per forward/backward to begin with; None is as many as are allowed.
-        recompute: Whether activations are recomputed from the first step on, for good.
+        recompute: Names of modules that are recomputed from the first step on, for good.
     """
 
     def __init__(
-        self, *, largest: int | None, grow_after_steps: int, start: int | None = None, recompute: bool = False
+        self,
+        *,
+        largest: int | None,
+        grow_after_steps: int,
+        start: int | None = None,
+        recompute: tuple[str, ...] = (),
     ) -> None:
         self._largest = largest
         self._grow_after_steps = grow_after_steps
@@ -92,7 +97,7 @@ class MemoryLadder:
             largest=asked if isinstance(asked, int) else None,
             grow_after_steps=policy.grow_after_steps,
             start=policy.forecast_micro_batch_size,
-            recompute=isinstance(policy.recompute, tuple),
+            recompute=policy.recompute if isinstance(policy.recompute, tuple) else (),
         )
 
     def note_room(self, *, samples: int, used_bytes: int, free_bytes: int) -> None:
@@ -128,9 +133,10 @@ class MemoryLadder:
             return self._as_decision("the larger plan that was tried does not fit", batch_size, means)
         if failures == 1:
             return Retry(reason="freed what the failed attempt held", promise="bit-exact")
-        if means.blocks and not self.plan.recompute:
-            self.plan = replace(self.plan, recompute=True)
-            return self._as_decision("the retry ran out of memory too", batch_size, means)
+        if set(means.recompute) > set(self.plan.recompute):
+            self.plan = replace(self.plan, recompute=means.recompute)
+            reason = "these modules keep most bytes for the backward pass"
+            return Recompute(reason=reason, promise=means.recompute_promise, modules=means.recompute)
         samples = self.plan.samples(batch_size)
         if samples <= means.smallest:
             return Stop(reason=f"{samples} sample(s) at a time do not fit", promise="bit-exact")
@@ -146,8 +152,9 @@ class MemoryLadder:
         self._fallback = None
 
     def without_recompute(self) -> None:
-        """Note that recomputation does not work for this model."""
-        self.plan = replace(self.plan, recompute=False)
+        """Note that recomputation does not work for the modules of the plan."""
+        self.plan = replace(self.plan, recompute=())
+        self._always_recompute = ()
         self._fallback = None
 
     def decide_after_step(self, *, batch_size: int, attempts: int) -> Decision | None:
@@ -190,8 +197,7 @@ class MemoryLadder:
         samples = self.plan.samples(batch_size)
         if samples < batch_size:
             return Split(reason=reason, promise=means.split_promise, micro_batch_size=samples)
-        modules = means.blocks if self.plan.recompute else ()
-        return Recompute(reason=reason, promise=means.recompute_promise, modules=modules)
+        return Recompute(reason=reason, promise=means.recompute_promise, modules=self.plan.recompute)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -205,9 +211,9 @@ class MemoryLadder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`; a limit that the policy has lowered since then is kept."""
-        self.plan = self._within_limit(Plan(**state["plan"]))
+        self.plan = self._within_limit(_plan_of(state["plan"]))
         fallback = state["fallback"]
-        self._fallback = None if fallback is None else self._within_limit(Plan(**fallback))
+        self._fallback = None if fallback is None else self._within_limit(_plan_of(fallback))
         self._clean_steps = state["clean_steps"]
         self._wait = max(state["wait"], self._grow_after_steps)
         self._tight_batch = state["tight_batch"]
@@ -216,3 +222,8 @@ class MemoryLadder:
         if self._largest is None or (plan.micro_batch_size or self._largest + 1) <= self._largest:
             return plan
         return replace(plan, micro_batch_size=self._largest)
+
+
+def _plan_of(state: dict[str, Any]) -> Plan:
+    names = state["recompute"]  # up to 0.9 it said only whether: what to recompute is then measured again
+    return Plan(micro_batch_size=state["micro_batch_size"], recompute=() if isinstance(names, bool) else tuple(names))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -38,19 +39,30 @@ class Inputs:
     def __init__(self) -> None:
         self.calls = 0
         self._counts: Counter[str] = Counter()
-        self._prints: list[int] = []
+        self._prints: list[tuple[int, bool, bool]] = []  # of what, new from a loader, no step left out before it
+        self._step, self._follows = 0, False
         self._batch = self._largest_batch = 0
         self._scales: list[float] = []
         self._offsets: list[float] = []
         self._varied = False
         self._first_of_step = True
 
-    def begin_step(self) -> None:
-        """Start a step: only its first batch is compared with those of others, since a step may use one twice."""
-        self._first_of_step = True
+    def begin_step(self, number: int) -> None:
+        """Start a step: only its first batch is compared with those of others, since a step may use one twice.
 
-    def given(self, tree: Any) -> None:
-        """Add the arguments of a forward call in training."""
+        Args:
+            number: Of the step, also counting those that are not observed; the same again for another attempt.
+        """
+        if number != self._step:
+            self._first_of_step, self._follows, self._step = True, number == self._step + 1, number
+
+    def given(self, tree: Any, *, loaded: bool = True) -> None:
+        """Add the arguments of a forward call in training.
+
+        Args:
+            tree: The arguments.
+            loaded: Whether a loader has handed out a batch since the last step.
+        """
         found = tensors_in(tree)
         self.calls += 1
         self._varied = False
@@ -60,7 +72,7 @@ class Inputs:
         self._batch = largest.shape[0] if largest.dim() else 0
         self._largest_batch = max(self._largest_batch, self._batch)
         if self._first_of_step:
-            self._prints.append(hash(tuple(fingerprint(tensor) for tensor in found)))
+            self._prints.append((hash(tuple(fingerprint(tensor) for tensor in found)), loaded, self._follows))
             del self._prints[:-_KEPT]
             self._first_of_step = False
         rows = [t for t in found if t.dim() >= 1 and t.shape[0] == self._batch > 1]
@@ -95,19 +107,23 @@ class Inputs:
 
     def facts(self) -> dict[str, Any]:
         """Return what was seen, as plain data."""
-        longest, run, pairs = 1, 1, 0
-        for last, now in zip(self._prints, self._prints[1:], strict=False):
-            run = run + 1 if now == last else 1
-            pairs += now == last
-            longest = max(longest, run)
+        prints = [seen for seen, _, _ in self._prints]
+        last: int | None = None
+        compared: list[bool] = []  # a batch of a loader with that before it, where no step between was left out
+        for seen, loaded, follows in self._prints:
+            last = last if follows else None
+            if loaded:
+                compared += [] if last is None else [seen == last]
+                last = seen
         return {
             "calls": self.calls,
             "batch": self._batch,
             "largest_batch": self._largest_batch,
-            "different": len(set(self._prints)),
-            "fingerprints": len(self._prints),
-            "longest_repeat": longest if self._prints else 0,
-            "repeated_pairs": pairs,
+            "different": len(set(prints)),
+            "fingerprints": len(prints),
+            "longest_repeat": max((len(list(run)) for _, run in groupby(prints)), default=0),
+            "compared_pairs": len(compared),
+            "repeated_pairs": sum(compared),
             "constant": self._counts["constant"],
             "flat": self._counts["flat"],
             "nonfinite": self._counts["nonfinite"],

@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from holdfast.numerics.eager import in_forward_mode
 from holdfast.numerics.frames import Caller, find_caller
 from holdfast.numerics.operands import (
     Operand,
@@ -116,6 +117,7 @@ class Births(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Birth] = []
+        self.missed_some = False
         self._paths = dict(_paths(models))
         self._batch_size = batch_size
         self._running: list[tuple[nn.Module, str]] = []
@@ -171,6 +173,9 @@ class Births(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if in_forward_mode():
+            self.missed_some = True  # reading a tensor that has a tangent, in a dispatch mode, can kill the process
+            return func(*args, **kwargs)
         traits = self._traits.get(func)
         if traits is None:
             traits = self._traits[func] = read_traits(func)

@@ -1,13 +1,19 @@
-"""Compiled models, run as they are written: where a step is looked at, and not made."""
+"""What is compiled in this process, and how to run it as it is written."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from holdfast.core.warned import ignoring
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 @contextlib.contextmanager
@@ -17,7 +23,65 @@ def eager() -> Iterator[None]:
     if set_stance is None or "torch._dynamo" not in sys.modules:
         yield
         return
-    with warnings.catch_warnings(), set_stance("force_eager"):
-        # A compiled module warns that global hooks fire once more for its wrapper; that changes no path here.
-        warnings.filterwarnings("ignore", message="Using `torch.compile")
+    # A compiled module warns that global hooks fire once more for its wrapper; that changes no path here.
+    with ignoring(Warning, "Using `torch.compile"), set_stance("force_eager"):
         yield
+
+
+def as_written(models: Mapping[str, _Module]) -> tuple[dict[str, Any], bool]:
+    """Return the modules that ``torch.compile`` was given, and whether a part of any is compiled or scripted.
+
+    A module that something else compiles (a function that calls it, a wrapper that was not given) is not known.
+    """
+    compiled = any(
+        hasattr(part, "_orig_mod")
+        or part.__dict__.get("_compiled_call_impl")
+        or isinstance(part, torch.jit.ScriptModule)
+        for model in models.values()
+        for part in model.modules()
+    )
+    return {name: getattr(model, "_orig_mod", model) for name, model in models.items()}, compiled
+
+
+def anything_compiled() -> bool:
+    """Say whether ``torch.compile`` has traced a function in this process; ``torch.compiler.reset()`` forgets it."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    return frames is not None and bool(frames.input_codes.seen_ids)
+
+
+def notify_of_compilation(begins: Callable[[Any], None]) -> None:
+    """Have a function called before anything is traced; again after ``torch.compiler.reset()``, which forgets it."""
+    from torch._dynamo.callback import callback_handler  # an optimizer has imported it already
+
+    if begins not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(begins)
+
+
+def notify_no_more(begins: Callable[[Any], None]) -> None:
+    """Undo `notify_of_compilation`."""
+    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if handler is not None and begins in handler.start_callbacks:
+        handler.remove_start_callback(begins)
+
+
+def is_symbolic() -> bool:
+    """Say whether code is traced, transformed or captured just now: values cannot be read, and looking would stay in.
+
+    That is a compiler's trace, ``torch.jit.trace``, a dispatch mode such as that of ``make_fx`` or of fake tensors, a
+    transform of ``torch.func``, or a CUDA graph that is being captured.
+    """
+    return bool(
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (
+            torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            and torch.cuda.is_current_stream_capturing()
+        )
+    )
+
+
+def in_forward_mode() -> bool:
+    """Say whether a level of forward-mode AD is active: ``forward_ad.dual_level``, ``torch.func.jvp``, ``jacfwd``."""
+    return bool(forward_ad._current_level >= 0)

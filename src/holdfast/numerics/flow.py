@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from holdfast.numerics.eager import is_symbolic
+
 _MOST_CALLS = 8
 """Calls of one activation in one pass that are looked at: a recurrent loop makes hundreds, much alike."""
 _SAMPLE = 4096
@@ -266,11 +268,15 @@ class Sentinel:
 
     def _keeper(self, key: int) -> Any:
         def keep(gradient: Tensor) -> None:
+            if is_symbolic():
+                return
             self._arrived[key] = gradient.detach().clone()
 
         return keep
 
     def _compare(self, parameter: Tensor) -> None:
+        if is_symbolic():
+            return
         arrived, summed = self._arrived.pop(id(parameter), None), dense_gradient(parameter)
         if arrived is None or summed is None:
             return
@@ -307,3 +313,18 @@ class Sentinel:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step of this optimizer only makes its state, as torch.distributed.checkpoint asks for it.
+
+    That is a step with a learning rate of 0 and gradients of 0. Cost: a host sync, but only where the rate is 0.
+    """
+    try:
+        if any(float(group.get("lr", 1.0)) != 0.0 for group in optimizer.param_groups):
+            return False
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            return bool(gradients) and not any(getattr(g, "_local_tensor", g).any() for g in gradients)
+    except Exception:  # noqa: BLE001 - whatever they are, they are not plain zeros
+        return False

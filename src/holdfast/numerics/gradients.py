@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.utils import clip_grads_with_norm_
@@ -47,6 +47,7 @@ class GradientFacts:
         loss: The loss that was read along.
         overflowed: True if torch's own norm would be Inf although every gradient is finite.
         nonfinite: True if the loss or a gradient really holds NaN or Inf.
+        along: Other numbers that were read along.
     """
 
     norms: dict[str, float]
@@ -54,14 +55,16 @@ class GradientFacts:
     loss: float
     overflowed: bool
     nonfinite: bool
+    along: tuple[float, ...] = ()
 
 
-def inspect(groups: Sequence[Group], loss: torch.Tensor) -> tuple[GradientFacts, torch.Tensor]:
+def inspect(groups: Sequence[Group], loss: torch.Tensor, *along: torch.Tensor) -> tuple[GradientFacts, torch.Tensor]:
     """Measure the gradients of a step.
 
     Args:
         groups: At least one parameter among them has a gradient.
         loss: The step's loss, shape ``()``, detached.
+        *along: Other numbers to read in the same sync, shape ``()``.
 
     Returns:
         The facts, and the norm of every single gradient, shape ``(number of gradients,)``, in the order of
@@ -70,17 +73,14 @@ def inspect(groups: Sequence[Group], loss: torch.Tensor) -> tuple[GradientFacts,
     Cost: one host sync.
     """
     gradients = [_dense(p.grad) for group in groups for p in group.parameters]
-    facts, each = _summarise(groups, _norms(gradients), loss)
+    facts, each = _summarise(groups, _norms(gradients), loss, *along)
     if math.isfinite(facts.total) or not math.isfinite(facts.loss):
         return facts, each
     exact = [_norm_fp64(gradient) for gradient in gradients]
-    facts, each = _summarise(groups, exact, loss)
+    facts, each = _summarise(groups, exact, loss, *along)
     if facts.nonfinite:
         return facts, each
-    return (
-        GradientFacts(norms=facts.norms, total=facts.total, loss=facts.loss, overflowed=True, nonfinite=False),
-        each,
-    )
+    return replace(facts, overflowed=True), each
 
 
 def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -94,7 +94,7 @@ def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _summarise(
-    groups: Sequence[Group], norms: Sequence[torch.Tensor], loss: torch.Tensor
+    groups: Sequence[Group], norms: Sequence[torch.Tensor], loss: torch.Tensor, *along: torch.Tensor
 ) -> tuple[GradientFacts, torch.Tensor]:
     first = norms[0]
     each = torch.stack([norm if norm.device == first.device else norm.to(first.device) for norm in norms])
@@ -105,8 +105,9 @@ def _summarise(
     if not wanted:
         total = torch.linalg.vector_norm(each)
         wanted = [total, total]
-    read = torch.stack([value.to(each.device, wide) for value in (*wanted, loss)]).tolist()
-    total_norm, *by_group, loss_value = read
+    read = torch.stack([value.to(each.device, wide) for value in (*wanted, loss, *along)]).tolist()
+    total_norm, *by_group = read[: len(wanted)]
+    loss_value, *others = read[len(wanted) :]
     return (
         GradientFacts(
             norms={group.name: norm for group, norm in zip(groups, by_group, strict=True)},
@@ -114,6 +115,7 @@ def _summarise(
             loss=loss_value,
             overflowed=False,
             nonfinite=not (math.isfinite(total_norm) and math.isfinite(loss_value)),
+            along=tuple(others),
         ),
         each,
     )

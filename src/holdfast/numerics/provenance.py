@@ -34,6 +34,10 @@ _CARRIERS = {
 }  # fmt: skip
 
 
+class UntraceableError(Exception):
+    """A step holds NaN or Inf, and not all of its operations can be examined; says why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """Where NaN or Inf came from, as facts that JSON can hold.
@@ -110,6 +114,9 @@ def trace(
     Returns:
         The origin; None if loss and gradients were finite this time.
 
+    Raises:
+        UntraceableError: if operations that may be to blame could not be examined.
+
     Cost: about three to thirty times a step, and a read by the host for every operation. Random state is touched
     by `run_once` alone.
     """
@@ -120,6 +127,8 @@ def trace(
     hit = [(name, p.grad) for name, p in parameters if p.grad is not None and nonfinite(p.grad) is not None]
     if bad_loss is None and not hit:
         return None
+    if births.missed_some:
+        raise UntraceableError("part of the loss is computed by forward-mode AD, where values cannot be looked at")
     ends = [loss] if bad_loss is not None else [gradient for _, gradient in hit]
     culprit = _find_culprit([(births.find(end), _holds_nan(end)) for end in ends], births.events)
     origin = _describe(culprit, hidden=bad_loss is None)

@@ -9,6 +9,7 @@ files are allocated when the run starts, so a full disk cannot silence them.
 
 from __future__ import annotations
 
+import math
 import struct
 from enum import IntEnum
 from pathlib import Path
@@ -17,10 +18,22 @@ from holdfast.core.events import Event
 from holdfast.recorder.event_ring import EVENTS_FILE, PART, PART_BYTES, EventRing
 from holdfast.recorder.ring import RingWriter
 
-__all__ = ["EVENTS_FILE", "PART", "PART_BYTES", "STEP", "STEPS_FILE", "BlackBox", "StepMark"]
+__all__ = [
+    "EVENTS_FILE",
+    "LOSS_IS_READ",
+    "NORM_IS_READ",
+    "PART",
+    "PART_BYTES",
+    "STEP",
+    "STEPS_FILE",
+    "BlackBox",
+    "StepMark",
+]
 
 STEPS_FILE = "steps.ring"
+# mark | which of loss and norm are values, also where they are NaN | samples per pass, step, loss, norm, seconds
 STEP = struct.Struct("<HHIQddd")
+LOSS_IS_READ, NORM_IS_READ = 1, 2
 _EVENT_PARTS = 2_048
 
 
@@ -46,18 +59,23 @@ class BlackBox:
         directory.mkdir(parents=True, exist_ok=True)
         self._steps = RingWriter(directory / STEPS_FILE, payload_bytes=STEP.size, capacity=32_768)
         self._events = EventRing(directory, capacity=_EVENT_PARTS)
+        found = {STEPS_FILE: self._steps.moved_aside, EVENTS_FILE: self._events.moved_aside}
+        self.moved_aside = [f"{name} begins anew: {why}" for name, why in found.items() if why]
+        """What lay in place of a file and could not be continued, one sentence for each."""
 
     def step(
         self,
         mark: StepMark,
         global_step: int,
         micro_batch_size: int,
-        loss: float,
-        norm: float,
+        loss: float | None,
+        norm: float | None,
         seconds: float,
     ) -> None:
-        """Record one mark of a step. Cost: below 1 microsecond."""
-        self._steps.append(STEP.pack(mark, 0, micro_batch_size, global_step, loss, norm, seconds))
+        """Record one mark of a step; None: that was not read. Cost: below 1 microsecond."""
+        is_read = (loss is not None) + 2 * (norm is not None)
+        loss, norm = math.nan if loss is None else loss, math.nan if norm is None else norm
+        self._steps.append(STEP.pack(mark, is_read, micro_batch_size, global_step, loss, norm, seconds))
 
     def event(self, event: Event) -> None:
         """Record one event; facts that are too long to keep whole are cut and marked as cut."""

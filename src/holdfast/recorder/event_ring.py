@@ -33,7 +33,10 @@ class EventRing:
     """
 
     def __init__(self, directory: Path, *, capacity: int = _CAPACITY) -> None:
-        self._ring = RingWriter(directory / EVENTS_FILE, payload_bytes=PART.size + PART_BYTES, capacity=capacity)
+        self._ring = ring = RingWriter(
+            directory / EVENTS_FILE, payload_bytes=PART.size + PART_BYTES, capacity=capacity
+        )
+        self.moved_aside = ring.moved_aside
 
     def event(self, event: Event) -> None:
         """Record one event; facts that are too long to keep whole are cut and marked as cut."""

@@ -8,7 +8,6 @@ Does not: wait or poll (the caller does), write.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from pathlib import Path
@@ -44,7 +43,7 @@ class RingFollower:
             RunDirectoryError: H305, as `read_ring`.
         """
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return []
         try:
@@ -128,7 +127,7 @@ class SampleFollower:
             recent = time.time() - _HELD_SECONDS
             start = max(0, len(samples) - _HELD_SAMPLES)
             for index in range(start, len(samples)):
-                if math.isnan(samples[index].loss) and samples[index].unix_seconds > recent:
+                if samples[index].loss is None and samples[index].unix_seconds > recent:
                     self._ring.unread(pairs[index][0].sequence)
                     return samples[:index]
         return samples

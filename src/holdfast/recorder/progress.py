@@ -8,6 +8,7 @@ Does not: decide what is too long (``supervise``), record events (``black_box``)
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -17,7 +18,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
-from holdfast.recorder.ring import HEADER_BYTES, Record, RingWriter, read_ring
+from holdfast.recorder.ring import HEADER_BYTES, Record, RingWriter, read_ring, value_or_none
 
 BOARD_BYTES = 4096
 _MAGIC = b"HOLDPROG"
@@ -29,8 +30,10 @@ _STANDING = struct.Struct("<QI4xQQQQ")
 _STANDING_AT = 64
 _REQUEST = struct.Struct("<Q")
 _REQUEST_AT = 256
-_SAMPLE = struct.Struct("<QI4xdddddQQQQ")
-_LOSS_OFFSET, _NORM_OFFSET = 16, 24  # in a sample
+# step, micro steps | which of the next three are values, also where they are NaN | loss, norm, rate | the rest
+_SAMPLE = struct.Struct("<QIIdddddQQQQ")
+LOSS_IS_READ, NORM_IS_READ, RATE_IS_READ = 1, 2, 4
+_READ_OFFSET, _LOSS_OFFSET, _NORM_OFFSET = 12, 16, 24  # in a sample
 _FLOAT = struct.Struct("<d")
 _BEFORE_PAYLOAD = 16  # in a slot of a ring: sequence and time
 _CAPACITY = 32_768
@@ -178,9 +181,9 @@ class StepSample:
         step: Optimizer steps so far, this one included; calls of backward where no optimizer steps.
         micro_steps: Calls of backward in it.
         unix_seconds: When it ended; set by the ring.
-        loss: Of the last backward; NaN if it was not read.
-        grad_norm: NaN if nobody computed it.
-        learning_rate: Of the first parameter group; NaN if unknown.
+        loss: Of the last backward; None if it was not read. NaN is a loss that is NaN.
+        grad_norm: None if nobody computed it.
+        learning_rate: Of the first parameter group; None if unknown.
         seconds: Since the end of the step before.
         wait_seconds: Of these, waiting for the loader.
         host_bytes: Resident memory of the process; 0 if not read at this step.
@@ -192,9 +195,9 @@ class StepSample:
     step: int
     micro_steps: int
     unix_seconds: float = 0.0
-    loss: float
-    grad_norm: float
-    learning_rate: float
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
     seconds: float
     wait_seconds: float
     host_bytes: int = 0
@@ -209,11 +212,12 @@ class _AmendableRing(RingWriter):
     def newest(self) -> int:
         return self._sequence
 
-    def overwrite(self, sequence: int, offset: int, data: bytes) -> None:
+    def complete(self, sequence: int, offset: int, data: bytes, is_read: int) -> None:
         if sequence <= self._sequence - self._capacity:
             return  # its slot belongs to another record by now
-        start = HEADER_BYTES + (sequence % self._capacity) * self._slot_bytes + _BEFORE_PAYLOAD + offset
-        self._map[start : start + len(data)] = data
+        start = HEADER_BYTES + (sequence % self._capacity) * self._slot_bytes + _BEFORE_PAYLOAD
+        self._map[start + offset : start + offset + len(data)] = data
+        self._map[start + _READ_OFFSET] |= is_read  # last: until then nobody takes it for a value
 
 
 class SampleRing:
@@ -245,7 +249,15 @@ class SampleRing:
             sample.device_peak_bytes,
         )
 
-    def write(self, *values: float) -> int:
+    def write(
+        self,
+        step: int,
+        micro_steps: int,
+        loss: float | None,
+        grad_norm: float | None,
+        learning_rate: float | None,
+        *others: float,
+    ) -> int:
         """Write one sample, given as the fields of `StepSample` in order, without the time.
 
         Cost: below 1 microsecond; no system call.
@@ -253,7 +265,18 @@ class SampleRing:
         Returns:
             Its number, for `amend`.
         """
-        self._ring.append(_SAMPLE.pack(*values))
+        is_read = (loss is not None) + 2 * (grad_norm is not None) + 4 * (learning_rate is not None)
+        self._ring.append(
+            _SAMPLE.pack(
+                step,
+                micro_steps,
+                is_read,
+                math.nan if loss is None else loss,
+                math.nan if grad_norm is None else grad_norm,
+                math.nan if learning_rate is None else learning_rate,
+                *others,
+            )
+        )
         return self._ring.newest()
 
     def amend(self, number: int, *, loss: float | None = None, grad_norm: float | None = None) -> None:
@@ -264,9 +287,9 @@ class SampleRing:
             loss: None leaves it.
             grad_norm: None leaves it.
         """
-        for offset, value in ((_LOSS_OFFSET, loss), (_NORM_OFFSET, grad_norm)):
+        for offset, value, is_read in ((_LOSS_OFFSET, loss, LOSS_IS_READ), (_NORM_OFFSET, grad_norm, NORM_IS_READ)):
             if value is not None:
-                self._ring.overwrite(number, offset, _FLOAT.pack(value))
+                self._ring.complete(number, offset, _FLOAT.pack(value), is_read)
 
     def close(self) -> None:
         """Unmap the file."""
@@ -286,11 +309,13 @@ def sample_of(record: Record) -> StepSample | None:
     """Return what a record of a ring of samples says, None if it is of another kind of ring or a damaged one."""
     if len(record.payload) != _SAMPLE.size:
         return None
-    step, micro_steps, loss, norm, rate, seconds, wait, host, allocated, reserved, peak = _SAMPLE.unpack(
+    step, micro_steps, is_read, loss, norm, rate, seconds, wait, host, allocated, reserved, peak = _SAMPLE.unpack(
         record.payload
     )
     return StepSample(
-        step=step, micro_steps=micro_steps, unix_seconds=record.nanoseconds / 1e9, loss=loss, grad_norm=norm,
-        learning_rate=rate, seconds=seconds, wait_seconds=wait, host_bytes=host,
+        step=step, micro_steps=micro_steps, unix_seconds=record.nanoseconds / 1e9,
+        loss=value_or_none(loss, is_read & LOSS_IS_READ), grad_norm=value_or_none(norm, is_read & NORM_IS_READ),
+        learning_rate=value_or_none(rate, is_read & RATE_IS_READ), seconds=seconds, wait_seconds=wait,
+        host_bytes=host,
         device_allocated_bytes=allocated, device_reserved_bytes=reserved, device_peak_bytes=peak,
     )  # fmt: skip

@@ -11,8 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.events import Event
-from holdfast.recorder.black_box import EVENTS_FILE, PART, STEP, STEPS_FILE, StepMark
-from holdfast.recorder.ring import Record, read_ring
+from holdfast.recorder.black_box import (
+    EVENTS_FILE,
+    LOSS_IS_READ,
+    NORM_IS_READ,
+    PART,
+    STEP,
+    STEPS_FILE,
+    StepMark,
+)
+from holdfast.recorder.progress import sample_of
+from holdfast.recorder.ring import Record, read_ring, value_or_none
+from holdfast.recorder.run_files import SAMPLES_FILE
 
 _MARKS = frozenset(StepMark)
 
@@ -25,8 +35,8 @@ class StepRecord:
         mark: What happened.
         global_step: Optimizer steps committed so far.
         micro_batch_size: Most samples in one forward/backward, 0 if unknown.
-        loss: Mean loss of the step; NaN if it was not read.
-        grad_norm: Global norm before clipping; NaN if it was not read.
+        loss: Mean loss of the step; None if it was not read. NaN is a loss that is NaN.
+        grad_norm: Global norm before clipping; None if it was not read.
         seconds: Duration of the step.
         unix_seconds: When the mark was written.
     """
@@ -34,8 +44,8 @@ class StepRecord:
     mark: StepMark
     global_step: int
     micro_batch_size: int
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
     seconds: float
     unix_seconds: float
 
@@ -53,13 +63,47 @@ def mark_of(record: Record) -> StepRecord | None:
     """Return what a record of the ring of steps says, None if it is of another kind."""
     if len(record.payload) != STEP.size:
         return None  # of a damaged header
-    mark, _, micro_batch_size, global_step, loss, norm, seconds = STEP.unpack(record.payload)
+    mark, is_read, micro_batch_size, global_step, loss, norm, seconds = STEP.unpack(record.payload)
     if mark not in _MARKS:
         return None
     return StepRecord(
-        mark=StepMark(mark), global_step=global_step, micro_batch_size=micro_batch_size, loss=loss, grad_norm=norm,
+        mark=StepMark(mark), global_step=global_step, micro_batch_size=micro_batch_size,
+        loss=value_or_none(loss, is_read & LOSS_IS_READ), grad_norm=value_or_none(norm, is_read & NORM_IS_READ),
         seconds=seconds, unix_seconds=record.nanoseconds / 1e9,
     )  # fmt: skip
+
+
+def not_recorded_any_more(directory: Path) -> str:
+    """Return which steps of a process its rings do not hold any more, as words; an empty text if they hold all.
+
+    Raises:
+        RunDirectoryError: H305, as `read_ring`.
+    """
+    for name, step_of in ((SAMPLES_FILE, _step_of_sample), (STEPS_FILE, _step_of_mark)):
+        records = read_ring(directory / name)
+        if records and records[0].sequence > 1:
+            return words_of_lost(records[0].sequence - 1, step_of(records[0]))
+    return ""
+
+
+def _step_of_sample(record: Record) -> int:
+    sample = sample_of(record)
+    return 0 if sample is None else sample.step
+
+
+def _step_of_mark(record: Record) -> int:
+    mark = mark_of(record)
+    return 0 if mark is None else mark.global_step
+
+
+def words_of_lost(count: int, step: int) -> str:
+    """Return what to say of records of steps that were overwritten.
+
+    Args:
+        count: How many.
+        step: The oldest that is left.
+    """
+    return f"the steps before step {step:,} are not recorded any more: {count:,} older records were overwritten"
 
 
 def read_events(directory: Path) -> list[Event]:

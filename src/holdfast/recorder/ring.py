@@ -13,11 +13,14 @@ Does not: interpret payloads (see ``black_box``), lock (one writer per file, gua
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import mmap
 import os
+import stat
 import struct
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +30,12 @@ MAGIC = b"HOLDRING"
 VERSION = 1
 HEADER = struct.Struct("<8sIII")
 HEADER_BYTES = 4096
+_MOST_RECORDS = 2**62
+"""More than any process writes; what fills a damaged file is beyond it."""
+_LEAST_BELONGING = 50
+"""At least one in so many of the records that a number promises is there, also of a file that is badly damaged."""
+_MOST_TORN = 2
+"""Slots that a kill leaves torn, with one to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,11 @@ class Record:
     payload: bytes
 
 
+def value_or_none(number: float, is_read: int) -> float | None:
+    """Return a number of a record, None if nobody read it: NaN, without the mark that it is a value."""
+    return number if is_read or not math.isnan(number) else None
+
+
 def slot_struct(payload_bytes: int) -> struct.Struct:
     """Return the layout of one slot."""
     return struct.Struct(f"<QQ{payload_bytes}sQ")
@@ -53,7 +67,8 @@ class RingWriter:
     """Append records to a ring file, created or continued.
 
     Args:
-        path: The file. An existing one is continued if its layout is the same, else kept beside it as ``.old``.
+        path: The file. An existing one is continued if it has the same layout and whole records, else whatever lies
+            there is kept beside it as ``.old``, and `moved_aside` says why.
         payload_bytes: Most bytes of one record.
         capacity: Records kept; older ones are overwritten.
 
@@ -68,21 +83,18 @@ class RingWriter:
         self._capacity = capacity
         size = HEADER_BYTES + capacity * self._slot_bytes
         header = HEADER.pack(MAGIC, VERSION, payload_bytes, capacity)
+        # Read through the file: a look at the map would make all of its pages resident at once.
+        self._sequence, why = _standing(path, header, size, self._slot)
+        self.moved_aside = f"{why}; it is kept as {_move_aside(path).name}" if why else ""
+        """Why what lay there was not continued, and where it is now; empty if nothing did, or it is continued."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            continues = os.fstat(descriptor).st_size == size and os.pread(descriptor, len(header), 0) == header
-            if not continues:
-                if os.fstat(descriptor).st_size > 0:  # of another layout, or damaged: not ours to destroy
-                    path.replace(path.with_name(path.name + ".old"))
-                    os.close(descriptor)
-                    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if os.fstat(descriptor).st_size == 0:
                 os.posix_fallocate(descriptor, 0, size)
                 os.pwrite(descriptor, header, 0)
             self._map = mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
-        # Read through the file: a look at the map would make all of its pages resident at once.
-        self._sequence = _newest(path, self._slot) if continues else 0
 
     def append(self, payload: bytes) -> None:
         """Write one record; a payload that is too long is an error of the caller.
@@ -99,23 +111,66 @@ class RingWriter:
         self._map.close()
 
 
-def _newest(path: Path, slot: struct.Struct) -> int:
-    newest = 0
-    with path.open("rb") as file:
-        file.seek(HEADER_BYTES)
-        while len(data := file.read(slot.size)) == slot.size:
-            first, _, _, last = slot.unpack(data)
-            if first == last:
-                newest = max(newest, first)
-    return newest
+def _standing(path: Path, header: bytes, size: int, slot: struct.Struct) -> tuple[int, str]:
+    """Return the number of the newest record, and why the file cannot be continued, or an empty text.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return 0, ""
+    if not stat.S_ISREG(status.st_mode):
+        return 0, "it is no file"
+    if status.st_size == 0:
+        return 0, ""
+    data = path.read_bytes()
+    if len(data) != size or not data.startswith(header):
+        return 0, "it has another layout, or its header is damaged"
+    records, damaged = _records(data, slot)
+    if damaged > _MOST_TORN:
+        return 0, f"{damaged} of its records are damaged"
+    return records[-1].sequence if records else 0, ""
 
 
-def read_slots(buffer: bytes, slot: struct.Struct) -> Iterator[Record]:
-    """Yield every whole record in file order; torn and empty slots are passed over."""
-    usable = len(buffer) - (len(buffer) - HEADER_BYTES) % slot.size
-    for first, nanoseconds, payload, last in slot.iter_unpack(memoryview(buffer)[HEADER_BYTES:usable]):
-        if first and first == last:
-            yield Record(first, nanoseconds, payload)
+def _move_aside(path: Path) -> Path:
+    """Rename what is not ours to destroy; what was moved aside before is replaced if that is a file."""
+    target = path.with_name(f"{path.name}.old")
+    for number in itertools.count(2):
+        if not os.path.lexists(target) or (target.is_file() and path.is_file()):
+            break
+        target = path.with_name(f"{path.name}.old-{number}")
+    path.replace(target)
+    return target
+
+
+def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
+    """Return the whole records, oldest first, and how many slots hold something else.
+
+    A record lies where its number says. Numbers run on without gaps, so that one which hardly any of those before it
+    belong to was not counted: it is what fills a damaged file.
+    """
+    *_, capacity = HEADER.unpack_from(data)
+    usable = len(data) - (len(data) - HEADER_BYTES) % slot.size
+    found, damaged = [], 0
+    for index, (first, nanoseconds, payload, last) in enumerate(
+        slot.iter_unpack(memoryview(data)[HEADER_BYTES:usable])
+    ):
+        if first == last and 0 < first < _MOST_RECORDS and capacity and first % capacity == index:
+            found.append(Record(first, nanoseconds, payload))
+        elif first or last:
+            damaged += 1
+    found.sort(key=lambda record: record.sequence)
+    kept = min(capacity, (usable - HEADER_BYTES) // slot.size)
+    while found:
+        newest = found[-1].sequence
+        belonging = len(found) - bisect.bisect_right(found, newest - capacity, key=lambda record: record.sequence)
+        if belonging >= min(newest, kept) // _LEAST_BELONGING:
+            break
+        found.pop()
+        damaged += 1
+    return found, damaged
 
 
 def read_ring(path: Path) -> list[Record]:
@@ -126,7 +181,7 @@ def read_ring(path: Path) -> list[Record]:
     """
     if not path.exists():
         return []
-    data = path.read_bytes()
+    data = path.read_bytes() if path.is_file() else bytes(HEADER_BYTES)  # a pipe would keep us waiting
     if len(data) < HEADER_BYTES:
         return []
     magic, version, payload_bytes, _ = HEADER.unpack_from(data)
@@ -138,4 +193,4 @@ def read_ring(path: Path) -> list[Record]:
             fix="read it with the holdfast that wrote it, or move the file away.",
             rule="H305",
         )
-    return sorted(read_slots(data, slot_struct(payload_bytes)), key=lambda record: record.sequence)
+    return _records(data, slot_struct(payload_bytes))[0]

@@ -133,6 +133,14 @@ def process_lives(pid: int, ticks: int) -> bool:
         return False
 
 
+def process_is_stopped(pid: int) -> bool:
+    """Return whether a signal such as SIGSTOP has stopped a process of this machine."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
+
+
 def on_recording(listener: Callable[[Path], None]) -> None:
     """Have a listener told of every run directory that a guard opens in this process."""
     _recording_listeners.append(listener)

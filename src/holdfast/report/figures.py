@@ -135,6 +135,9 @@ def _value_axis(finite: Numbers, title: str, unit: str) -> Figure:
         return {**axis, "ticksuffix": f" {unit}", "rangemode": "tozero"}
     if title in _LOGARITHMIC and len(finite) and 0 < finite.min() < finite.max() / _DECADES_FOR_LOG:
         return {**axis, "type": "log", "dtick": 1 if finite.max() / finite.min() < 1e8 else None}
+    if len(finite) and finite.min() == finite.max():  # else the axis would be 2 wide, and any rate look like 0
+        value = float(finite[0])
+        return {**axis, "range": [value - 0.5 * abs(value), value + 0.5 * abs(value)] if value else [-1.0, 1.0]}
     return axis
 
 
@@ -171,7 +174,7 @@ def _curve(lane: Lane, name: str, series: Series, axis: str, colour: str, unit: 
         "legendgroup": label(lane.label),
         "showlegend": False,
         "marker": {"symbol": "x-thin", "size": 7, "line": {"width": 1.5, "color": "#e15759"}},
-        "hovertemplate": "NaN (or not read), or infinite<extra>%{fullData.legendgroup}</extra>",
+        "hovertemplate": "NaN or infinite<extra>%{fullData.legendgroup}</extra>",
     }
     return [line, marks]
 

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 from holdfast.checkpoint.manifest import read_manifest
 from holdfast.checkpoint.store import Store
-from holdfast.core.errors import HoldfastError
+from holdfast.core.errors import CheckpointError, HoldfastError
 from holdfast.diagnose.verdict import Verdict
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.reader import read_events, read_steps
+from holdfast.recorder.reader import not_recorded_any_more, read_events, read_steps
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     FAULTHANDLER_FILE,
@@ -178,6 +178,11 @@ def gather(run: Path) -> RunPicture:
     events, guards = _all_events(sources, reading)
     processes = _processes(sources, events, reading)
     lanes = [seen.lane for seen in processes if seen.lane is not None]
+    trained = {lane.label for lane in lanes}
+    for source in [*sources, *guards]:
+        if source.kind == "guard" or source.label in trained:
+            words = "".join(reading.listed(not_recorded_any_more, source.directory))
+            reading.problems += [f"of {source.label} {words}"] if words else []
     lanes += _guard_lanes([*(s for s in sources if s.kind == "guard"), *guards], lanes, reading)
     stores = {run, *(source.directory.parent.parent for source in guards)}
     kept, left_out = _bounded(events)
@@ -302,7 +307,12 @@ def _board(directory: Path) -> list[Standing | None]:
 
 def _checkpoints(run: Path) -> Iterator[CheckpointSeen]:
     store = Store(run / CHECKPOINTS_FOLDER)
-    for entry in store.entries():
+    try:
+        entries, damaged = store.entries(), store.damaged()
+    except CheckpointError as error:
+        yield CheckpointSeen(name=CHECKPOINTS_FOLDER, global_step=0, status=inert(error.what, most=200))
+        return
+    for entry in entries:
         status, size, saved = "complete", None, None
         try:
             manifest = read_manifest(entry.path)
@@ -312,7 +322,7 @@ def _checkpoints(run: Path) -> Iterator[CheckpointSeen]:
         yield CheckpointSeen(
             name=entry.path.name, global_step=entry.global_step, status=status, size_bytes=size, saved=saved
         )
-    for entry in store.damaged():
+    for entry in damaged:
         yield CheckpointSeen(name=entry.path.name, global_step=entry.global_step, status="damaged, set aside")
 
 

@@ -36,7 +36,8 @@ _PHASE_STYLES = {
     Phase.EVALUATION: "cyan",
     Phase.SAVING: "blue",
 }
-_ALARMING = frozenset({"exception", "hang", "stop", "stopped", "out_of_memory", "leak", "spike", "save_failed"})
+_ALARMING = frozenset({"exception", "hang", "stop", "stopped", "out_of_memory", "leak", "spike", "save_failed",
+                       "process_stopped", "output_lost"})  # fmt: skip
 
 
 def follow(watched: Watched, console: Console, wait: Callable[[float], object]) -> Glance:
@@ -73,7 +74,7 @@ def draw(glance: Glance, width: int) -> RenderableType:
     parts: list[RenderableType] = [_head(glance)]
     if shown:
         parts.append(_standings(shown, wide=wide))
-        trained = [process for process in shown if process.losses]
+        trained = [process for process in shown if process.losses or process.host_bytes]
         if trained:
             parts.append(_training(trained, width))
     else:
@@ -92,8 +93,8 @@ def _head(glance: Glance) -> Panel:
     style = {"running": "green", "ended": "bold", "waits to restart": "yellow"}[glance.state]
     attempts = "1 attempt" if glance.attempt == 0 else f"{glance.attempt + 1} attempts"
     line = Text.assemble((glance.state, style), f", {attempts}")
-    if glance.began is not None and glance.state == "ended" and glance.events:
-        line.append(f", after {duration(max(0.0, glance.events[-1].event.unix_seconds - glance.began))}")
+    if glance.began is not None and glance.state == "ended" and glance.newest is not None:
+        line.append(f", after {duration(max(0.0, glance.newest - glance.began))}")
     elif glance.began is not None:
         line.append(f", since {duration(max(0.0, glance.now - glance.began))}")
     lines = [line]
@@ -139,6 +140,8 @@ def _phase(process: ProcessGlance) -> Text:
     if process.alive is False:
         last = "" if process.phase in (None, Phase.ENDING) else f" in {_phase_name(process.phase)}"
         return Text(f"ended{last}", style="dim")
+    if process.stopped:
+        return Text(f"stopped in {_phase_name(process.phase)}" if process.phase else "stopped", style="bold red")
     if process.phase is None:
         return Text("running" if process.alive else "unknown", style="dim")
     return Text(_phase_name(process.phase), style=_PHASE_STYLES.get(process.phase, ""))
@@ -158,10 +161,10 @@ def _training(processes: Sequence[ProcessGlance], width: int) -> Table:
         loss = process.loss
         cells = [
             Text(inert(process.label, most=40)),
-            Text("" if loss is None else f"{loss:.4g}", style="" if math.isfinite(loss or 0.0) else "bold red"),
+            _value(loss, 4),
             Text("" if loss is None else sparkline(process.losses, bars), style="cyan"),
-            Text(_number(process.grad_norm, 3)),
-            Text(_number(process.learning_rate, 3)),
+            _value(process.grad_norm, 3),
+            _value(process.learning_rate, 3),
             _memory(process.host_bytes, process.host_change_bytes),
         ]
         if devices:
@@ -219,6 +222,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(_BARS) - 1) / (high - low) if high > low and math.isfinite(high - low) else 0.0
     return "".join("x" if math.isnan(mean) else _BARS[round((mean - low) * scale) if scale else 0] for mean in means)
+
+
+def _value(value: float | None, digits: int) -> Text:
+    if value is None:
+        return Text("")
+    return Text(f"{value:.{digits}g}", style="" if math.isfinite(value) else "bold red")
 
 
 def _number(value: float, digits: int) -> str:

@@ -18,6 +18,7 @@ from holdfast.core.events import Event
 from holdfast.recorder.black_box import EVENTS_FILE, STEPS_FILE, StepMark
 from holdfast.recorder.following import EventFollower, MarkFollower, SampleFollower
 from holdfast.recorder.progress import StepSample
+from holdfast.recorder.reader import words_of_lost
 from holdfast.recorder.run_files import (
     PROCESS_FILE,
     PROCESSES_FOLDER,
@@ -99,6 +100,9 @@ class RunFollower:
             except RunDirectoryError as error:
                 self.problems[str(source.directory)] = inert(error.what, most=200)
                 continue
+            if news.lost and news.samples:
+                words = words_of_lost(track.lost, news.samples[0].step)
+                self.problems[f"{source.directory} lost"] = f"of {inert(source.label, most=60)} {words}"
             if news.samples or news.events or news.lost:
                 found.append(news)
                 self._remember_guards(news)
@@ -188,7 +192,7 @@ class _Track:
         self._events = EventFollower(source.directory / EVENTS_FILE)
         self._samples = SampleFollower(source.directory / SAMPLES_FILE)
         self._marks = MarkFollower(source.directory / STEPS_FILE)
-        self._lost = 0
+        self.lost = 0
 
     def new(self, source: Source, *, hold_back: bool) -> News:
         samples: list[StepSample] = []
@@ -198,11 +202,11 @@ class _Track:
             samples = [
                 StepSample(
                     step=mark.global_step, micro_steps=0, unix_seconds=mark.unix_seconds, loss=mark.loss,
-                    grad_norm=mark.grad_norm, learning_rate=math.nan, seconds=mark.seconds, wait_seconds=math.nan,
+                    grad_norm=mark.grad_norm, learning_rate=None, seconds=mark.seconds, wait_seconds=math.nan,
                 )
                 for mark in self._marks.new()
                 if mark.mark is not StepMark.BEGUN
             ]  # fmt: skip
-        lost, self._lost = self._samples.lost + self._marks.lost - self._lost, self._samples.lost + self._marks.lost
+        before, self.lost = self.lost, self._samples.lost + self._marks.lost
         events = [event for event in self._events.new() if is_sound_event(event)]
-        return News(source=source, samples=samples, events=events, lost=lost)
+        return News(source=source, samples=samples, events=events, lost=self.lost - before)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.recorder.progress import LOSS_IS_READ, NORM_IS_READ, RATE_IS_READ
 from holdfast.recorder.reader import StepRecord
 from holdfast.recorder.ring import HEADER, HEADER_BYTES, MAGIC, VERSION, read_ring
 
@@ -19,7 +20,7 @@ Numbers = NDArray[np.float64]
 Samples = NDArray[np.void]
 # A slot of the ring of samples (``recorder.ring``, ``recorder.progress``); a test holds it to what is read there.
 _SLOT = np.dtype(
-    [("first", "<u8"), ("nanoseconds", "<u8"), ("step", "<u8"), ("micro_steps", "<u4"), ("", "<u4")]
+    [("first", "<u8"), ("nanoseconds", "<u8"), ("step", "<u8"), ("micro_steps", "<u4"), ("is_read", "<u4")]
     + [(name, "<f8") for name in ("loss", "grad_norm", "learning_rate", "seconds", "wait_seconds")]
     + [(f"{name}_bytes", "<u8") for name in ("host", "device_allocated", "device_reserved", "device_peak")]
     + [("last", "<u8")]
@@ -29,10 +30,7 @@ _SLOT = np.dtype(
 # of any length as an eye would see it, and to zoom in by a factor of several.
 MOST_POINTS = 2000
 _SHARE_BUCKETS = 400
-# Values of which most stand alone between missing ones are sampled on purpose; a line between them is no lie, and
-# without it nothing would be seen.
-_ALONE_SHARE = 0.5
-_FEWEST_SAMPLED = 3
+_MARKS_OF_VALUES = {"loss": LOSS_IS_READ, "grad_norm": NORM_IS_READ, "learning_rate": RATE_IS_READ}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,7 @@ class Series:
     Args:
         steps: Optimizer steps, in the order in which they were made; NaN in a gap where the run went back.
         values: As many values; NaN in a gap.
-        nonfinite: Steps with an infinite value, or with NaN, which also stands for "not read".
+        nonfinite: Steps whose value is infinite or NaN.
     """
 
     steps: Numbers
@@ -80,30 +78,25 @@ def _extremes(values: Numbers, first: NDArray[np.int64], *, smallest: bool) -> N
     return matches[np.unique(np.searchsorted(first, matches, side="right"), return_index=True)[1]]
 
 
-def series(steps: Numbers, values: Numbers, *, optional: bool, most: int = MOST_POINTS) -> Series | None:
+def series(
+    steps: Numbers, values: Numbers, read: NDArray[np.bool_] | None = None, *, most: int = MOST_POINTS
+) -> Series | None:
     """Return a curve, or None if nothing was recorded.
 
     Args:
         steps: Shape ``(n,)``.
         values: Shape ``(n,)``.
-        optional: Whether NaN means "not read" and is passed over; else it is a gap, unless it comes with a rhythm.
+        read: Shape ``(n,)``: which values were read; the others are passed over. None: all that are not NaN.
         most: Points to keep.
     """
-    missing = np.isnan(values)
-    if not len(values) or (optional and missing.all()):
+    read = ~np.isnan(values) if read is None else read
+    if not read.any():
         return None
-    if optional or _is_sampled(missing):
-        steps, values = steps[~missing], values[~missing]
+    steps, values = steps[read], values[read]
     thinned_steps, thinned = thin(steps, values, most)
     bad = ~np.isfinite(thinned)
     x, y = _broken_where_steps_go_back(thinned_steps, np.where(bad, np.nan, thinned))
     return Series(steps=x, values=y, nonfinite=thinned_steps[bad])
-
-
-def _is_sampled(missing: NDArray[np.bool_]) -> bool:
-    present = int((~missing).sum())
-    begins = int((~missing & np.append(True, missing[:-1])).sum())
-    return present >= _FEWEST_SAMPLED and begins > _ALONE_SHARE * present
 
 
 def _broken_where_steps_go_back(steps: Numbers, values: Numbers) -> tuple[Numbers, Numbers]:
@@ -121,14 +114,17 @@ def read_sample_array(path: Path) -> Samples:
     data = path.read_bytes() if path.exists() else b""
     if len(data) < HEADER_BYTES:
         return np.zeros(0, _SLOT)
-    magic, version, payload_bytes, _ = HEADER.unpack_from(data)
+    magic, version, payload_bytes, capacity = HEADER.unpack_from(data)
     if magic != MAGIC or version > VERSION:
         read_ring(path)  # says what is wrong
     if payload_bytes + 24 != _SLOT.itemsize:
         return np.zeros(0, _SLOT)  # another kind of ring, or a damaged header
     count = (len(data) - HEADER_BYTES) // _SLOT.itemsize
     slots = np.frombuffer(data, _SLOT, count, HEADER_BYTES)
-    whole: Samples = slots[(slots["first"] > 0) & (slots["first"] == slots["last"])]
+    placed = slots["first"] % max(capacity, 1) == np.arange(count)
+    whole: Samples = slots[
+        (slots["first"] > 0) & (slots["first"] < 2**62) & (slots["first"] == slots["last"]) & placed
+    ]
     ordered: Samples = whole[np.argsort(whole["first"])]
     return ordered
 
@@ -137,28 +133,24 @@ def columns_of_samples(samples: Samples, most: int = MOST_POINTS) -> dict[str, S
     """Return the curves of a process that were recorded, by name."""
     found: dict[str, Series | None] = {}
     steps = samples["step"].astype(np.float64)
-    for name in ("loss", "grad_norm", "learning_rate"):
-        found[name] = series(steps, samples[name], optional=name != "loss", most=most)
-    found["seconds"] = series(steps, samples["seconds"], optional=True, most=most)
+    for name, mark in _MARKS_OF_VALUES.items():
+        read = (samples["is_read"] & mark > 0) | ~np.isnan(samples[name])
+        found[name] = series(steps, samples[name], read, most=most)
+    found["seconds"] = series(steps, samples["seconds"], most=most)
     found["wait_share"] = wait_share(steps, samples["seconds"], samples["wait_seconds"])
     for name in ("host_bytes", "device_allocated_bytes", "device_reserved_bytes", "device_peak_bytes"):
         values = samples[name].astype(np.float64)
-        found[name] = series(steps, np.where(values > 0, values, np.nan), optional=True, most=most)
+        found[name] = series(steps, np.where(values > 0, values, np.nan), most=most)
     return {name: each for name, each in found.items() if each is not None}
 
 
 def columns_of_marks(records: Sequence[StepRecord], most: int = MOST_POINTS) -> dict[str, Series]:
     """Return the curves that a guard's marks of finished steps hold, by name."""
-    steps = np.array([record.global_step for record in records], dtype=np.float64)
-    found = {
-        name: series(
-            steps,
-            np.array([getattr(record, name) for record in records], dtype=np.float64),
-            optional=name != "loss",
-            most=most,
-        )
-        for name in ("loss", "grad_norm", "seconds")
-    }
+    found = {}
+    for name in ("loss", "grad_norm", "seconds"):
+        pairs = [(each.global_step, value) for each in records if (value := getattr(each, name)) is not None]
+        points = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+        found[name] = series(points[:, 0], points[:, 1], np.ones(len(pairs), bool), most=most)
     return {name: each for name, each in found.items() if each is not None}
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import struct
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,7 @@ from holdfast.recorder.run_files import (
     SUPERVISED_FILE,
     SUPERVISOR_FOLDER,
     VERDICT_FILE,
+    process_is_stopped,
     process_lives,
 )
 from holdfast.report.run_follower import News, RunFollower
@@ -45,20 +47,21 @@ State = Literal["running", "waits to restart", "ended"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGlance:
-    """One process at one moment; numbers are NaN or 0 where they are unknown.
+    """One process at one moment; numbers are None, NaN or 0 where they are unknown.
 
     Args:
         label: What people call it.
         role: As ``ProcessInfo.role``, or "guard".
         alive: Whether it runs; None if that cannot be seen from here.
+        stopped: Whether a signal has stopped it.
         phase: What its board shows, or None.
         since_seconds: How long already, or None.
         step: Optimizer steps.
         steps_per_second: Over the newest 50 steps, counting the time since the last one.
-        loss: Newest; None if none was ever read, which is not the same as a loss that is NaN.
-        losses: Kept history, oldest first.
-        grad_norm: Newest that was read.
-        learning_rate: Newest.
+        loss: Newest that was read, or None; NaN is a loss that is NaN.
+        losses: Kept history of those that were read, oldest first.
+        grad_norm: Newest that was read, or None.
+        learning_rate: Newest that was read, or None.
         wait_share: Of time, waiting for the loader, over the kept history.
         host_bytes: Newest that was read, 0 if never.
         host_change_bytes: Since the first one kept.
@@ -69,14 +72,15 @@ class ProcessGlance:
     label: str
     role: str
     alive: bool | None = None
+    stopped: bool = False
     phase: Phase | None = None
     since_seconds: float | None = None
     step: int = 0
     steps_per_second: float = math.nan
     loss: float | None = None
     losses: tuple[float, ...] = ()
-    grad_norm: float = math.nan
-    learning_rate: float = math.nan
+    grad_norm: float | None = None
+    learning_rate: float | None = None
     wait_share: float = math.nan
     host_bytes: int = 0
     host_change_bytes: int = 0
@@ -95,6 +99,7 @@ class Glance:
         attempt: Of the supervisor, from 0.
         began: Unix time, or None.
         now: Unix time of the look.
+        newest: Unix time of the newest that was recorded, or None.
         processes: Of the newest attempt: trainers first, then by start.
         events: The newest, oldest first.
         limits: Of the watchdog, phase and seconds, as far as they were written down.
@@ -108,6 +113,7 @@ class Glance:
     attempt: int
     began: float | None
     now: float
+    newest: float | None = None
     processes: tuple[ProcessGlance, ...] = ()
     events: tuple[EventSeen, ...] = ()
     limits: tuple[tuple[str, float], ...] = ()
@@ -128,13 +134,13 @@ class Watched:
         self._clock = clock
         self._follower = RunFollower(run)
         self._history: dict[Path, deque[StepSample]] = {}
-        self._with_losses: set[Path] = set()
         self._events: deque[EventSeen] = deque(maxlen=_KEPT_EVENTS)
         self._supervisor_said = ""
         self._attempt = 0
         # On the monotonic clock: when this began to look, and when the run last gave a sign of life.
         self._began = clock.monotonic_seconds()
         self._last_sign = -math.inf
+        self._newest = 0.0
 
     def look(self) -> Glance:
         """Return the run as it stands."""
@@ -156,6 +162,7 @@ class Watched:
             attempt=self._attempt,
             began=float(began) if isinstance(began, (int, float)) else None,
             now=self._clock.unix_seconds(),
+            newest=self._newest or None,
             processes=tuple(glance for _, glance in glances),
             events=tuple(self._events),
             limits=_limits(supervised.get("limits")),
@@ -169,8 +176,6 @@ class Watched:
             source = news.source
             self._last_sign = max(self._last_sign, self._recorded_at(news))
             self._history.setdefault(source.directory, deque(maxlen=_KEPT_SAMPLES)).extend(news.samples)
-            if any(not math.isnan(sample.loss) for sample in news.samples):
-                self._with_losses.add(source.directory)
             for event in news.events:
                 arrived.append(EventSeen(source=source.label, event=event))
                 attempt = event.data.get("attempt")
@@ -182,6 +187,7 @@ class Watched:
     def _recorded_at(self, news: News) -> float:
         """Return when the newest of it was recorded, on the monotonic clock: what is new here may be of last week."""
         times = [sample.unix_seconds for sample in news.samples] + [event.unix_seconds for event in news.events]
+        self._newest = max([self._newest, *times])
         ago = self._clock.unix_seconds() - max(times, default=0.0)
         return self._clock.monotonic_seconds() - max(0.0, ago)
 
@@ -210,7 +216,8 @@ class Watched:
             since = max(0.0, self._clock.monotonic_seconds() - standing.since_seconds)
         history = list(self._history.get(source.directory, ()))
         glance = _glance(source, standing, history, alive, since, self._clock.unix_seconds())
-        return glance if source.directory in self._with_losses else replace(glance, loss=None)
+        stopped = bool(alive and source.info is not None and process_is_stopped(source.info.pid))
+        return replace(glance, stopped=stopped)
 
     def _supervisor_is_lost(self, pid: object, *, here: bool) -> bool:
         """Return whether the supervisor has gone without a word: that was noted, or its process is gone."""
@@ -260,7 +267,7 @@ def _glance(
     in_all = math.fsum(each.seconds for each in timed)
     host = [each.host_bytes for each in history if each.host_bytes]
     device = [each.device_allocated_bytes for each in history if each.device_allocated_bytes]
-    norms = [each.grad_norm for each in history if not math.isnan(each.grad_norm)]
+    losses = [each.loss for each in history if each.loss is not None]
     newest = history[-1] if history else None
     return ProcessGlance(
         label=source.label,
@@ -270,16 +277,20 @@ def _glance(
         since_seconds=since,
         step=standing.step if standing and standing.step else newest.step if newest else 0,
         steps_per_second=_rate(history, now if alive else None),
-        loss=newest.loss if newest else None,
-        losses=tuple(each.loss for each in history),
-        grad_norm=norms[-1] if norms else math.nan,
-        learning_rate=newest.learning_rate if newest else math.nan,
+        loss=losses[-1] if losses else None,
+        losses=tuple(losses),
+        grad_norm=_newest(each.grad_norm for each in reversed(history)),
+        learning_rate=_newest(each.learning_rate for each in reversed(history)),
         wait_share=math.fsum(each.wait_seconds for each in timed) / in_all if in_all > 0 else math.nan,
         host_bytes=host[-1] if host else 0,
         host_change_bytes=host[-1] - host[0] if host else 0,
         device_bytes=device[-1] if device else 0,
         device_change_bytes=device[-1] - device[0] if device else 0,
     )
+
+
+def _newest(values: Iterable[float | None]) -> float | None:
+    return next((value for value in values if value is not None), None)
 
 
 def _rate(history: list[StepSample], now: float | None) -> float:

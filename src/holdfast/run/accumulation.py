@@ -19,7 +19,6 @@ import torch
 from holdfast.data.random_state import RandomState, capture, restore
 from holdfast.data.splitting import Split
 from holdfast.run.attempts import Work
-from holdfast.run.buffers import BufferKeeper
 from holdfast.run.guard import Guard
 from holdfast.run.outcome import Outcome
 from holdfast.run.promises import LossFunction
@@ -54,7 +53,7 @@ class Accumulation:
         self._attempts = guard._transaction._attempts
         self._begins = begins
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
-        self._buffers = BufferKeeper(guard._parts.models)  # before the first batch of a step
+        self._buffers = guard._transaction._attempts.promises.keeper()  # before the first batch of a step
         self._begun: RandomState | None = None  # likewise
         self._spoiled: str | None = None  # why the step will be skipped
         self._observing = self._attempts.observing
@@ -64,8 +63,8 @@ class Accumulation:
 
     @property
     def pending(self) -> bool:
-        """Return whether gradients are kept for the next step."""
-        return bool(self._kept)
+        """Return whether a step has begun: a checkpoint taken now is whole only with `state_dict`."""
+        return self._begun is not None
 
     def kept(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients are kept for the next step."""
@@ -74,6 +73,28 @@ class Accumulation:
     def forget(self) -> None:
         """Drop what is kept: the next batch is the first of a step."""
         self._kept, self._begun, self._spoiled = {}, None, None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what the batches of a step that is not made yet have left; None between two steps."""
+        if self._begun is None:
+            return None
+        return {
+            "gradients": {name: self._kept[p] for name, p in self._named() if p in self._kept},
+            "buffers": self._buffers.copies(),
+            "random_state": self._begun.to_tree(),
+            "spoiled": self._spoiled,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on in the middle of a step; parameters and buffers are those of the moment it was left."""
+        found = state["gradients"]
+        self._kept = {p: found[name].to(p.device) for name, p in self._named() if name in found}
+        self._buffers.keep(state["buffers"])
+        self._begun, self._spoiled = RandomState.from_tree(state["random_state"]), state["spoiled"]
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for model_name, model in self._guard._parts.models.items():
+            yield from ((f"{model_name}.{name}", each) for name, each in model.named_parameters())
 
     def show(self) -> None:
         """Let the parameters have the gradients that are kept, for whoever looks at them."""
@@ -148,7 +169,7 @@ class Accumulation:
         self._kept = {p: p.grad for p in work.parameters if p.grad is not None}
         for parameter in work.parameters:
             parameter.grad = None
-        self._attempts.buffers.learn()
+        self._attempts.learn(work)
         self._attempts.loss_scale.forget()
         return self._transaction._outcome(work, attempt, committed=True).result(None)
 

@@ -7,13 +7,16 @@ their version counters.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from holdfast.checkpoint.expanded import once
+from holdfast.run.states import StateKeeper
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +36,11 @@ class BufferKeeper:
 
     Args:
         models: Modules by name.
+        states: What is kept beside them; None: nothing.
     """
 
-    def __init__(self, models: dict[str, nn.Module]) -> None:
+    def __init__(self, models: dict[str, nn.Module], states: StateKeeper | None = None) -> None:
+        self.states = StateKeeper({}) if states is None else states
         self._mutable = _places(models)  # until the first step has shown which ones change: all
         self._constant: list[_Place] = []
         self._known = False
@@ -43,11 +48,15 @@ class BufferKeeper:
         self._copies: list[torch.Tensor | None] = []
         self._versions: list[tuple[torch.Tensor | None, int]] = []
 
-    def keep(self) -> None:
+    def keep(self, earlier: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
         """Copy the buffers that may change, and note the state of the others.
+
+        Args:
+            earlier: `copies` of another life, which stand for what the buffers of these names hold now.
 
         Cost: one fused copy of the mutable buffers; no sync.
         """
+        self.states.keep()
         now = [place.now() for place in self._mutable]
         self._versions = [(place.now(), _version(place.now())) for place in self._constant]
         same = len(now) == len(self._before) and all(
@@ -58,12 +67,19 @@ class BufferKeeper:
             self._copies = [None if buffer is None else torch.empty_like(buffer) for buffer in now]
         self._before = now
         _copy(self._copies, self._before)
+        _copy(self._copies, [earlier.get(place.name) for place in self._mutable])
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        """Return what the buffers that may change were at `keep`, by name."""
+        named = zip(self._mutable, self._copies, strict=True)
+        return {place.name: copy for place, copy in named if copy is not None}
 
     def put_back(self) -> list[str]:
-        """Restore every buffer to what it was at `keep`: the same tensor object, the same values.
+        """Restore every buffer to what it was at `keep`: the same tensor object, the same values; and all states.
 
         Returns:
-            Names of buffers that changed for the first time just now, of which there was no copy.
+            Names of buffers that changed for the first time just now, of which there was no copy, and of states that
+            could not be restored.
         """
         for place, buffer in zip(self._mutable, self._before, strict=True):
             place.module._buffers[place.key] = buffer
@@ -73,7 +89,7 @@ class BufferKeeper:
             now = place.now()
             self._before.append(now)
             self._copies.append(None if now is None else now.detach().clone())
-        return late
+        return late + self.states.put_back()
 
     def learn(self) -> list[str]:
         """After an attempt that will be committed, note which buffers change.
@@ -81,8 +97,9 @@ class BufferKeeper:
         Returns:
             Names of those that are new.
         """
+        late = self.states.learn()
         if self._known:
-            return self._learn_late()
+            return self._learn_late() + late
         changed: list[_Place] = []
         constant: list[_Place] = []
         for place, before, copy in zip(self._mutable, self._before, self._copies, strict=True):
@@ -91,7 +108,7 @@ class BufferKeeper:
             (constant if same and not statistics else changed).append(place)
         self._mutable, self._constant, self._known = changed, constant, True
         self._before, self._copies, self._versions = [], [], []
-        return [place.name for place in changed]
+        return [place.name for place in changed] + late
 
     def _learn_late(self) -> list[str]:
         late = [

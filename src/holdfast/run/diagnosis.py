@@ -6,6 +6,7 @@ Does not: observe (see ``observer``) or judge (see ``diagnose``).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -16,6 +17,8 @@ from holdfast.core.policy import Policy
 from holdfast.diagnose.finding import Finding, demoted, with_origin
 from holdfast.diagnose.flow_summary import flow_summary
 from holdfast.diagnose.rules import find_rule
+from holdfast.numerics.batches import tensors_in
+from holdfast.run.insight import LOST
 from holdfast.run.observer import Observer
 from holdfast.run.outcome import Outcome
 from holdfast.run.parts import Parts
@@ -39,7 +42,9 @@ class Diagnosis:
         self._max_grad_norm = policy.max_grad_norm
         self._observer: Observer | None = None
         self._is_open = False
+        self._given: weakref.ref[Any] | None = None  # the newest batch, by its first tensor
         self._traced: str | None = None  # where NaN or Inf came from, as the newest such step was told
+        self._said = False  # that little is seen
         self.seeks_cause = False
         """Whether a rule has just said that the run does not learn, and none why."""
         for rule in policy.ignore_rules:
@@ -76,6 +81,21 @@ class Diagnosis:
                     self._tell_flow()
             self._observer.close()
 
+    def given(self, batch: Any, *, again: bool) -> None:
+        """Take in what the next step is given.
+
+        Args:
+            batch: It.
+            again: Whether it is known to be the batch of the step before.
+        """
+        if self._observer is None:
+            return
+        last = self._given() if self._given is not None else None
+        first = next(iter(tensors_in(batch)), batch)
+        with contextlib.suppress(TypeError):  # a list without tensors takes no weak reference
+            self._given = weakref.ref(first)
+        self._observer.mode.loaded = not again and first is not last
+
     def attempt(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of a forward and backward pass."""
         return contextlib.nullcontext() if self._observer is None else self._observer.begin_step()
@@ -89,6 +109,9 @@ class Diagnosis:
             reason: Why it was not committed, as the caller of the step is told; None: it was.
         """
         if self._observer is not None:
+            if self._observer.insight.lost and not self._said:
+                self._said = True
+                self._record.happened("diagnosis_limited", why=LOST)
             traced = outcome.provenance is not None and outcome.provenance.origin is not None
             if traced and reason is not None:
                 self._traced = reason

@@ -1,6 +1,6 @@
 """The run directory: its layout, its format, and the lock that keeps a second run out.
 
-run.json               format of the directory
+run.json               format of the directory, which run this is, and where it has saved, once it has
 lock                   held while a guard is open
 micro_batch_size.json  what the memory ladder has learned, for a run without checkpoints
 recorder/              the black box
@@ -16,17 +16,20 @@ import gc
 import json
 import os
 import socket
+import uuid
 import weakref
 from pathlib import Path
 from typing import Any
 
 from holdfast.core.durable import replace_file
-from holdfast.core.errors import PolicyError, RunDirectoryError
+from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
+from holdfast.recorder.reader import read_events
 
 FORMAT = 1
 _RUN_FILE = "run.json"
 _LOCK_FILE = "lock"
 _LADDER_FILE = "micro_batch_size.json"
+CHECKPOINTS = "checkpoints"
 # Holders in this process. A POSIX lock cannot tell two of them apart.
 _held: weakref.WeakValueDictionary[str, RunDirectory] = weakref.WeakValueDictionary()
 
@@ -50,41 +53,108 @@ class RunDirectory:
         self.path = Path(path).expanduser().absolute()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._check_format()
-            replace_file(self.path / _RUN_FILE, json.dumps({"format": FORMAT}).encode())
+            self._says = self._read()
+            self._write()
         except OSError as error:
-            raise RunDirectoryError(
-                f"run directory {self.path} cannot be written ({error.strerror or error})",
-                limit="holdfast keeps checkpoints and its recording there",
-                fix="choose another directory, or make this one writable.",
-                rule="H302",
-            ) from error
+            raise self._unusable(error) from error
         self._lock: int | None = None
 
     @property
     def checkpoints(self) -> Path:
         """Return the folder of checkpoints."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def recorder(self) -> Path:
         """Return the folder of this process's recording. One rank for now."""
         return self.path / "recorder" / "rank0"
 
-    def _check_format(self) -> None:
+    def _read(self) -> dict[str, Any]:
+        """Return what ``run.json`` says; where one is damaged, or older than that, the recording says it."""
         try:
-            found = json.loads((self.path / _RUN_FILE).read_bytes())["format"]
+            found = json.loads((self.path / _RUN_FILE).read_bytes())
+            version = found["format"]
         except FileNotFoundError:
-            return
-        except (ValueError, KeyError, TypeError):
-            return  # written again below; what matters lies in the checkpoints, which verify themselves
-        if not isinstance(found, int) or found > FORMAT:
+            return {"format": FORMAT, "run": uuid.uuid4().hex, "saved_in": None}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            found, version = {}, FORMAT
+        if not isinstance(version, int) or version > FORMAT:
             raise RunDirectoryError(
-                f"run directory {self.path} has format {found!r}",
+                f"run directory {self.path} has format {version!r}",
                 limit=f"this holdfast reads formats up to {FORMAT}",
                 fix="upgrade holdfast, or start in a new run directory.",
                 rule="H303",
             )
+        saved_in = found["saved_in"] if "saved_in" in found else self._recorded_saves()
+        return {"format": FORMAT, "run": found.get("run"), "saved_in": saved_in}
+
+    def _recorded_saves(self) -> str | None:
+        try:
+            saved = any(event.kind == "checkpoint_saved" for event in read_events(self.recorder))
+        except RunDirectoryError:  # a damaged recording is no statement
+            saved = False
+        return CHECKPOINTS if saved else None
+
+    def _write(self) -> None:
+        replace_file(self.path / _RUN_FILE, json.dumps(self._says).encode())
+
+    @property
+    def run_id(self) -> str:
+        """Return what distinguishes this run from every other; a copy of the directory is the same run."""
+        self._says["run"] = found = self._says["run"] or uuid.uuid4().hex
+        return str(found)
+
+    @property
+    def saved_in(self) -> str | None:
+        """Return where this run has saved: ``"checkpoints"``, or the path of a framework's folder; else None."""
+        found: str | None = self._says["saved_in"]
+        return found
+
+    def note_saved(self, folder: str | None = CHECKPOINTS) -> None:
+        """Keep for later lives where there is a checkpoint, so that its loss is seen. One write for each folder.
+
+        Args:
+            folder: Where it is; None: a new start was asked for, so that nothing is missed.
+        """
+        if folder != self.saved_in:
+            before, self._says = self._says, {**self._says, "saved_in": folder, "run": self.run_id}
+            try:
+                self._write()
+            except OSError:  # a full disk: with the next save
+                self._says = before
+
+    def check_not_lost(self) -> None:
+        """Insist that a run which finds no checkpoint has made none.
+
+        Raises:
+            CheckpointError: H312.
+        """
+        if self.saved_in == CHECKPOINTS:
+            raise self._lost("holds no checkpoint")
+
+    def resumed_from(self, run_id: str | None) -> None:
+        """Take note of the checkpoint that a run goes on from; a run that has none of its own takes another's.
+
+        Args:
+            run_id: As the checkpoint has it; None where an older holdfast wrote it.
+
+        Raises:
+            CheckpointError: H312, where a run that has saved finds those of another run.
+        """
+        if run_id is not None and run_id != self._says["run"]:
+            if self.saved_in == CHECKPOINTS and self._says["run"] is not None:
+                raise self._lost("holds those of another run")
+            self._says["run"] = run_id
+        self.note_saved()
+
+    def _lost(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"this run has saved checkpoints, and {self.checkpoints} {what}",
+            limit="a new start without a word would hide the loss",
+            fix="mount the disk or bring back a copy; to begin anew on purpose, choose another run directory or "
+            f"delete {self.path / _RUN_FILE}.",
+            rule="H312",
+        )
 
     def acquire(self) -> None:
         """Take the lock; it is released by `release` or by the end of the process, however it ends.
@@ -93,14 +163,17 @@ class RunDirectory:
         keep the directory locked after its trainer was killed.
 
         Raises:
-            RunDirectoryError: H301, naming the holder.
+            RunDirectoryError: H301, naming the holder; H302 if the file of the lock cannot be opened.
         """
         key = str(self.path.resolve())
         if key in _held:
             gc.collect()  # an abandoned guard may only wait to be collected
         if key in _held:
             raise self._locked(f"this process ({os.getpid()}), by a guard that is still open")
-        lock = os.open(self.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            lock = os.open(self.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:  # a directory lies there, or files may not be made any more
+            raise self._unusable(error) from error
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -112,6 +185,15 @@ class RunDirectory:
             os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         self._lock = lock
         _held[key] = self
+
+    def _unusable(self, error: OSError) -> RunDirectoryError:
+        at = f" at {error.filename}" if error.filename else ""
+        return RunDirectoryError(
+            f"run directory {self.path} cannot be written ({error.strerror or error}{at})",
+            limit="holdfast keeps checkpoints and its recording there",
+            fix="choose another directory, or make this one writable.",
+            rule="H302",
+        )
 
     def _locked(self, holder: str) -> RunDirectoryError:
         return RunDirectoryError(
@@ -158,6 +240,30 @@ class RunDirectory:
         """Return what `remember_ladder` kept, or None if there is nothing that can be read."""
         try:
             found = json.loads((self.path / _LADDER_FILE).read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return found if isinstance(found, dict) else None
+
+
+def check_found(run_dir: Path, *, anew: str) -> None:
+    """Insist that a run of a framework which looked for its newest checkpoint, and found none, has made none.
+
+    Args:
+        run_dir: Where it is recorded.
+        anew: How to begin anew on purpose, for the message.
+
+    Raises:
+        CheckpointError: H312.
+    """
+    try:
+        saved_in = json.loads((run_dir / _RUN_FILE).read_bytes())["saved_in"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return
+    if saved_in is not None:
+        raise CheckpointError(
+            f"this run has saved checkpoints in {saved_in}, and none is found",
+            limit="a new start without a word would hide the loss",
+            fix=f"mount the disk or bring back a copy; to begin anew on purpose, {anew}or delete "
+            f"{run_dir / _RUN_FILE}.",
+            rule="H312",
+        )

@@ -15,12 +15,13 @@ import os
 import select
 import signal
 import struct
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+
+from holdfast.core.warned import ignoring
 
 _TIMEOUT_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
@@ -69,8 +70,7 @@ def in_a_copy_of_this_process(
         NoAnswer: With the reason, such as the exception that `run` has raised.
     """
     reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forking with threads
+    with ignoring(DeprecationWarning):  # Python 3.12 on forking with threads
         try:
             child = os.fork()
         except OSError as error:

@@ -7,7 +7,6 @@ evaluate()  evaluation that leaves no trace in training and can be interrupted
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -227,7 +226,7 @@ class Guard:
         Args:
             batch: Any pytree of tensors.
             loss_fn: Takes a batch, or a part of one, and returns its scalar mean loss, or `Loss`, or a pair
-                (mean, items). It may run several times, so it should change nothing but the model's buffers.
+                (mean, items). It may run several times, so it should change nothing but buffers and `state`.
             optimizer: Name(s) of the optimizers to step; None: all. Gradients reach only their parameters.
             split: Overrides the guard's `split` for this batch.
 
@@ -242,9 +241,9 @@ class Guard:
         names = self._parts.optimizer_names(optimizer)
         self._ready()
         started = self._clock.monotonic_seconds()
-        plan = self._ladder.plan
-        series = series_of(names, loss_fn)
-        self._record.step(StepMark.BEGUN, plan.micro_batch_size, math.nan, math.nan, 0.0)
+        plan, series = self._ladder.plan, series_of(names, loss_fn)
+        self._transaction.diagnosis.given(batch, again=self._boundaries.stepped)
+        self._record.step(StepMark.BEGUN, plan.micro_batch_size, None, None, 0.0)
         torn: TornStep | None = None
         try:
             outcome = self._transaction.run(
@@ -279,9 +278,9 @@ class Guard:
         self._transaction.diagnosis.step_ended(outcome, names, reason)
         if outcome.committed:
             self._transaction.search_cause(batch, loss_fn, names, split, self._clock, self._opened_at)
-        facts, samples = outcome.attempt.facts, outcome.attempt.micro_batch_size
-        mark = StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED
-        self._record.step(mark, samples, facts.loss, facts.total, self._clock.monotonic_seconds() - started)
+        facts, mark = outcome.attempt.facts, StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED
+        seconds = self._clock.monotonic_seconds() - started
+        self._record.step(mark, outcome.attempt.micro_batch_size, facts.loss, facts.total, seconds)
         return outcome.result(reason)
 
     def _committed(self, outcome: Outcome, names: Sequence[str], series: str) -> None:

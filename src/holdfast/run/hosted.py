@@ -8,6 +8,7 @@ Does not: know any framework (see ``integrations``).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -18,48 +19,62 @@ from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.core.errors import PolicyError
 from holdfast.core.policy import Policy
+from holdfast.core.policy_sources import PREFIX, from_environment
 from holdfast.run.cursor import Cursor
 from holdfast.run.evaluation import evaluating
 from holdfast.run.guard import Guard
+from holdfast.run.record import End
 from holdfast.run.result import Counters
 
+_OF_THE_HOST = ("save_interval_steps", "save_interval_minutes", "scheduler_interval")
 
-def hosted_policy(
-    policy: Any, *, max_grad_norm: float | None, precision: str, host: str, schedules: bool = False
-) -> Policy:
+
+def hosted_policy(policy: Any, *, host: str, schedules: bool = False, **settings: Any) -> Policy:
     """Return the policy of a guard whose host has settings of its own, which win.
 
     Args:
         policy: As `Policy.of` takes it.
-        max_grad_norm: The host's; None: it does not clip.
-        precision: The host's, as the policy spells it.
         host: What the user calls the host's settings, for messages.
         schedules: Whether the guard drives the schedulers all the same.
+        **settings: The host's, by the names of the policy's fields: ``max_grad_norm`` (None: it does not clip),
+            ``precision`` and others.
 
     Raises:
-        PolicyError: H109, for a value that contradicts the host's, or that is the host's to set.
+        PolicyError: H109, for a value that contradicts the host's, or that is the host's to set; a ``HOLDFAST_*``
+            variable is one.
     """
-    found, usual = Policy.of(policy), Policy()
-    for name, value in (("max_grad_norm", max_grad_norm), ("precision", precision)):
+    owned = dict.fromkeys(_OF_THE_HOST[:2] if schedules else _OF_THE_HOST)
+    return agreed(agreed(Policy.of(policy), host, settings), host, owned, "{host} decides when that is done")
+
+
+def agreed(
+    found: Policy, host: str, settings: Mapping[str, Any], limit: str = "{host} says {value!r}, and there can be one"
+) -> Policy:
+    """Return a policy with the settings of a host in it.
+
+    Args:
+        found: The user's.
+        host: What the user calls the host's settings.
+        settings: The host's, by the names of the policy's fields.
+        limit: What an error says of the host.
+
+    Raises:
+        PolicyError: H109, for a value that says otherwise: a ``HOLDFAST_*`` variable, or another than the default.
+    """
+    usual = {each.name: each.default for each in dataclasses.fields(Policy)}
+    variables = from_environment(os.environ, usual)
+    for name, value in settings.items():
         mine = getattr(found, name)
-        if mine not in (value, getattr(usual, name)):
+        by_variable = name in variables and variables[name] == mine
+        if mine != value and (mine != usual[name] or by_variable):
+            where = f"environment variable {PREFIX}{name.upper()}" if by_variable else "holdfast policy"
             raise PolicyError(
-                f"{name}={mine!r} in the holdfast policy and {value!r} in {host}",
-                limit="there can be one only",
-                fix=f"set it in {host}, and leave it out of the policy.",
+                f"{name}={mine!r} in the {where}",
+                limit=limit.format(host=host, value=value),
+                fix=f"set it in {host}, and leave it out of the {where}.",
                 rule="H109",
             )
-    hosts = ("save_interval_steps",) if schedules else ("save_interval_steps", "scheduler_interval")
-    for name in hosts:
-        mine = getattr(found, name)
-        if mine not in (None, getattr(usual, name)):
-            raise PolicyError(
-                f"{name}={mine!r} in the holdfast policy",
-                limit=f"{host} decides when that is done",
-                fix=f"set it in {host}, and leave it out of the policy.",
-                rule="H109",
-            )
-    return found.replace(max_grad_norm=max_grad_norm, precision=precision, **dict.fromkeys(hosts))
+    return found.replace(**settings)
 
 
 def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
@@ -86,10 +101,27 @@ class HostedGuard(Guard):
     iterated by the framework; a `holdfast.DataLoader` tells its events here, and sets samples aside.
     """
 
+    _saves_in = ""  # the folder of the framework's checkpoints
+    _host_saved = False
+    _host_failed = 0
+
     def __init__(self, run_dir: str | os.PathLike[str], *, loader: Any = None, **parts: Any) -> None:
         super().__init__(run_dir, loader=loader, **parts)
         if loader is not None:
             self._cursor = self._session.cursor = LentCursor(loader, self._parts.devices())
+
+    def saves_in(self, folder: str | os.PathLike[str], *, resumed: bool) -> None:
+        """Say where the framework saves, and whether it goes on from there; a new start where it has saved is told.
+
+        Args:
+            folder: Of its checkpoints.
+            resumed: Whether it has found one.
+        """
+        self._saves_in, self._host_saved = os.fspath(folder), resumed
+        before = self._directory.saved_in
+        if before is not None and not resumed:
+            self._record.happened("begins_anew", though_saved_in=before)
+        self._directory.note_saved(self._saves_in if resumed else None)
 
     def lend(self, indices: list[int] | None) -> None:
         """Say which samples of the dataset the next step is made of, in order."""
@@ -102,8 +134,17 @@ class HostedGuard(Guard):
         self._boundaries.boundary_outside()
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Record an event of the step that the run stands at."""
+        """Record an event of the step that the run stands at; ``"saved"`` and ``"save_failed"`` are also counted."""
         self._record.happened(kind, **facts)
+        if kind == "saved":
+            self._host_saved = True
+            self._directory.note_saved(self._saves_in)
+        self._host_failed += kind == "save_failed"
+
+    def _release(self, how: End | None = None) -> None:
+        if self._session.is_open and self._host_failed and not self._host_saved:
+            self._record.happened("not_saved", newest_checkpoint=None, failed_saves=self._host_failed)
+        super()._release(how)
 
     def carried_state(self) -> dict[str, Any]:
         """Return what later steps need of earlier ones, as JSON values: for a checkpoint of the framework's."""

@@ -24,7 +24,8 @@ class Loss:
 
     Args:
         mean: The mean loss over `items`, shape ``()``, with a graph.
-        items: How many tokens, frames or samples the mean is over: a number or a tensor of one element.
+        items: How many tokens, frames or samples the mean is over: a number or a tensor of one element. Of a weighted
+            mean, the sum of the weights, which need not be whole.
 
     Example:
         >>> Loss(torch.tensor(2.0), items=7).items
@@ -43,11 +44,13 @@ class Terms:
         means: Of each term, shape ``()``; a loss that is not declared has one.
         items: Of each term: a number, or a tensor of shape ``()`` on a device.
         declared: Whether the loss function said the items.
+        counted: Whether they came as a bare pair, and so must be whole: it could be meant as two losses.
     """
 
     means: tuple[torch.Tensor, ...]
     items: tuple[Any, ...]
     declared: bool
+    counted: bool = False
 
     def total(self) -> torch.Tensor:
         """Return the sum of the means, shape ``()``; of one term, that mean itself."""
@@ -70,8 +73,7 @@ class Terms:
         ]
         counts = read[len(self.means) :]
         for count in counts:
-            if not 0 <= count < math.inf:
-                raise bad_items(count)
+            check_count(count, counted=self.counted)
         return read[: len(self.means)], counts
 
 
@@ -85,9 +87,10 @@ def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -
 
     Raises:
         BatchError: H201 for something that is no scalar loss, H202 for one without a graph, H203 for items
-            that are not a number of zero or more.
+            that are no count of zero or more.
     """
     pairs, declared = _pairs(returned, samples)
+    counted = declared and isinstance(returned, tuple) and not isinstance(returned[0], Loss)
     means = tuple(_scalar(mean) for mean, _ in pairs)
     if needs_graph and not any(mean.requires_grad for mean in means):
         raise BatchError(
@@ -97,7 +100,8 @@ def read_loss(returned: Any, samples: int | None, *, needs_graph: bool = True) -
             "parameters of the model require gradients.",
             rule="H202",
         )
-    return Terms(means=means, items=tuple(_count(items) for _, items in pairs), declared=declared)
+    found = tuple(_count(items, counted=counted) for _, items in pairs)
+    return Terms(means=means, items=found, declared=declared, counted=counted)
 
 
 def without_graph(run: Callable[[], _T]) -> _T:
@@ -130,39 +134,63 @@ def _pairs(returned: Any, samples: int | None) -> tuple[list[tuple[Any, Any]], b
 def _scalar(mean: Any) -> torch.Tensor:
     if isinstance(mean, torch.Tensor) and mean.numel() == 1 and not mean.is_complex():
         return mean.reshape(())
+    holds_loss = hasattr(mean, "loss") or (isinstance(mean, Mapping) and "loss" in mean)
     raise BatchError(
         f"loss_fn returned {_describe(mean)}",
         limit="a scalar mean loss is needed, or Loss(mean=..., items=...), or a pair (mean, items), or a sequence or "
         "dict of nothing but Loss",
-        fix="reduce it, for instance with .mean(), and return the tensor itself.",
+        fix="return the loss in it."
+        if holds_loss
+        else "reduce it, for instance with .mean(), and return the tensor "
+        "itself; of several losses return the sum, and nothing beside it.",
         rule="H201",
     )
 
 
-def _count(items: Any) -> Any:
-    if isinstance(items, torch.Tensor) and items.numel() == 1:
+def _count(items: Any, *, counted: bool) -> Any:
+    if isinstance(items, torch.Tensor):
+        if items.numel() != 1 or items.requires_grad or items.is_complex() or items.dtype == torch.bool:
+            raise bad_items(items)
         items = items.detach().reshape(())
         if items.device.type != "cpu":
-            return items  # a look at it would be a sync
+            return items  # a look at it would be a sync: it is read along with the gradients
         items = items.item()
     if isinstance(items, np.generic):
         items = items.item()
-    if isinstance(items, (int, float)) and not isinstance(items, bool) and math.isfinite(items) and items >= 0:
-        return items
-    raise bad_items(items)
+    if not isinstance(items, (int, float)) or isinstance(items, bool):
+        raise bad_items(items)
+    check_count(items, counted=counted)
+    return items
+
+
+def check_count(items: float, *, counted: bool) -> None:
+    """Raise H203 unless a mean can be over so many items; none at all is for the caller to judge.
+
+    Args:
+        items: As declared.
+        counted: Whether they must be whole.
+    """
+    if not 0 <= items < math.inf or (counted and items != int(items)):
+        raise bad_items(items)
 
 
 def bad_items(items: Any) -> BatchError:
-    """Return the error about a number of items that no mean can be over."""
+    """Return the error about what is returned beside a loss, or as its items, and is no count."""
+    known = items is None or isinstance(items, (bool, int, float, str))
+    what = f"items={items!r:.40}" if known else f"loss_fn returned a loss and, as its items, {_describe(items)}"
     return BatchError(
-        f"items={items!r}",
-        limit="the mean loss must be over a positive number of items",
-        fix="return the number of tokens, frames or samples that the mean is over; leave out batches without any.",
+        what,
+        limit="a pair is read as (mean, items): the mean loss, and the positive number of items that it is over",
+        fix="if these are two losses: return loss_a + loss_b. If it is a count: a whole number of tokens, "
+        "frames or samples, such as int(mask.sum()), and leave out batches without any. All else: return the loss "
+        "alone. Loss(mean, items=...) takes a sum of weights too.",
         rule="H203",
     )
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+        graph = " with a graph" if value.requires_grad else ""
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}{graph}"
+    size = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+    return f"a {type(value).__name__}{size}"

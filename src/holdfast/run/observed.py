@@ -18,6 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
+from holdfast.memory.oom import find_out_of_memory
+from holdfast.numerics.eager import is_symbolic
 from holdfast.numerics.flow import Sentinel, median, norms_of, sample_of
 from holdfast.run.sampling import FULL_ROUNDS
 
@@ -36,7 +38,10 @@ _Rest = ParamSpec("_Rest")
 
 
 def harmless(method: Callable[Concatenate[_Watcher, _Rest], None]) -> Callable[Concatenate[_Watcher, _Rest], None]:
-    """Keep a failure of the diagnosis out of the training: it is logged, and nothing is observed any more."""
+    """Keep a failure of the diagnosis out of the training: it is logged, and nothing is observed any more.
+
+    For want of memory only this observation is left out.
+    """
 
     @functools.wraps(method)
     def guarded(self: _Watcher, *args: _Rest.args, **kwargs: _Rest.kwargs) -> None:
@@ -45,6 +50,8 @@ def harmless(method: Callable[Concatenate[_Watcher, _Rest], None]) -> Callable[C
         try:
             method(self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            if find_out_of_memory(error) is not None:
+                return  # this look at it is lost, and the next one will do: the step is made again with less
             self.failure = f"{type(error).__name__}: {error}"
             _log.warning("the diagnosis has switched itself off: %s", self.failure, exc_info=error)
 
@@ -63,7 +70,7 @@ class Hook:
 
     def __call__(self, *args: Any) -> None:
         """Do it."""
-        if self._call is not None:
+        if self._call is not None and not is_symbolic():
             self._call(*args)
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
@@ -139,13 +146,23 @@ class WatchedOptimizer:
         """Return what the optimizer holds now."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def note_lr(self) -> None:
-        """Read the learning rates; every step."""
+    def begin_step(self, *, closure: bool) -> None:
+        """Count a step, and read the learning rates; every step."""
+        self.steps += 1
+        self.closure = self.closure or closure
         lr = max((number(group["lr"]) for group in self.optimizer.param_groups), default=0.0)
         self._largest_lr = max(self._largest_lr, min(lr, self._lr))  # a single step is an accident, or was undone
         self._zero_lr_steps = self._zero_lr_steps + 1 if lr <= 1e-7 * self._largest_lr else 0
         self._low_lr_steps = self._low_lr_steps + 1 if lr < 1e-3 * self._largest_lr else 0
         self._lr = lr
+
+    def end_step(self, *, told: bool) -> None:
+        """End a step; its loss is that of the newest backward pass, unless the caller is going to tell it."""
+        if self.pending and not told:
+            self.losses.add(self.steps, self.pending[-1])
+        self.pending.clear()
+        if self.observed >= FULL_ROUNDS:
+            self.close()
 
     def note_step(self, seen: Mapping[str, Any]) -> None:
         """Add what was found just before an observed step; see `Flow.before_step`."""

@@ -17,9 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.diagnose.finding import Finding
 from holdfast.diagnose.learning import Findings, judge
 from holdfast.numerics.batches import Inputs
-from holdfast.numerics.flow import Activity, Flow
+from holdfast.numerics.eager import is_symbolic
+from holdfast.numerics.flow import Activity, Flow, makes_state
 from holdfast.numerics.loss_inputs import LossInputs, unscaled
 from holdfast.numerics.loss_sites import LossSites
+from holdfast.run.insight import Insight
 from holdfast.run.observed import Hook, WatchedModel, WatchedOptimizer, WatchedScheduler, harmless
 from holdfast.run.sampling import FIRST_WINDOW, FULL_ROUNDS, is_sampled
 
@@ -38,8 +40,7 @@ class Observer:
         objective: What the loss means; see `Policy.objective`.
         frozen: Shell patterns of names of parameters that are meant not to learn.
         ignore: Rules that shall be silent.
-        compiled: Whether a model is compiled: hooks on modules and a mode would break its graph, so that only what
-            the optimizers see is observed.
+        compiled: Whether a model is compiled, so that only what the optimizers see is observed; see `Insight`.
         guided: Whether every pass of training is inside `begin_step`: then modules have hooks nowhere else.
     """
 
@@ -57,7 +58,6 @@ class Observer:
         guided: bool = False,
     ) -> None:
         self.failure: str | None = None
-        self._compiled = compiled
         self._total_steps, self._objective, self._ignore = total_steps, objective, frozenset(ignore)
         single = len(models) == 1
         self._models = {
@@ -71,6 +71,7 @@ class Observer:
         self._flow, self._activity, self._sites = Flow(names), Activity(), LossSites()
         self._inputs = {name: Inputs() for name in models}
         self.mode = LossInputs(self._sites, self._on_activation, self._on_backward, self._on_weight)
+        self.insight = Insight(self.mode, lost=compiled)
         self._inside = False  # a model's own forward is running
         self.window = False  # the last step ended one
         self.alignment: dict[str, float] | None = None
@@ -84,7 +85,6 @@ class Observer:
         self._validations: list[tuple[int, float | None, float]] = []
         self._found = Findings()
         self._hooks: list[RemovableHandle] = []
-        self._step_hooks: list[RemovableHandle] = []
 
     def install(self) -> None:
         """Begin to observe, after making an observer or after `close`."""
@@ -92,16 +92,23 @@ class Observer:
             watched.open()
             self._hooks.append(watched.optimizer.register_step_pre_hook(self._before_hook(name)))
             self._hooks.append(watched.optimizer.register_step_post_hook(self._after_hook(name)))
-        self._hooks += [] if self._guided else self._watch_inputs()
+        if not self._guided:
+            self.insight.keep(self._watch_inputs())
 
-    def _watch_inputs(self) -> list[RemovableHandle]:
-        return [
-            model.module.register_forward_pre_hook(Hook(self._given_hook(name)), with_kwargs=True)
-            for name, model in self._visible()
-        ]
+    def _watch_inputs(self) -> Iterator[RemovableHandle]:
+        for name, model in self._models.items():
+            yield model.module.register_forward_pre_hook(Hook(self._given_hook(name)), with_kwargs=True)
 
-    def _visible(self) -> list[tuple[str, WatchedModel]]:
-        return [] if self._compiled else list(self._models.items())
+    def _watch_modules(self) -> Iterator[RemovableHandle]:
+        if self._guided:
+            yield from self._watch_inputs()
+        for name, model in self._models.items():
+            prefix = "" if len(self._models) == 1 else f"{name}."
+            yield model.module.register_forward_hook(Hook(self._answered_hook(name)))
+            for path, module in model.module.named_modules():
+                if path:
+                    yield module.register_forward_pre_hook(Hook(self._enter_hook(prefix + path)))
+                    yield module.register_forward_hook(Hook(self._leave), always_call=True)
 
     # --- sampling -------------------------------------------------------------------------------------------
 
@@ -129,10 +136,11 @@ class Observer:
             return
         self.look()
         try:
-            with contextlib.nullcontext() if self._compiled else self.mode:
-                yield
+            self.insight.enter_mode()
+            yield
         finally:
-            self._unhook_step()
+            self.insight.leave_mode()
+            self.insight.end_step()
 
     @harmless
     def look(self) -> None:
@@ -143,22 +151,9 @@ class Observer:
         self._inside = False
         self._owned = set().union(*self._ids())
         for inputs in self._inputs.values():
-            inputs.begin_step()
+            inputs.begin_step(self._ticks)
         self._new_pass()
-        self._unhook_step()
-        self._step_hooks += self._watch_inputs() if self._guided else []
-        for name, model in self._visible():
-            prefix = "" if len(self._models) == 1 else f"{name}."
-            self._step_hooks.append(model.module.register_forward_hook(Hook(self._answered_hook(name))))
-            for path, module in model.module.named_modules():
-                if path:
-                    self._step_hooks.append(module.register_forward_pre_hook(Hook(self._enter_hook(prefix + path))))
-                    self._step_hooks.append(module.register_forward_hook(Hook(self._leave), always_call=True))
-
-    def _unhook_step(self) -> None:
-        for handle in self._step_hooks:
-            handle.remove()
-        self._step_hooks.clear()
+        self.insight.begin_step(self._watch_modules())
 
     def _new_pass(self) -> None:
         self._sites.begin_step()
@@ -179,7 +174,7 @@ class Observer:
         def given(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not torch.is_grad_enabled():
                 model.unwatched[module.training] += 1
-            elif self._step_hooks and not self.mode.in_backward:
+            elif self.insight.in_step and not self.mode.in_backward:
                 self._inside = True
                 if self._calls < _CALLS_PER_STEP:
                     self._calls += 1
@@ -200,7 +195,7 @@ class Observer:
     @harmless
     def _note_inputs(self, inputs: Inputs, tree: Any) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            inputs.given(tree)
+            inputs.given(tree, loaded=self.mode.loaded)
 
     @harmless
     def _note_outputs(self, inputs: Inputs, tree: Any) -> None:
@@ -231,20 +226,22 @@ class Observer:
 
     def _before_hook(self, name: str) -> Callable[[Optimizer, Any, Any], None]:
         def before(_optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if is_symbolic():
+                return
             # The arguments of step() as torch hands them on: the optimizer itself comes first.
             self._before(name, closure=kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]))
 
         return before
 
     def _after_hook(self, name: str) -> Callable[[Optimizer, Any, Any], None]:
-        return lambda _optimizer, _args, _kwargs: self._after(name)
+        return lambda _optimizer, _args, _kwargs: None if is_symbolic() else self._after(name)
 
     @harmless
     def _before(self, name: str, *, closure: bool) -> None:
         watched = self._optimizers[name]
-        watched.steps += 1
-        watched.closure = watched.closure or closure
-        watched.note_lr()
+        if makes_state(watched.optimizer):
+            return
+        watched.begin_step(closure=closure)
         for scheduler in self._schedulers.values():
             if getattr(scheduler.scheduler, "optimizer", watched.optimizer) is watched.optimizer:
                 scheduler.note_step()
@@ -259,17 +256,14 @@ class Observer:
 
     @harmless
     def _after(self, name: str) -> None:
-        self._backwards_since_step = 0
         watched = self._optimizers[name]
+        if makes_state(watched.optimizer):
+            return
+        self._backwards_since_step = 0
         if self._sampled and not watched.closure:
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 watched.note_moved(moved=bool(self._flow.after_step()["moved"]))
-        if not self._guided:
-            for value in watched.pending[-1:]:
-                watched.losses.add(watched.steps, value)
-        watched.pending.clear()
-        if watched.observed >= FULL_ROUNDS:
-            watched.close()
+        watched.end_step(told=self._guided)
 
     def end_step(
         self, loss: float | None = None, names: Sequence[str] = (), *, committed: bool = True, clipped: bool = False
@@ -299,8 +293,8 @@ class Observer:
     @harmless
     def _end(self) -> None:
         self._ticks += 1
-        sampled, self._sampled = self._sampled, False
-        self._unhook_step()
+        sampled, self._sampled, self.mode.loaded = self._sampled, False, False
+        self.insight.end_step()
         self._flow.forget_step()
         self._observed += sampled
         rounds = self._observed / max(1, len(self._optimizers))
@@ -391,7 +385,7 @@ class Observer:
 
     def close(self) -> None:
         """Remove all hooks; may be called again."""
-        self._unhook_step()
+        self.insight.close()
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()

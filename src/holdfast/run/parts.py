@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import PolicyError, did_you_mean
+from holdfast.numerics.eager import as_written
 
 
 @runtime_checkable
@@ -37,7 +38,7 @@ class Parts:
         optimizers: By name.
         schedulers: By the name of the optimizer that they drive, or by any name.
         states: Further state by name.
-        compiled: Whether a model was given compiled: then its graph must not be broken by hooks.
+        compiled: Whether a model, or a part of one, was given compiled. What else is compiled shows later.
     """
 
     models: dict[str, nn.Module]
@@ -94,10 +95,10 @@ def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Part
     """
     models: dict[str, nn.Module] = _named(model, "model", nn.Module)
     optimizers: dict[str, Optimizer] = _named(optimizer, "optimizer", Optimizer)
-    compiled = any(hasattr(m, "_orig_mod") or m.__dict__.get("_compiled_call_impl") for m in models.values())
+    models, compiled = as_written(models)
     parts = Parts(
         compiled=compiled,
-        models={name: getattr(module, "_orig_mod", module) for name, module in models.items()},
+        models=models,
         optimizers=optimizers,
         schedulers={} if scheduler is None else _named(scheduler, "scheduler", Stateful),
         states={} if state is None else _named(state, "state", Stateful),

@@ -13,11 +13,11 @@ from holdfast.core.errors import BatchError
 from holdfast.core.policy import Precision
 from holdfast.data.random_state import capture, restore
 from holdfast.data.splitting import fresh
-from holdfast.run.buffers import BufferKeeper
+from holdfast.run.closure import weights_stay
 from holdfast.run.loss import Terms, bad_items, read_loss, without_graph
 from holdfast.run.mixed_precision import LossScale, autocast
 from holdfast.run.promises import LossFunction, Promises
-from holdfast.run.two_pass import TwoPass, TwoPassRun
+from holdfast.run.two_pass import Inputs, TwoPass, TwoPassRun
 from holdfast.run.weighting import Weighting, shares
 
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
@@ -31,11 +31,13 @@ class Passed(NamedTuple):
         loss: Mean over the items, shape ``()``, detached.
         items: What it is over.
         dropped: Ranges ``(start, end)`` of samples in the batch whose part had a loss of NaN or Inf.
+        counted: Whether the items must be whole.
     """
 
     loss: torch.Tensor
     items: float | torch.Tensor
     dropped: tuple[Range, ...] = ()
+    counted: bool = False
 
 
 class Passes:
@@ -53,19 +55,19 @@ class Passes:
         self._loss_scale = loss_scale
         self._device_type = device_type
         self._precision: Precision = precision
-        self._models = promises.parts.models
+        self._keeper = promises.keeper
         self._devices = promises.parts.devices()
+        self._inside = promises.inside
+        self.watched: Sequence[torch.Tensor] = ()  # parameters whose hooks are looked at in backward
 
-    def whole(
-        self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Sequence[torch.Tensor] | None
-    ) -> Passed:
+    def whole(self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs) -> Passed:
         """Run one pass, with no arithmetic of ours: bit-identical to a bare loop.
 
         Args:
             batch: The batch.
             size: Its samples, None if unknown.
             loss_fn: Of the batch.
-            inputs: Where gradients may go; None: everywhere.
+            inputs: Where gradients may go, asked before each backward: a loss function may freeze and unfreeze.
 
         Returns:
             The mean loss, shape ``()``, detached, and the items that it is over; of several terms, the sum of their
@@ -74,8 +76,8 @@ class Passes:
         terms = self._forward(batch, size, loss_fn)
         terms.check_items()
         loss = terms.total()
-        self._backward(loss, inputs)
-        return Passed(loss.detach(), terms.items[0])
+        self._backward(loss, inputs())
+        return Passed(loss.detach(), terms.items[0], counted=terms.counted)
 
     def parted(
         self,
@@ -83,7 +85,7 @@ class Passes:
         size: int,
         loss_fn: LossFunction,
         parameters: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor] | None,
+        inputs: Inputs,
         *,
         batch: Any = None,
         drops: bool = True,
@@ -122,12 +124,10 @@ class Passes:
                 loss = sum(mean * weight for mean, weight in zip(terms.means, weights, strict=True) if weight)
                 assert isinstance(loss, torch.Tensor)
                 tally.add(loss.detach())
-                self._backward(loss, inputs)
+                self._backward(loss, inputs())
         return tally.finish(parameters)
 
-    def added(
-        self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Sequence[torch.Tensor] | None
-    ) -> Passed:
+    def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> Passed:
         """Run several batches whose losses add up as they are; parts of one batch by their share in its mean.
 
         Args:
@@ -151,16 +151,14 @@ class Passes:
                 if weight:  # a part without any item weighs nothing
                     loss = terms.total() if weight == 1.0 else terms.total() * weight
                     losses.append(loss.detach())
-                    self._backward(loss, inputs)
+                    self._backward(loss, inputs())
         return Passed(sum(losses[1:], losses[0]), samples)
 
-    def _in_two_passes(
-        self, loss_fn: TwoPass, batch: Any, parts: _Parts, inputs: Sequence[torch.Tensor] | None
-    ) -> Terms:
+    def _in_two_passes(self, loss_fn: TwoPass, batch: Any, parts: _Parts, inputs: Inputs) -> Terms:
         run = TwoPassRun(
             call=lambda function, given: self._call(loss_fn, function, given),
             backward=self._backward,
-            models=self._models,
+            keeper=self._keeper,
             devices=self._devices,
             inputs=inputs,
         )
@@ -170,7 +168,7 @@ class Passes:
 
     def _counted(self, parts: _Parts, loss_fn: LossFunction) -> list[list[float]]:
         """Return the items of each term in the parts that are still to come; all is left as it is."""
-        random_state, buffers = capture(self._devices), BufferKeeper(self._models)
+        random_state, buffers = capture(self._devices), self._keeper()
         buffers.keep()
         read = without_graph(
             lambda: [self._forward(part, samples, loss_fn, needs_graph=False).read() for part, samples in parts]
@@ -183,11 +181,14 @@ class Passes:
         return read_loss(self._call(loss_fn, loss_fn, part), samples, needs_graph=needs_graph)
 
     def _call(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
-        with autocast(self._device_type, self._precision), self._promises.pristine(loss_fn, fresh(part)) as given:
+        pristine = self._promises.pristine(loss_fn, fresh(part))
+        with self._inside(), autocast(self._device_type, self._precision), pristine as given:
             return function(given)
 
-    def _backward(self, loss: torch.Tensor, inputs: Sequence[torch.Tensor] | None) -> None:
-        self._loss_scale.scale(loss).backward(inputs=inputs)  # type: ignore[no-untyped-call]
+    def _backward(self, loss: torch.Tensor, reached: Sequence[torch.Tensor] | None) -> None:
+        if reached is None or reached:  # into nothing there is no backward
+            with weights_stay(self.watched):
+                self._loss_scale.scale(loss).backward(inputs=reached)  # type: ignore[no-untyped-call]
 
 
 class _Tally:

@@ -29,6 +29,7 @@ from holdfast.core.clock import Clock
 from holdfast.data.splitting import Split
 from holdfast.diagnose.finding import Finding
 from holdfast.memory.oom import find_out_of_memory, let_go
+from holdfast.numerics.eager import eager
 from holdfast.run.forked import NoAnswer, backward_works_in_a_copy, in_a_copy_of_this_process
 from holdfast.run.trial import CannotTry, OutOfTime, Trial
 
@@ -109,6 +110,7 @@ def _probe(trial: Trial) -> list[Finding]:
     untried: dict[str, str] = {}
     tried = []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(eager())  # what is tried has other sizes, and a copy of the process has no compiler
         try:
             stack.enter_context(trial)
         except Exception as error:  # noqa: BLE001 - no memory for copies: nothing was changed yet

@@ -24,18 +24,17 @@ from holdfast.core.errors import BatchError
 from holdfast.core.policy import Policy, SplitHazard
 from holdfast.data.random_state import isolated
 from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
-from holdfast.memory import onednn
 from holdfast.memory.ladder import Means
-from holdfast.memory.oom import find_out_of_memory
-from holdfast.numerics.eager import eager
 from holdfast.run.buffers import BufferKeeper
-from holdfast.run.forked import NoAnswer, backward_works_in_a_copy, in_a_copy_of_this_process
+from holdfast.run.closure import called_inside, returning_a_loss
+from holdfast.run.forked import backward_works_in_a_copy
 from holdfast.run.hazards import find_hazards, mixing_layers, split_promise
 from holdfast.run.identity import Identities
 from holdfast.run.mixed_precision import autocast
 from holdfast.run.parts import Parts
 from holdfast.run.record import RunRecord
-from holdfast.run.rehearsal import TELLING, Rehearsal
+from holdfast.run.rehearsal import TELLING, Rehearsal, attempted, in_a_copy
+from holdfast.run.states import StateKeeper, kept_states
 from holdfast.run.verdict import Verdict, merged
 from holdfast.run.weighting import SAMPLES, Weighting, disagreement, find_weightings
 from holdfast.run.window import Window, largest_of
@@ -56,6 +55,7 @@ class _Known:
     telling_steps: int = 0
     said: tuple[str, str] | Weighting | None = None
     settled: bool = False
+    side_effects: tuple[str, ...] | None = None
 
     def chosen(self) -> Weighting:
         """Return what parts are weighted by, as far as it is known."""
@@ -80,6 +80,14 @@ class Promises:
         self._known: dict[Any, _Known] = {}
         self._identities = Identities()
         self._uncuttable: str | None = None
+        every = [parameter for _, parameter in parts.named_parameters()]
+        self.inside = functools.partial(returning_a_loss, parts.optimizers.values(), every)
+
+    def keeper(self) -> BufferKeeper:
+        """Return a keeper of its own for buffers and states, for what is run within a step and taken back."""
+        untouched = self._buffers.states.untouched()
+        states = {name: each for name, each in kept_states(self.parts).items() if name not in untouched}
+        return BufferKeeper(self.parts.models, StateKeeper(states, every=True))
 
     def size_of(self, batch: Any, split: Split) -> int | None:
         """Return the samples of a batch, of a window those of its largest, or None if it has no batch dimension.
@@ -153,6 +161,8 @@ class Promises:
         if due and wanted and size is not None and size > 1:
             self._rehearse(known, batch, size, split, loss_fn, parameters)
             in_place = not forks
+        if known.steps == 1 and known.side_effects is None and forks:
+            self._look(known, batch, size, split, loss_fn, parameters)
         refused = self._refused(known)
         if splits_now and refused is not None and isinstance(self._policy.micro_batch_size, int):
             raise self._refusal(*refused)
@@ -175,15 +185,16 @@ class Promises:
             facts |= {
                 "weighting": declared or str(known.chosen()),
                 "rehearsal": known.verdict.facts(),
-                "side_effects": list(known.verdict.side_effects),
             }
+        # None: not looked for, on an accelerator.
+        facts["side_effects"] = None if known.side_effects is None else list(known.side_effects)
         self._record.happened("promises", **facts)
-        if known.steps == 1 and known.verdict is not None and known.verdict.side_effects:
+        if known.steps == 1 and known.side_effects:
             self._record.happened(
                 "side_effects",
-                attributes=list(known.verdict.side_effects),
+                attributes=list(known.side_effects),
                 why="each forward pass changes them, they are in no checkpoint, and an attempt that is made again "
-                "changes them once more; keep such state in a buffer",
+                "changes them once more; keep such state in a buffer, or in an object given as state=",
             )
         if refused is not None and self._policy.micro_batch_size == "auto":
             self._record.happened("split_refused", why=refused[1], allow_split_with=refused[0])
@@ -274,26 +285,57 @@ class Promises:
         if not self._policy.check_split:
             known.verdict = Verdict(outcome="trusted", why="check_split=False")
             return
-
-        in_a_copy = self._forks()
-        rehearsal = Rehearsal(
-            loss_fn=loss_fn,
-            split=split,
-            models=self.parts.models,
-            parameters=[parameter for parameter in parameters if parameter.requires_grad],
-            autocast=functools.partial(autocast, self.parts.device_type(), self._policy.precision),
-            rounds_to_half=self._policy.precision != "fp32",
-            in_a_copy=in_a_copy,
-            known=() if known.verdict is None else known.verdict.held,
-        )
-        if in_a_copy:
-            found = _in_a_copy(lambda: _attempted(rehearsal, batch, size))
+        forks = self._forks()
+        rehearsal = self._rehearsal(known, split, loss_fn, parameters)
+        if forks:
+            found = in_a_copy(lambda: attempted(lambda: rehearsal.run(batch, size)))
         else:
             with isolated():  # the caller puts buffers and device random state back
-                found = _attempted(rehearsal, batch, size)
+                found = attempted(lambda: rehearsal.run(batch, size))
+        if found.called:
+            raise called_inside(found.called)
         known.verdict = found if known.verdict is None else merged([known.verdict, found])
         if known.verdict.changes_batch or known.verdict.outcome != "unknown":
             known.changes_batch = known.verdict.changes_batch or bool(known.changes_batch)
+        if forks and known.verdict.outcome != "unknown":
+            known.side_effects = known.verdict.side_effects
+
+    def _look(
+        self,
+        known: _Known,
+        batch: Any,
+        size: int | None,
+        split: Split,
+        loss_fn: LossFunction,
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        """Find only what else a forward pass changes, where no split is tried out."""
+        rehearsal = self._rehearsal(known, split, loss_fn, parameters)
+        found = in_a_copy(lambda: attempted(lambda: rehearsal.look(batch, size)))
+        if found.called:
+            raise called_inside(found.called)
+        if found.outcome != "unknown":
+            known.side_effects = found.side_effects
+
+    def side_effects(self, loss_fn: LossFunction) -> tuple[str, ...]:
+        """Return what a loss function is known to change and nobody puts back."""
+        return self._of(loss_fn).side_effects or ()
+
+    def _rehearsal(
+        self, known: _Known, split: Split, loss_fn: LossFunction, parameters: Sequence[torch.Tensor]
+    ) -> Rehearsal:
+        return Rehearsal(
+            loss_fn=loss_fn,
+            split=split,
+            models=self.parts.models,
+            states=self.keeper().states,
+            parameters=parameters,
+            autocast=functools.partial(autocast, self.parts.device_type(), self._policy.precision),
+            inside=self.inside,
+            rounds_to_half=self._policy.precision != "fp32",
+            in_a_copy=self._forks(),
+            known=() if known.verdict is None else known.verdict.held,
+        )
 
     @contextlib.contextmanager
     def pristine(self, loss_fn: LossFunction, part: Any) -> Iterator[Any]:
@@ -327,38 +369,3 @@ class Promises:
 
 def _is_power_of_two(count: int) -> bool:
     return count > 0 and count & (count - 1) == 0
-
-
-def _in_a_copy(run: Callable[[], Verdict]) -> Verdict:
-    """Return the verdict of a copy of this process; if it was short of memory, that of another one without oneDNN.
-
-    Other sizes need new kernels, and each is kept. Where memory for one is refused, oneDNN makes no more of them in
-    that process, or ends it.
-    """
-    found = _asked(run)
-    if found.short_of_memory and onednn.is_on():
-
-        def without_onednn() -> Verdict:
-            onednn.switch_off()  # in a copy, which is thrown away
-            return run()
-
-        found = _asked(without_onednn)
-    return found
-
-
-def _asked(run: Callable[[], Verdict]) -> Verdict:
-    try:
-        return Verdict.from_json(in_a_copy_of_this_process(lambda: run().to_json()))
-    except NoAnswer as error:
-        return Verdict(outcome="unknown", why=str(error), short_of_memory=error.died)
-
-
-def _attempted(rehearsal: Rehearsal, batch: Any, size: int) -> Verdict:
-    """Return the verdict, or say why there is none."""
-    try:
-        with eager():  # its sizes would be compiled for, and a copy of this process has no threads that compile
-            return rehearsal.run(batch, size)
-    except Exception as error:  # noqa: BLE001 - whatever the caller's loss does with 3 samples is an answer
-        first = (str(error).strip().splitlines() or [""])[0]
-        short = find_out_of_memory(error) is not None
-        return Verdict(outcome="unknown", why=f"{type(error).__name__}: {first}"[:300], short_of_memory=short)

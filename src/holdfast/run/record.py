@@ -33,12 +33,13 @@ _MOST_CALLERS = 8  # frames outside of the guard, the innermost: where the user'
 # People should see these although they did not ask; the others are for the record.
 _LOUD = {
     "out_of_memory", "split", "recompute", "skip_step", "roll_back", "stop", "save_failed", "save_refused",
-    "checkpoint_damaged", "loss_scale_collapsed", "stop_requested", "buffer_not_restored", "recompute_impossible",
-    "cannot_split", "split_refused", "onednn_switched_off", "spike", "spike_clipped", "samples_dropped",
-    "micro_batch_dropped", "learning_rate_lowered", "finding", "side_effects",
+    "checkpoint_damaged", "loss_scale_collapsed", "stop_requested", "not_restored", "recompute_impossible",
+    "cannot_split", "diagnosis_limited", "split_refused", "onednn_switched_off", "spike", "spike_clipped",
+    "samples_dropped", "micro_batch_dropped", "learning_rate_lowered", "finding", "side_effects",
     "schedulers_wait", "rolled_back", "save_postponed", "saves_synchronous", "loader_healed",
     "sample_quarantined", "dataset_not_deterministic", "stream_read_over", "preflight", "quarantine_full",
-    "ranks_not_divided", "changes_not_saved", "samples_taken_back",
+    "ranks_not_divided", "changes_not_saved", "samples_taken_back", "not_saved", "begins_anew",
+    "recording_moved_aside",
 }  # fmt: skip
 
 
@@ -85,6 +86,8 @@ class RunRecord:
                 fix="free some space, or choose another run directory.",
                 rule="H302",
             ) from error
+        for what in self._box.moved_aside:
+            self.happened("recording_moved_aside", what=what)
 
     def close(self, how: End | None = None) -> None:
         """End the recording, with the word how the run ended. An error without a step after it stays the last word.
@@ -151,8 +154,10 @@ class RunRecord:
         """Record a decision."""
         self.happened(decision.name(), **decision.facts(), **facts)
 
-    def step(self, mark: StepMark, micro_batch_size: int | None, loss: float, norm: float, seconds: float) -> None:
-        """Record a mark of a step. Cost: about 0.5 microseconds."""
+    def step(
+        self, mark: StepMark, micro_batch_size: int | None, loss: float | None, norm: float | None, seconds: float
+    ) -> None:
+        """Record a mark of a step; None: that was not read. Cost: about 0.5 microseconds."""
         assert self._box is not None
         self._left_by = None  # whatever was raised before, it goes on
         self._box.step(mark, self.global_step, micro_batch_size or 0, loss, norm, seconds)

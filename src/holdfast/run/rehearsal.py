@@ -25,9 +25,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from holdfast.data.random_state import seed_cpu
 from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
+from holdfast.memory import onednn
 from holdfast.memory.oom import find_out_of_memory, let_go
+from holdfast.numerics.eager import eager
+from holdfast.run.buffers import BufferKeeper
+from holdfast.run.closure import CalledInsideError
+from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
 from holdfast.run.loss import Terms, read_loss, without_graph
 from holdfast.run.side_effects import find_side_effects
+from holdfast.run.states import StateKeeper, same
 from holdfast.run.two_pass import TwoPass, TwoPassRun
 from holdfast.run.verdict import Outcome, Verdict, merged
 from holdfast.run.weighting import SAMPLES, Weighting, disagreement, find_weightings, shares
@@ -49,23 +55,29 @@ class Rehearsal:
     Args:
         loss_fn: As given to ``Guard.step``. It is given copies.
         split: How a batch is cut.
+        states: What is as before for each evaluation; it is compared after each.
         models: Run first in training, to see which buffers change; then in evaluation, so that dropout does not
             hide the answer.
         parameters: Whose gradients are compared; their ``.grad`` is overwritten and emptied.
         autocast: Returns the context of a forward pass.
+        inside: Returns the context of a loss function, in which it may only return a loss.
         rounds_to_half: Whether that context rounds to half precision.
         in_a_copy: Whether this process is a copy that is thrown away, so that side effects can be looked for.
         known: What the mean of the loss was found to be over in earlier batches.
+        uneven: Found: states that the parts of a batch leave otherwise than the whole.
     """
 
     loss_fn: Callable[[Any], Any]
     split: Split
+    states: StateKeeper
     models: Mapping[str, nn.Module]
     parameters: Sequence[torch.Tensor]
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    inside: Callable[[], contextlib.AbstractContextManager[Any]]
     rounds_to_half: bool
     in_a_copy: bool
     known: Sequence[Weighting] = field(default=())
+    uneven: list[str] = field(default_factory=list)
 
     def run(self, batch: Any, size: int) -> Verdict:
         """Compare samples from the beginning and the end of a batch, and more where candidates disagree.
@@ -74,15 +86,35 @@ class Rehearsal:
             batch: A batch of at least 2 samples.
             size: Its samples.
         """
+        self.states.keep()
         windows = [w for w, few in micro_batches(batch, size, min(_SAMPLES, size), self.split) if few > 1]
         changed_buffer = self._find_changed_buffer(windows[0])
         side_effects: tuple[str, ...] = ()
         if self.in_a_copy:
-            side_effects = find_side_effects(self.models, lambda: self._forward_once(windows[0]))
+            side_effects = self._side_effects(windows[0])
         weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
         with _evaluating(self.models.values()), torch.enable_grad():
             found = self._through(windows, weightings)
+        self.states.put_back()
+        changed_buffer = changed_buffer or next(iter(self.uneven), "")
         return merged(found, changed_buffer=changed_buffer, side_effects=side_effects)
+
+    def look(self, batch: Any, size: int | None) -> Verdict:
+        """Return only what a forward pass over some samples leaves behind; over all, if they cannot be cut."""
+        self.states.keep()
+        few = batch if size is None else micro_batches(batch, size, min(_SAMPLES, size), self.split)[0][0]
+        return Verdict(outcome="trusted", side_effects=self._side_effects(few))
+
+    def _side_effects(self, window: Any) -> tuple[str, ...]:
+        buffers = BufferKeeper(dict(self.models), self.states)
+        buffers.keep()
+
+        def forward() -> float:
+            loss = self._forward_once(window)
+            buffers.put_back()
+            return loss
+
+        return find_side_effects(self.models, self.loss_fn, forward)
 
     def _through(self, windows: Sequence[Any], weightings: Sequence[Weighting]) -> list[Verdict]:
         left = [windows[0], *windows[1:][-1:]]
@@ -158,13 +190,16 @@ class Rehearsal:
     def _difference(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> float:
         """Return the relative L2 difference of the gradients; NaN if that of the whole is not finite."""
         self._clear()
-        seed_cpu(0)
+        self._begin(0)
         self._accumulate(whole, 1.0, whole, SAMPLES)
-        norm = self._norm()
+        norm, left = self._norm(), self.states.now()
         if not math.isfinite(norm):
             return math.nan
-        seed_cpu(seed)
+        self._begin(seed)
         self._accumulate(parts, -1.0, whole, weighting)
+        found = self.states.now()
+        tolerance = min(self._tolerance(parameter) for parameter in self.parameters)
+        self.uneven.extend(name for name in left if not same(left[name], found[name], tolerance=tolerance))
         difference = self._norm() / norm if norm else 0.0
         return difference if math.isfinite(difference) else math.inf
 
@@ -174,7 +209,7 @@ class Rehearsal:
             return 0.0  # one loss of all samples, whatever the parts
 
         def value(parts: _Parts, weighting: Weighting, seed: int) -> float:
-            seed_cpu(seed)
+            self._begin(seed)
             return float(self._weighted(parts, weighting, needs_graph=False).detach())
 
         expected = without_graph(lambda: value(whole, SAMPLES, 0))
@@ -190,16 +225,19 @@ class Rehearsal:
             run = TwoPassRun(
                 call=self._called,
                 backward=lambda loss, inputs: (sign * loss).backward(inputs=inputs),  # type: ignore[no-untyped-call]
-                models=self.models,
+                keeper=lambda: BufferKeeper(dict(self.models)),
                 devices=sorted({p.device for p in self.parameters if p.device.type != "cpu"}, key=str),
-                inputs=list(self.parameters),
+                inputs=self._reached,
             )
             run.accumulate(self.loss_fn, whole[0][0], parts)
             return
         loss = self._weighted(parts, weighting)
         if not loss.requires_grad:
             return  # nothing in these samples counts
-        (sign * loss).backward(inputs=list(self.parameters))  # type: ignore[no-untyped-call]
+        (sign * loss).backward(inputs=self._reached())  # type: ignore[no-untyped-call]
+
+    def _reached(self) -> list[torch.Tensor]:
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def _weighted(self, parts: _Parts, weighting: Weighting, *, needs_graph: bool = True) -> torch.Tensor:
         """Return the loss over these parts, weighted by what is declared, else by `weighting`."""
@@ -217,7 +255,7 @@ class Rehearsal:
         """Return the loss of each part, whether items are declared or do not matter, and whether a batch changed."""
 
         def read() -> list[tuple[Terms, bool]]:
-            seed_cpu(0)
+            self._begin(0)
             return [self._terms(part, samples, needs_graph=False) for part, samples in parts]
 
         found = without_graph(read)
@@ -229,22 +267,28 @@ class Rehearsal:
         given = copied(part)
         tensors = tensors_in(given)
         versions = versions_of(tensors)
-        with self.autocast():
+        with self.inside(), self.autocast():
             terms = read_loss(self.loss_fn(given), samples, needs_graph=needs_graph)
         return terms, versions_of(tensors) != versions
 
     def _called(self, function: Callable[[Any], Any], part: Any) -> Any:
-        with self.autocast():
+        with self.inside(), self.autocast():
             return function(copied(part))
 
-    def _forward_once(self, window: Any) -> None:
-        """Run the loss function in training mode; where memory is too short for that, do nothing."""
-        seed_cpu(0)
+    def _forward_once(self, window: Any) -> float:
+        """Run the loss function in training mode and return the loss; where memory is too short for that, NaN."""
+        self._begin(0)
         try:
-            without_graph(lambda: self._called(self.loss_fn, window))
+            if self.in_a_copy:  # with gradients, as in training: a loss function may change things only then
+                with torch.enable_grad():
+                    found = self._called(self.loss_fn, window)
+            else:
+                found = without_graph(lambda: self._called(self.loss_fn, window))
+            return float(read_loss(found, None, needs_graph=False).total().detach())
         except Exception as error:
             if find_out_of_memory(error) is None:
                 raise
+            return math.nan
 
     def _find_changed_buffer(self, window: Any) -> str:
         """Return the name of a buffer, other than running statistics, that a forward pass changes, or ""."""
@@ -271,6 +315,11 @@ class Rehearsal:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norms = [torch.linalg.vector_norm(_wide(g.to_dense())).double().cpu() for g in gradients]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+    def _begin(self, seed: int) -> None:
+        """Let an evaluation begin where every other does."""
+        self.states.put_back()
+        seed_cpu(seed)
 
     def _clear(self) -> None:
         for parameter in self.parameters:
@@ -308,3 +357,40 @@ def _evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
             module.training = mode
         for module, rate in dropout.items():
             module.dropout = rate
+
+
+def in_a_copy(run: Callable[[], Verdict]) -> Verdict:
+    """Return the verdict of a copy of this process; if it was short of memory, that of another one without oneDNN.
+
+    Other sizes need new kernels, and each is kept. Where memory for one is refused, oneDNN makes no more of them in
+    that process, or ends it.
+    """
+    found = _asked(run)
+    if found.short_of_memory and onednn.is_on():
+
+        def without_onednn() -> Verdict:
+            onednn.switch_off()  # in a copy, which is thrown away
+            return run()
+
+        found = _asked(without_onednn)
+    return found
+
+
+def _asked(run: Callable[[], Verdict]) -> Verdict:
+    try:
+        return Verdict.from_json(in_a_copy_of_this_process(lambda: run().to_json()))
+    except NoAnswer as error:
+        return Verdict(outcome="unknown", why=str(error), short_of_memory=error.died)
+
+
+def attempted(run: Callable[[], Verdict]) -> Verdict:
+    """Return the verdict, or say why there is none."""
+    try:
+        with eager():  # its sizes would be compiled for, and a copy of this process has no threads that compile
+            return run()
+    except CalledInsideError as error:
+        return Verdict(outcome="unknown", called=error.called)
+    except Exception as error:  # noqa: BLE001 - whatever the caller's loss does with 3 samples is an answer
+        first = (str(error).strip().splitlines() or [""])[0]
+        short = find_out_of_memory(error) is not None
+        return Verdict(outcome="unknown", why=f"{type(error).__name__}: {first}"[:300], short_of_memory=short)

@@ -15,12 +15,17 @@ from holdfast.data.splitting import tensors_in, versions_of
 from holdfast.memory.ladder import Plan
 from holdfast.memory.oom import find_out_of_memory, let_go, release_memory
 from holdfast.numerics.bad_samples import find_bad_samples
-from holdfast.numerics.provenance import trace
+from holdfast.numerics.eager import eager
+from holdfast.numerics.provenance import UntraceableError, trace
 from holdfast.run.attempts import Attempts, Work
 from holdfast.run.outcome import Provenance
 from holdfast.run.parts import Parts
 from holdfast.run.record import RunRecord
 from holdfast.run.window import samples_of, selected
+
+_FINITE = (
+    "a replay of the same step is finite: a race, the hardware, compiled code, or randomness that is not torch's"
+)
 
 
 class Replay:
@@ -49,7 +54,8 @@ class Replay:
         if versions_of(work.tensors) != work.versions:
             return Provenance(problem="loss_fn changes its batch in place, so the step cannot be replayed")
         try:
-            return self._search(work, plan)
+            with eager():  # the sizes that it tries are compiled for otherwise, and stay
+                return self._search(work, plan)
         except Exception as error:  # noqa: BLE001 - a replay is a courtesy
             failure = error
         found = find_out_of_memory(failure)
@@ -78,9 +84,10 @@ class Replay:
                 work.size,
             )
             if origin is None:
-                return Provenance(problem="a replay of the same step is finite: a race, the hardware, or randomness "
-                                  "that is not torch's")  # fmt: skip
+                return Provenance(problem=_FINITE)
             return Provenance(origin=origin, samples=self._samples(work, plan, origin.samples))
+        except UntraceableError as error:
+            return Provenance(problem=str(error))
         finally:
             self._attempts.take_back(work)
             release_memory(self._parts.devices())  # a replay takes more than a step: give it back

@@ -29,7 +29,7 @@ from holdfast.data.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 from holdfast.run.directory import RunDirectory
 from holdfast.run.record import RunRecord
-from holdfast.run.writer import Attempt, End, Named, Writer
+from holdfast.run.writer import Attempt, End, Named, Writer, for_good
 
 # Of the memory that is available, as for the copies that rollbacks return to: the rest belongs to activations,
 # loaders and the caller.
@@ -72,6 +72,7 @@ class Saving:
         self.chooser = IntervalChooser(
             mean_seconds_between_failures=3600 * policy.mean_time_between_failures_hours,
             most_overhead=policy.save_overhead,
+            most_minutes=policy.save_interval_minutes,
         )
         costs = self.chooser.save_costs_seconds
         self._writer = Writer(store, record, clock, keep=policy.keep_latest_k, costs=costs)
@@ -104,9 +105,9 @@ class Saving:
         every, step, tried = self._policy.save_interval_steps, self._record.global_step, self._tried_at_step
         if every is None or tried is None:
             return every is not None
-        if isinstance(every, int):
-            return step // every > tried // every
-        return step - tried >= self.chooser.steps
+        if step > tried and self.chooser.is_overdue(self._clock.monotonic_seconds(), early=every == "auto"):
+            return True
+        return step // every > tried // every if isinstance(every, int) else step - tried >= self.chooser.steps
 
     @property
     def has_unsaved(self) -> bool:
@@ -123,6 +124,16 @@ class Saving:
         refused, self._refused = self._refused, None
         return refused
 
+    def tell_of_loss(self, *, left: bool) -> None:
+        """Say at the end of a run that saves have failed, if what they were to hold is in no checkpoint.
+
+        Args:
+            left: Whether the loop was left early, so that the steps since the newest checkpoint are not missed.
+        """
+        if self.failed and (self.saved_as is None or (self.has_unsaved and not left)):
+            newest = None if self.saved_as is None else self.saved_as.global_step
+            self._record.happened("not_saved", newest_checkpoint=newest, failed_saves=self.failed)
+
     # --- save -----------------------------------------------------------------------------------------------
 
     def save_first(self) -> None:
@@ -131,6 +142,7 @@ class Saving:
         Raises:
             CheckpointError: H310, if some state cannot be stored without pickle.
             NonFiniteError: H502, if the weights hold NaN or Inf already.
+            RunDirectoryError: H302, if the folder cannot be written for good.
         """
         if self._tried_at_step is None:
             self.save()
@@ -153,7 +165,7 @@ class Saving:
             if count:
                 raise _unhealthy_start(bad, count)
         self._directory.hold()
-        self._tried_at_step = self._record.global_step
+        self._tried()
         try:
             shot = snapshot(self._state(), self._record.global_step)
         except Exception as error:
@@ -166,9 +178,9 @@ class Saving:
         named = () if first else self._must_be_finite()
         attempt = Attempt(shot=shot, must_be_finite=named, position=self._position(), started=started)
         end = self._writer.carry_out(attempt, nonfinite_tensors)
-        if first and end.error is not None and not isinstance(end.error, OSError):
+        if first and (lasting := for_good(end.error)) is not None:
             self._tried_at_step = None
-            raise end.error
+            raise lasting from end.error
         self._take_in(end, first=first)
 
     def save_again(self) -> bool:
@@ -222,20 +234,24 @@ class Saving:
         none = self._policy.save_interval_steps is None
         return none or not self.whole or self._saved_at == self._position()
 
-    def _failed_at_once(self, error: Exception, started: float) -> None:
+    def _tried(self) -> None:
         self._tried_at_step = self._record.global_step
+        self.chooser.tried(self._clock.monotonic_seconds())
+
+    def _failed_at_once(self, error: Exception, started: float) -> None:
+        self._tried()
         self.failed += 1
-        self._writer.failed(self._tried_at_step, error, self._clock.monotonic_seconds() - started)
+        self._writer.failed(self._record.global_step, error, self._clock.monotonic_seconds() - started)
 
     def _hand_over(self, started: float) -> bool | None:
         """Copy the state and let a thread do the rest; False: its memory is not ready, None: there is none."""
-        encoded, step = encode(self._state()), self._record.global_step
+        encoded = encode(self._state())
         buffers = self._buffers_for(needed_bytes(encoded.tensors))
         if buffers is None:
             return False if self._job is not None else None
         self._directory.hold()
-        self._tried_at_step = step
-        shot = snapshot(encoded, step, buffers)
+        self._tried()
+        shot = snapshot(encoded, self._record.global_step, buffers)
         copies: list[tuple[str, torch.Tensor]] = []
         others: list[tuple[str, torch.Tensor]] = []
         for name, tensor in self._must_be_finite():
@@ -300,6 +316,7 @@ class Saving:
             self._refused = end.refused or self._refused
             return
         self.saved += 1
+        self._directory.note_saved()
         self._saved_at, self.saved_as = end.position, end.entry
         if first:
             self.chooser.first_save_took(end.seconds)
@@ -344,7 +361,8 @@ class Saving:
 
     def resumed(self, entry: Entry) -> None:
         """Note that this state was just read from a checkpoint."""
-        self._tried_at_step, self._saved_at, self.saved_as = self._record.global_step, self._position(), entry
+        self._tried()
+        self._saved_at, self.saved_as = self._position(), entry
 
     def returned(self, *, to_checkpoint: bool) -> None:
         """Note that the run is at an earlier step again; what was refused was of a state that is gone."""

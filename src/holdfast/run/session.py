@@ -5,6 +5,7 @@ Does not: write them (see ``saving``).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -133,7 +134,10 @@ class Session:
         self.saving.finish()
         self.saving.take_refusal()  # whoever opens it again may have repaired the state
         if self.is_open:
-            self._newest_id = self._store.next_save_id() - 1
+            self._newest_id = None
+            with contextlib.suppress(CheckpointError):  # out of reach: what is lost is said
+                self._newest_id = self._store.next_save_id() - 1
+            self.saving.tell_of_loss(left=how == "left")
         self.record.close(how)
         self._directory.release()
 
@@ -151,7 +155,7 @@ class Session:
             checkpoints_saved=saving.saved,
             checkpoints_failed=saving.failed,
             micro_batch_size=plan.micro_batch_size,
-            recompute=plan.recompute,
+            recompute=bool(plan.recompute),
             loss_scale=self._transaction.loss_scale.value(),
         )
 
@@ -239,29 +243,13 @@ class Session:
             "interventions": self.interventions,
             "diagnosis": self._transaction.diagnosis.state_dict(),
             "save_costs": [list(pair) for pair in self.saving.chooser.costs],
+            "run": self._directory.run_id,
         }
 
     def intervened(self, kind: str, reason: str) -> None:
         """Note that training was changed, for the checkpoints to come: the newest 200 are kept."""
         self.interventions.append({"kind": kind, "global_step": self.record.global_step, "reason": reason})
         del self.interventions[:-200]
-
-    def adopt(self, changed: str, evidence: Mapping[str, Any]) -> Path:
-        """Write a checkpoint of a state that was changed on purpose, and record what and on which evidence.
-
-        Raises:
-            CheckpointError: H310, if it could not be written.
-        """
-        self.record.happened("adopted", changed=changed, **evidence)
-        self.intervened("adopted", changed)
-        if not self.saving.save_again():
-            raise CheckpointError(
-                f"the checkpoint with {changed} could not be written",
-                limit=self.saving.take_refusal() or "the events say why",
-                fix="make room or repair what the event save_failed names, and try again.",
-                rule="H310",
-            )
-        return self._store.entries()[0].path
 
     def go_elsewhere(self, number: int) -> None:
         """Let training go on at the beginning of a later epoch with other random numbers; for trials.
@@ -284,11 +272,12 @@ class Session:
             Its directory, or None at the start of a run.
 
         Raises:
-            CheckpointError: H312 if there are checkpoints and none verifies, H313 if it does not fit.
+            CheckpointError: H312 if checkpoints are lost, damaged or another run's, H313 if one does not fit.
             RunDirectoryError: H303 for a newer format, H304 for another model, H307 if the newest cannot be read now.
         """
         entry = self._newest_good()
         if entry is None:
+            self._directory.check_not_lost()
             remembered = self._directory.recall_ladder()
             if remembered is not None:
                 try:
@@ -297,6 +286,7 @@ class Session:
                     self.record.happened("micro_batch_size_forgotten", why=repr(error))
             return None
         training = self._restore(entry)
+        self._directory.resumed_from(training.get("run"))
         self._go_to_position_of(training)
         self._ladder.load_state_dict(training["ladder"])
         restore(RandomState.from_tree(training["random_state"]))
@@ -370,7 +360,7 @@ class Session:
             raise CheckpointError(
                 f"none of the {len(lost)} checkpoint(s) in {self._store.directory} verifies",
                 limit="starting from scratch without a word would hide the loss",
-                fix="bring back a copy of this directory, or move it away to start again.",
+                fix="bring back a copy of this directory, or start again in another run directory.",
                 rule="H312",
             )
         return None

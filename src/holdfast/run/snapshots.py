@@ -17,6 +17,7 @@ import torch
 
 from holdfast.core.clock import Clock
 
+_MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _KEPT = 2
 _MOST_FAILURES = 3
 # Of the time since the last copy: above that, copies are made half as often.
@@ -111,17 +112,36 @@ class Snapshots:
 
 def copied_to_host(tree: Any) -> Any:
     """Return a tree of state that shares nothing with the live one; tensors lie on the host."""
+    return copied(tree, lambda tensor: tensor.to("cpu", copy=True))
+
+
+def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a tree of state that shares nothing with the live one.
+
+    Args:
+        tree: What a ``state_dict()`` returned.
+        copy_tensor: Copies a detached tensor.
+    """
     if isinstance(tree, torch.Tensor):
-        return tree.detach().to("cpu", copy=True)
-    if type(tree) in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict):
+        return copy_tensor(tree.detach())
+    if type(tree) in _MAPPINGS:
         factory = (tree.default_factory,) if isinstance(tree, collections.defaultdict) else ()
-        copied = type(tree)(*factory)
+        made = type(tree)(*factory)
         for key, value in tree.items():
-            copied[key] = copied_to_host(value)
-        return copied
+            made[key] = copied(value, copy_tensor)
+        return made
     if type(tree) in (list, tuple):
-        return type(tree)([copied_to_host(value) for value in tree])
+        return type(tree)([copied(value, copy_tensor) for value in tree])
+    if type(tree) is collections.deque:
+        return collections.deque([copied(value, copy_tensor) for value in tree], tree.maxlen)
     return copy.deepcopy(tree)
+
+
+def parts_of(tree: Any) -> list[Any]:
+    """Return what a container of state holds; of anything else nothing."""
+    if type(tree) in _MAPPINGS:
+        return [*tree, *tree.values()]
+    return list(tree) if type(tree) in (list, tuple, collections.deque) else []
 
 
 def _size_bytes(tree: Any) -> int:

@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointError as RecomputeMismatch
 
 from holdfast.core.clock import Clock
 from holdfast.core.errors import DeviceError, OutOfMemoryError
@@ -34,7 +33,8 @@ from holdfast.data.splitting import Split, versions_of
 from holdfast.memory.ladder import Means, MemoryLadder
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
 from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
-from holdfast.memory.recompute import NO_BLOCKS
+from holdfast.memory.recompute import COMPILED, may_come_of_recomputing
+from holdfast.memory.saved_bytes import NOTHING_SAVES
 from holdfast.numerics.gradients import Group, clip, clip_adaptively, inspect, nonfinite_gradients
 from holdfast.run.attempts import Attempts, Work
 from holdfast.run.diagnosis import Diagnosis
@@ -95,7 +95,7 @@ class Transaction:
         self._model_order = ModelOrder(parts)
         self._replay = Replay(parts, self._attempts, record)
         self._step_id = 0
-        self._tells_of_no_blocks = policy.recompute is True and not self._attempts.blocks
+        self._tells_of_no_gain = policy.recompute is True
         self.spare_memory: Callable[[], None] = lambda: None  # called when memory is short on the host
         self.committing = False
         self._stepped: set[str] = set()  # optimizers whose kernels for whole batches are made
@@ -192,21 +192,28 @@ class Transaction:
                 return self._make(work)
             except Exception as error:
                 found = find_out_of_memory(error)
-                mismatch = isinstance(error, RecomputeMismatch) and self._ladder.plan.recompute
-                if found is None and not mismatch:
+                mismatch = bool(self._ladder.plan.recompute) and may_come_of_recomputing(error)
+                unmeasurable = not mismatch and self._attempts.may_come_of_measuring(work, error)
+                if found is None and not mismatch and not unmeasurable:
                     raise
                 failure = error
             # Out of the handler: only now can the frames of the failed attempt be dropped.
             let_go(failure)
-            del failure
             self._attempts.take_back(work)
+            self.buffers.states.keep(look=True)
             if versions_of(work.tensors) != work.versions:
                 raise self._promises.batch_was_changed(work.loss_fn)
-            if found is None:
-                self._attempts.blocks = []
-                self._ladder.without_recompute()
-                self._record.happened("recompute_impossible", why="a block computes another result the second time")
+            if found is None and unmeasurable:
+                self._tells_of_no_gain = False
+                self._attempts.give_up_measuring(failure)
                 continue
+            if found is None:
+                self._attempts.give_up_recomputing(self._ladder.plan, failure)
+                self._ladder.without_recompute()
+                del failure
+                release_memory(self._devices)  # its frames are in cycles
+                continue
+            del failure
             if self._parts.device_type() == "cpu":
                 self.spare_memory()
             release_memory(self._devices)
@@ -247,13 +254,14 @@ class Transaction:
             error=found,
             attempt=work.attempts,
             micro_batch_size=plan.samples(size),
-            recompute=plan.recompute,
+            recompute=bool(plan.recompute),
         )
         means = self._means(work)
-        if self._tells_of_no_blocks and work.prepared and work.out_of_memory > 1:
-            self._tells_of_no_blocks = False
-            self._record.happened("recompute_impossible", why=NO_BLOCKS)
+        if self._tells_of_no_gain and work.prepared and work.out_of_memory > 1 and not means.recompute:
+            self._tells_of_no_gain = False
+            self._record.happened("recompute_impossible", why=COMPILED if self._attempts.compiled else NOTHING_SAVES)
         decision = self._ladder.decide_after_oom(batch_size=size, failures=work.out_of_memory, means=means)
+        decision = self._attempts.as_promised(decision, work)
         self._record.decided(decision, **({"rule": "H401"} if isinstance(decision, Stop) else {}))
         if isinstance(decision, Stop):
             what = "the batch" if work.size is None else f"a batch of {size} samples"
@@ -271,13 +279,13 @@ class Transaction:
     def _means(self, work: Work) -> Means:
         if not work.prepared:
             return Means(no_split="the state of the optimizer does not fit, whatever the micro-batch")
-        blocks = tuple(name for name, _ in self._attempts.blocks)
         if work.out_of_memory == 1 and not self._ladder.on_trial:
-            return Means(blocks=blocks)  # the first remedy changes nothing, so nothing has to be found out
+            return Means()  # the first remedy changes nothing, so nothing has to be found out
         exact = self._parts.device_type() == "cpu"  # kernels of accelerators may add in another order each time
+        modules = self._attempts.modules_to_recompute(self._ladder.plan)
         means = self._promises.means(work.batch, work.size, work.split, work.loss_fn, work.parameters)
         self._attempts.restore(work)
-        return replace(means, blocks=blocks, recompute_promise="bit-exact" if exact else "equal up to rounding")
+        return replace(means, recompute=modules, recompute_promise="bit-exact" if exact else "equal up to rounding")
 
     def _skip(self, work: Work, attempt: Attempt) -> Outcome:
         mine = {id(p) for p in work.parameters}
@@ -310,9 +318,7 @@ class Transaction:
         if self._is_to_be_compared():
             self._compare_with_forecast()
         self.loss_scale.update()
-        new = self.buffers.learn()
-        if new:
-            self._record.happened("mutable_buffers", buffers=new[:20], count=len(new))
+        self._attempts.learn(work)
         if versions_of(work.tensors) != work.versions:
             self._promises.notice_change(work.loss_fn)
         return outcome
@@ -354,6 +360,8 @@ class Transaction:
             if groups:
                 self._clip(groups, inspect(groups, groups[0].parameters[0].new_zeros(()))[1])
 
+        kept = self._promises.keeper()  # where it is tried in place, the loss function also changes registered state
+        kept.keep()
         with self.diagnosis.not_observing():
             found = probe(
                 batch,
@@ -366,6 +374,7 @@ class Transaction:
                 clock=clock,
                 before_step=clip_as_the_run,
             )
+        kept.put_back()
         self.diagnosis.tried(found)
 
     def _step_optimizers(self, names: Sequence[str], outcome: Outcome) -> None:

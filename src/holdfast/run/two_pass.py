@@ -13,12 +13,11 @@ After Gao et al., "Scaling deep contrastive learning batch size under memory lim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from holdfast.core.errors import BatchError
@@ -52,6 +51,7 @@ class TwoPass:
 
 
 Call = Callable[[Callable[[Any], Any], Any], Any]
+Inputs = Callable[[], Sequence[torch.Tensor] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +61,16 @@ class TwoPassRun:
     Args:
         call: Calls a function with a batch or a part, in the contexts that a forward pass needs.
         backward: Runs backward of a scalar loss, scaled as need be, into the given tensors; None: everywhere.
-        models: Whose buffers shall move once for each part.
+        keeper: Returns a keeper of buffers and states, which shall move once for each part.
         devices: Whose random state counts.
-        inputs: Where gradients may go; None: everywhere.
+        inputs: Where gradients may go, asked before each backward.
     """
 
     call: Call
     backward: Callable[[torch.Tensor, Sequence[torch.Tensor] | None], None]
-    models: Mapping[str, nn.Module]
+    keeper: Callable[[], BufferKeeper]
     devices: Sequence[torch.device]
-    inputs: Sequence[torch.Tensor] | None
+    inputs: Inputs
 
     def accumulate(self, split_loss: TwoPass, batch: Any, parts: Sequence[tuple[Any, int]]) -> Terms:
         """Add the gradient of the loss over all samples to ``.grad``, part by part.
@@ -86,7 +86,7 @@ class TwoPassRun:
         Raises:
             BatchError: H201 for outputs that cannot be joined.
         """
-        buffers_at_first, buffers_at_last = BufferKeeper(dict(self.models)), BufferKeeper(dict(self.models))
+        buffers_at_first, buffers_at_last = self.keeper(), self.keeper()
         buffers_at_first.keep()
         joined, states = self._first_pass(split_loss, parts)
         terms = read_loss(
@@ -95,7 +95,8 @@ class TwoPassRun:
         leaves = [
             leaf for leaf in pytree.tree_leaves(joined) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
-        self.backward(terms.total(), None if self.inputs is None else [*leaves, *self.inputs])
+        reached = self.inputs()
+        self.backward(terms.total(), None if reached is None else [*leaves, *reached])
         buffers_at_last.keep()
         random_at_last = capture(self.devices)
         buffers_at_first.put_back()
@@ -134,9 +135,10 @@ class TwoPassRun:
                 if leaf is not None and leaf.grad is not None and output.requires_grad
             ]
             start += samples
-            if pairs:
+            reached = self.inputs()
+            if pairs and (reached is None or reached):
                 outputs, gradients = zip(*pairs, strict=True)
-                torch.autograd.backward(outputs, gradients, inputs=self.inputs)
+                torch.autograd.backward(outputs, gradients, inputs=reached)
 
 
 def _check_outputs(leaves: Sequence[Any], samples: int, first: Sequence[Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from holdfast.run.closure import Called
 from holdfast.run.weighting import SAMPLES, Weighting
 
 Outcome: TypeAlias = Literal["exact", "coupled", "random", "trusted", "unknown"]
@@ -33,6 +34,7 @@ class Verdict:
         held: Weightings by which the parts make up the whole, the most usual first.
         failed: Weightings by which they do not.
         side_effects: Attributes of modules that each forward pass changes.
+        called: What the loss function called that is the guard's to call.
     """
 
     outcome: Outcome
@@ -46,6 +48,7 @@ class Verdict:
     held: tuple[Weighting, ...] = ()
     failed: tuple[Weighting, ...] = ()
     side_effects: tuple[str, ...] = ()
+    called: Called | None = None
 
     def weighting(self) -> Weighting:
         """Return what the parts of a batch are weighted by, where the loss function does not say it."""
@@ -55,7 +58,7 @@ class Verdict:
         """Return what is worth recording, as JSON values."""
         found = asdict(self)
         found["held"] = [str(weighting) for weighting in self.held]
-        return {name: value for name, value in found.items() if name not in ("failed", "side_effects")}
+        return {name: value for name, value in found.items() if name not in ("failed", "side_effects", "called")}
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""

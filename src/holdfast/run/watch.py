@@ -17,6 +17,9 @@ from holdfast.core.policy import Objective, Policy
 from holdfast.diagnose.finding import Finding
 from holdfast.diagnose.rules import find_rule
 from holdfast.numerics.alignment import alignment_facts
+from holdfast.numerics.eager import as_written, is_symbolic
+from holdfast.numerics.flow import makes_state
+from holdfast.run.insight import LOST
 from holdfast.run.observer import Observer
 
 _log = logging.getLogger("holdfast")
@@ -26,14 +29,12 @@ _LEVELS = {"error": logging.ERROR, "advice": logging.WARNING, "note": logging.IN
 class Watch:
     """A running observation; made by `watch`, used as a context manager."""
 
-    def __init__(
-        self, observer: Observer, optimizers: Mapping[str, Optimizer], *, compiled: bool, clock: Clock
-    ) -> None:
+    def __init__(self, observer: Observer, optimizers: Mapping[str, Optimizer], *, clock: Clock) -> None:
         self._observer = observer
         self._optimizers = optimizers
-        self._compiled = compiled
         self._clock = clock
         self._depth = 0
+        self._said = False  # that little is seen
         self._hooks: list[Any] = []
         self._started = 0.0
         self.elapsed_seconds = 0.0
@@ -59,7 +60,7 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._leave_mode_below_others()
+        self._observer.insight.leave_mode()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -100,35 +101,23 @@ class Watch:
         if self._observer.due():
             self._observer.look()
             # Inside a mode of the caller's own, ours would be left by the caller's exit: then not in this step.
-            if not self._compiled and torch._C._len_torch_function_stack() == self._depth:
-                self._observer.mode.__enter__()  # type: ignore[no-untyped-call]
+            if torch._C._len_torch_function_stack() == self._depth:
+                self._observer.insight.enter_mode()
 
-    def _leave_mode(self) -> None:
-        top = torch._C._len_torch_function_stack()
-        if top > self._depth and torch._C._get_function_stack_at(top - 1) is self._observer.mode:
-            self._observer.mode.__exit__(None, None, None)
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not (is_symbolic() or self._observer.closure or makes_state(optimizer)):
+            self._observer.insight.leave_mode()
 
-    def _leave_mode_below_others(self) -> None:
-        """Leave our mode, also where others were entered after it and are not left yet."""
-        above = []
-        while torch._C._len_torch_function_stack():
-            top = torch._C._pop_torch_function_stack()
-            if top is self._observer.mode:
-                break
-            above.append(top)
-        for mode in reversed(above):
-            torch._C._push_on_torch_function_stack(mode)
-
-    def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not self._observer.closure:
-            self._leave_mode()
-
-    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._leave_mode()
-        self._tell(self._observer.end_step())
-        self._look()
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not (is_symbolic() or makes_state(optimizer)):
+            self._observer.insight.leave_mode()
+            self._tell(self._observer.end_step())
+            self._look()
 
     def _tell(self, findings: Sequence[Finding]) -> None:
+        if self._observer.insight.lost and not self._said:
+            self._said = True
+            _log.warning("%s", LOST)
         for finding in findings:
             _log.log(_LEVELS[finding.severity], "%s", finding)
 
@@ -147,7 +136,8 @@ def watch(
     """Look for the reasons why a model does not learn, in any loop.
 
     The first 30 steps are observed fully, later one in ten, after 400 steps one in fifty. Observing changes no
-    result: no random number is drawn and no value is altered.
+    result: no random number is drawn and no value is altered. Where ``torch.compile`` is at work in the process, only
+    what needs no look inside of a model is observed, which is said once.
 
     Args:
         model: One module, or a dict of named ones.
@@ -185,11 +175,10 @@ def watch(
     checked = Policy(objective=objective, frozen=frozen, ignore_rules=ignore)
     for rule in checked.ignore_rules:
         find_rule(rule)
-    given = _named(model, "model", nn.Module)
+    given: dict[str, nn.Module] = _named(model, "model", nn.Module)
     optimizers = _named(optimizer, "optimizer", Optimizer)
     schedulers = {} if scheduler is None else _named(scheduler, "scheduler", object)
-    models = {name: getattr(module, "_orig_mod", module) for name, module in given.items()}
-    compiled = any(m is not given[n] or m.__dict__.get("_compiled_call_impl") for n, m in models.items())
+    models, compiled = as_written(given)
     observer = Observer(
         models,
         optimizers,
@@ -200,7 +189,7 @@ def watch(
         ignore=ignore,
         compiled=compiled,
     )
-    return Watch(observer, optimizers, compiled=compiled, clock=clock or SystemClock())
+    return Watch(observer, optimizers, clock=clock or SystemClock())
 
 
 def _named(given: Any, what: str, kind: type) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from holdfast.checkpoint.saver import Snapshot, write
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
+from holdfast.core.errors import HoldfastError, RunDirectoryError
 from holdfast.core.version import __version__
 from holdfast.run.record import RunRecord
 
@@ -96,7 +98,7 @@ class Writer:
             return end
         try:
             removed = self._store.prune(self._keep, known_good=entry)
-        except OSError as error:
+        except (OSError, HoldfastError) as error:
             removed = []  # the checkpoint is good all the same
             self._record.happened_at(shot.global_step, "prune_failed", error=str(error))
         end = self._end(attempt, entry=entry)
@@ -135,3 +137,17 @@ class Writer:
         seconds = self._clock.monotonic_seconds() - attempt.started
         stall = seconds if attempt.stall_seconds is None else attempt.stall_seconds
         return End(position=attempt.position, seconds=seconds, stall_seconds=stall, **came_of_it)
+
+
+def for_good(error: Exception | None) -> Exception | None:
+    """Return what the caller must know before any work is done: no later save could succeed, as on a full disk."""
+    if not isinstance(error, OSError):
+        return error
+    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return None
+    return RunDirectoryError(
+        f"the first checkpoint cannot be written ({error})",
+        limit="nothing of this run could be saved",
+        fix="make the folder writable, choose another run directory, or set save_interval_steps=None.",
+        rule="H302",
+    )

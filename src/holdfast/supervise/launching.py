@@ -109,6 +109,8 @@ def make_environment(
         from holdfast.supervise.observe.environment import observing
 
         found = observing(found, run, attempt)
+    else:
+        found.setdefault("PYTHONUNBUFFERED", "1")  # or what it printed last would be lost when it is killed
     above = found.get(MARK_VARIABLE)
     found[MARK_VARIABLE] = f"{above},{mark}" if above else mark
     return found

@@ -16,10 +16,11 @@ import stat
 import struct
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from holdfast.core.durable import free_bytes
 from holdfast.recorder.run_files import ATTEMPT_LINE
 
 _READ_BYTES = 1 << 16
@@ -30,6 +31,7 @@ _FEW_BYTES = 1024  # in that time: a terminal holds 4 KiB for us
 _FEW_LATELY = 4 * _FEW_BYTES  # who prints more must not find its pipe full: a full one leaves small pieces too
 _TAIL_BYTES = 1 << 16  # a traceback with its causes is a few KiB
 _HEAD_SHARE, _NEWEST_SHARE = 4, 2  # of a full log: its first quarter and its newest half are kept
+_ROOM_BYTES = 1 << 16  # that a full disk must have again before it is written to
 _CUT_LINE = b"\n--- holdfast: %d bytes left out ---\n"
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
@@ -51,13 +53,16 @@ class OutputLog:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._size = os.fstat(self._file).st_size
         self._attempt = b""
+        self._fails = False
         self._attempt_at = 0
         self.at_line_start = True
         """Whether the last that was printed ended with a line feed."""
         self.tail = bytearray()
         """The newest 64 KiB."""
         self.lost_bytes = 0
-        """What could not be written, such as on a full disk."""
+        """What could not be written since something could, such as on a full disk."""
+        self.on_loss: Callable[[OSError], None] = lambda _: None
+        """Called once when writing begins to fail, not again until something could be written."""
 
     def begin(self, attempt: int) -> None:
         """Write the line that separates attempts."""
@@ -69,7 +74,7 @@ class OutputLog:
         self.tail.clear()
 
     def write(self, data: bytes) -> None:
-        """Append; a disk that is full loses data and no more."""
+        """Append; a disk that is full loses data and no more, and where it was lost is said once there is room."""
         self.at_line_start = data.endswith(b"\n")
         self.tail += data
         del self.tail[:-_TAIL_BYTES]
@@ -78,14 +83,29 @@ class OutputLog:
                 self._cut()
             except OSError:
                 self._most += self._most // _HEAD_SHARE  # not again at the next write
+        if not self._say_what_is_lost():
+            self.lost_bytes += len(data)
+            return
         self._append(data)
 
     def end_attempt(self) -> None:
         """Make up for what was lost as far as it goes: say how much it was, and append the newest part again."""
-        if self.lost_bytes:
-            lost, self.lost_bytes = self.lost_bytes, 0
-            self._append(b"\n--- holdfast: %d bytes could not be written; the newest again ---\n" % lost)
+        if self.lost_bytes and self._say_what_is_lost(b"; the newest again"):
             self._append(bytes(self.tail))
+
+    def _say_what_is_lost(self, more: bytes = b"") -> bool:
+        """Return whether nothing is lost that is not said in the file by now."""
+        lost = self.lost_bytes
+        if not lost:
+            return True
+        with suppress(OSError):
+            if free_bytes(self._path.parent) < _ROOM_BYTES:
+                return False  # half of a note would say nothing
+        self.lost_bytes = 0
+        self._append(b"\n--- holdfast: %d bytes could not be written%b ---\n" % (lost, more))
+        if self.lost_bytes:
+            self.lost_bytes = lost
+        return self.lost_bytes == 0
 
     def close(self) -> None:
         """Close the file."""
@@ -96,9 +116,13 @@ class OutputLog:
         while view:
             try:
                 written = os.write(self._file, view)
-            except OSError:
+            except OSError as error:
                 self.lost_bytes += len(view)
+                if not self._fails:
+                    self._fails = True
+                    self.on_loss(error)
                 return
+            self._fails = False
             self._size += written
             view = view[written:]
 

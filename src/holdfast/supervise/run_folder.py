@@ -106,7 +106,7 @@ class RunFolder:
         """Return the words of the command that was run here before; None if there was none, or it cannot be read."""
         try:
             words = json.loads((self.path / SUPERVISED_FILE).read_bytes())["argv"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return tuple(map(str, words)) if isinstance(words, list) else None
 
@@ -162,7 +162,7 @@ class RunFolder:
 def _check_format(file: Path) -> None:
     try:
         found = json.loads(file.read_bytes())["format"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return  # new, or damaged: written again
     if not isinstance(found, int) or found > FORMAT:
         raise RunDirectoryError(

@@ -118,6 +118,7 @@ class Supervisor:
             self._folder.close()
             raise
         self._copier = Copier(self._log, quiet=quiet)
+        self._log.on_loss = self._say_output_is_lost
         self._folder.point_to()
 
     def run(self) -> Outcome:
@@ -157,7 +158,17 @@ class Supervisor:
         """End a line that the command has left unfinished on one of our own streams; after the run."""
         self._copier.begin_line(descriptor)
 
+    def _say_output_is_lost(self, error: OSError) -> None:
+        why = error.strerror or str(error)
+        self.tell("output_lost", error=why)
+        self._copier.say(
+            f"{OUTPUT_FILE} cannot be written ({why}); the command goes on, and what it prints is lost there"
+        )
+
     def _say_what_is_continued(self) -> None:
+        for what in self._box.moved_aside:
+            self.tell("recording_moved_aside", what=what)
+            self._copier.say(f"{self._folder.supervisor.name}/{what}")
         before = self._continued
         if self._number and before is not None and before != self._plan.command:
             self._copier.say(
@@ -240,8 +251,13 @@ class Supervisor:
         except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor lives on
             verdict = _no_verdict(f"{type(error).__name__}: {error}")
             self.tell("verdict_failed", error=f"{type(error).__name__}: {error}")
-        with suppress(OSError):  # the disk is full or the directory gone: the event has it
-            replace_file(self.run_path / VERDICT_FILE, json.dumps(verdict.as_json(), indent=1).encode())
+        path = self.run_path / VERDICT_FILE
+        try:
+            replace_file(path, json.dumps(verdict.as_json(), indent=1).encode())
+        except OSError as error:  # the disk is full or the directory gone: the event below has it
+            with suppress(OSError):
+                path.unlink(missing_ok=True)  # that of an attempt before
+            self.tell("not_written", file=VERDICT_FILE, error=error.strerror or str(error))
         self.tell("verdict", attempt=self._number, **verdict.as_json())
         return verdict
 

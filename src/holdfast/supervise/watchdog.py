@@ -70,6 +70,7 @@ class Watchdog:
         self._watched = WatchedProcesses(run, attempt, limits)
         self._last_look: float | None = None
         self._continued: set[int] = set()
+        self._stopped: dict[int, float] = {}
 
     def run(self, stop: threading.Event) -> None:
         """Watch until told to stop: the body of a thread."""
@@ -98,6 +99,7 @@ class Watchdog:
             self._tell("watchdog_suspended", seconds=round(now - self._last_look, 1))
             self._watched.count_from(now)
         self._watched.look(now)
+        self._say_stops(now)
         overdue = [process for process in self._watched.judged() if process.is_overdue(now)]
         for process in overdue:
             if self._is_paused(process, now) or self._others_move(process, now):
@@ -114,6 +116,25 @@ class Watchdog:
 
     # --- what is no hang --------------------------------------------------------------------------------------------
 
+    def _say_stops(self, now: float) -> None:
+        """Say which of those that train a signal has stopped, and which go on."""
+        judged = {process.info.pid: process for process in self._watched.judged()}
+        for pid, process in judged.items():
+            if process.stopped_since is not None and now > process.stopped_since and pid not in self._stopped:
+                self._stopped[pid] = process.stopped_since
+                process.count_from(now)
+                self._tell("process_stopped", pid=pid, rank=process.info.rank, step=process.step,
+                           phase=process.phase_name)  # fmt: skip
+                self._say(
+                    f"process {pid} was stopped by a signal at step {process.step}; `kill -CONT {pid}` lets it go on"
+                )
+        for pid in [pid for pid in self._stopped if pid not in judged or judged[pid].stopped_since is None]:
+            seconds = round(now - self._stopped.pop(pid), 1)
+            if pid in judged:
+                judged[pid].count_from(now)
+                self._tell("process_continued", pid=pid, step=judged[pid].step, seconds=seconds)
+                self._say(f"process {pid} goes on, after {seconds:g} s")
+
     def _is_paused(self, process: Watched, now: float) -> bool:
         """Say whether it was stopped itself, by Ctrl-Z or a debugger, or has ended: that time is not counted."""
         found = read_process(process.info.pid)
@@ -122,18 +143,21 @@ class Watchdog:
             return True
         if found.state not in "Tt":
             return False
-        if not process.paused:
+        if found.state == "t" and not process.paused:  # a debugger; what a signal has stopped is said elsewhere
             process.paused = True
             self._tell("paused", pid=process.info.pid, phase=process.phase_name)
         process.count_from(now)
         return True
 
     def _others_move(self, process: Watched, now: float) -> bool:
-        """Say whether another rank is within its limit: then this one may well wait for it, in a collective."""
+        """Say whether another rank is within its limit: then this one may well wait for it, in a collective.
+
+        One that a signal has stopped does not move, although its own time is not counted.
+        """
         return any(
             other.moves(now)
             for other in self._watched.judged()
-            if other is not process and other.is_of_same_group(process)
+            if other is not process and other.stopped_since is None and other.is_of_same_group(process)
         )
 
     # --- a hang -----------------------------------------------------------------------------------------------------

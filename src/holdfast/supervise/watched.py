@@ -37,6 +37,8 @@ class Watched:
         self.info = info
         self.alive = True
         self.paused = False
+        self.stopped_since: float | None = None
+        """When it was first seen to be stopped by a signal, on the clock of `refresh`."""
         self._board = folder / BOARD_FILE
         self._learned = LearnedLimits(limits)
         self._standing: Standing | None = None
@@ -84,9 +86,11 @@ class Watched:
             self._learned.ended(before.phase, max(0.0, until - began), now)
         self._standing, self._seen, self._next_age, self.paused = standing, now, 0.0, False
 
-    def refresh(self) -> None:
-        """Find out whether it lives, and read again what it says of itself if it has written that anew."""
+    def refresh(self, now: float) -> None:
+        """Find out whether it lives and runs, and read again what it says of itself if it has written that anew."""
         found = read_process(self.info.pid)
+        stopped = found is not None and found.state == "T"
+        self.stopped_since = (self.stopped_since or now) if stopped else None
         self.alive = found is not None and found.ticks == self.info.ticks and found.state not in "ZX"
         if self.alive:
             with suppress(OSError):
@@ -157,21 +161,21 @@ class WatchedProcesses:
         """Find new processes and drop those that have ended, now and then; read the boards of those that train."""
         if now - self._refreshed >= _REFRESH_SECONDS or now < self._refreshed:
             self._refreshed = now
-            self._refresh()
+            self._refresh(now)
         for process in self._judged:
             process.look(now)
 
-    def _refresh(self) -> None:
+    def _refresh(self, now: float) -> None:
         for process in self._processes:
-            process.refresh()
+            process.refresh(now)
         self._processes = [process for process in self._processes if process.alive]
-        self._processes += self._new()
+        self._processes += self._new(now)
         self._judged = list(self._choose())
         for process in self._judged:
             if process.info.rank is not None:
                 self._ranks.add((process.info.ppid, process.info.rank))
 
-    def _new(self) -> Iterator[Watched]:
+    def _new(self, now: float) -> Iterator[Watched]:
         for name in self._new_names():
             info = read_process_file(self._folder / name / PROCESS_FILE)
             if info is None:
@@ -180,7 +184,7 @@ class WatchedProcesses:
             self._known.add(name)
             if info.attempt == self._attempt and info.folder == name:
                 process = Watched(self._folder / name, info, self._limits)
-                process.refresh()
+                process.refresh(now)
                 if process.alive:
                     yield process
 

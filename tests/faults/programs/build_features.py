@@ -61,7 +61,7 @@ def main() -> None:
     answer: dict[str, Any] = {}
     try:
         with FeatureCache.build(
-            Samples(), double, REQUEST["path"], num_workers=REQUEST.get("workers", 2), progress=False
+            Samples(), double, REQUEST["path"], version=1, num_workers=REQUEST.get("workers", 2), progress=False
         ) as cache:
             cache.verify()
             answer["items"] = len(cache)

@@ -134,10 +134,11 @@ def no_optimizer() -> None:
         loss = loss_of_next_batch()
         loss.backward()
         with torch.no_grad():
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for parameter in model.parameters():
                 parameter -= 0.01 * parameter.grad
                 parameter.grad = None
-        show(loss)
+        show(loss, norm)
 
 
 def closure() -> None:

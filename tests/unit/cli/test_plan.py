@@ -188,7 +188,7 @@ def test_a_plan_is_made_written_and_drawn(tmp_path):
 def test_lengths_are_planned_for_the_longest(tmp_path):
     """A batch of the longest samples leaves room for fewer of them than the sample batch's own length."""
     (tmp_path / "lengths.txt").write_text("12\n256\n\n40\n")
-    common = ["--device", "1500MiB", "--precision", "fp32", "--no-verify", "--json"]
+    common = ["--device", "1500MiB", "--margin", "100MiB", "--precision", "fp32", "--no-verify", "--json"]
     long, short = (
         json.loads(call(*common, *more).stdout)["rows"][0]["micro_batch_size"]
         for more in (["--lengths", tmp_path / "lengths.txt"], [])

@@ -69,7 +69,7 @@ def test_metrics_copies_a_run_that_ended(tmp_path):
     assert (done.exit_code, done.output) == (0, "20 steps and 4 events\n")
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 24
     followed = call(metrics.run, run, "--jsonl", tmp_path / "n.jsonl", "--follow", "--json")
-    assert json.loads(followed.output) == {"points": 20, "events": 4, "lost": 0, "failures": []}
+    assert json.loads(followed.output) == {"points": 20, "events": 4, "lost": 0, "failures": [], "gone": []}
 
 
 @pytest.mark.parametrize("arguments", [(), ("--prometheus", ":9100")])

@@ -13,7 +13,7 @@ import pytest
 from holdfast.core.events import Event
 from holdfast.diagnose import collecting
 from holdfast.diagnose.collecting import collect
-from holdfast.diagnose.curves_seen import not_finite_since
+from holdfast.diagnose.curves_seen import find_lost
 from holdfast.diagnose.evidence import Ending, Facts, Frame, Statement
 from holdfast.diagnose.judging import judge
 from holdfast.diagnose.run_statements import already_tried, of_kernel
@@ -43,13 +43,13 @@ WORKER = "DataLoader worker (pid 4713) is killed by signal: Killed. "
 COMMAND = {"signal_sent_by_us": None, "asked_by": None, "oom_kills": 0}
 
 
-def sample(step: int, loss: float) -> StepSample:
+def sample(step: int, loss: float | None) -> StepSample:
     return StepSample(
-        step=step, micro_steps=1, loss=loss, grad_norm=NAN, learning_rate=0.1, seconds=0.1, wait_seconds=0.0
+        step=step, micro_steps=1, loss=loss, grad_norm=None, learning_rate=0.1, seconds=0.1, wait_seconds=0.0
     )
 
 
-def samples(*losses: float) -> list[StepSample]:
+def samples(*losses: float | None) -> list[StepSample]:
     return [sample(step, loss) for step, loss in enumerate(losses, start=1)]
 
 
@@ -94,35 +94,75 @@ def of_run(*args: Any, **more: Any) -> Verdict:
     return judge(collect(a_run(*args, **more)))
 
 
+GAN = [value for step in range(100) for value in (0.7 + 0.01 * step, -30.0 * step)]
+
+
 @pytest.mark.parametrize(
     ("losses", "since"),
     [
+        ((NAN,), 1),
+        ((INFINITE, NAN, NAN), 1),
         ((1.0, 0.9, *[NAN] * 5), 3),
-        ((1.0, 0.9, *[INFINITE] * 3, NAN, NAN), 3),
-        ((1.0, 0.9, *[NAN] * 4), None),  # too few
-        ([NAN] * 30, None),  # never read
-        ((1.0, *[NAN] * 9, 1.0, *[NAN] * 9), None),  # read at every tenth step
-        ((1.0, *[NAN] * 9, 1.0), None),  # it came back
-        ((NAN, NAN, 1.0, 0.9, *[NAN] * 6), 5),
+        ((1.0, 0.9, 0.8, INFINITE, NAN), 4),
+        ((2.3, 1e9, 1e18, 1e27, 1e36), 2),  # the first is all that is left of its level
+        ((*[0.5] * 300, *[10.0**power for power in range(37)]), 307),
+        ((3e5, *[0.01] * 60, *[4e7] * 10), 62),
+        ((*[1.0] * 20, *[1e9, NAN] * 4), 21),
+        (GAN, None),
+        ((1.0, 0.9, NAN), None),  # one batch
+        ((1.0, NAN, 0.9, 0.8), None),  # it came back
+        ((1e-12, 0.1, *[1.0] * 30), None),  # a loss that begins at 0
+        ((*[0.002] * 50, *[2000.0] * 50), None),  # a part of it was switched on
+        ((-1.0, -20.0, *[-1e9] * 50), None),  # a return that grows
+        ((*[1.0] * 50, 1e12, 1.0), None),  # a spike
+        ([1e10 * (number % 7 / 7) ** 8 for number in range(200)], None),  # of single samples, not scaled
         ((), None),
     ],
 )
-def test_a_loss_is_lost_only_if_it_was_read_and_finite_before(losses, since):
-    """NaN also means that a loss was not read, so it counts only as a long end after losses that were read."""
-    assert not_finite_since(samples(*losses)) == since
+def test_a_training_is_lost_if_nothing_good_comes_after_losses_that_are_not_finite_or_exploded(losses, since):
+    """The end decides; what is legitimate, such as a GAN's losses or a curriculum's, is not lost."""
+    lost = find_lost(list(enumerate(losses, start=1)))
+    assert (None if lost is None else lost.since) == since
 
 
-def test_a_run_whose_loss_was_lost_did_not_just_end_well(tmp_path):
-    """The verdict stays that of status 0, and title, summary, evidence and fix tell of the loss."""
+def test_a_run_whose_training_was_lost_did_not_end_well(tmp_path):
+    """Status 0 is no good end where the loss was lost, from the first step or later; no value at all says nothing."""
     verdict = of_run(tmp_path / "run", 0, losses=(1.0, 0.8, 0.7, *[NAN] * 20))
-    assert (verdict.cause, verdict.exit_code) == ("H1601", 0)
+    assert (verdict.cause, verdict.family, verdict.exit_code) == ("H1617", "numerics", 19)
     assert verdict.title == "ended with status 0, but the loss is not finite since step 4"
     assert "not finite since step 4" in verdict.summary
     assert "holdfast.watch" in verdict.fix
-    assert any("from step 4" in each.text for each in verdict.evidence)
-    well = of_run(tmp_path / "well", 0, losses=(1.0, 0.8, 0.7))
-    assert (well.title, well.fix) == ("ended well", "Nothing is to be done.")
-    assert "caught" not in well.summary
+    assert any("since step 4" in each.text for each in verdict.evidence)
+    assert "from the beginning" in of_run(tmp_path / "first", 0, losses=[NAN] * 3).title
+    assert "rose from 1 to 1e+36, since step 3" in of_run(tmp_path / "up", 0, losses=(1.0, 1.0, *[1e36] * 9)).title
+    for name, losses in {"well": (1.0, 0.8, 0.7), "unread": [None] * 30}.items():
+        well = of_run(tmp_path / name, 0, losses=losses)
+        assert (well.title, well.fix) == ("ended well", "Nothing is to be done.")
+        assert "caught" not in well.summary
+
+
+@pytest.mark.parametrize(
+    ("output", "lost"),
+    [
+        ("step 1 loss 0.5\nstep 2 loss nan\nstep 3 loss nan\ndone\n", "the loss is not finite since line 3"),
+        ("epoch 1: loss=inf\n", "the loss is not finite from the beginning"),
+        ("Training loss: tensor(nan, grad_fn=<A>)\n", "the loss is not finite from the beginning"),
+        ("{'loss': 0.0, 'grad_norm': nan, 'epoch': 1.0}\n" * 3, "the gradients are not finite from the beginning"),
+        ('{"step": 1, "train/loss": NaN}\n' * 2, "the loss is not finite from the beginning"),
+        ("loss 2.0\nloss 1e9\nloss 3e36\n", "the loss rose from 2 to 3e+36, since line 3"),
+        ("loss 0.5\nValidation: loss nan\nval_loss=nan\n{'eval_loss': nan}\nTest set: loss: nan\n", ""),
+        ("epoch 1 train loss 0.3, val loss nan\nepoch 2 train loss 0.2, val loss nan\n", ""),
+        ("loss 0.5, aux_loss nan\nloss 0.4, aux_loss nan\n", ""),
+        ("loss scale 65536\nloss_scale: inf\nloss 0.5\nloss nan, step skipped\nloss 0.4\n", ""),
+        ("loss=0.5 note: nan in row 3\n", ""),
+    ],
+)
+def test_a_loss_that_is_only_printed_says_that_a_training_was_lost(tmp_path, output, lost):
+    """Where nobody saw a loss the lines of the log count, but not those of an evaluation."""
+    verdict = of_run(tmp_path / "run", 0, output=output)
+    assert verdict.cause == ("H1617" if lost else "H1601"), verdict.title
+    assert lost in verdict.title
+    assert of_run(tmp_path / "seen", 0, output=output, losses=(0.5, 0.4)).cause == "H1601"  # what was seen is surer
 
 
 def test_a_damaged_ring_of_samples_says_nothing(tmp_path):

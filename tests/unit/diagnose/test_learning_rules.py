@@ -81,6 +81,7 @@ INPUT: dict[str, Any] = {
     "largest_batch": 32,
     "different": 70,
     "fingerprints": 70,
+    "compared_pairs": 70,
     "longest_repeat": 1,
     "largest": 3.0,
     "offset": 0.1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from typing import Any
@@ -157,7 +158,7 @@ def cuts_by_itself() -> dict[str, Any]:
 
 
 def gan_by_guard() -> dict[str, Any]:
-    """Make the same by a guard, as `holdfast trial` wants it."""
+    """Make the same by a guard."""
     models, optimizers = _gan()
     generator, discriminator = models.values()
 
@@ -278,7 +279,46 @@ def frozen() -> dict[str, Any]:
             "loss_fn": lambda batch: (base(batch) + adapter(batch)).square().mean()}  # fmt: skip
 
 
+def opens_a_port() -> dict[str, Any]:
+    """Listen where no other process may, as torch.distributed's store does."""
+    listener = socket.create_server(("127.0.0.1", int(os.environ["FORECAST_PORT"])))
+    return {**mlp(), "listener": listener}
+
+
+def casts_itself() -> dict[str, Any]:
+    """Have an autocast in the loss function, as most scripts for a GPU do."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.float16):
+            return model(batch).float().square().mean()
+
+    return _job(model, torch.randn(8, 64), loss_fn)
+
+
 # Wrong ones.
+
+
+def _group_of_one() -> None:
+    options = {"init_method": "tcp://127.0.0.1:0", "rank": 0, "world_size": 1}
+    torch.distributed.init_process_group("gloo", **options)
+
+
+def is_data_parallel() -> dict[str, Any]:
+    """Wrap the model as torchrun's scripts do, at a world size of 1."""
+    _group_of_one()
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
+    return _job(model, torch.randn(4, 8), lambda batch: model(batch).mean())
+
+
+def is_sharded() -> dict[str, Any]:
+    """Shard the parameters."""
+    from torch.distributed.fsdp import fully_shard
+
+    _group_of_one()
+    model = nn.Linear(8, 4)
+    fully_shard(model)
+    return _job(model, torch.randn(4, 8), lambda batch: model(batch).mean())
 
 
 def needs_cuda() -> None:

@@ -242,22 +242,27 @@ def test_of_a_step_that_accumulates_over_calls_the_last_is_made() -> None:
     assert "not every call of the step steps the optimizer" in said_of(job)
 
 
-def test_an_optimizer_that_is_never_stepped_is_named() -> None:
-    """Calls are made until it ought to have come, then it is said that its state is not counted."""
+def test_an_optimizer_that_no_call_steps_is_stepped_after_each() -> None:
+    """Calls are made until it ought to have come; then its state is made of the gradients that wait for it."""
+    optimizers: list[torch.optim.Optimizer] = []
 
     def build() -> dict[str, Any]:
-        models, optimizers = zip(*(trained() for _ in range(2)), strict=True)
+        models = {name: nn.Linear(2, 1) for name in "ab"}
+        optimizers.extend(torch.optim.Adam(model.parameters()) for model in models.values())
 
         def step(batch: torch.Tensor) -> None:
-            models[0](batch).mean().backward()
+            (models["a"](batch).mean() + models["b"](batch).mean()).backward()
             optimizers[0].step()
 
-        named = {"optimizer": dict(zip("ab", optimizers, strict=True)), "model": dict(zip("ab", models, strict=True))}
+        named = {"optimizer": dict(zip("ab", optimizers, strict=True)), "model": models}
         return {**named, "step": step, "batch": torch.zeros(4, 2)}
 
     with job_of(build) as job:
         job.settle(2, None)
-    assert "did not step optimizer 'b': the state of it" in said_of(job)
+        assert not optimizers[1].state
+        job.step_whole(2, None)
+        assert len(optimizers[1].state) == 2
+    assert "did not step optimizer 'b': optimizer 'b' was stepped after each call" in said_of(job)
 
 
 def test_a_step_may_make_its_gradients_as_it_likes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,6 +247,28 @@ def test_a_list_of_samples_is_planned_as_it_was_traced() -> None:
     assert plan.verification is not None
     assert (plan.best.micro_batch_size, plan.verification.error) == (12, 0.0)
     assert any("planned for no others, since otherwise" in said.what for said in found.assumptions)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_precisions_are_traced_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build() that opens a port opens it for each precision: no process still has it, and none is built twice."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("FORECAST_PORT", str(free.getsockname()[1]))
+    factory = f"{Path(__file__).with_name('forecast_factories.py')}:opens_a_port"
+    found = make_forecast(Order(factory=factory, devices=(device(400),), global_batch_size=4, verify=False))
+    assert {name: traced.weights for name, traced in found.traced.items()} == {"fp32": "fake", "bf16": "fake"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_a_job_with_its_own_autocast_gets_one_set_of_plans() -> None:
+    """What is asked of precision does not reach its kernels: plans that differ in it would be the same run twice."""
+    factory = f"{Path(__file__).with_name('forecast_factories.py')}:casts_itself"
+    precisions = ("bf16", "fp32")
+    found = make_forecast(Order(factory=factory, devices=(device(400),), precisions=precisions, verify=False))
+    assert {row.precision for plan in found.plans for row in plan.rows} == {"fp32"}
+    assert any("sets its own precision" in said.what for said in found.assumptions)
 
 
 @pytest.mark.parametrize("more", [1.0, 1.3], ids=["blocks lie otherwise", "more is needed"])

@@ -174,7 +174,7 @@ def transformers() -> Any:
             from transformers.utils import user  # type: ignore[import-not-found]
 
             x = torch.zeros(1)
-            answers = [user.is_fake_tensor(x), user.is_tracing(x), len(sys.meta_path) - len(before)]
+            answers = [user.is_fake_tensor(x), user.is_tracing(x), len(sys.meta_path) > len(before)]
         return [*answers, sys.meta_path == before]
 
 
@@ -298,7 +298,7 @@ def test_compile_is_forecast_as_eager(results: dict[str, Any]) -> None:
 
 def test_transformers_does_not_notice(results: dict[str, Any]) -> None:
     """Its test for fake tensors says no in every module that is imported meanwhile."""
-    assert results["transformers"] == [False, False, 2, True], "a hook for it and one for safetensors, both taken out"
+    assert results["transformers"] == [False, False, True, True], "hooks were put in for it, and all taken out"
 
 
 def test_nothing_is_saved(results: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -38,14 +37,6 @@ def bytes_of(trace: Any, owner: str) -> int:
     return int(
         trace.size_bytes[: len(trace.resident)][trace.owner[: len(trace.resident)] == OWNERS.index(owner)].sum()
     )
-
-
-def test_a_trace_that_is_stopped_kills_its_child_and_starts_no_other() -> None:
-    """As Ctrl-C does: not one more attempt, on whatever route."""
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(PolicyError, match="was stopped while starting"):
-        trace_job(TraceRequest(factory=f"{FACTORIES}:mlp"), stop=stop)
 
 
 @pytest.mark.slow
@@ -244,6 +235,8 @@ def test_a_crash_on_the_accelerator_falls_back_to_the_cpu() -> None:
         ("detached_loss", PolicyError, "H412", "a loss without a graph"),
         ("no_batch_dimension", BatchError, "H413", "no batch dimension"),
         ("wrong_shapes", PolicyError, "H414", "at forecast_factories.py:"),
+        ("is_data_parallel", PolicyError, "H427", "calls DistributedDataParallel"),
+        ("is_sharded", PolicyError, "H427", "calls fully_shard"),
         ("exits", PolicyError, "H415", "ended with exit code 3 while building"),
         ("is_killed", OutOfMemoryError, "H415", "was killed while building"),
         ("no_such_function", PolicyError, "H411", "no attribute 'no_such_function'"),
@@ -254,6 +247,41 @@ def test_bad_input_is_refused_with_the_users_own_line(
 ) -> None:
     """Each kind of mistake gives its own rule, and names what was found and where."""
     assert said in refused(name, kind, rule).what
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_bitsandbytes_is_imported_as_without_cuda(tmp_path: Path) -> None:
+    """A job that has it imported, as peft does, and never uses it, is traced on the fake accelerator.
+
+    The package is a stand-in: its import looks for CUDA's version, a library and a GPU's properties as that of
+    bitsandbytes does where ``torch.cuda`` answers, and makes a table whose values it reads.
+    """
+    (tmp_path / "bitsandbytes").mkdir()
+    (tmp_path / "bitsandbytes" / "__init__.py").write_text(
+        "import ctypes, torch\n"
+        "table = torch.linspace(0, 1, 4)\n"
+        "assert table.numpy().tolist()[-1] == 1\n"
+        "if torch.cuda.is_available():\n"
+        "    major, minor = torch.version.cuda.split('.')\n"
+        "    capabilities = [torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count())]\n"
+        "    ctypes.CDLL(f'libbitsandbytes_cuda{major}{minor}.so')\n"
+    )
+    job = tmp_path / "adapters.py"
+    job.write_text(
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import bitsandbytes\n"
+        "from torch import nn\n"
+        "def build():\n"
+        "    assert torch.cuda.is_available()\n"
+        "    model = nn.Linear(8, 4)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "    batch = torch.zeros(4, 8)\n"
+        "    return {'model': model, 'optimizer': optimizer, 'loss_fn': lambda x: model(x).mean(), 'batch': batch}\n"
+    )
+    found = trace_job(TraceRequest(factory=f"{job}:build"))
+    assert (found.route, found.weights) == ("privateuse1", "fake")
 
 
 def test_a_child_that_takes_too_long_is_ended() -> None:

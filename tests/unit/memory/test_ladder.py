@@ -10,7 +10,7 @@ from holdfast.core.events import Decision, Grow, Recompute, Retry, Split, Stop
 from holdfast.core.policy import Policy
 from holdfast.memory.ladder import Means, MemoryLadder, Plan
 
-_BLOCKS = Means(blocks=("layers.0", "layers.1"))
+_BLOCKS = Means(recompute=("layers.0", "layers.1"))
 
 
 def _ladder(*, largest: int | None = None, grow_after_steps: int = 3) -> MemoryLadder:
@@ -35,14 +35,33 @@ def test_exact_remedies_come_before_inexact_ones() -> None:
     assert [decision.promise for decision in decisions[:3]] == ["bit-exact", "bit-exact", "equal up to rounding"]
     assert [d.micro_batch_size for d in decisions if isinstance(d, Split)] == [4, 2, 1]
     assert isinstance(decisions[1], Recompute)
-    assert decisions[1].modules == _BLOCKS.blocks
+    assert decisions[1].modules == _BLOCKS.recompute
+
+
+def test_more_is_recomputed_before_anything_is_split() -> None:
+    """As long as further modules help they are recomputed too: all of that is exact, and a split is not."""
+    ladder = _ladder()
+    found = [
+        ladder.decide_after_oom(batch_size=8, failures=number, means=Means(recompute=names))
+        for number, names in enumerate([(), ("a",), ("a", "b"), ("a", "b")], start=1)
+    ]
+    assert [type(decision) for decision in found] == [Retry, Recompute, Recompute, Split]
+    assert ladder.plan == Plan(micro_batch_size=4, recompute=("a", "b"))
+
+
+def test_a_plan_of_before_names_were_kept_is_taken_up_without_recomputation() -> None:
+    """A checkpoint that says only that something was recomputed has it measured again."""
+    state = _ladder().state_dict() | {"plan": {"micro_batch_size": 4, "recompute": True}}
+    ladder = _ladder()
+    ladder.load_state_dict(state)
+    assert ladder.plan == Plan(micro_batch_size=4)
 
 
 def test_without_blocks_splitting_follows_the_retry() -> None:
     """Where nothing can be recomputed that rung is left out."""
     ladder = _ladder()
     assert [type(decision) for decision in _fail(ladder, 2, Means())] == [Retry, Split]
-    assert ladder.plan == Plan(micro_batch_size=4, recompute=False)
+    assert ladder.plan == Plan(micro_batch_size=4, recompute=())
 
 
 def test_halving_rounds_up_and_keeps_to_the_smallest() -> None:
@@ -56,7 +75,7 @@ def test_halving_rounds_up_and_keeps_to_the_smallest() -> None:
 def test_a_batch_that_may_not_be_split_stops_with_the_reason() -> None:
     """After recompute failed too, the stop says why splitting was refused, and the plan is untouched."""
     ladder = _ladder()
-    decisions = _fail(ladder, 3, Means(blocks=("layers.0",), no_split="the loss couples samples"))
+    decisions = _fail(ladder, 3, Means(recompute=("layers.0",), no_split="the loss couples samples"))
     assert isinstance(decisions[-1], Stop)
     assert "the loss couples samples" in decisions[-1].reason
     assert ladder.plan.micro_batch_size is None
@@ -179,9 +198,9 @@ def test_a_split_that_is_not_allowed_is_taken_back() -> None:
     ladder.decide_after_step(batch_size=8, attempts=4)
     ladder.decide_after_step(batch_size=8, attempts=1)
     ladder.without_split()
-    assert ladder.plan == Plan(micro_batch_size=None, recompute=True)
+    assert ladder.plan == Plan(micro_batch_size=None, recompute=_BLOCKS.recompute)
     assert ladder.state_dict()["fallback"] is None
-    decisions = _fail(ladder, 2, Means(blocks=("layers.0",), no_split="not this loss"))
+    decisions = _fail(ladder, 2, Means(recompute=_BLOCKS.recompute, no_split="not this loss"))
     assert [type(decision) for decision in decisions] == [Retry, Stop]
 
 
@@ -229,12 +248,12 @@ def test_a_forecast_is_where_it_starts() -> None:
     """It begins with the size and the recomputation of the forecast, and grows; recomputation stays."""
     policy = Policy(forecast_micro_batch_size=2, recompute=("layers.0",), grow_after_steps=3)
     ladder = MemoryLadder.of(policy)
-    assert ladder.plan == Plan(micro_batch_size=2, recompute=True)
+    assert ladder.plan == Plan(micro_batch_size=2, recompute=("layers.0",))
     (grown,) = [decision for decision in _clean(ladder, 3) if decision is not None]
     assert isinstance(grown, Grow)
-    assert ladder.plan == Plan(micro_batch_size=4, recompute=True)
+    assert ladder.plan == Plan(micro_batch_size=4, recompute=("layers.0",))
     _clean(ladder, 8)
-    assert ladder.plan == Plan(micro_batch_size=None, recompute=True)
+    assert ladder.plan == Plan(micro_batch_size=None, recompute=("layers.0",))
     assert _clean(ladder, 50)[-1] is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from holdfast.data import random_state
-from holdfast.memory.recompute import find_repeated_blocks, overwrite, recomputing
+from holdfast.memory.recompute import RecomputeDiffersError, find_repeated_blocks, overwrite, recomputing
+from holdfast.memory.saved_bytes import SavedBytes
 
 
 class Block(nn.Module):
@@ -20,10 +22,12 @@ class Block(nn.Module):
         self.linear = nn.Linear(width, width)
         self.norm = nn.BatchNorm1d(width)
         self.dropout = nn.Dropout(0.5)
-        self.calls = 0
+        self.calls = 0  # is put back; what is added to a list is not
+        self.seen: list[torch.Size] = []
 
     def forward(self, x: torch.Tensor, *, gain: float = 1.0) -> torch.Tensor:
         self.calls += 1
+        self.seen.append(x.shape)
         return x + gain * self.dropout(torch.relu(self.norm(self.linear(x))))
 
 
@@ -66,8 +70,9 @@ def test_a_step_is_bit_equal_with_recomputation() -> None:
     expected = _step(plain)
     with _recomputing(twin):
         found = _step(twin)
-    assert [block.calls for block in plain.blocks] == [1, 1, 1]
-    assert [block.calls for block in twin.blocks] == [2, 2, 2]  # it really was computed again
+    assert [len(block.seen) for block in plain.blocks] == [1, 1, 1]
+    assert [len(block.seen) for block in twin.blocks] == [2, 2, 2]  # it really was computed again
+    assert [block.calls for block in twin.blocks] == [1, 1, 1]
     _assert_equal(found, expected)
     assert int(twin.blocks[0].norm.num_batches_tracked) == 1
 
@@ -181,7 +186,7 @@ def test_a_forward_of_the_instance_is_put_back() -> None:
     with _recomputing(model):
         _step(model)
     assert model.blocks[0].forward is patched
-    assert model.blocks[0].calls == 2
+    assert len(model.blocks[0].seen) == 2
 
 
 def test_contexts_may_be_used_again_and_again() -> None:
@@ -322,3 +327,79 @@ def test_sequentials_of_other_layers_are_no_blocks() -> None:
     features = nn.Sequential(nn.Conv1d(1, 2, 1), nn.BatchNorm1d(2), nn.ReLU())
     head = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 1))
     assert find_repeated_blocks(nn.ModuleDict({"features": features, "head": head})) == []
+
+
+@pytest.mark.parametrize("how", ["functional_call", "data", "in place"])
+def test_other_weights_than_the_first_time_are_noticed_in_every_call(how: str) -> None:
+    """Fast weights and weights swapped for the forward pass raise: the gradients would be others, silently."""
+    model = Net()
+    weight = model.blocks[1].linear.weight
+    with _recomputing(model), pytest.raises(RecomputeDiffersError, match="its weights"):
+        if how == "functional_call":
+            fast = {name: 1.1 * parameter for name, parameter in model.named_parameters()}
+            loss = torch.func.functional_call(model, fast, (torch.randn(8, 6),)).sum()
+        elif how == "data":
+            kept, weight.data = weight.data, 1.1 * weight.data
+            loss = model(torch.randn(8, 6)).sum()
+            weight.data = kept
+        else:
+            loss = model(torch.randn(8, 6)).sum()
+            with torch.no_grad():
+                weight.mul_(1.1)
+        loss.backward()
+
+
+class Consuming(nn.Module):
+    """A block that takes its input from an object that it empties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, skips: list[Any]) -> torch.Tensor:
+        return torch.tanh(self.linear(x + skips.pop()()))
+
+
+@pytest.mark.parametrize("memory_is_short", [False, True])
+def test_what_a_block_raises_only_the_second_time_comes_of_recomputing(memory_is_short: bool) -> None:
+    """An empty list the second time names the block, with the error as its cause; out of memory stays what it is."""
+
+    def once() -> torch.Tensor:
+        skips.append(fail)
+        return torch.zeros(())
+
+    def fail() -> torch.Tensor:
+        if memory_is_short:
+            return torch.empty(2**50, dtype=torch.uint8)
+        raise IndexError("pop from empty list")
+
+    block, skips = Consuming(), []  # type: Consuming, list[Any]
+    with recomputing([block], random_state.capture, random_state.restore):
+        skips.append(once)
+        loss = block(torch.randn(8, 6, requires_grad=True), skips).sum()
+        if memory_is_short:
+            with pytest.raises(RuntimeError, match="allocate") as short:
+                loss.backward()
+            assert not isinstance(short.value, RecomputeDiffersError)
+        else:
+            with pytest.raises(RecomputeDiffersError, match="pop from empty") as differs:
+                loss.backward()
+            assert differs.value.block is block
+            assert isinstance(differs.value.__cause__, IndexError)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_copy_that_is_made_meanwhile_computes_with_its_own_weights(copied: Any, measured: bool) -> None:
+    """A teacher that the loss copies or saves while forwards are replaced has plain ones, bound to itself."""
+    model = Net().eval()
+    x = torch.randn(8, 6)
+    during = SavedBytes(dict(model.named_modules())).measuring((), []) if measured else _recomputing(model)
+    with during:
+        teacher = copied(model)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.zero_()
+    assert [block.forward.__self__ for block in teacher.blocks] == list(teacher.blocks)
+    assert not teacher(x).any()
+    assert copy.deepcopy(teacher).blocks[0].forward.__self__ is not teacher.blocks[0]

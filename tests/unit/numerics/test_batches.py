@@ -14,8 +14,8 @@ from holdfast.numerics.batches import Inputs, fingerprint, tensors_in
 
 def after(*batches: Any, answers: Any = None) -> dict[str, Any]:
     inputs = Inputs()
-    for batch in batches:
-        inputs.begin_step()
+    for step, batch in enumerate(batches):
+        inputs.begin_step(step)
         inputs.given(batch)
         if answers is not None:
             inputs.answered(answers)
@@ -48,9 +48,9 @@ def test_repeats_are_counted() -> None:
 def test_a_batch_that_is_used_twice_in_a_step_is_no_repeat() -> None:
     """Two passes over one batch, as sharpness-aware steps and inner loops make them, are one batch of one step."""
     inputs = Inputs()
-    for _ in range(6):
+    for step in range(6):
         batch = torch.randn(8, 3)
-        inputs.begin_step()
+        inputs.begin_step(step)
         inputs.given(batch)
         inputs.given(batch)
     assert (inputs.facts()["repeated_pairs"], inputs.facts()["fingerprints"], inputs.calls) == (0, 6, 12)

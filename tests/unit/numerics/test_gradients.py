@@ -348,3 +348,12 @@ def test_adaptive_and_global_clipping_follow_each_other() -> None:
     groups = [_weighted(torch.ones(2, 2), torch.tensor([[30.0, 40.0], [0.3, 0.4]]))]
     clip(groups, clip_adaptively(groups, inspect(groups, _LOSS)[1], 1.0), 0.75, "global")
     assert float(_gradients(groups)[0].norm()) == pytest.approx(0.75, rel=1e-4)
+
+
+def test_what_is_read_along_takes_the_same_reading():
+    """Other numbers, such as items on a device, come back with the facts, also where the norm overflows."""
+    for value in (1.0, 1e30):
+        facts, _ = inspect([_group(torch.full((3,), value))], _LOSS, torch.tensor(7), torch.tensor(2.5))
+        assert facts.along == (7.0, 2.5)
+        assert facts.loss == float(_LOSS)
+        assert not facts.nonfinite

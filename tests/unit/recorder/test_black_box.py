@@ -25,12 +25,15 @@ def _written(directory: Path, *events: Event) -> list[Event]:
 
 
 def test_steps_come_back_with_all_their_facts(tmp_path: Path) -> None:
-    """A mark of a step keeps its kind, numbers and NaNs."""
+    """A mark of a step keeps its kind, numbers and NaNs; what was not read is None, which is no NaN."""
     box = BlackBox(tmp_path / "made" / "for-it")
     box.step(StepMark.BEGUN, 2**40, 16, math.nan, math.inf, 0.5)
     box.step(StepMark.SKIPPED, 3, 0, -0.0, 1e-300, 7.0)
+    box.step(StepMark.COMMITTED, 4, 0, None, math.nan, 7.0)
     box.close()
-    first, second = read_steps(tmp_path / "made" / "for-it")
+    first, second, third = read_steps(tmp_path / "made" / "for-it")
+    assert third.loss is None
+    assert math.isnan(third.grad_norm)
     assert (first.mark, first.global_step, first.micro_batch_size) == (StepMark.BEGUN, 2**40, 16)
     assert math.isnan(first.loss)
     assert (first.grad_norm, first.seconds) == (math.inf, 0.5)

@@ -106,16 +106,16 @@ def test_samples_and_marks_are_read_as_the_readers_do(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_held_back_until_its_loss_arrived(tmp_path: Path) -> None:
-    """A loss that is amended later is told with its value; one that never comes is told as NaN after 16 steps."""
+    """A loss that is amended later is told with its value; one that never comes is None after 16 steps."""
     ring, follower = SampleRing(tmp_path / "s"), SampleFollower(tmp_path / "s")
     ring.append(_sample(1, 0.5))
-    number = ring.write(2, 1, math.nan, 0.5, 1e-3, 0.1, 0.0, 0, 0, 0, 0)
+    number = ring.write(2, 1, None, 0.5, 1e-3, 0.1, 0.0, 0, 0, 0, 0)
     ring.append(_sample(3, 0.3))
     assert [sample.step for sample in follower.new()] == [1]
     ring.amend(number, loss=0.4)
     assert [(sample.step, sample.loss) for sample in follower.new()] == [(2, 0.4), (3, 0.3)]
     for step in range(4, 24):
-        ring.append(_sample(step, math.nan))
+        ring.append(_sample(step, None))
     assert [sample.step for sample in follower.new()] == [4, 5, 6, 7]
     assert [sample.step for sample in follower.new(hold_back=False)] == list(range(8, 24))
     assert follower.lost == 0

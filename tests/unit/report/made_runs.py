@@ -74,10 +74,12 @@ def write_samples(path: Path, samples: Sequence[StepSample]) -> None:
     capacity = (path.stat().st_size - HEADER_BYTES) // slot.size
     with path.open("rb+") as file:
         for sequence, each in enumerate(samples, start=1):
+            values = [each.loss, each.grad_norm, each.learning_rate]
+            is_read = sum(1 << place for place, value in enumerate(values) if value is not None)
             payload = _SAMPLE.pack(
-                each.step, each.micro_steps, each.loss, each.grad_norm, each.learning_rate, each.seconds,
-                each.wait_seconds, each.host_bytes, each.device_allocated_bytes, each.device_reserved_bytes,
-                each.device_peak_bytes,
+                each.step, each.micro_steps, is_read, *(math.nan if value is None else value for value in values),
+                each.seconds, each.wait_seconds, each.host_bytes, each.device_allocated_bytes,
+                each.device_reserved_bytes, each.device_peak_bytes,
             )  # fmt: skip
             file.seek(HEADER_BYTES + sequence % capacity * slot.size)
             file.write(slot.pack(sequence, round(each.unix_seconds * 1e9), payload, sequence))

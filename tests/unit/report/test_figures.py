@@ -119,3 +119,11 @@ def test_a_label_draws_no_html():
     """Plotly.js draws tags and entities in texts: here they are the characters that they are."""
     assert label('<a href="javascript:x">&lt;') == '&lt;a href="javascript:x"&gt;&amp;lt;'
     assert len(label("x" * 500)) == 120
+
+
+def test_a_constant_learning_rate_is_not_drawn_as_zero(tmp_path):
+    """Its axis is as narrow as the rate is small: around it, and without 0."""
+    add_process(tmp_path, [sample(step, learning_rate=1e-4) for step in range(1, 11)])
+    layout = figures(gather(tmp_path))["steps"]["layout"]
+    ranges = [axis["range"] for name, axis in layout.items() if name.startswith("yaxis") and "range" in axis]
+    assert [5e-5, 1.5e-4] in [[pytest.approx(each) for each in pair] for pair in ranges]

@@ -20,8 +20,10 @@ from tests.unit.report.made_runs import (
     sample,
     write_events,
 )
+from typer.testing import CliRunner
 
 import holdfast
+from holdfast.cli.main import make_app
 from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.progress import Phase
@@ -208,3 +210,13 @@ def test_damaged_checkpoints_are_listed_as_what_they_are(tmp_path):
     assert status[6] == "complete"
     assert status[4] == "damaged, set aside"
     assert status[2] not in ("complete", "damaged, set aside")
+
+
+def test_steps_that_are_not_recorded_any_more_are_said_everywhere(tmp_path):
+    """A ring keeps the newest 32,768 steps: page, events, watch, explain and metrics name the first that is left."""
+    run = make_run(tmp_path / "run", steps=33_000, verdict=False)
+    assert any("before step 233 are not recorded" in each for each in gather(run).problems)
+    for command in ("events", "explain", "watch --once", "metrics --jsonl /dev/null"):
+        name, *options = command.split()
+        result = CliRunner().invoke(make_app(name), [name, str(run), *options])
+        assert "before step 233 are not recorded" in " ".join(result.output.split()), command

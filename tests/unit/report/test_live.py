@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -35,7 +36,14 @@ from tests.unit.report.test_page import HOSTILE, hostile_run
 from holdfast.core.clock import SystemClock
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.progress import Phase, read_board
-from holdfast.recorder.run_files import BOARD_FILE, PROCESSES_FOLDER, SAMPLES_FILE, SUPERVISED_FILE, VERDICT_FILE
+from holdfast.recorder.run_files import (
+    BOARD_FILE,
+    PROCESSES_FOLDER,
+    SAMPLES_FILE,
+    SUPERVISED_FILE,
+    SUPERVISOR_FOLDER,
+    VERDICT_FILE,
+)
 from holdfast.report.live import draw, follow, sparkline
 from holdfast.report.watching import Watched
 
@@ -58,7 +66,7 @@ def _running(tmp_path: Path, **supervised: object) -> tuple[Path, Clock]:
     write_events(run / "supervisor", happened("attempt_started", 0.5, attempt=0, argv=["python"]))
     memory = {"device_allocated_bytes": 3 << 30}
     samples = [
-        sample(step, grad_norm=math.nan if step % 10 else 0.5, device_reserved_bytes=5 << 30, **memory)
+        sample(step, grad_norm=None if step % 10 else 0.5, device_reserved_bytes=5 << 30, **memory)
         for step in range(1, 1201)
     ]
     samples[-1] = sample(1200, host_bytes=900 << 20, loss=0.0719, grad_norm=0.62, **memory)
@@ -175,13 +183,13 @@ def test_the_run_of_a_guard_that_ended_last_week_has_ended_at_the_first_look(tmp
 
 
 def test_a_loss_that_nobody_read_is_an_empty_cell_and_one_that_became_nan_is_not(tmp_path):
-    """NaN from the start mostly means that it was never read; after a number it is the loss."""
-    folder = add_process(tmp_path, [sample(step, loss=math.nan) for step in range(1, 4)])
+    """No value and NaN are told apart, also at the first step."""
+    folder = add_process(tmp_path, [sample(step, loss=None) for step in range(1, 4)])
     watched = Watched(tmp_path, Clock())
     assert watched.look().processes[0].loss is None
     assert "nan" not in drawn(watched, 80)
     assert "xxx" not in drawn(watched, 80)
-    write_samples(folder / SAMPLES_FILE, [sample(1), *(sample(step, loss=math.nan) for step in range(2, 999))])
+    write_samples(folder / SAMPLES_FILE, [sample(step, loss=math.nan) for step in range(1, 999)])
     watched = Watched(tmp_path, Clock())
     assert math.isnan(watched.look().processes[0].loss)
     assert " nan  xxx" in drawn(watched, 80)
@@ -294,3 +302,15 @@ def test_following_ends_when_the_run_does_and_shows_the_verdict(tmp_path):
 def test_a_sparkline_shows_means_of_stretches(values, width, curve):
     """It has at most as many characters as there is room for, and an x where nothing is finite."""
     assert sparkline(values, width) == curve
+
+
+def test_a_run_whose_supervisor_died_lasted_until_its_newest_record(tmp_path):
+    """The supervisor's own events end long before: the duration is that of what was trained."""
+    run = make_run(tmp_path / "run", steps=300, verdict=False)
+    shutil.rmtree(run / SUPERVISOR_FOLDER)
+    write_events(run / SUPERVISOR_FOLDER, happened("attempt_started", 0.5, attempt=0))
+    (run / SUPERVISOR_FOLDER / "lost.json").write_text("{}")
+    for ring in run.glob("processes/*/events.ring"):
+        ring.unlink()
+    text = drawn(Watched(run, Clock()), 120)
+    assert "ended, 1 attempt, after 35 s" in text

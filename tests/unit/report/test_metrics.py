@@ -32,7 +32,7 @@ def copied(run: Path, *wanted: str):
 
 def _with_nan(tmp_path: Path) -> Path:
     run = tmp_path / "run"
-    samples = [sample(step, grad_norm=math.nan, loss=1.0 / step) for step in range(1, 4)]
+    samples = [sample(step, grad_norm=None, loss=1.0 / step) for step in range(1, 4)]
     samples += [sample(4, grad_norm=2.0), sample(5, loss=math.nan, grad_norm=math.nan), sample(6, loss=math.inf)]
     add_process(run, samples, happened("spike", 7, 6, loss=math.inf), rank=3)
     return run
@@ -86,15 +86,15 @@ def test_json_lines_hold_every_step_and_event_also_nan(tmp_path):
 
 
 def test_a_loss_that_was_never_read_is_no_point(tmp_path):
-    """As of a norm: NaN before the first number is absent, NaN after it is there."""
+    """What nobody read is absent; NaN is there, also at the first step."""
     run = tmp_path / "run"
-    losses = [math.nan, math.nan, 0.5, math.nan]
+    losses = [math.nan, None, 0.5, math.nan]
     add_process(run, [sample(step, loss=loss) for step, loss in enumerate(losses, start=1)])
     kept, at_once = _Kept(), threading.Event()
     at_once.set()
     follow(run, [kept], at_once)
     assert [("loss" in point.values, point.step) for point in kept.points] == [
-        (False, 1), (False, 2), (True, 3), (True, 4),
+        (True, 1), (False, 2), (True, 3), (True, 4),
     ]  # fmt: skip
     assert math.isnan(kept.points[3].values["loss"])
 

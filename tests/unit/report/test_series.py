@@ -48,18 +48,17 @@ def test_nan_is_a_gap_in_a_loss_and_nothing_in_a_sampled_value():
     """A loss that became NaN breaks the line and is marked; a norm read at every tenth step is one line."""
     x = np.arange(1.0, 101.0)
     loss = np.where(x < 60, 1.0, np.nan)
-    drawn = series(x, loss, optional=False)
+    drawn = series(x, loss, np.ones(100, bool))
     assert np.isnan(drawn.values).sum() == 41
     assert list(drawn.nonfinite) == list(range(60, 101))
     sampled = np.where(x % 10 == 0, 2.0, np.nan)
-    for optional in (True, False):
-        drawn = series(x, sampled, optional=optional)
-        assert (len(drawn.values), len(drawn.nonfinite)) == (10, 0)
+    drawn = series(x, sampled)
+    assert (len(drawn.values), len(drawn.nonfinite)) == (10, 0)
 
 
 def test_infinite_values_are_marked_and_not_drawn():
     """They would stretch the axis."""
-    drawn = series(np.arange(3.0), np.array([1.0, math.inf, 2.0]), optional=True)
+    drawn = series(np.arange(3.0), np.array([1.0, math.inf, 2.0]))
     assert list(drawn.nonfinite) == [1.0]
     assert np.isfinite(drawn.values).sum() == 2
 
@@ -94,7 +93,7 @@ def test_what_is_no_ring_of_samples_has_none(tmp_path):
 
 def test_a_loss_that_was_nan_from_the_first_step_is_shown_and_an_unread_norm_is_not(tmp_path):
     """NaN from the start is the failure itself; an optional value that nobody read has no curve."""
-    write_samples(tmp_path / "r", [sample(1, loss=math.nan, grad_norm=math.nan)])
+    write_samples(tmp_path / "r", [sample(1, loss=math.nan, grad_norm=None)])
     columns = columns_of_samples(read_sample_array(tmp_path / "r"))
     assert len(columns["loss"].nonfinite) == 1
     assert "grad_norm" not in columns
@@ -104,7 +103,7 @@ def test_a_loss_that_was_nan_from_the_first_step_is_shown_and_an_unread_norm_is_
 def test_the_line_breaks_where_steps_go_back():
     """After a rollback the curve begins anew instead of running backwards."""
     steps = [1, 2, 3, 2, 3, 4]
-    drawn = series(np.array(steps, dtype=float), np.ones(6), optional=False)
+    drawn = series(np.array(steps, dtype=float), np.ones(6))
     assert np.isnan(drawn.steps).sum() == 1
     assert math.isnan(drawn.values[3])
 

@@ -213,7 +213,9 @@ def parted(
     promises = Promises(parts, policy, BufferKeeper(parts.models), RunRecord(run_dir, SystemClock()))
     passes = Passes(promises, LossScale("cpu", enabled=False), "cpu", policy.precision)
     model.zero_grad()
-    passed = passes.parted(micro_batches(batch, 8, samples), 8, loss, list(model.parameters()), None, **options)
+    passed = passes.parted(
+        micro_batches(batch, 8, samples), 8, loss, list(model.parameters()), lambda: None, **options
+    )
     return torch.cat([p.grad.flatten() for p in model.parameters()]), passed
 
 

@@ -6,8 +6,10 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,7 +49,31 @@ BAD_LOSSES = {
     "nan items": (lambda model, x: (model(x).mean(), float("nan")), "H203", ["items=nan"]),
     "items are text": (lambda model, x: (model(x).mean(), "many"), "H203", ["many"]),
     "items are true": (lambda model, x: (model(x).mean(), True), "H203", ["True"]),
-}
+    "two losses": (lambda model, x: (model(x).mean(), model(x).std()), "H203", ["loss_a + loss_b", "whole number"]),
+    "two losses, one detached": (
+        lambda model, x: (model(x).mean(), model(x).square().mean().detach()), "H203", ["loss_a + loss_b"]
+    ),
+    "two losses by name": (
+        lambda model, x: Pair(model(x).mean(), model(x).std()), "H203", ["loss_a + loss_b", "whole number"]
+    ),
+    "loss and logits": (
+        lambda model, x: (model(x).mean(), model(x)), "H203", ["tensor of shape (8, 1)", "return the loss alone"]
+    ),
+    "loss and array": (lambda model, x: (model(x).mean(), np.ones((8, 99))), "H203", ["a ndarray"]),
+    "loss and outputs": (lambda model, x: (model(x).mean(), {"out": x}), "H203", ["a dict"]),
+    "half an item": (lambda model, x: (model(x).mean(), 7.5), "H203", ["items=7.5"]),
+    "items with a graph": (lambda model, x: holdfast.Loss(model(x).mean(), model(x).sum()), "H203", ["with a graph"]),
+    "items are a flag": (lambda model, x: (model(x).mean(), torch.tensor(True)), "H203", ["torch.bool"]),
+    "output of a model": (lambda model, x: SimpleNamespace(loss=model(x).mean()), "H201", ["the loss in it"]),
+    "numpy scalar": (lambda model, x: np.float32(model(x).mean().item()), "H201", ["a float32"]),
+}  # fmt: skip
+
+
+class Pair(NamedTuple):
+    """What a loss function of two terms may return."""
+
+    reconstruction: torch.Tensor
+    regularisation: torch.Tensor
 
 
 @pytest.mark.parametrize("case", BAD_LOSSES)
@@ -62,6 +88,8 @@ def test_a_bad_loss_is_named_and_leaves_no_trace(tmp_path, case):
     with pytest.raises(holdfast.HoldfastError) as caught:
         guard.step(x, lambda part: loss(parts["model"], part))
     assert_says(caught.value, rule, *words)
+    assert len(str(caught.value)) < 900  # no tensor is printed
+    assert "tensor(" not in str(caught.value)
     assert all(torch.equal(value, before[name]) for name, value in parts["model"].state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_before)
     assert guard.step(torch.randn(8, 3), mean(parts["model"])).attempts == 1

@@ -273,7 +273,7 @@ def test_the_ladder_tries_the_exact_remedies_first(tmp_path):
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+            self.inner = nn.Sequential(nn.Linear(6, 6), nn.GELU())
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x)
@@ -281,14 +281,15 @@ def test_the_ladder_tries_the_exact_remedies_first(tmp_path):
     model = nn.Sequential(Block(), Block(), nn.Linear(6, 1))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
+        answer = model(x).square().mean()
         if len(x) > 2:
             ask_for_too_much()
-        return model(x).square().mean()
+        return answer
 
     guard = holdfast.Guard(
         tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), save_interval_steps=None
     )
-    result = guard.step(torch.randn(8, 6), loss)
+    result = guard.step(torch.randn(8, 512, 6), loss)
     kinds = [event.kind for event in guard.events() if event.kind in ("retry", "recompute", "split", "grow")]
     assert kinds == ["retry", "recompute", "split", "split"]
     assert (result.attempts, result.micro_batch_size) == (5, 2)
@@ -644,7 +645,7 @@ def test_where_memory_is_short_for_gradients_the_losses_of_a_few_samples_decide(
 
 @pytest.mark.parametrize("gains", [False, True])
 def test_why_nothing_is_recomputed_is_said_once(tmp_path, gains):
-    """Blocks of a layer with its ReLU keep nothing more than their neighbours do: an event, and the next remedy."""
+    """Layers with their ReLU keep nothing more than their neighbours do: an event, and the next remedy."""
     torch.manual_seed(0)
     activation = nn.GELU if gains else nn.ReLU
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), activation()) for _ in range(3)), nn.Linear(6, 1))
@@ -655,15 +656,82 @@ def test_why_nothing_is_recomputed_is_said_once(tmp_path, gains):
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         nonlocal failures
+        answer = model(x).square().mean()
         if failures:
             failures -= 1
             ask_for_too_much()
-        return model(x).square().mean()
+        return answer
 
     for count in (0, 2, 3):
         failures = count
-        guard.step(torch.randn(8, 6), loss)
+        guard.step(torch.randn(4096, 6), loss)
     kinds = [event.kind for event in guard.events()]
     assert kinds.count("recompute_impossible") == (0 if gains else 1)
     tried = [kind for kind in kinds if kind in ("retry", "recompute_impossible", "recompute", "split")]
     assert tried[1] == ("recompute" if gains else "recompute_impossible")
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 96), nn.Linear(96, 6)
+
+    def forward(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def trained_with_less(run_dir: Path, make_loss: Any, *, fails_at: int | None, failing: int = 2, **policy: Any) -> Any:
+    """Return parameters and events of four steps, of which one runs out of memory; ``step`` is the loss's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), *(Residual() for _ in range(3)), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = holdfast.Guard(run_dir, model=model, optimizer=optimizer, save_interval_steps=None, **policy)
+    step, failures = 0, 0
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        nonlocal failures
+        value = make_loss(model, x, step)
+        if failures:
+            failures -= 1
+            ask_for_too_much()
+        return value
+
+    for step in range(4):
+        failures = failing if step == fails_at else 0
+        guard.step(torch.randn(256, 4, generator=torch.Generator().manual_seed(step)), loss)
+    return state_of(model, optimizer), list(guard.events())
+
+
+def with_fast_weights(model: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
+    weights = dict(model.named_parameters())
+    if step >= 2:
+        weights = {name: 1.1 * weight for name, weight in weights.items()}
+    return (torch.func.functional_call(model, weights, (x,)) - 1).square().mean()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_fast_weights_that_begin_after_the_comparison_end_recomputation(tmp_path, named):
+    """Whether measured or named by the policy: the modules are given up in that step, and the weights are right."""
+    expected, _ = trained_with_less(tmp_path / "plain", with_fast_weights, fails_at=None)
+    policy = {"recompute": ("1", "2", "3")} if named else {}
+    found, events = trained_with_less(tmp_path / "less", with_fast_weights, fails_at=None if named else 1, **policy)
+    assert_same(found, expected)
+    (given_up,) = [event for event in events if event.kind == "recompute_impossible"]
+    assert "its weights" in given_up.data["why"]
+    assert given_up.data["modules"] == ["3"]
+
+
+def of_meta_learning(model: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
+    weights = dict(model.named_parameters())
+    inner = torch.func.grad(lambda mine: torch.func.functional_call(model, mine, (x,)).square().mean())(weights)
+    fast = {name: weight - 0.1 * inner[name] for name, weight in weights.items()}
+    return (torch.func.functional_call(model, fast, (x,)) - 1).square().mean()
+
+
+def test_a_loss_that_cannot_be_measured_is_trained_unmeasured(tmp_path):
+    """torch.func.grad refuses the hooks that measure: that is said once, and the step is made without them."""
+    expected, _ = trained_with_less(tmp_path / "plain", of_meta_learning, fails_at=None)
+    found, events = trained_with_less(tmp_path / "less", of_meta_learning, fails_at=1, failing=1)
+    assert_same(found, expected)
+    (said,) = [event for event in events if event.kind == "recompute_impossible"]
+    assert "saved tensor hooks" in said.data["why"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import holdfast
@@ -483,4 +484,32 @@ def test_a_limit_that_is_no_number_is_told(tmp_path):
     guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=noisy_batches(2))
     with pytest.raises(holdfast.PolicyError, match="H105"):
         next(guard.batches(max_epochs="3"))  # type: ignore[arg-type]
+    guard.close()
+
+
+def by_jvp(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
+
+
+def by_jacfwd(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.jacfwd(model)(x)
+
+
+def by_dual(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch.func.jvp imports it
+@pytest.mark.parametrize("derivative", [by_jvp, by_jacfwd, by_dual])
+def test_a_nan_of_a_loss_with_forward_derivatives_is_skipped_and_blames_nothing(tmp_path, derivative):
+    """Where the loss uses forward-mode AD, the search for the origin of NaN reads no dual tensor (a segfault)."""
+    model, optimizer = regression()
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=None)
+    x = noisy_batches(1)[0][0]
+    result = guard.step(x, lambda x: derivative(model, x).square().mean() * math.nan)
+    assert result.skipped
+    assert "forward-mode AD" in str(result.reason)
+    assert "nonfinite_not_traced" in kinds(guard)
+    assert not guard.step(x, lambda x: derivative(model, x).square().mean()).skipped
     guard.close()

@@ -143,7 +143,7 @@ def test_state_that_cannot_be_told_for_a_moment_does_not_end_training(tmp_path):
 
         def state_dict(self) -> dict[str, Any]:
             self.asked += 1
-            if self.asked == 2:  # the first save comes before
+            if self.asked == 4:  # the first save and two steps come before
                 raise RuntimeError("dictionary changed size during iteration")
             return super().state_dict()
 
@@ -318,22 +318,6 @@ def test_a_guard_that_was_given_up_finishes_its_save_first(tmp_path, disk):
     again.close()
 
 
-def test_adopting_a_change_writes_it_at_once(tmp_path, disk):
-    """A state that was changed on purpose is on the disk when `adopt` returns, also while another one was written."""
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, save_interval_steps=2, **parts)
-    for _ in range(4):
-        step(guard, parts)
-    with torch.no_grad():
-        parts["model"][0].weight.fill_(0.5)
-    disk.let_go_soon()
-    path = guard._session.adopt("weights", {})
-    assert path.name.endswith("step00000004")
-    (entry, *_) = Store(tmp_path / "checkpoints").entries()
-    assert read_components(entry, ["model"])["model"]["0.weight"].unique().tolist() == [0.5]
-    guard.close()
-
-
 def test_workers_that_are_forked_while_a_save_is_written_do_their_work(tmp_path, disk):
     """A loader starts its workers while the writer is in the middle of a save, and all samples come."""
     parts = make_parts()
@@ -395,7 +379,7 @@ def test_events_of_two_threads_stay_whole(tmp_path):
 
 
 def test_the_interval_is_chosen_from_what_saves_and_steps_cost(tmp_path, disk):
-    """Steps of 0.1 s, saves of 4 s and a day between failures give 835 s, in an event; nothing comes sooner."""
+    """Steps of 0.1 s, saves of 4 s and a day between failures give 835 s, in an event; one comes sooner, early on."""
     clock = disk.clock = FakeClock()
     disk.seconds = 4.0
     parts = make_parts()
@@ -406,7 +390,10 @@ def test_the_interval_is_chosen_from_what_saves_and_steps_cost(tmp_path, disk):
     (decision,) = events(guard, "save_interval")
     assert decision.data["seconds"] == pytest.approx(4 + (2 * 86_400 * 4 + 16) ** 0.5, rel=1e-3)
     assert decision.data["steps"] == pytest.approx(8354, abs=2)
-    assert saved_steps(guard) == [0], "500 steps would be too often"
+    first, early = saved_steps(guard)
+    assert (first, 350 <= early <= 410) == (0, True), (
+        "500 steps would be too often; one comes after what ten saves take"
+    )
     guard.close()
 
 

@@ -65,3 +65,26 @@ def test_a_clean_model_says_nothing(tmp_path):
     (promises,) = [event.data for event in guard.events() if event.kind == "promises"]
     assert promises["side_effects"] == []
     assert "side_effects" not in {event.kind for event in guard.events()}
+
+
+def test_what_changes_only_while_gradients_are_on_is_named_too(tmp_path):
+    """A center that training passes alone move, as in DINO, is found although it stays under no_grad."""
+
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 1)
+            self.center = torch.zeros(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.inner(x)
+            if torch.is_grad_enabled():
+                self.center = 0.9 * self.center + 0.1 * out.detach().mean(0)
+            return out - self.center
+
+    model = Centered()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=None) as guard:
+        guard.step(torch.randn(8, 4), lambda x: model(x).square().mean())
+        (promises,) = [event.data for event in guard.events() if event.kind == "promises"]
+    assert promises["side_effects"] == ["center"]

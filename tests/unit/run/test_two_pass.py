@@ -60,7 +60,7 @@ def pieces(batch: Any) -> list[tuple[Any, int]]:
 def run(model: nn.Module, run_dir: Path, loss: Any, batch: Any, inputs: Any = None) -> Passed:
     model.zero_grad()
     parameters = list(model.parameters())
-    return passes_of(model, run_dir).parted(pieces(batch), 12, loss, parameters, inputs, batch=batch)
+    return passes_of(model, run_dir).parted(pieces(batch), 12, loss, parameters, lambda: inputs, batch=batch)
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -180,7 +180,7 @@ def test_buffers_move_once_for_each_part(tmp_path):
     loss_of(twin)(outputs, batch).backward()
     split_loss = TwoPass(lambda part: model(part[0]), loss_of(model))
     passes_of(model, tmp_path).parted(
-        [(part, 4) for part in parts], 12, split_loss, list(model.parameters()), None, batch=batch
+        [(part, 4) for part in parts], 12, split_loss, list(model.parameters()), lambda: None, batch=batch
     )
     for name, buffer in twin.named_buffers():
         torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=1e-12, atol=0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from holdfast.core.errors import PolicyError
@@ -308,3 +309,50 @@ def test_an_attention_that_is_not_aligned_is_told(failed: bool, told: bool) -> N
         optimizer.step()
         watching.aligned(attention, torch.full((8,), 12), torch.full((8,), 12), max_decoder_steps=100)
     assert ("H852" in {finding.rule for finding in watching.findings()}) == told
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_state_that_a_checkpoint_makes_is_no_step(kind: type[torch.optim.Optimizer]) -> None:
+    """torch.distributed.checkpoint steps with gradients and a rate of 0, and none of that is counted."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    facts = []
+    for saves in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = kind(model.parameters(), lr=0.01)
+        with watch(model, optimizer) as watching:
+            for step in range(12):
+                if saves and step % 4 == 0:
+                    get_optimizer_state_dict(model, optimizer)
+                optimizer.zero_grad()
+                F.cross_entropy(model(X[:32]), Y[:32]).backward()
+                optimizer.step()
+        assert watching._observer.failure is None
+        found = watching.facts()["optimizers"]["optimizer"]
+        counts = ("steps", "observed", "zero_lr_steps", "zero_gradient_steps", "no_gradient_steps", "moved", "leaks")
+        facts.append({name: found[name] for name in counts} | {"losses": len(found["losses"])})
+    assert facts[0] == facts[1]
+    assert facts[1]["steps"] == facts[1]["observed"] == facts[1]["losses"] == 12
+
+
+def test_traces_and_transforms_are_not_looked_into() -> None:
+    """Gradients by sample with torch.func, and a trace of the model, are as without: their values cannot be read."""
+    model = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, weights, (x[None],)), y[None])
+
+    def by_sample() -> dict[str, Tensor]:
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, X[:8], Y[:8])
+
+    expected, graph = by_sample(), str(make_fx(model)(X[:8]).graph)
+    with watch(model, optimizer) as watching:
+        assert all(torch.equal(gradient, expected[name]) for name, gradient in by_sample().items())
+        assert str(make_fx(model)(X[:8]).graph) == graph
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        assert watching.facts()["inputs"]["model"]["calls"] == 1
+    assert watching._observer.failure is None

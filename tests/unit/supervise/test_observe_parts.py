@@ -162,8 +162,29 @@ def test_a_value_is_read_bit_by_bit(dtype: torch.dtype, number: float) -> None:
     assert found == tensor.item() or (math.isnan(found) and math.isnan(tensor.item()))
 
 
+def test_a_value_that_all_ranks_hold_is_read_and_a_part_of_one_is_not() -> None:
+    """A loss under tensor parallelism is a DTensor; of one in parts the ranks are not asked."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole, part = (
+            DTensor.from_local(torch.tensor(3.5), mesh, [kind], run_check=False) for kind in (Replicate(), Partial())
+        )
+        reader = ValueReader(torch)
+        assert reader.read(whole) == 3.5
+        assert reader.read(part) is None
+        assert reader.all_zero([whole * 0])
+        assert not reader.all_zero([whole])
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_what_has_no_value_is_not_touched() -> None:
-    """Several elements, integers, sparse and meta tensors, subclasses and wrapped tensors give NaN."""
+    """Several elements, integers, sparse and meta tensors, subclasses and wrapped tensors give None."""
 
     class Touchy(torch.Tensor):
         @classmethod
@@ -171,15 +192,15 @@ def test_what_has_no_value_is_not_touched() -> None:
             raise AssertionError("touched")
 
     reader = ValueReader(torch)
-    assert math.isnan(reader.read(torch.ones(2)))
-    assert math.isnan(reader.read(torch.ones((), dtype=torch.int64)))
-    assert math.isnan(reader.read(torch.ones((), device="meta")))
-    assert math.isnan(reader.read(torch.ones(1).to_sparse()))
-    assert math.isnan(reader.read(torch.ones(1).as_subclass(Touchy)))
-    assert math.isnan(reader.read("loss"))
+    assert reader.read(torch.ones(2)) is None
+    assert reader.read(torch.ones((), dtype=torch.int64)) is None
+    assert reader.read(torch.ones((), device="meta")) is None
+    assert reader.read(torch.ones(1).to_sparse()) is None
+    assert reader.read(torch.ones(1).as_subclass(Touchy)) is None
+    assert reader.read("loss") is None
     inside: list[Any] = []
     torch.func.vmap(lambda each: inside.append(reader.read(each)) or each)(torch.ones(3))
-    assert math.isnan(inside[0])
+    assert inside[0] is None
 
 
 def test_reading_is_seen_by_no_mode_and_no_profiler() -> None:
@@ -317,7 +338,7 @@ def test_what_counts_as_a_step(seen: Seen) -> None:
     samples = read_samples(seen.ring)
     assert [(each.step, each.micro_steps, each.loss) for each in samples] == [(1, 1, 1.0), (2, 2, 3.0)]
     assert samples[0].learning_rate == 0.1
-    assert math.isnan(samples[1].learning_rate)
+    assert samples[1].learning_rate is None
     assert samples[0].host_bytes > 0
     assert samples[1].seconds > 0
 
@@ -334,6 +355,63 @@ def test_steps_without_an_optimizer_are_calls_of_backward(seen: Seen) -> None:
     step(steps, late)
     assert [each.step for each in read_samples(seen.ring)] == [1, 2, 3, 4, 5]
     assert [each.micro_steps for each in read_samples(seen.ring)] == [1, 1, 1, 1, 2]
+
+
+def test_a_norm_is_that_of_the_newest_gradients(seen: Seen) -> None:
+    """It is recorded with the step whose backward made them, also where that step has ended before it is computed."""
+    steps, one, other = steps_of(seen, optimizer=False), Optimizer(), Optimizer()
+    for norm in (1.0, 2.0):  # a step written by hand
+        backward(steps)
+        steps.clipped(torch.tensor(norm))
+    backward(steps)
+    step(steps, one)
+    steps.clipped(torch.tensor(3.0))  # for the parameters of the other, or for a log
+    step(steps, other)
+    backward(steps)
+    steps.clipped(torch.tensor(4.0))
+    step(steps, one)
+    assert [each.grad_norm for each in read_samples(seen.ring)] == [1.0, 2.0, 3.0, 4.0]
+    without = steps_of(seen)
+    for norm in (5.0, 6.0):  # gradients of autograd.grad, or of a formula
+        without.clipped(torch.tensor(norm))
+        step(without, one)
+    assert [each.grad_norm for each in read_samples(seen.ring)][4:] == [5.0, 6.0]
+
+
+def test_a_step_that_only_makes_state_is_none(seen: Seen) -> None:
+    """A rate of 0 and gradients of 0 without a backward, whenever that is; zeros before the first gradients."""
+    steps, model = steps_of(seen), torch.nn.Linear(2, 2)
+    adam, sgd = torch.optim.Adam(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def makes_state(optimizer: torch.optim.Optimizer, rate: Any) -> None:
+        phase = seen.board.phase
+        before = optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["lr"] = rate
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        step(steps, optimizer)
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = before
+        assert seen.board.phase is phase
+
+    makes_state(adam, 0.0)
+    makes_state(sgd, 0.1)
+    step(steps, adam)  # of no gradients, so that a scheduler does not warn
+    assert seen.roles == []
+    for _ in range(2):
+        backward(steps)
+        step(steps, sgd)
+        steps.aside_begins(Phase.SAVING)
+        makes_state(sgd, 0.0)
+        makes_state(sgd, torch.tensor(0.0))
+        steps.aside_ends()
+    model.weight.grad = torch.ones_like(model.weight)  # of a formula
+    step(steps, sgd)
+    assert [(each.step, each.micro_steps, each.loss) for each in read_samples(seen.ring)][:2] == [
+        (1, 1, 1),
+        (2, 1, 1),
+    ]
+    assert [(each.step, each.learning_rate) for each in read_samples(seen.ring)] == [(1, 0.1), (2, 0.1), (3, 0.1)]
 
 
 def test_an_optimizer_that_is_never_seen_to_step(seen: Seen) -> None:
@@ -368,7 +446,7 @@ def test_a_scaled_loss_is_recorded_without_its_scale(seen: Seen) -> None:
         step(steps, one)
     first, second = read_samples(seen.ring)
     assert first.loss == 2.0
-    assert math.isnan(second.loss)
+    assert second.loss is None
 
 
 def test_compiling_is_a_phase_of_its_own(seen: Seen) -> None:
@@ -401,10 +479,10 @@ def test_a_late_value_completes_its_sample(seen: Seen) -> None:
         backward(steps)
         steps._loss = each
         step(steps, one)
-    assert all(math.isnan(each.loss) for each in read_samples(seen.ring))
+    assert all(each.loss is None for each in read_samples(seen.ring))
     late[0].here = late[2].here = True
     steps.finish()
-    assert [str(each.loss) for each in read_samples(seen.ring)] == ["0.0", "nan", "nan"]
+    assert [str(each.loss) for each in read_samples(seen.ring)] == ["0.0", "None", "None"]
     late[1].here = True
     backward(steps, 9.0)
     step(steps, one)
@@ -442,16 +520,16 @@ def test_samples_that_cannot_be_written_are_given_up(tmp_path: Path) -> None:
 def test_amending_a_sample_that_is_gone(tmp_path: Path) -> None:
     """A sample whose slot belongs to a newer one by now is left alone."""
     ring = SampleRing(tmp_path / "ring")
-    first = ring.write(1, 1, math.nan, math.nan, 0.0, 0.0, 0.0, 0, 0, 0, 0)
+    first = ring.write(1, 1, None, None, 0.0, 0.0, 0.0, 0, 0, 0, 0)
     for number in range(2, 32_770):
         ring.write(number, 1, 0.25, 0.5, 0.0, 0.0, 0.0, 0, 0, 0, 0)
     ring.amend(first, loss=7.0, grad_norm=8.0)
-    newest = ring.write(5, 1, math.nan, math.nan, 0.0, 0.0, 0.0, 0, 0, 0, 0)
+    newest = ring.write(5, 1, None, None, 0.0, 0.0, 0.0, 0, 0, 0, 0)
     ring.amend(newest, grad_norm=8.0)
     samples = read_samples(tmp_path / "ring")
     assert {each.loss for each in samples[:-1]} == {0.25}
     assert samples[-1].grad_norm == 8.0
-    assert math.isnan(samples[-1].loss)
+    assert samples[-1].loss is None
 
 
 def test_a_sample_comes_back_as_it_was_written(tmp_path: Path) -> None:

@@ -226,3 +226,23 @@ def test_a_line_of_ours_never_continues_an_unfinished_one(log, tmp_path):
     assert (tmp_path / "one").read_bytes() == b"printed\nunfinished\n"
     for each in (bar, bar_writes, rest, rest_writes):
         os.close(each)
+
+
+def test_where_output_is_lost_is_said_at_once_and_in_its_place(tmp_path, monkeypatch):
+    """One call when a disk fills up, and a line between what came before and after, as soon as there is room."""
+    log, written, said = OutputLog(tmp_path / "output.log", MOST), os.write, []
+    log.on_loss = said.append
+    full = [False]
+
+    def write(descriptor: int, data: bytes) -> int:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        return written(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    for full[0], data in ((False, b"one\n"), (True, b"two\n"), (True, b"three\n"), (False, b"four\n")):
+        log.write(data)
+    log.close()
+    assert [error.strerror for error in said] == ["No space left on device"]
+    text = (tmp_path / "output.log").read_text()
+    assert text == "one\n\n--- holdfast: 10 bytes could not be written ---\nfour\n"

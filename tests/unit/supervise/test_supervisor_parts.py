@@ -150,7 +150,7 @@ def test_the_link_to_the_last_run_is_relative_and_replaces_only_a_link(tmp_path)
 def test_the_environment_carries_the_mark_beside_those_of_supervisors_above(tmp_path):
     """A supervised supervisor marks its own command without hiding it from the one above."""
     alone = make_environment({"A": "1"}, tmp_path, 0, "7-8", observe=False)
-    assert alone == {"A": "1", MARK_VARIABLE: "7-8"}
+    assert alone == {"A": "1", "PYTHONUNBUFFERED": "1", MARK_VARIABLE: "7-8"}
     inner = make_environment(alone, tmp_path, 0, "9-9", observe=False)
     assert inner[MARK_VARIABLE] == "7-8,9-9"
 

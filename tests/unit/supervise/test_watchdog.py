@@ -151,13 +151,19 @@ def test_a_time_in_which_nobody_ran_is_not_counted(scene: Scene) -> None:
 
 
 def test_a_trainer_that_is_stopped_by_its_user_is_not_hanging(scene: Scene) -> None:
-    """Ctrl-Z is meant; it is told once, and after it the limit begins anew."""
+    """That a signal stopped it, and that it goes on, is told once each, and after it the limit begins anew."""
     pid = scene.start()
     os.kill(pid, signal.SIGSTOP)
     wait_for_state(pid, "T")
     scene.look(10 * LIMIT)
-    assert scene.kinds() == ["paused"]
+    scene.look(1)
+    scene.look(10 * LIMIT)
+    assert scene.kinds() == ["process_stopped"]
     os.kill(pid, signal.SIGCONT)
+    scene.look(LIMIT / 2)
+    assert scene.kinds() == ["process_stopped", "process_continued"]
+    assert scene.events[1][1]["seconds"] > 10 * LIMIT
+    assert scene.hangs == []
     scene.look(2 * LIMIT)
     assert len(scene.hangs) == 1
 

@@ -1,47 +1,38 @@
-"""Items of a feature cache computed in worker processes, and handed out in the order of the dataset.
+"""Items of a feature cache, computed here or in worker processes, in the order of the dataset.
 
 Each item has its own random numbers, from (seed, index), and one thread, so it is the same whatever the number of
-workers. A worker that dies is replaced and its item computed again; only an item that takes three workers with it
-ends the build. At most so many items are under way that memory stays bounded, whatever the length of the dataset.
-
-Does not write: that is for ``feature_files``.
+workers. Where a worker dies, the items under way are computed again one at a time; only an item that ends its worker
+each time ends the build. Does not write: that is for ``files``.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import signal
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Iterator
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.data.features.changing import Runs, Watch
-from holdfast.data.features.errors import not_computed, unusable
+from holdfast.core.errors import LoaderError
+from holdfast.data.features.files import failure
 from holdfast.data.features.items import digest_of, encode
 from holdfast.data.random_state import isolated, seed_cpu
 from holdfast.data.seeds import derive_seed
 from holdfast.data.worker_processes import Started, kill, recording_context
 
-_AHEAD = 4
-"""Items given to a worker: one under way, and the next ones there before it is done."""
-_WINDOW = 32
-"""Items for each worker that may be under way or wait for a slower one before them."""
-_WAITING_BYTES = 256 * 2**20
-"""Bytes that may wait so; more can come only from the items that are under way already."""
+_WINDOW = 16
+"""Items for each worker that may be under way or wait for a slower one before them; it bounds the memory."""
 _DEATHS = 3
 """As `torchrun`'s max_restarts: the same item three times is no accident."""
-_LOOK_SECONDS = 1.0
-_WATCHED = 2
-"""The first items, which one process computes whatever the number of workers."""
 
 
 class Work(NamedTuple):
-    """What the workers do.
+    """What is computed.
 
     Args:
         dataset: Map-style.
@@ -53,36 +44,11 @@ class Work(NamedTuple):
     fn: Any
     seed: int
 
-
-class Item(NamedTuple):
-    """One item, computed.
-
-    Args:
-        data: Its bytes.
-        digest: Of them.
-        runs: What ``fn`` changes by running, as far as the first two items have told; None with all others.
-    """
-
-    data: bytes
-    digest: bytes
-    runs: Runs | None = None
-
-
-class _Computer:
-    """Computes in this process, and looks at what ``fn`` changes while it computes the first two items."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._watch: Watch | None = None
-
-    def compute(self, index: int) -> Item:
-        """Return an item."""
-        if index == 0:
-            self._watch = Watch(self._work.fn)
-        seed_cpu(derive_seed(self._work.seed, "features", index))
-        data = encode(self._work.fn(self._work.dataset[index]))
-        runs = self._watch.ran() if self._watch and index < _WATCHED else None
-        return Item(data, digest_of(index, data), runs)
+    def item(self, index: int) -> tuple[bytes, bytes]:
+        """Return the bytes of an item and their digest."""
+        seed_cpu(derive_seed(self.seed, "features", index))
+        data = encode(self.fn(self.dataset[index]))
+        return data, digest_of(index, data)
 
 
 class _Failure(NamedTuple):
@@ -90,35 +56,19 @@ class _Failure(NamedTuple):
     traceback: str
 
 
-def compute_here(work: Work, indices: range) -> Generator[Item]:
-    """Yield each item, computed in this process.
+def compute_here(work: Work, indices: range) -> Generator[tuple[bytes, bytes]]:
+    """Yield each item and its digest, computed in this process.
 
     Raises:
         LoaderError: H623, naming the item that cannot be computed.
     """
-    computer = _Computer(work)
     for index in indices:
         with isolated(), _one_thread():
             try:
-                item = computer.compute(index)
+                item = work.item(index)
             except Exception as error:
-                raise not_computed(index, f"raised {_line(error)}") from error
+                raise failure(f"item {index} of the dataset raised {_line(error)}", rule="H623") from error
         yield item
-
-
-def compute_in_workers(
-    work: Work, indices: range, num_workers: int, multiprocessing_context: str | None
-) -> Generator[Item]:
-    """Yield each item, in order, computed in worker processes. Close it to end them.
-
-    Raises:
-        LoaderError: H623, naming the item that cannot be computed; H625, if no worker can be started.
-    """
-    pool = _Pool(work, num_workers, multiprocessing_context)
-    try:
-        yield from pool.items(indices)
-    finally:
-        pool.close()
 
 
 @contextlib.contextmanager
@@ -131,149 +81,100 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class _Worker:
-    """One process, the connection to it, and the items that it was given, the one under way first."""
+def compute_in_workers(
+    work: Work, indices: range, num_workers: int, multiprocessing_context: str | None
+) -> Generator[tuple[bytes, bytes]]:
+    """Yield each item and its digest, in order, computed in worker processes. Close it to end them.
 
-    def __init__(self, process: Any, connection: Connection) -> None:
-        self.process = process
-        self.connection = connection
-        self.given: deque[int] = collections.deque()
-
-    def give(self, index: int) -> None:
-        self.given.append(index)
-        with contextlib.suppress(OSError):  # it is dead: seen when its answers are read
-            self.connection.send(index)
-
-    def answers(self) -> Iterator[tuple[int, Any]]:
-        """Yield what has come so far.
-
-        Raises:
-            EOFError: or OSError, if the process is dead.
-        """
-        while self.connection.poll():
-            answer = self.connection.recv()
-            yield self.given.popleft(), answer
+    Raises:
+        LoaderError: H623, naming the item that cannot be computed; H625, if no worker can be started.
+    """
+    head, deaths, alone_until = indices.start, 0, 0
+    while head < indices.stop:
+        pool = _Pool(work, num_workers, multiprocessing_context)
+        following = head
+        try:
+            while head < indices.stop:
+                end = head + 1 if head < alone_until else head + _WINDOW * num_workers
+                for index in range(following, min(end, indices.stop)):
+                    pool.submit(index)
+                    following = index + 1
+                answer = pool.answer()
+                if isinstance(answer, _Failure):
+                    error = failure(f"item {head} of the dataset raised {answer.what}", rule="H623")
+                    error.add_note(answer.traceback)
+                    raise error
+                yield answer
+                head, deaths = head + 1, 0
+        except BrokenProcessPool as error:
+            # Which of the items under way ended its worker is not known, so they are computed one at a time.
+            deaths, alone_until = deaths + 1, max(alone_until, following)
+            if deaths >= _DEATHS:
+                what = f"item {head} of the dataset ended its worker process {deaths} times{pool.fate()}"
+                raise failure(what, rule="H623") from error
+        finally:
+            pool.close()
 
 
 class _Pool:
+    """Worker processes that end with this one, whatever they are doing, and the items that they were given."""
+
     def __init__(self, work: Work, num_workers: int, multiprocessing_context: str | None) -> None:
-        self._work = work
-        self._context = recording_context(multiprocessing_context, Started(), share_by_file=False)
-        self._workers: list[_Worker] = []
-        self._num_workers = num_workers
-        self._stop = 0
-        self._ready: dict[int, Any] = {}
-        self._waiting_bytes = 0
-        self._deaths: Counter[int] = collections.Counter()
+        self._started = Started()
+        context = recording_context(multiprocessing_context, self._started, share_by_file=False)
+        self._executor = ProcessPoolExecutor(num_workers, context, _begin, (work,))
+        self._given: deque[Future[Any]] = deque()
 
-    def items(self, indices: range) -> Generator[Item]:
-        """Yield each item in order."""
-        following, self._stop = indices.start, indices.stop
-        self._workers = [self._start() for _ in range(min(self._num_workers, len(indices)))]
-        for head in indices:
-            while True:
-                end = min(self._stop, head + _WINDOW * len(self._workers))
-                while following < end and self._waiting_bytes < _WAITING_BYTES:
-                    first = self._workers[:1] if 0 < following < _WATCHED else self._workers
-                    worker = min(first, key=lambda each: len(each.given))
-                    if len(worker.given) >= _AHEAD:
-                        break
-                    worker.give(following)
-                    following += 1
-                if head in self._ready:
-                    break
-                self._receive()
-            answer = self._ready.pop(head)
-            if isinstance(answer, _Failure):
-                error = not_computed(head, answer.what)
-                error.add_note(answer.traceback)
-                raise error
-            self._waiting_bytes -= len(answer.data)
-            yield answer
-
-    def _receive(self) -> None:
-        found = set(wait([worker.connection for worker in self._workers], _LOOK_SECONDS))
-        for number, worker in enumerate(self._workers):
-            # A child of a dead worker's may hold the connection open, so the process is asked too.
-            dead = not found and worker.process.exitcode is not None
-            try:
-                for index, answer in worker.answers() if dead or worker.connection in found else ():
-                    self._note(index, answer)
-            except (EOFError, OSError):
-                dead = True
-            if dead:
-                self._workers[number] = self._replaced(worker)
-
-    def _note(self, index: int, answer: Any) -> None:
-        self._ready[index] = answer
-        if isinstance(answer, _Failure):
-            self._stop = min(self._stop, index + 1)  # what comes before it is still wanted
-        else:
-            self._waiting_bytes += len(answer.data)
-
-    def _replaced(self, worker: _Worker) -> _Worker:
-        """Return a new worker with the items of a dead one."""
-        self._end([worker])
-        if worker.given:
-            index = worker.given[0]
-            self._deaths[index] += 1
-            if self._deaths[index] >= _DEATHS:
-                what = f"ended its worker process {_DEATHS} times, {_fate(worker.process)}"
-                self._note(worker.given.popleft(), _Failure(what, ""))
-        new = self._start()
-        for index in worker.given:
-            new.give(index)
-        return new
-
-    def _start(self) -> _Worker:
-        mine, its = self._context.Pipe()
-        process = self._context.Process(target=_live, args=(its, self._work), daemon=True)
+    def submit(self, index: int) -> None:
+        """Have an item computed."""
         try:
-            process.start()
+            self._given.append(self._executor.submit(_compute, index))
+        except BrokenProcessPool:
+            raise
         except Exception as error:
-            mine.close()
-            raise unusable(
+            raise LoaderError(
                 f"a worker process cannot be started ({_line(error)})",
-                'with "spawn" and "forkserver" the dataset and fn must be names of a module',
-                'define them at the top of a module, or pass multiprocessing_context="fork" or num_workers=0.',
+                limit='with "spawn" and "forkserver" the dataset and fn must be names of a module',
+                fix='define them at the top of a module, or pass multiprocessing_context="fork" or num_workers=0.',
+                rule="H625",
             ) from error
-        finally:
-            its.close()
-        return _Worker(process, mine)
 
-    def _end(self, workers: list[_Worker]) -> None:
-        kill([worker.process for worker in workers])
-        for worker in workers:
-            worker.connection.close()
+    def answer(self) -> tuple[bytes, bytes] | _Failure:
+        """Wait for the oldest item that was submitted."""
+        found: tuple[bytes, bytes] | _Failure = self._given.popleft().result()
+        return found
+
+    def fate(self) -> str:
+        """Return how a worker ended, in words; the executor ends the others by SIGTERM."""
+        kill(self._started)
+        codes = [each.exitcode for each in self._started if each.exitcode not in (None, 0, -signal.SIGTERM)]
+        if not codes:
+            return ""
+        return f", by {signal.Signals(-codes[0]).name}" if codes[0] < 0 else f", with exit code {codes[0]}"
 
     def close(self) -> None:
-        """End all workers, also such as are stuck."""
-        self._end(self._workers)
+        """End all workers, also those that are stuck."""
+        kill(self._started)
+        self._executor.shutdown(cancel_futures=True)
 
 
-def _live(connection: Connection, work: Work) -> None:
-    """Compute what is asked for, until the parent is gone."""
+_work: Work
+
+
+def _begin(work: Work) -> None:
+    global _work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    computer = _Computer(work)
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            index = connection.recv()
-            answer: Any
-            try:
-                answer = computer.compute(index)
-            except BaseException as error:  # noqa: BLE001 - the parent is told, whatever it is
-                answer = _Failure(f"raised {_line(error)}", traceback.format_exc())
-            connection.send(answer)
+    _work = work
+
+
+def _compute(index: int) -> tuple[bytes, bytes] | _Failure:
+    try:
+        return _work.item(index)
+    except BaseException as error:  # noqa: BLE001 - the parent raises it; not every exception can be pickled
+        return _Failure(_line(error), traceback.format_exc())
 
 
 def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _fate(process: Any) -> str:
-    code = process.exitcode
-    if code is None:
-        return "without a sign"
-    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

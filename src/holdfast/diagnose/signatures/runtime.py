@@ -25,6 +25,7 @@ HUNG_UP = "H1613"
 OTHER_SIGNAL = "H1614"
 CHILD_FAILED = "H1615"
 SUPERVISOR_LOST = "H1616"
+TRAINING_LOST = "H1617"
 OUT_OF_MEMORY_KILL = "H909"
 SEGMENTATION_FAULT = "H991"
 SCHEDULER = "H990"
@@ -293,6 +294,23 @@ SIGNATURES: tuple[Signature, ...] = (
         "behind: "
         "by SIGKILL of a person or a scheduler, or by the kernel for memory.",
         fix="Ask the scheduler or `dmesg` why it was killed, then start the same command again.",
+        example="",
+        seen="reproduced on torch 2.13",
+    ),
+    Signature(
+        id=TRAINING_LOST,
+        title="its training was lost",
+        family="numerics",
+        patterns=(),
+        rank=90,
+        means="The command came to its end, but until then its loss or its gradients were NaN or infinite, or the "
+        "loss had risen to more than a million times its best level. What it trained is of no use.",
+        fix="Do not use what it saved since then. Start it again under `holdfast.watch`, which names the batch and "
+        "the layer where the first value was not finite, or train with a Guard, which skips such steps and goes back "
+        "to a good checkpoint; `torch.autograd.set_detect_anomaly(True)` names the operation of the forward pass. "
+        "For a loss that exploded, lower the learning rate first.",
+        false_positives="A program that raises the scale of its loss a million times, or prints something else "
+        "under that name.",
         example="",
         seen="reproduced on torch 2.13",
     ),

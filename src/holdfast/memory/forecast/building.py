@@ -91,6 +91,8 @@ def load_factory(name: str) -> Function:
     sys.argv = [place]  # a script that reads its arguments gets none of ours
     try:
         found = getattr(import_user_module(place), attribute)
+    except HoldfastError:
+        raise
     except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
         raise _failed(name, "while it was imported", error) from error
     if not callable(found):

@@ -281,6 +281,7 @@ def _facts(job: Job) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "accumulates": job.accumulates,
+        "casts": job.casts,
         "sample_size": None if job.sample is None else job.sample.size,
         "sample_length": None if job.sample is None else job.sample.length,
         "host_bytes": _host_bytes(),

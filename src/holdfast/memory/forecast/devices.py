@@ -235,6 +235,7 @@ def _of_unknown_kind(size: int) -> Device:
         total_bytes=size,
         usable_bytes=size,
         context_bytes=max(one.context_bytes for one in likely),
+        capability=min(one.capability for one in likely if one.capability),
         sources={**sources, "usable": "as given", "context": "the largest of the catalogue's NVIDIA devices"},
     )
 

@@ -145,6 +145,10 @@ def _is_real(arg: object) -> bool:
     return isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor)
 
 
+class AddedAutocast(torch.autocast):
+    """The autocast of a forecast's precision, to be known from a job's own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastDevice:
     """The fake device while it is there.
@@ -173,12 +177,17 @@ class ForecastDevice:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the autocast of the precision on this device, or nothing for fp32."""
         dtype = PRECISIONS[self.precision]
-        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+        return contextlib.nullcontext() if dtype is None else AddedAutocast(self.device.type, dtype=dtype)
 
     def place(self, *modules: nn.Module) -> None:
-        """Bring modules here in place, real or fake: parameters stay the same objects, tied ones stay tied."""
+        """Bring modules here in place, real or fake: parameters stay the same objects, tied ones stay tied.
+
+        Raises:
+            PolicyError: H426 for hooks that cannot come with them.
+        """
         for module in modules:
             placement.place(module, self.device)
+        placement.check_hooks_on_nodes()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

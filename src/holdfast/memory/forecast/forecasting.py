@@ -5,9 +5,7 @@ Does not: print or draw (``cli.plan``, ``report.memory_page``), or run anything 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +26,10 @@ from holdfast.memory.forecast.trace import Assumption
 from holdfast.memory.forecast.traced_sizes import TracedSizes, has_a_tensor_for_each_sample, sizes_to_trace
 from holdfast.memory.forecast.tracing import TraceRequest, TraceResult, trace_job
 
-_CHILDREN = 2  # at a time: each takes a core, and for a model of 7 billion parameters half a GiB of memory
+_OWN_PRECISION = (
+    'this job sets its own precision by an autocast in its code: no other is planned for, and "fp32" means that'
+    " nothing is added to it"
+)
 _LARGER = 2  # times that batches are doubled; then 8 and 16 samples are traced
 
 
@@ -54,7 +55,7 @@ def make_forecast(order: Order, watcher: Watcher | None = None) -> Forecast:
 
     Args:
         order: What to forecast.
-        watcher: Told how far it is, from several threads.
+        watcher: Told how far it is.
 
     Raises:
         HoldfastError: What `tracing.trace_job` raises.
@@ -107,19 +108,16 @@ def _all_traced(order: Order, watcher: Watcher) -> tuple[dict[str, _Traced], lis
     Raises:
         HoldfastError: It runs in none; that of the first.
     """
-    stop, pool = threading.Event(), ThreadPoolExecutor(_CHILDREN)
     jobs: dict[str, _Traced] = {}
     errors: dict[str, HoldfastError] = {}
-    try:
-        futures = {name: pool.submit(_traced, order, name, watcher, stop) for name in order.precisions}
-        for precision, future in futures.items():
-            try:
-                jobs[precision] = future.result()
-            except HoldfastError as error:
-                errors[precision] = error
-    finally:  # of Ctrl-C too: the children are killed, and no more of them started
-        stop.set()
-        pool.shutdown(cancel_futures=True)
+    for precision in order.precisions:  # one after another: build() may open a port, or write a file, that it needs
+        try:
+            jobs[precision] = _traced(order, precision, watcher)
+        except HoldfastError as error:
+            errors[precision] = error
+        if precision in jobs and jobs[precision][0].casts:
+            own = jobs["fp32"] if "fp32" in jobs else _traced(order, "fp32", watcher)
+            return {"fp32": own}, [Assumption(what=_OWN_PRECISION)]
     if not jobs:
         precision, first = next(iter(errors.items()))
         if precision == "fp32":
@@ -130,12 +128,12 @@ def _all_traced(order: Order, watcher: Watcher) -> tuple[dict[str, _Traced], lis
     return jobs, [Assumption(what=what) for what in left_out]
 
 
-def _traced(order: Order, precision: str, watcher: Watcher, stop: threading.Event) -> _Traced:
+def _traced(order: Order, precision: str, watcher: Watcher) -> _Traced:
     """Return what tracing found, and the step at any size."""
     whole: ScaledTrace | TracedSizes | None = None
     failed: list[NotAlignedError] = []
     for request in _requests(order, precision):
-        result = trace_job(request, lambda progress: watcher.traced(precision, progress), stop=stop)
+        result = trace_job(request, lambda progress: watcher.traced(precision, progress))
         try:
             whole = fit(result.traces)
             break
@@ -146,7 +144,7 @@ def _traced(order: Order, precision: str, watcher: Watcher, stop: threading.Even
     if whole is None:
         lengths = () if order.longest is None else (order.longest,)
         request = replace(request, sizes=sizes_to_trace(order.global_batch_size), lengths=lengths)
-        result = trace_job(request, lambda progress: watcher.traced(precision, progress), stop=stop)
+        result = trace_job(request, lambda progress: watcher.traced(precision, progress))
         whole = TracedSizes(traces=result.traces)
         result = replace(result, assumptions=whole.template.assumptions)  # each size says the same of other counts
     if failed:

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim import Optimizer
 
@@ -30,10 +29,20 @@ from holdfast.memory.forecast import building
 from holdfast.memory.forecast.blocks import find_blocks, modules_named
 from holdfast.memory.forecast.building import Built, Function
 from holdfast.memory.forecast.facts import worth_knowing
-from holdfast.memory.forecast.fake_device import ForecastDevice
+from holdfast.memory.forecast.fake_device import AddedAutocast, ForecastDevice
 from holdfast.memory.forecast.sample_batch import Leaf, SampleBatch, Values, leaves_of
+from holdfast.memory.forecast.stand_ins import for_several_devices
 from holdfast.memory.forecast.trace import Assumption
-from holdfast.memory.forecast.user_functions import GuardStandIn, Watch, find_loss, precision_seen
+from holdfast.memory.forecast.user_functions import (
+    GuardStandIn,
+    OwnPrecision,
+    Watch,
+    called_with_batch,
+    is_hooked,
+    loss_of,
+    named,
+    untrained,
+)
 from holdfast.memory.recompute import recomputing
 
 _AS_BUILT = "its tensors where they were built"
@@ -69,19 +78,22 @@ class Job:
         options: How its step is made.
 
     Raises:
-        PolicyError: H412 for a name in ``recompute`` that is no module's.
+        PolicyError: H412 for a name in ``recompute`` that is no module's, H426, H427.
         BatchError: H413.
     """
 
     def __init__(
         self, built: Built, batches: Mapping[int | None, Any], device: ForecastDevice, options: StepOptions
     ) -> None:
+        if any(hasattr(p, "device_mesh") for model in built.models.values() for p in model.parameters()):
+            raise for_several_devices("a model that build() returned has parameters spread over a device mesh")
         device.place(*built.models.values())
         self.models = {"" if name == "model" else name: model for name, model in built.models.items()}
         self.optimizers = built.optimizers
         self.blocks = find_blocks(self.models)
         self.claim: Callable[[Any], object] = lambda _: None  # told about each batch that is made
         self.assumptions: list[Assumption] = []
+        self.casts = False  # whether it has an autocast of its own; known after `settle`
         self._device = device
         self._options = options
         self._placement = _AS_BUILT
@@ -94,12 +106,13 @@ class Job:
         self._guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
         self._uses_guard = building.positional_parameters(built.function)[:1] == ["guard"]
         self._takes_length = built.told_length or building.length_parameter(built.function) is not None
-        self._function = self._called(built)
+        self._function = called_with_batch(built, self._guard)
         self._acts = built.is_step is True  # runs backward or steps optimizers by itself
         self._has_own_step = self._acts and not self._uses_guard
         self._begun = False  # whether it has done either
         self._stepped: set[str] = set()
         self._whole: frozenset[str] = frozenset()
+        self._late: list[str] = []  # optimizers that no call steps, and that are stepped after each
         self._scaler = torch.amp.GradScaler(device.device.type, enabled=device.precision == "fp16")
 
     @property
@@ -126,7 +139,7 @@ class Job:
         for placement in _PLACEMENTS:
             self._placement = placement
             try:
-                with precision_seen(self.models) as own:
+                with OwnPrecision(self.models, AddedAutocast) as own:
                     self.step(size, length)
                 break
             except PolicyError as error:
@@ -134,8 +147,9 @@ class Job:
                 if error.rule != "H414" or self._device.route == "cpu" or placement is _PLACEMENTS[-1]:
                     raise
         self._find_whole(size, length)
-        if own and self._device.precision == "fp32":
-            what = f"no autocast was added: the job has {' and '.join(own)}, and is forecast as its code has it"
+        self.casts = own.casts
+        if own.words() and self._device.precision == "fp32":
+            what = f"no autocast was added: the job has {own.words()}, and is forecast as its code has it"
             self.assumptions.append(Assumption(what=what))
         if self._has_own_step and self._device.precision != "fp32":
             what = f"autocast to {self._device.precision} was put around what the step does before backward"
@@ -179,17 +193,40 @@ class Job:
         self._whole = frozenset(most)
         said = []
         if most > first:
-            said.append(f"not every call of the step steps {_named(most)}: one that does is forecast")
+            said.append(f"not every call of the step steps {named(most)}: one that does is forecast")
         if self._acts and not self._has_own_step:
             said.append("the function runs backward and steps no optimizer: all were stepped after it")
         elif never := self.optimizers.keys() - ever:
-            said.append(
-                f"the step was called {calls} times and did not step {_named(never)}: the state of it, and what its"
-                " step takes, are not counted"
-            )
+            what = self._step_late(never, size, length)
+            said.append(f"the step was called {calls} times and did not step {named(never)}: {what}")
         if others := ever - most:
-            said.append(f"calls that step {_named(others)} and not {_named(most)} were not looked at")
+            said.append(f"calls that step {named(others)} and not {named(most)} were not looked at")
         self.assumptions.extend(Assumption(what=what) for what in said)
+
+    def _step_late(self, names: Iterable[str], size: int, length: int | None) -> str:
+        """Have optimizers that no call steps be stepped after each that leaves gradients; return what to say of it.
+
+        Raises:
+            PolicyError: H412 if their parameters get no gradients at all.
+        """
+        reached: set[str] = set()
+        owned = {id(p) for model in self.models.values() for p in model.parameters()}
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                for parameter in self._parameters_of([name]):
+                    if parameter.requires_grad:
+                        handle = parameter.register_hook(lambda _, name=name: reached.add(name))  # type: ignore[no-untyped-call]
+                        stack.callback(handle.remove)
+            self.step(size, length)
+        missed = set(names) - reached
+        if any(id(p) in owned for p in self._parameters_of(missed)):
+            what = f"the step{self._defined_at()} was called {_MOST_CALLS} times"
+            raise untrained(f"{what} and neither stepped {named(missed)} nor gave its parameters gradients")
+        self._late = [name for name in names if any(p.grad is not None for p in self._parameters_of([name]))]
+        used = set(names) - set(self._late)
+        said = [f"{named(self._late)} was stepped after each call"] if self._late else []
+        said += [f"{named(used)} finds no gradient after a call and keeps no state"] if used else []
+        return "; ".join(said)
 
     def step(self, size: int, length: int | None = None) -> None:
         """Make one training step.
@@ -244,7 +281,7 @@ class Job:
         Raises:
             PolicyError: H412 for a function that returns no loss.
         """
-        parameters = [p for name in names for group in self.optimizers[name].param_groups for p in group["params"]]
+        parameters = self._parameters_of(names)
         if not self._has_own_step:
             for parameter in parameters:
                 parameter.grad = None
@@ -253,17 +290,21 @@ class Job:
             for part in parts:
                 with seen.autocast():
                     returned = function(part)
-                if not (seen.backward or seen.optimizers or self._begun):
+                if not (seen.acted or self._begun):
                     self._has_own_step = False  # a loss function, whatever it was called
-                    loss = self._loss(returned)
+                    loss = loss_of(returned, self._defined_at())
                     share = loss if len(parts) == 1 else loss * (1 / len(parts))
                     self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
+        if loss is not None and not seen.optimizers and all(p.grad is None and not is_hooked(p) for p in parameters):
+            raise untrained(f"the loss{self._defined_at()} gives no gradient to what {named(names)} steps")
         self._acts = self._begun = loss is None
-        self._has_own_step |= bool(seen.optimizers)
+        self._has_own_step |= seen.acted and bool(seen.optimizers)
         self._stepped |= self._names_of(seen.optimizers)
         if not self._has_own_step:
-            self._finish(parameters, [self.optimizers[name] for name in names], unscales=loss is not None)
+            self._finish(parameters, names, unscales=loss is not None)
             self._stepped |= set() if loss is None else set(names)
+        elif self._late:
+            self._finish(self._parameters_of(self._late), self._late, unscales=False)
         return None if loss is None else loss.detach()
 
     def _names_of(self, optimizers: Sequence[Optimizer]) -> set[str]:
@@ -283,14 +324,22 @@ class Job:
         return SampleBatch(batch, read=self._read, make=self._make).parts(batch, count)
 
     def _inputs(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return where gradients may go, as Guard does: None if backward reaches nothing else anyway."""
+        """Return where gradients may go, as Guard does: None if backward reaches nothing else anyway.
+
+        What is trained by a hook of its own gets its gradient, whichever optimizers were returned.
+        """
         mine = {id(parameter) for parameter in parameters}
-        every = (p for model in self.models.values() for p in model.parameters())
-        if any(p.requires_grad and id(p) not in mine for p in every):
-            return [p for p in parameters if p.requires_grad]
+        every = [p for model in self.models.values() for p in model.parameters() if p.requires_grad]
+        hooked = [p for p in every if id(p) not in mine and is_hooked(p)]
+        if len(hooked) < sum(id(p) not in mine for p in every):
+            return [p for p in (*parameters, *hooked) if p.requires_grad]
         return None
 
-    def _finish(self, parameters: Sequence[torch.Tensor], optimizers: Sequence[Optimizer], *, unscales: bool) -> None:
+    def _parameters_of(self, names: Iterable[str]) -> list[torch.Tensor]:
+        return [p for name in names for group in self.optimizers[name].param_groups for p in group["params"]]
+
+    def _finish(self, parameters: Sequence[torch.Tensor], names: Sequence[str], *, unscales: bool) -> None:
+        optimizers = [self.optimizers[name] for name in names]
         unscales = unscales and self._scaler.is_enabled()
         if unscales:
             for optimizer in optimizers:
@@ -301,25 +350,6 @@ class Job:
             optimizer.step()
         if unscales:
             self._scaler.update()
-
-    def _called(self, built: Built) -> Function:
-        """Return a function of a batch, or of size and length where the step makes its own."""
-        function, names = built.function, building.positional_parameters(built.function)
-        single = len(built.models) == 1 and "model" in built.models
-        model: Any = built.models["model"] if single else built.models
-        if function is None:
-            return lambda batch: model(**batch)
-        if not built.has_batch:
-            if named := building.length_parameter(function):
-                return lambda asked: function(asked[0], **{named: asked[1]})
-            return lambda asked: function(asked[0])
-        if self._uses_guard:
-            return lambda batch: function(self._guard, batch)
-        if len(names) == 2 and single and (isinstance(function, nn.Module) or names == ["input", "target"]):
-            return lambda batch: function(model(batch[0]), batch[1])
-        if len(names) == len(("model", "batch")):
-            return lambda batch: function(model, batch)
-        return function
 
     def _batches(self, size: int, length: int | None) -> list[Any]:
         sample = self._samples.get(length) or self.sample
@@ -351,21 +381,6 @@ class Job:
                 self._device.mode.facts.know(made, torch.from_numpy(np.ascontiguousarray(leaf.values)))
         return made
 
-    def _loss(self, returned: Any) -> torch.Tensor:
-        loss = find_loss(returned)
-        if loss is not None and loss.numel() == 1 and loss.requires_grad:
-            return loss.reshape(())
-        what = f"a {type(returned).__name__}"
-        if loss is not None:
-            what = f"a tensor of shape {tuple(loss.shape)}" if loss.requires_grad else "a loss without a graph"
-        raise PolicyError(
-            f"the loss function{self._defined_at()} returned {what} and did not call backward",
-            limit="a forecast needs a scalar loss to run backward, or a step that does so itself",
-            fix="return the mean loss, a tensor of one element that depends on the model's parameters; add up several"
-            " terms.",
-            rule="H412",
-        )
-
     def _defined_at(self) -> str:
         return f" ({self._place_of_function})" if self._place_of_function else ""
 
@@ -380,7 +395,3 @@ class Job:
             " there, keep what reads values of tensors out of it.",
             rule="H414",
         )
-
-
-def _named(names: Iterable[str]) -> str:
-    return " and ".join(f"optimizer {name!r}" if name != "optimizer" else "the optimizer" for name in sorted(names))

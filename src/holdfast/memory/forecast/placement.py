@@ -8,12 +8,19 @@ Does not: make the device (``fake_device``) or build models.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+
+from holdfast.core.errors import PolicyError
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Where a tensor keeps the hooks of `register_hook` and `register_post_accumulate_grad_hook`."""
+_LEFT_BEHIND = "_holdfast_left_behind"  # marks what a parameter was before it was moved
 
 
 def place(module: nn.Module, device: torch.device) -> None:
@@ -89,7 +96,9 @@ def _become(target: torch.Tensor, source: torch.Tensor) -> None:
     """Give an object another tensor's content: class, attributes and storage; ``source`` takes what it had.
 
     Torch's ``swap_tensors`` does the same but refuses while anything refers weakly to the tensor, as trackers do.
+    Hooks stay with the object, as they do where a device is changed for real: autograd keeps them with the content.
     """
+    hooks = {name: getattr(target, name) for name in _HOOKS}
     kept = {name: value for name, value in vars(target).items() if name not in vars(source)}
     target_class, source_class = type(target), type(source)
     source_attributes, target_attributes = dict(vars(source)), dict(vars(target))
@@ -98,3 +107,26 @@ def _become(target: torch.Tensor, source: torch.Tensor) -> None:
     for tensor, attributes in ((target, source_attributes | kept), (source, target_attributes)):
         vars(tensor).clear()
         vars(tensor).update(attributes)
+    for name, registered in hooks.items():
+        if registered is not None:
+            setattr(target, name, registered)
+    vars(source)[_LEFT_BEHIND] = True
+
+
+def check_hooks_on_nodes() -> None:
+    """Find out whether user code holds autograd nodes of parameters that were moved since: hooks on them never run.
+
+    A real parameter keeps its node when it is moved; a fake one cannot.
+
+    Raises:
+        PolicyError: H426.
+    """
+    for node in gc.get_objects():
+        if type(node).__name__ == "AccumulateGrad" and _LEFT_BEHIND in vars(node.variable):
+            raise PolicyError(
+                "build() holds autograd's AccumulateGrad node of a parameter that was moved to the device afterwards",
+                limit="a forecast moves a parameter by replacing it, so that hooks on that node would not run",
+                fix="use parameter.register_post_accumulate_grad_hook(hook), or make the model on the device: "
+                "`with torch.device('cuda'): model = ...`.",
+                rule="H426",
+            )

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
+from holdfast.core.errors import PolicyError
 from holdfast.memory.forecast.cuda_module import install_cuda_module
 from holdfast.memory.forecast.guesses import Guesses, asking_line
 from holdfast.memory.forecast.patches import Patches
@@ -91,10 +92,12 @@ def installed(
         _compile_as_eager(patches, guesses)
         _transformers_as_usual(patches)
         _nothing_is_saved(patches, guesses)
+        _one_device_only(patches)
         if as_cuda:
             _tensors(patches, fake)
             _devices_as_seen(patches, fake)
             install_cuda_module(patches, guesses, capability)
+            _when_imported(patches, "bitsandbytes", lambda _: None, cuda_hidden)
             _autocast(patches, fake)
         yield
 
@@ -285,12 +288,65 @@ def _nothing_is_saved(patches: Patches, guesses: Guesses) -> None:
     _when_imported(patches, "safetensors.torch", change)
 
 
-def _when_imported(patches: Patches, name: str, change: Callable[[Any], None]) -> None:
-    """Change a module now, or when it is imported."""
+def _one_device_only(patches: Patches) -> None:
+    """Refuse to wrap a model for several processes or devices: one process on one device is what is traced."""
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise for_several_devices(f"build() or the step calls {name}")
+
+        return refuse
+
+    for wrapper in (nn.parallel.DistributedDataParallel, nn.DataParallel):
+        patches.replace(wrapper, "__init__", refusing(wrapper.__name__))
+
+    def change(module: Any) -> None:
+        patches.replace(module.FullyShardedDataParallel, "__init__", refusing("FullyShardedDataParallel"))
+        patches.replace(module, "fully_shard", refusing("fully_shard"))
+
+    _when_imported(patches, "torch.distributed.fsdp", change)
+
+
+def for_several_devices(what: str) -> PolicyError:
+    """Return the error for a model that is spread over processes or devices.
+
+    Args:
+        what: What was seen.
+    """
+    return PolicyError(
+        what,
+        limit="a forecast is of one process on one device: shards, gradient buckets and communication buffers of"
+        " several are not counted",
+        fix="return the bare model from build(), as for one GPU. DistributedDataParallel needs another copy of the"
+        " gradients on each device: keep that free with --margin. What sharding saves is not forecast.",
+        rule="H427",
+    )
+
+
+@contextlib.contextmanager
+def cuda_hidden() -> Iterator[None]:
+    """Import a package as on a machine without CUDA, with real tensors: it would look for libraries of a GPU.
+
+    bitsandbytes does so where ``torch.cuda`` answers, and fails without them; peft and transformers import it
+    wherever it is installed, whether a job uses it or not.
+    """
+    with Patches() as patches, unset_fake_temporarily():
+        patches.replace(torch.cuda, "is_available", lambda: False)
+        patches.replace(torch.cuda, "device_count", lambda: 0)
+        yield
+
+
+def _when_imported(
+    patches: Patches,
+    name: str,
+    change: Callable[[Any], None],
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> None:
+    """Change a module now, or when it is imported, in a context."""
     if name in sys.modules:
         change(sys.modules[name])
         return
-    finder = _WhenImported(name, change)
+    finder = _WhenImported(name, change, around)
     sys.meta_path.insert(0, finder)
     patches.callback(sys.meta_path.remove, finder)
 
@@ -301,11 +357,18 @@ class _WhenImported:
     Args:
         module: Its name.
         change: Changes it.
+        around: Makes the context in which it is loaded.
     """
 
-    def __init__(self, module: str, change: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        module: str,
+        change: Callable[[Any], None],
+        around: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
         self._module = module
         self._change = change
+        self._around = around
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self._module:
@@ -316,7 +379,8 @@ class _WhenImported:
                 execute = spec.loader.exec_module
 
                 def executed(module: Any, execute: Any = execute) -> None:
-                    execute(module)
+                    with self._around():
+                        execute(module)
                     self._change(module)
 
                 spec.loader.exec_module = executed  # type: ignore[method-assign]

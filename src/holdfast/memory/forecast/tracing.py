@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -114,6 +113,7 @@ class TraceResult:
         trace_seconds: Wall time of each trace.
         answers: To ``bool(tensor)``, by line, where the one that needs more is not the one that a rule gives.
         assumptions: What had to be taken for granted, in all traces.
+        casts: Whether the job has an autocast of its own, which overrides the precision that was asked for.
     """
 
     traces: tuple[Trace, ...]
@@ -131,6 +131,7 @@ class TraceResult:
     trace_seconds: tuple[float, ...]
     answers: tuple[tuple[str, bool], ...]
     assumptions: tuple[Assumption, ...]
+    casts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,6 @@ class _Watched:
 
     on_progress: Callable[[Progress], object]
     timeout_seconds: float
-    stop: threading.Event
 
 
 def trace_job(
@@ -153,7 +153,6 @@ def trace_job(
     on_progress: Callable[[Progress], object] = lambda _: None,
     *,
     timeout_seconds: float = _TIMEOUT_SECONDS,
-    stop: threading.Event | None = None,
 ) -> TraceResult:
     """Trace one training step of a user's job at several batch sizes.
 
@@ -161,7 +160,6 @@ def trace_job(
         request: What to trace.
         on_progress: Told how far it is.
         timeout_seconds: The longest that one child may take.
-        stop: Set to have the child killed and no other one started.
 
     Raises:
         PolicyError: H410 for a factory that needs CUDA, H411 for one that cannot be imported or run, H412 for one
@@ -172,16 +170,14 @@ def trace_job(
     attempt = _Attempt(route="privateuse1" if request.route == "auto" else request.route, weights="fake")
     reasons: list[Assumption] = []
     failures: list[str] = []
-    watched = _Watched(on_progress=on_progress, timeout_seconds=timeout_seconds, stop=stop or threading.Event())
+    watched = _Watched(on_progress=on_progress, timeout_seconds=timeout_seconds)
     while True:
         try:
             with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as folder:
                 return _traced(request, attempt, reasons, Path(folder), watched)
         except HoldfastError as error:
             following = _next_attempt(request, attempt, error)
-            if (
-                watched.stop.is_set() or following is None or error.what in failures
-            ):  # the second time that it is said, it is the user's code
+            if following is None or error.what in failures:  # the second time that it is said: the user's code
                 raise
             failures.append(error.what)
             reasons.append(_reason(attempt, following, error))
@@ -243,7 +239,7 @@ def _traced(
 
 _FACTS = (
     "optimizers", "parameters", "trainable_parameters", "accumulates", "sample_size", "sample_length",
-    "host_bytes", "build_seconds",
+    "host_bytes", "build_seconds", "casts",
 )  # fmt: skip
 
 
@@ -254,7 +250,7 @@ def _answer(asked: dict[str, Any], folder: Path, watched: _Watched) -> dict[str,
     with (folder / "stderr").open("wb") as errors_file, _child(asked, errors_file) as child:
         assert child.stdout is not None
         try:
-            for line in _lines(child, child.stdout.fileno(), deadline, watched.stop):
+            for line in _lines(child, child.stdout.fileno(), deadline):
                 told = json.loads(line)
                 if "answer" in told:
                     return dict(told["answer"])
@@ -265,8 +261,6 @@ def _answer(asked: dict[str, Any], folder: Path, watched: _Watched) -> dict[str,
                 watched.on_progress(progress)
         except TimeoutError as error:
             raise _died(f"took more than {watched.timeout_seconds:g} s", doing, folder) from error
-        if watched.stop.is_set():
-            raise _died("was stopped", doing, folder)
         status = child.wait()
     if status == -signal.SIGKILL:
         raise _killed(doing, folder)
@@ -303,16 +297,14 @@ def _child(asked: dict[str, Any], errors_file: Any) -> Iterator[subprocess.Popen
             child.stdout.close()
 
 
-def _lines(
-    child: subprocess.Popen[bytes], descriptor: int, deadline: float, stop: threading.Event
-) -> Iterator[bytes]:
-    """Yield lines until the child has ended or is to be stopped; its own children may hold the pipe open for longer.
+def _lines(child: subprocess.Popen[bytes], descriptor: int, deadline: float) -> Iterator[bytes]:
+    """Yield lines until the child has ended; its own children may hold the pipe open for longer.
 
     Raises:
         TimeoutError: After the deadline.
     """
     held = b""
-    while not stop.is_set():
+    while True:
         ready, _, _ = select.select([descriptor], [], [], _LOOK_SECONDS)
         piece = os.read(descriptor, 65536) if ready else b""
         if not piece and (ready or child.poll() is not None):

@@ -28,12 +28,14 @@ class Copied:
         events: Of all processes.
         lost: Steps that were overwritten in a ring before they were read.
         failures: Sinks that were set aside, and why.
+        gone: Which steps are not recorded any more, one sentence for each process.
     """
 
     points: int
     events: int
     lost: int
     failures: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
 
 
 def follow(
@@ -87,7 +89,8 @@ def follow(
         stop.wait(poll_seconds)
     for sink in working:
         _close(sink, failures)
-    return Copied(**counts, failures=tuple(failures))
+    gone = tuple(text for key, text in follower.problems.items() if key.endswith(" lost"))
+    return Copied(**counts, failures=tuple(failures), gone=gone)
 
 
 def _look(follower: RunFollower, failures: list[str], *, last: bool) -> list[News]:

@@ -5,7 +5,6 @@ Does not: read a run, write to anything.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,6 @@ from holdfast.recorder.progress import StepSample
 from holdfast.report.run_follower import News
 from holdfast.report.sources import Source
 
-# Of these NaN means either that nobody read it or that it is NaN, so a curve of it begins with its first number. The
-# price: of a loss that is NaN from the first step on there is no curve. What that means is said by the verdict.
 _OFTEN_UNREAD = ("loss", "grad_norm", "learning_rate")
 
 
@@ -31,7 +28,7 @@ class Point:
         attempt: Of the supervisor, from 0.
         step: Optimizer steps.
         unix_seconds: When the step ended.
-        values: By name. A NaN is there if its process has measured that value before; else it was never read.
+        values: By name, NaN where that was measured; what was not read is not there.
     """
 
     process: str
@@ -70,7 +67,6 @@ class Naming:
     def __init__(self) -> None:
         self._names: dict[Path, str] = {}
         self._taken: dict[tuple[int, str], int] = {}
-        self._measured: set[tuple[str, str]] = set()
         self._observed = False
 
     def points(self, news: News) -> list[Point]:
@@ -90,7 +86,7 @@ class Naming:
                 attempt=source.attempt,
                 step=sample.step,
                 unix_seconds=sample.unix_seconds,
-                values=self._values(process, sample),
+                values=_values(sample),
             )
             for sample in news.samples
         ]
@@ -102,24 +98,19 @@ class Naming:
             self._names[source.directory] = name if number == 1 else f"{name} ({number})"
         return self._names[source.directory]
 
-    def _values(self, process: str, sample: StepSample) -> dict[str, float]:
-        values: dict[str, float] = {}
-        for name in _OFTEN_UNREAD:
-            value: float = getattr(sample, name)
-            if not math.isnan(value):
-                self._measured.add((process, name))
-            if (process, name) in self._measured:
-                values[name] = value
-        if sample.seconds >= 0:
-            values["step_seconds"] = sample.seconds
-        if sample.seconds > 0 and sample.wait_seconds >= 0:
-            values["wait_share"] = min(sample.wait_seconds / sample.seconds, 1.0)
-        for name, count in (
-            ("host_memory_bytes", sample.host_bytes),
-            ("device_allocated_bytes", sample.device_allocated_bytes),
-            ("device_reserved_bytes", sample.device_reserved_bytes),
-            ("device_peak_bytes", sample.device_peak_bytes),
-        ):
-            if count:
-                values[name] = float(count)
-        return values
+
+def _values(sample: StepSample) -> dict[str, float]:
+    values: dict[str, float] = {name: v for name in _OFTEN_UNREAD if (v := getattr(sample, name)) is not None}
+    if sample.seconds >= 0:
+        values["step_seconds"] = sample.seconds
+    if sample.seconds > 0 and sample.wait_seconds >= 0:
+        values["wait_share"] = min(sample.wait_seconds / sample.seconds, 1.0)
+    for name, count in (
+        ("host_memory_bytes", sample.host_bytes),
+        ("device_allocated_bytes", sample.device_allocated_bytes),
+        ("device_reserved_bytes", sample.device_reserved_bytes),
+        ("device_peak_bytes", sample.device_peak_bytes),
+    ):
+        if count:
+            values[name] = float(count)
+    return values

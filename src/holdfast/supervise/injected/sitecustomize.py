@@ -40,12 +40,22 @@ def _import_holdfast() -> None:
 
 def _observe(run: str) -> None:
     try:
+        _print_whole_lines()
         _import_holdfast()
         from holdfast.supervise.observe.starting import start
 
         start(run)
     except Exception:  # noqa: BLE001 - nothing of ours may stop the script
         _note(run)
+
+
+def _print_whole_lines() -> None:
+    """Let each line go out when it is printed, not after 8 KiB of them: what waits is lost if the process is killed.
+
+    Not ``PYTHONUNBUFFERED``, which cuts lines into pieces, so that those of several ranks would be mixed.
+    """
+    if "PYTHONUNBUFFERED" not in os.environ and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def _note(run: str) -> None:

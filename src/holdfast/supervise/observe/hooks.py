@@ -41,7 +41,7 @@ def install(torch: ModuleType, observer: Observer) -> Steps:
     steps = Steps(observer, ValueReader(torch), MemoryReadings(torch), partial(_was_made, torch.optim.Optimizer))
     acts: dict[str, Callable[[Any], None]] = {
         "torch.optim.optimizer": partial(_hook_optimizers, steps, compiling),
-        "torch.autograd": partial(_wrap, name="backward", make=partial(_backward, steps, torch.Tensor)),
+        "torch.autograd": partial(_wrap, name="backward", make=partial(_backward, steps, compiling, torch.Tensor)),
         "torch.nn.utils.clip_grad": partial(_hook_clipping, steps, compiling, torch.nn.utils),
         "torch.nn.modules.module": partial(_hook_modules, steps, compiling),
         "torch.amp.grad_scaler": partial(_hook_scaler, steps, torch),
@@ -69,7 +69,7 @@ def _hook_optimizers(steps: Steps, is_compiling: Callable[[], bool], module: Any
     def before(_optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_compiling():
             return
-        if len(args) > 1 or kwargs:
+        if any(given is not None for given in (*args[1:], *kwargs.values())):
             steps.closure_begins()
         else:
             steps.optimizer_begins()
@@ -91,9 +91,10 @@ def _was_made(kind: Any) -> bool:
 # --- loss and gradients -------------------------------------------------------------------------------------------
 
 
-def _backward(steps: Steps, tensor: type, original: Function) -> Function:
+def _backward(steps: Steps, is_compiling: Callable[[], bool], tensor: type, original: Function) -> Function:
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if steps.in_backward:  # of a checkpointed segment, or of a hook: a part of the one that is counted
+        # Of a checkpointed segment, or of a hook: a part of the one that is counted.
+        if is_compiling() or steps.in_backward:
             return original(*args, **kwargs)
         steps.in_backward = True
         try:

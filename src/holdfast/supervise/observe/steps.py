@@ -28,6 +28,7 @@ P = TypeVarTuple("P")
 # hooks do not run. More than recipes accumulate.
 _PATIENCE = 256
 _NO_MEMORY = (0, 0, 0, 0)
+_Value = float | OnItsWay | None
 
 
 def _noted(method: Callable[[Steps, *P], None]) -> Callable[[Steps, *P], None]:
@@ -87,12 +88,13 @@ class Steps:
         self._samples: SampleRing | None = None
         self._training = Phase.FIRST_STEP  # what a forward and a backward are a part of
         self._step = self._micro_step = self._micro_before = 0
+        self._ended = 0  # number of the newest sample, until there are other gradients
         self._counted = 0  # which optimizer ended the newest step
         self._patience: int | None = None  # calls of backward until they are steps; None before the first
         self._began = self._wait_began = self._waited = 0
-        self._before_aside = self._before_compiling = Phase.STARTING
-        self._loss: float | OnItsWay = math.nan
-        self._norm: float | OnItsWay = math.nan
+        self._before_aside = self._before_compiling = self._before_optimizer = Phase.STARTING
+        self._loss: _Value = None
+        self._norm: _Value = None
         self._scaled: tuple[Any, Any] | None = None
         self._on_their_way: deque[tuple[int, str, OnItsWay]] = deque()
 
@@ -150,6 +152,7 @@ class Steps:
             root: The tensor that it begins with, None if there are several.
         """
         self.thread = _thread.get_ident()
+        self._ended = 0
         board = self.observer.board
         if self._began == 0:
             self._began = time.monotonic_ns()
@@ -161,8 +164,7 @@ class Steps:
             self._scaled = None
             root = loss if scaled() is root else None  # of a sum of scaled losses, the scale is in it
         if root is not None:
-            if type(self._loss) is not float:
-                self._take(self._loss)
+            self._take(self._loss)
             self._loss = self._values.read(root)
 
     @_noted
@@ -174,7 +176,7 @@ class Steps:
             self.observer.becomes("trainer")
             self._patience = _PATIENCE if self._finds_optimizer() else 0
         if self._counted == 0 and self._micro_step > self._patience:
-            self._end_step(math.nan)
+            self._end_step(None)
         else:
             board.micro_step = self._micro_step
             board.enter(Phase.OPTIMIZER if self._optimizes and self._step > 0 else board.phase)
@@ -182,9 +184,12 @@ class Steps:
     @_noted
     def clipped(self, norm: Any) -> None:
         """The script has computed the norm of the gradients."""
-        if type(self._norm) is not float:
-            self._take(self._norm)
-        self._norm = self._values.read(norm)
+        value = self._values.read(norm)
+        if self._samples is not None and self._ended:
+            self._amend(self._samples, self._ended, value)
+            return
+        self._take(self._norm)
+        self._norm = value
 
     # --- optimizer --------------------------------------------------------------------------------------------
 
@@ -193,6 +198,7 @@ class Steps:
         """An optimizer is about to step."""
         self.thread = _thread.get_ident()
         self._optimizes = True
+        self._before_optimizer = self.observer.board.phase
         if self._step > 0:
             self.observer.board.enter(Phase.OPTIMIZER)
 
@@ -207,6 +213,9 @@ class Steps:
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer has stepped."""
         self._optimizes = False
+        if self._micro_step == self._micro_before and self._makes_state(optimizer):
+            self.observer.board.enter(self._before_optimizer)
+            return
         fresh = self._micro_step > self._micro_before or id(optimizer) == self._counted or self._micro_step == 0
         if fresh or self._counted == 0:  # the latter: its backward was counted, since no optimizer was known
             self._counted = id(optimizer)
@@ -218,7 +227,22 @@ class Steps:
             self.observer.becomes("trainer")
         self._end_step(_learning_rate(optimizer))
 
-    def _end_step(self, learning_rate: float) -> None:
+    def _makes_state(self, optimizer: Any) -> bool:
+        """Return whether a step without a backward before it was only made for the state of its optimizer.
+
+        So torch.distributed.checkpoint does, with a learning rate of 0, and others, with gradients of 0, before the
+        training begins. Gradients may come by another way than backward: then they are not 0.
+        """
+        groups = optimizer.param_groups
+        rates = [group.get("lr") for group in groups]
+        if all(self._values.read(rate) == 0 if getattr(rate, "is_cpu", False) else rate == 0.0 for rate in rates):
+            return True
+        gradients = [p.grad for group in groups for p in group.get("params", ()) if p.grad is not None]
+        if not gradients:  # one of torch's does nothing then; another may draw its own
+            return type(optimizer).__module__.startswith("torch.optim.")
+        return self._step == self._micro_step == 0 and self._values.all_zero(gradients)
+
+    def _end_step(self, learning_rate: float | None) -> None:
         now = time.monotonic_ns()
         board, loss, norm = self.observer.board, self._loss, self._norm
         self._step += 1
@@ -230,16 +254,17 @@ class Steps:
         number = self._samples.write(
             self._step,
             self._micro_step - self._micro_before,
-            loss if type(loss) is float else math.nan,
-            norm if type(norm) is float else math.nan,
+            loss if type(loss) is float else None,
+            norm if type(norm) is float else None,
             learning_rate,
             (now - self._began) / 1e9 if self._began else math.nan,
             self._waited / 1e9,
             *(self._memory.look(now) if now >= self._memory.next_at else _NO_MEMORY),
         )
+        self._ended = number if self._micro_step > self._micro_before else 0  # else gradients come without backward
         self._began, self._waited, self._micro_before = now, 0, self._micro_step
-        self._loss = self._norm = math.nan
-        if self._on_their_way or type(loss) is not float or type(norm) is not float:
+        self._loss = self._norm = None
+        if self._on_their_way or isinstance(loss, OnItsWay) or isinstance(norm, OnItsWay):
             self._expect(self._samples, number, loss, norm)
         requested = board.trace_requested()
         if requested != self._traced or self._retention is not None:
@@ -250,9 +275,17 @@ class Steps:
             return self.observer.samples()
         except OSError as error:  # a full disk: the steps are counted all the same
             self.observer.failed(error)
+            self.observer.tell("steps_not_recorded", error=error.strerror or str(error))
             return cast("SampleRing", _Nowhere())
 
-    def _expect(self, samples: SampleRing, number: int, loss: float | OnItsWay, norm: float | OnItsWay) -> None:
+    def _amend(self, samples: SampleRing, number: int, norm: _Value) -> None:
+        """Add the norm to a step that has ended."""
+        if isinstance(norm, OnItsWay):
+            self._on_their_way.append((number, "grad_norm", norm))
+        elif norm is not None:
+            samples.amend(number, grad_norm=norm)
+
+    def _expect(self, samples: SampleRing, number: int, loss: _Value, norm: _Value) -> None:
         """Remember what the sample of this number still lacks."""
         for name, value in (("loss", loss), ("grad_norm", norm)):
             if isinstance(value, OnItsWay):
@@ -266,7 +299,7 @@ class Steps:
             samples.amend(number, **{name: sent.value()})
             self._values.give_back(sent)
 
-    def _take(self, value: float | OnItsWay) -> None:
+    def _take(self, value: _Value) -> None:
         """Give up a value that a later one of the same step replaces."""
         if isinstance(value, OnItsWay):
             self._values.give_back(value)  # the copy that comes next follows it in the stream
@@ -315,7 +348,7 @@ class Steps:
 class _Nowhere:
     """Stands for a ring of samples that could not be made."""
 
-    def write(self, *_values: float) -> int:
+    def write(self, *_values: float | None) -> int:
         """Lose a sample, and return a number that is none."""
         return 0
 
@@ -323,6 +356,6 @@ class _Nowhere:
         """Lose what is known of a sample."""
 
 
-def _learning_rate(optimizer: Any) -> float:
-    rate = optimizer.param_groups[0].get("lr", math.nan)
-    return float(rate) if isinstance(rate, (int, float)) else math.nan  # a tensor may lie on a device
+def _learning_rate(optimizer: Any) -> float | None:
+    rate = optimizer.param_groups[0].get("lr")
+    return float(rate) if isinstance(rate, (int, float)) else None  # a tensor may lie on a device

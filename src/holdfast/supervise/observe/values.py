@@ -9,9 +9,9 @@ Does not: know what the values mean (``steps`` does).
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -73,37 +73,48 @@ class ValueReader:
         self._given_up += [self._free, *under_way]
         self._free = {}
 
-    def read(self, tensor: Any) -> float | OnItsWay:
+    def read(self, tensor: Any) -> float | OnItsWay | None:
         """Return the value of a tensor, or a promise of it.
 
-        NaN for what is no plain tensor of one floating-point element on the host or a CUDA device, and for a value
+        A tensor of ``torch.distributed.tensor`` counts as its local part where every rank holds all of it.
+
+        None for what is no plain tensor of one floating-point element on the host or a CUDA device, and for a value
         that cannot be had without being seen.
         """
+        tensor = _replicated(tensor)
         if type(tensor) is not self._tensor:
-            return math.nan  # a subclass may do anything when it is touched, such as talk to the other ranks
+            return None  # any other subclass may do anything when it is touched, such as talk to the other ranks
         unseen: AbstractContextManager[Any] = self._unseen()
         with unseen:
             reader = self._readers.get(tensor.dtype)
             if reader is None or tensor.numel() != 1 or tensor.layout is not self._strided:
-                return math.nan
+                return None
             try:
                 if tensor.is_cpu:
                     address = tensor.data_ptr()
-                    return reader(address) if address else math.nan
+                    return reader(address) if address else None
                 if tensor.is_cuda and not self._modes() and not self._torch.cuda.is_current_stream_capturing():
                     return self._send(tensor, reader)
             except (RuntimeError, NotImplementedError):  # wrapped by a transform of torch.func: it has no memory
                 pass
-        return math.nan
+        return None
 
-    def _send(self, tensor: Any, reader: Callable[[int], float]) -> float | OnItsWay:
+    def all_zero(self, tensors: Iterable[Any]) -> bool:
+        """Return whether all elements that lie here are 0; a host sync for each tensor until one is not."""
+        with self._unseen():
+            try:
+                return not any(bool(getattr(tensor, "_local_tensor", tensor).any()) for tensor in tensors)
+            except (RuntimeError, NotImplementedError):  # such as a sparse tensor, or one without data
+                return False
+
+    def _send(self, tensor: Any, reader: Callable[[int], float]) -> OnItsWay | None:
         free = self._free.get(tensor.dtype)
         if free is None:
             memory = self._torch.empty(_SLOTS, dtype=tensor.dtype, device="cpu", pin_memory=True)
             free = [(memory[index : index + 1], self._torch.cuda.Event()) for index in range(_SLOTS)]
             self._free[tensor.dtype] = free
         if not free:
-            return math.nan
+            return None
         slot, event = free.pop()
         try:
             with self._torch.cuda.device(tensor.device):
@@ -119,6 +130,21 @@ class ValueReader:
         free = self._free.get(sent.slot.dtype)
         if free is not None:
             free.append((sent.slot, sent.event))
+
+
+def _replicated(tensor: Any) -> Any:
+    """Return the local part of a ``DTensor`` that every rank holds whole, as that of FSDP2 for a norm of gradients.
+
+    Its attributes are read and nothing is computed with it, which could talk to the other ranks.
+    """
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    if distributed is None or type(tensor) is not distributed.DTensor:
+        return tensor
+    if not all(each.is_replicate() for each in tensor._spec.placements):
+        return None
+    local = tensor._local_tensor
+    # What a collective still has to fill is waited for by who uses it: never by us.
+    return local.elem if getattr(local, "completed", False) else local
 
 
 def _half(address: int, code: str, before: bytes) -> float:

@@ -1,0 +1,95 @@
+"""The lock of a file that one process at a time may hold, and that names its holder.
+
+A POSIX record lock and not ``flock``: forked loader workers inherit the latter, so one that is stuck would keep the
+file locked after its trainer was killed. Does not decide what is protected, and builds no error of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from pathlib import Path
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, process
+_held: set[str] = set()
+"""Files that this process has locked. A POSIX lock cannot tell two of its threads apart."""
+
+
+class LockHeldError(Exception):
+    """Another holder has the lock.
+
+    Args:
+        holder: For instance ``"process 4711 on node3"``.
+    """
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(f"locked by {holder}")
+        self.holder = holder
+
+
+class FileLock:
+    """A lock on a file, made if missing. The end of the process, however it ends, releases it too.
+
+    Args:
+        path: The file; nothing else may be kept in it, and its directory exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            LockHeldError: naming the holder.
+            OSError: if the disk refuses.
+        """
+        if str(self._path) in _held:
+            raise LockHeldError(f"process {os.getpid()}")
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                holder = _text(descriptor)
+                os.close(descriptor)
+                raise LockHeldError(holder) from error
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), self._path.stat()):
+                    break
+            os.close(descriptor)  # whoever had it has just removed the file
+        _held.add(str(self._path))
+        self._descriptor = descriptor
+        os.ftruncate(descriptor, 0)
+        with contextlib.suppress(OSError):  # a full disk: the name of the holder is a courtesy
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def release(self) -> None:
+        """Give the lock back. Without effect if it is not held."""
+        if self._descriptor is not None:
+            _held.discard(str(self._path))
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def find_holder(path: Path) -> str | None:
+    """Return who holds the lock of a file, or None. Takes no lock itself, so nobody else is turned away."""
+    if str(path) in _held:  # not asked of the file: closing it would release our own lock
+        return f"process {os.getpid()}"
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        return None if _FLOCK.unpack(answer)[0] == fcntl.F_UNLCK else _text(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _text(descriptor: int) -> str:
+    return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"

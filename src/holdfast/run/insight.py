@@ -1,0 +1,102 @@
+"""`Insight`: hooks on modules and a mode on functions, which see into models as long as nothing is compiled.
+
+``torch.compile`` traces both into its graphs and compiles anew when they come or go, until it gives up. A module does
+not know by what it is called, and what is compiled may first be so in the middle of a step. So all of them go when
+torch begins to compile anything in this process, before it traces, and do not come back.
+
+Does not: know what the hooks see. What an optimizer, a gradient or a weight shows needs none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from holdfast.numerics.eager import anything_compiled, notify_no_more, notify_of_compilation
+
+LOST = (
+    "torch.compile or TorchScript is at work in this process, so the diagnosis does not see activations, inputs and "
+    "what losses are given: looking at them would compile anew. It sees gradients, updates and optimizers"
+)
+
+
+class Insight:
+    """The hooks and the mode of one observer.
+
+    Args:
+        mode: Sees functions while it is entered.
+        lost: Whether there can be none from the beginning.
+    """
+
+    def __init__(self, mode: TorchFunctionMode, *, lost: bool) -> None:
+        self._mode = mode
+        self._lost = lost
+        self._kept: list[RemovableHandle] = []
+        self._of_step: list[RemovableHandle] = []
+
+    @property
+    def lost(self) -> bool:
+        """Whether something is compiled, so that nothing is seen."""
+        self._lost = self._lost or anything_compiled()
+        return self._lost
+
+    @property
+    def in_step(self) -> bool:
+        """Whether there are hooks for the step that runs."""
+        return bool(self._of_step)
+
+    def keep(self, hooks: Iterable[RemovableHandle]) -> None:
+        """Make these hooks (lazily: none if all is lost) and keep them until `close`."""
+        self._make(hooks, self._kept)
+
+    def begin_step(self, hooks: Iterable[RemovableHandle]) -> None:
+        """Make these hooks and keep them until `end_step`."""
+        self.end_step()
+        self._make(hooks, self._of_step)
+
+    def _make(self, hooks: Iterable[RemovableHandle], kept: list[RemovableHandle]) -> None:
+        if not self.lost:
+            notify_of_compilation(self._compilation_begins)
+            kept += hooks
+
+    def end_step(self) -> None:
+        """Remove the hooks of a step."""
+        _remove(self._of_step)
+
+    def enter_mode(self) -> None:
+        """See functions from now on."""
+        if not self.lost:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave_mode(self) -> None:
+        """Leave the mode if it is entered, also where others were entered after it and are not left yet."""
+        above = []
+        while torch._C._len_torch_function_stack():
+            top = torch._C._pop_torch_function_stack()
+            if top is self._mode:
+                break
+            above.append(top)
+        for mode in reversed(above):
+            torch._C._push_on_torch_function_stack(mode)
+
+    def close(self) -> None:
+        """Remove all; may be called again."""
+        self.end_step()
+        _remove(self._kept)
+        notify_no_more(self._compilation_begins)
+
+    def _compilation_begins(self, _what: Any) -> None:
+        self._lost = True
+        self.end_step()
+        _remove(self._kept)
+        self.leave_mode()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -1,0 +1,51 @@
+"""A young run has something to lose, too: it is saved within seconds, whatever the interval becomes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.testing import FakeClock
+
+
+def saved_steps(run_dir: Path, steps: int, *, driven: bool = True, costs: float = 0.0, **fields: object) -> list[int]:
+    """Return at which steps a run was saved whose steps take 0.1 s."""
+    torch.manual_seed(0)
+    clock, model = FakeClock(), torch.nn.Linear(3, 1)
+    model.register_state_dict_post_hook(lambda *_: clock.advance(costs))  # asked by each save, and by no step
+    batch = torch.randn(4, 3)
+    guard = holdfast.Guard(
+        run_dir, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), clock=clock,
+        loader=[batch] * steps, async_save=False, **fields,
+    )  # fmt: skip
+    for each in guard.batches(max_epochs=1) if driven else [batch] * steps:
+        guard.step(each, lambda x: model(x).square().mean())
+        clock.advance(0.1)
+    return [event.global_step for event in guard.events() if event.kind == "checkpoint_saved"]
+
+
+@pytest.mark.parametrize("driven", [True, False])
+def test_a_run_is_saved_after_seconds_and_never_loses_more_than_about_half(driven, tmp_path):
+    """With "auto", which had saved nothing of 303 steps in half a minute; in a loop of the caller's, too."""
+    steps = saved_steps(tmp_path, 303, driven=driven)[1:]
+    assert 45 <= steps[0] <= 55
+    ages = [*steps, 303]
+    assert all(then <= now <= 2.1 * then for then, now in pairwise(ages))
+    assert len(steps) <= 5
+
+
+def test_a_young_run_is_not_held_up_by_saves_that_cost_much(tmp_path):
+    """The first comes after ten times of what it takes."""
+    assert 85 <= saved_steps(tmp_path, 200, costs=1.0)[1] <= 110
+
+
+def test_the_most_minutes_between_saves_are_kept_with_any_interval(tmp_path):
+    """save_interval_minutes is an upper limit beside a number of steps, and needs saves that are not switched off."""
+    fields = {"save_interval_steps": 1000, "save_interval_minutes": 0.95 / 60}
+    assert saved_steps(tmp_path / "a", 25, **fields) == [0, 10, 20, 25]
+    with pytest.raises(holdfast.PolicyError, match="H109"):
+        holdfast.Policy(save_interval_steps=None, save_interval_minutes=15)
