@@ -33,8 +33,8 @@ gpu: $(INSTALLED)  ## tests that need a CUDA machine; skipped, by name, elsewher
 	$(BIN)/pytest -m "" tests/gpu
 
 speechbrain: $(SPEECHBRAIN)/installed  ## the tests of the SpeechBrain integration, with its packages beside the others
-	PYTHONPATH=$(SPEECHBRAIN) $(BIN)/pytest -m "" tests/integrations/test_speechbrain.py
-	PYTHONPATH=$(SPEECHBRAIN) $(BIN)/pytest -m "" tests/integrations/test_kill_matrix.py -k speechbrain
+	PYTHONPATH=$(CURDIR)/$(SPEECHBRAIN) $(BIN)/pytest -m "" tests/integrations/test_speechbrain.py
+	PYTHONPATH=$(CURDIR)/$(SPEECHBRAIN) $(BIN)/pytest -m "" tests/integrations/test_kill_matrix.py -k speechbrain
 
 # The real packages. torchaudio's compiled part fits one build of torch, and it imports without it.
 $(SPEECHBRAIN)/installed: $(INSTALLED)
