@@ -26,7 +26,7 @@ from holdfast.recorder.reader import read_events
 ROOT = Path(__file__).parents[2]
 # Enough for the rule that names each: contracts in the first steps, windows over the run as a whole.
 STEPS = {
-    "unscaled-inputs": 220, "lr-too-high": 220, "lr-too-low": 120, "momentum-too-high": 220,
+    "unscaled-inputs": 220, "lr-too-high": 120, "lr-too-low": 120, "momentum-too-high": 220,
     "exploding-gradients": 220, "shuffled-labels": 220, "vanishing-gradients": 220,
 }  # fmt: skip
 OF_LOADING = ("dead-worker", "stopped-worker", "slow-worker")
