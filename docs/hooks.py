@@ -6,10 +6,9 @@ A page of docs/ may hold a directive, an HTML comment on a line of its own that 
     <!-- policy -->     every field of `Policy`
     <!-- presets -->    every preset
     <!-- commands -->   every command with its arguments and options
-    <!-- all figures --> the README's table of figures
-    <!-- faults -->     the README's table of faults in frameworks
-    <!-- figures: NAME  these figures of benchmarks/results/NAME.json, a line each; * is any text
-    ...
+    <!-- faults -->     what faults do to a training in each framework
+    <!-- figures: NAME  these figures of benchmarks/results/NAME.json, a line each; * is any text;
+    ...                 without a line: those with something to reach, and what was measured beside them
     -->
 
 READMEs and other pages that lie elsewhere in the repository become pages of the site, and links to them lead there. A
@@ -52,7 +51,7 @@ STAND_INS = {
     **{f"recipes/{name}": f"recipes/{name}.md" for name in RECIPES},
 }
 _DIRECTIVE = re.compile(
-    r"^<!-- (rules|policy|presets|commands|all figures|faults|figures: (?P<given>.*?))\s-->$",
+    r"^<!-- (rules|policy|presets|commands|faults|figures: (?P<given>.*?))\s-->$",
     re.MULTILINE | re.DOTALL,
 )
 _LINK = re.compile(r"(?P<bang>!?)\[(?P<words>[^\]]*)\]\((?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)")
@@ -101,7 +100,6 @@ def expanded(markdown: str) -> str:
         "policy": policy_table,
         "presets": presets_table,
         "commands": commands,
-        "all figures": all_figures,
         "faults": faults_table,
     }
 
@@ -183,39 +181,32 @@ def figures(name: str, wanted: list[str]) -> str:
 
     Args:
         name: Of the file, without its ending.
-        wanted: Words of the figures, in order; ``*`` is any text. None means all.
+        wanted: Words of the figures, in order; ``*`` is any text. None: those that `is_shown` chooses.
 
     Raises:
         LookupError: if there is no such figure, or no such file.
     """
-    from benchmarks.readme_table import _row
+    from benchmarks.tables import is_shown, row
 
     file = RESULTS / f"{name}.json"
     if not file.exists():
         raise LookupError(f"benchmarks/results has no {name}.json")
     result = json.loads(file.read_text(encoding="utf-8"))
-    chosen = []
-    for pattern in wanted or ["*"]:
+    chosen = [] if wanted else [each for each in result["figures"] if is_shown(name, each)]
+    for pattern in wanted:
         found = [each for each in result["figures"] if fnmatch.fnmatchcase(each["what"], pattern)]
         if not found:
             raise LookupError(f"{name}.json has no figure {pattern!r}")
         chosen += found
     where = f"`{name}`, {result['date'][:10]}, commit {str(result['commit']['commit'])[:9]}"
     return "\n".join(
-        [f"| {where} | measured | to reach |", "|---|---|---|", *(f"| {_row(each)} |" for each in chosen)]
+        [f"| {where} | measured | to reach |", "|---|---|---|", *(f"| {row(each)} |" for each in chosen)]
     )
 
 
-def all_figures() -> str:
-    """Return the README's table of figures."""
-    from benchmarks.readme_table import readme_table
-
-    return readme_table(RESULTS)
-
-
 def faults_table() -> str:
-    """Return the README's table of what faults do in frameworks."""
-    from benchmarks.readme_table import faults_table
+    """Return the table of what faults do in frameworks."""
+    from benchmarks.tables import faults_table
 
     return faults_table(RESULTS)
 

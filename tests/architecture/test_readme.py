@@ -10,11 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+_COSTS = ("step_overhead", "numerics_overhead", "malloc_threshold")
 
 
 def test_the_loop_of_the_readme_runs_before_and_after(tmp_path: Path) -> None:
     """The two loops are pasted into a script as they stand: both train, and the second one resumes."""
-    _, _, section = README.partition("## Your loop, before and after")
+    _, _, section = README.partition("### 3. Guard a loop")
     before, after = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
     ending = "\nassert guard.epoch == 10 and not result.skipped\nprint(guard.global_step, guard.resumed_from)"
     script = tmp_path / "script.py"
@@ -34,7 +35,7 @@ def test_the_commands_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"(?:^|`)make (\w+)", README, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-    for command in set(re.findall(r"^holdfast (\w+) .*#", README, re.MULTILINE)):
+    for command in set(re.findall(r"(?:\$ |`)holdfast (\w+)", README)):
         called = [sys.executable, "-m", "holdfast.cli.main", command, "--help"]
         code = f"import sys; sys.argv[1:] = {called[3:]!r}; from holdfast.cli.main import main; main()"
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0, command
@@ -48,11 +49,20 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_every_figure_of_the_readme_is_in_a_result_file() -> None:
-    """The table of figures is the one that the result files give: nobody types a number."""
-    from benchmarks.readme_table import faults_table, readme_table
+    """Each ratio under "What it costs" is one that a result file gives: nobody types a number."""
+    from benchmarks.tables import row
 
-    assert readme_table(ROOT / "benchmarks" / "results") in README
-    assert faults_table(ROOT / "benchmarks" / "results") in README
+    _, _, costs = README.partition("## What it costs")
+    shown = re.findall(r"\d\.\d+ \(\d\.\d+ to \d\.\d+\)", costs.partition("\n## ")[0])
+    results = [json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text()) for name in _COSTS]
+    rows = [row(figure) for result in results for figure in result["figures"]]
+    assert len(shown) == 5
+    assert [each for each in shown if not any(each in given for given in rows)] == []
+
+
+def test_the_readme_is_one_that_is_read() -> None:
+    """At most 220 lines."""
+    assert len(README.splitlines()) <= 220
 
 
 def test_the_result_files_are_whole() -> None:

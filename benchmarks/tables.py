@@ -1,7 +1,4 @@
-"""Print the README's table of figures from the result files, so that nobody types a number.
-
-python -m benchmarks.readme_table
-"""
+"""Tables for the docs, made from the result files, so that nobody types a number."""
 
 from __future__ import annotations
 
@@ -9,24 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run_all import RESULTS, SCRIPTS, files_of
-
 _BESIDE = ("plain loop", "accelerate", "torch.save", "torch.load")
-
-
-def readme_table(results: Path) -> str:
-    """Return a Markdown table of the figures that have a target, and of what was measured beside them.
-
-    Args:
-        results: Folder of the result files.
-    """
-    lines = ["| benchmark | figure | measured | to reach |", "|---|---|---|---|"]
-    for name in SCRIPTS:
-        for file in files_of(name, results):
-            shown = [figure for figure in json.loads(file.read_text())["figures"] if _is_shown(name, figure)]
-            title = f"`{name}`" if name not in RESULTS else f"`{file.stem}`"
-            lines += [f"| {title if n == 0 else ''} | {_row(figure)} |" for n, figure in enumerate(shown)]
-    return "\n".join(lines)
 
 
 def faults_table(results: Path) -> str:
@@ -36,9 +16,9 @@ def faults_table(results: Path) -> str:
         results: Folder of the result files.
     """
     rows = json.loads((results / "integrations.json").read_text())["samples"]["table"]
-    sides = list(dict.fromkeys((row["framework"], row["how"]) for row in rows))
-    cells = {(row["fault"], row["framework"], row["how"]): _outcome(row) for row in rows}
-    faults = list(dict.fromkeys(row["fault"] for row in rows))
+    sides = list(dict.fromkeys((each["framework"], each["how"]) for each in rows))
+    cells = {(each["fault"], each["framework"], each["how"]): _outcome(each) for each in rows}
+    faults = list(dict.fromkeys(each["fault"] for each in rows))
     lines = [f"| | {' | '.join(faults)} |", "|---" * (1 + len(faults)) + "|"]
     for framework, how in sides:
         found = [cells.get((fault, framework, how), "") for fault in faults]
@@ -54,7 +34,8 @@ def _outcome(row: dict[str, Any]) -> str:
     return words.get(row["result"], "**other weights**") + again
 
 
-def _is_shown(name: str, figure: dict[str, Any]) -> bool:
+def is_shown(name: str, figure: dict[str, Any]) -> bool:
+    """Say whether a figure is one to reach, or was measured beside one."""
     beside = figure["what"].startswith(_BESIDE) and "kills, of those" not in figure["what"]
     cost = name == "malloc_threshold" and figure["unit"] == "ratio"
     exactness = name == "oom_recovery" and "bare gradient" in figure["what"] and "others" not in figure["what"]
@@ -65,7 +46,8 @@ def _is_shown(name: str, figure: dict[str, Any]) -> bool:
     return "to_reach" in figure or beside or cost or exactness or origins or estimates
 
 
-def _row(figure: dict[str, Any]) -> str:
+def row(figure: dict[str, Any]) -> str:
+    """Return the cells of a figure: what, measured, to reach."""
     if figure["unit"] == "count":
         measured = f"{figure['value']:g} of {figure['samples']}"
     elif figure["unit"] == "share" or "p10" not in figure:
@@ -78,7 +60,3 @@ def _row(figure: dict[str, Any]) -> str:
     missed = " **missed**" if figure.get("reached") is False else ""
     return f"{figure['what']} | {measured}{missed} | {figure.get('to_reach', '')}"
 
-
-if __name__ == "__main__":
-    print(readme_table(Path(__file__).parent / "results"))
-    print(faults_table(Path(__file__).parent / "results"))
