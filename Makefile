@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+FOR_DEMO := .venv/installed-for-demo
 SPEECHBRAIN := .venv/speechbrain
 EXTRAS := demo,dev,docs,features,integrations,metrics,report,stacks
 PIP := python -m pip install --quiet --disable-pip-version-check
@@ -11,7 +12,8 @@ OTHER := .venv/torch-$(TORCH)
 
 .PHONY: demo test check docs fast gpu speechbrain other-torch benchmarks clean
 
-demo: $(INSTALLED)  ## train the main job through real faults, and check every promise
+# All that is installed serves the demo too; it needs less than a tenth of it beside torch.
+demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(FOR_DEMO))  ## train the main job through real faults, and check every promise
 	$(BIN)/holdfast demo
 
 test: check speechbrain  ## all gates and all tests, the slow ones too
@@ -54,10 +56,14 @@ benchmarks: $(INSTALLED)  ## measure every figure in the README again; takes som
 	$(BIN)/python -m benchmarks.run_all
 
 # The environment is made anew when what goes into it has changed.
-$(INSTALLED): pyproject.toml constraints.txt
+$(FOR_DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "holdfast needs Python 3.11 or later; $(PYTHON) is older. Fix: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv --clear .venv
+	$(BIN)/$(PIP) -c constraints.txt -e '.[demo,report]'
+	@touch $@
+
+$(INSTALLED): $(FOR_DEMO)
 	$(BIN)/$(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 

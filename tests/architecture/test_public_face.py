@@ -177,12 +177,13 @@ def test_the_wheel_holds_all_that_the_package_needs(tmp_path) -> None:
     """Built and installed elsewhere, without the source tree, the package explains its rules and trains a step."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)], check=True)
-    (wheel,) = tmp_path.glob("holdfast-*.whl")
+    (wheel,) = tmp_path.glob("torch_holdfast-*.whl")
     target = tmp_path / "installed"
     subprocess.run([*pip, "install", "--no-deps", "--target", str(target), str(wheel)], check=True)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import holdfast, torch, tempfile\n"
         "assert holdfast.__file__.startswith(sys.argv[1])\n"
+        "from pathlib import Path; assert Path(holdfast.__file__).with_name('py.typed').exists()\n"
         "from holdfast.diagnose.rules import all_rules; assert len(all_rules()) > 30\n"
         "model = torch.nn.Linear(2, 1)\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
