@@ -59,4 +59,3 @@ def row(figure: dict[str, Any]) -> str:
             measured = f"{figure['value']:.3f} ({figure['p10']:.3f} to {figure['p90']:.3f})"
     missed = " **missed**" if figure.get("reached") is False else ""
     return f"{figure['what']} | {measured}{missed} | {figure.get('to_reach', '')}"
-
