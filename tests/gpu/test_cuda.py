@@ -120,7 +120,7 @@ def test_a_step_reads_the_device_once(tmp_path, diagnose) -> None:
         tmp_path, max_grad_norm=1.0, save_interval_steps=None, check_split=False, diagnose=diagnose, **parts
     )
     x = torch.randn(64, 512, device="cuda")
-    observer = guard._transaction.diagnosis._observer
+    observer = guard._engine.diagnosis._observer
     for _ in range(35):
         guard.step(x, loss_of(parts["model"]))
     while observer is not None and observer.due():
@@ -171,10 +171,10 @@ def test_a_rollback_brings_the_device_back_to_a_copy_on_the_host(tmp_path) -> No
 def test_a_search_for_a_cause_leaves_no_trace_on_the_device(tmp_path) -> None:
     """Trials run in place there: weights, moments and random state are as before, bit for bit."""
     parts = make()
-    transaction = holdfast.Guard(tmp_path, save_interval_steps=None, check_split=False, **parts)._transaction
+    engine = holdfast.Guard(tmp_path, save_interval_steps=None, check_split=False, **parts)._engine
     x = torch.randn(64, 512, device="cuda")
     before = copy.deepcopy(parts["model"]), torch.cuda.get_rng_state()
-    transaction.diagnosis.seeks_cause = True
-    transaction.search_cause(x, loss_of(parts["model"]), ["optimizer"], None, SystemClock(), 0.0)
+    engine.diagnosis.seeks_cause = True
+    engine.search_cause(x, loss_of(parts["model"]), ["optimizer"], None, SystemClock(), 0.0)
     assert equal(before[0], parts["model"])
     assert torch.equal(before[1], torch.cuda.get_rng_state())

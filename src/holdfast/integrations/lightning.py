@@ -163,7 +163,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         if carried is None:
             guard.replaced_state()
         else:
-            guard.take_up(carried["guard"])
+            guard.load_state_dict(carried["guard"])
             window = decode(carried.get("window"), carried["tensors"])
             if window is not None:
                 self._steps.load_state_dict(window)
@@ -299,7 +299,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
             done = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # type: ignore[union-attr]
             devices = [] if self.root_device.type == "cpu" else [self.root_device]
             checkpoint[_KEY] = {
-                "guard": guard.carried_state(),
+                "guard": guard.state_dict(),
                 "random_state": encoder.encode(capture(devices).to_tree()),
                 # Lightning may save in the middle of a step: after so much time, a validation, a signal.
                 "window": encoder.encode(None if self._steps is None else self._steps.state_dict(), ("window",)),

@@ -181,7 +181,7 @@ class HoldfastMixin:
         if carried is None:
             guard.replaced_state()
             return
-        guard.take_up(carried["guard"])
+        guard.load_state_dict(carried["guard"])
         tensors = tensors_from_bytes(base64.b64decode(carried["tensors"]))
         self._holdfast_position = decode(carried.get("loader"), tensors)
         state = RandomState.from_tree(decode(carried["random_state"], tensors))
@@ -389,7 +389,7 @@ def _save(brain: HoldfastMixin, path: Any) -> None:
     random_state = encoder.encode(capture(guard._parts.devices()).to_tree())
     loader = None if brain._holdfast_loader is None else brain._holdfast_loader.state_dict()
     carried = {
-        "guard": guard.carried_state(),
+        "guard": guard.state_dict(),
         "random_state": random_state,
         "loader": encoder.encode(loader, ("loader",)),
         "tensors": base64.b64encode(tensors_to_bytes(encoder.tensors)).decode(),

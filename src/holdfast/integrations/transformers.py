@@ -167,7 +167,7 @@ class HoldfastMixin:
         guard.saves_in(default.parent, resumed=bool(self._holdfast_resumed))
         carried = carried_in(self._holdfast_resumed)
         if carried is not None:
-            guard.take_up(carried)
+            guard.load_state_dict(carried)
         else:
             guard.count_from(self.state.global_step)  # of a checkpoint that was written without holdfast
         self._holdfast_loss, self._holdfast_window = TrainerLoss(self, model, self._holdfast_split), []
@@ -217,7 +217,7 @@ class HoldfastMixin:
         return super().get_batch_samples(noted(), *rest, **named)  # type: ignore[misc]
 
     def _holdfast_carried(self, guard: HostedGuard) -> dict[str, Any]:
-        carried = guard.carried_state() | {"losses": [float(self._holdfast_total), self._holdfast_counted]}
+        carried = guard.state_dict() | {"losses": [float(self._holdfast_total), self._holdfast_counted]}
         if self._holdfast_loader is not None:
             carried["loader"] = self._holdfast_position or self._holdfast_loader.state_dict()
         return carried

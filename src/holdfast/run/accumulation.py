@@ -18,9 +18,7 @@ import torch
 
 from holdfast.data.random_state import RandomState, capture, restore
 from holdfast.data.splitting import Split
-from holdfast.run.attempts import Work
-from holdfast.run.guard import Guard
-from holdfast.run.outcome import Outcome
+from holdfast.run.hosted import HostedGuard
 from holdfast.run.promises import LossFunction
 from holdfast.run.result import StepResult
 
@@ -47,13 +45,14 @@ class Accumulation:
         >>> guard.close()
     """
 
-    def __init__(self, guard: Guard, begins: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, guard: HostedGuard, begins: Callable[[], None] = lambda: None) -> None:
         self._guard = guard
-        self._transaction = guard._transaction
-        self._attempts = guard._transaction._attempts
+        self._steps = guard.steps
+        self._engine = guard.steps.engine
+        self._attempts = guard.steps.engine.attempts
         self._begins = begins
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
-        self._buffers = guard._transaction._attempts.promises.keeper()  # before the first batch of a step
+        self._buffers = self._attempts.promises.keeper()  # before the first batch of a step
         self._begun: RandomState | None = None  # likewise
         self._spoiled: str | None = None  # why the step will be skipped
         self._observing = self._attempts.observing
@@ -93,7 +92,7 @@ class Accumulation:
         self._begun, self._spoiled = RandomState.from_tree(state["random_state"]), state["spoiled"]
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for model_name, model in self._guard._parts.models.items():
+        for model_name, model in self._steps.parts.models.items():
             yield from ((f"{model_name}.{name}", each) for name, each in model.named_parameters())
 
     def show(self) -> None:
@@ -141,46 +140,28 @@ class Accumulation:
         Raises:
             As `Guard.step`; what was kept before stays.
         """
-        guard, names = self._guard, self._guard._parts.optimizer_names(optimizer)
+        session, engine, recovery = self._steps.session, self._engine, self._steps.recovery
         if self._begun is None:
-            guard._ready()
-            self._begun = capture(guard._parts.devices())
+            self._guard.ready()
+            self._begun = capture(self._steps.parts.devices())
             self._buffers.keep()
-        plan, returns = guard._ladder.plan, guard._session.counters.rollbacks
-        work = self._attempts.begin(batch, loss_fn, names, self._transaction._split if split is None else split)
-        try:
-            attempt = self._transaction._attempt_until_it_fits(work)
-        except BaseException:
-            self._attempts.take_back(work)
-            raise
-        finally:
-            if guard._ladder.plan != plan:
-                guard._directory.remember_ladder(guard._ladder.state_dict())
-        guard._session.counters.out_of_memory += work.out_of_memory
-        if attempt.facts.nonfinite:
-            outcome = self._transaction._skip(work, attempt)
-            less = self._without_bad(work, outcome)
-            if less is not None:
-                return self.add(less, loss_fn, optimizer=optimizer, split=split)
-            self._spoiled = guard._recovery.after_refused_step(outcome)
-            if guard._session.counters.rollbacks != returns:
-                self._kept = {}  # they are gradients of other weights
-            return outcome.result(self._spoiled)
-        self._kept = {p: p.grad for p in work.parameters if p.grad is not None}
-        for parameter in work.parameters:
-            parameter.grad = None
-        self._attempts.learn(work)
-        self._attempts.loss_scale.forget()
-        return self._transaction._outcome(work, attempt, committed=True).result(None)
-
-    def _without_bad(self, work: Work, outcome: Outcome) -> Any | None:
-        """Return the batch without the samples that NaN came from, if the policy wants that and they are known."""
-        if not self._guard.policy.drop_nonfinite_samples or outcome.provenance is None:
-            return None
-        less = self._transaction._replay.without_samples(work, outcome.provenance)
+        returns = session.counters.rollbacks
+        work = engine.begin(batch, loss_fn, self._steps.parts.optimizer_names(optimizer), split)
+        attempt = engine.attempt(work)
+        session.counters.out_of_memory += work.out_of_memory
+        if not attempt.facts.nonfinite:
+            self._kept, outcome = engine.keep(work, attempt)
+            return outcome.result(None)
+        outcome = engine.skip(work, attempt)
+        less = engine.without_bad_samples(work, outcome)
         if less is not None:
-            self._guard._recovery.dropped(outcome.provenance)
-        return less
+            assert outcome.provenance is not None
+            recovery.dropped(outcome.provenance)
+            return self.add(less, loss_fn, optimizer=optimizer, split=split)
+        self._spoiled = recovery.after_refused_step(outcome)
+        if session.counters.rollbacks != returns:
+            self._kept = {}  # they are gradients of other weights
+        return outcome.result(self._spoiled)
 
     def step(
         self,

@@ -244,13 +244,6 @@ class Cursor:
         for generator, seen in zip(self._own_generators(), state["generators_now"], strict=False):
             generator.set_state(seen)
 
-    def go_to(self, epoch: int, seed: int) -> None:
-        """Let the next `begin` be the whole of an epoch; a seed decides the order where the loader does not."""
-        self.epoch, self.batches, self._epoch_start = epoch, 0, None
-        self._reload = self._fetching = self._under_way = False
-        for generator in self._own_generators():
-            generator.manual_seed(seed)
-
     def _own_generators(self) -> list[torch.Generator]:
         """Return the generators that a torch loader draws its order from; holdfast's draws from none."""
         if self._stateful:

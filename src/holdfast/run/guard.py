@@ -17,30 +17,30 @@ from typing import Any, NoReturn, Self
 import torch
 
 from holdfast.core.clock import Clock, SystemClock
-from holdfast.core.errors import OutOfMemoryError, PolicyError
+from holdfast.core.errors import PolicyError
 from holdfast.core.events import Event
 from holdfast.core.policy import Policy
 from holdfast.data.splitting import Split
 from holdfast.memory.host_allocator import set_malloc_threshold
 from holdfast.memory.ladder import MemoryLadder
 from holdfast.numerics.alignment import alignment_facts
-from holdfast.recorder.black_box import StepMark
 from holdfast.run.cursor import Cursor
 from holdfast.run.directory import RunDirectory
+from holdfast.run.engine import StepEngine
 from holdfast.run.evaluation import evaluating
 from holdfast.run.images import keep_image
 from holdfast.run.loop import Loop
-from holdfast.run.outcome import Outcome, TornStep
 from holdfast.run.parts import gather_parts
+from holdfast.run.phase import RunState
 from holdfast.run.promises import LossFunction
 from holdfast.run.ranks import find_ranks
 from holdfast.run.record import End, RunRecord, recording_errors
-from holdfast.run.recovery import Recovery, series_of
+from holdfast.run.recovery import Recovery
 from holdfast.run.result import Statistics, StepResult
-from holdfast.run.schedules import advance, check_schedulers, validated
+from holdfast.run.schedules import check_schedulers, validated
 from holdfast.run.session import Session
+from holdfast.run.steps import Steps
 from holdfast.run.stop import Interrupted, StopRequest
-from holdfast.run.transaction import Transaction
 from holdfast.run.unsaved import save_the_rest
 
 
@@ -101,7 +101,6 @@ class Guard:
         self._parts = gather_parts(model, optimizer, scheduler, state)
         check_schedulers(self._parts.schedulers, scales=self.policy.rollback_lr_factor is not None)
         self._clock = clock or SystemClock()
-        self._opened_at = self._clock.monotonic_seconds()
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._ladder = MemoryLadder.of(self.policy)
@@ -109,13 +108,15 @@ class Guard:
         self._stop = StopRequest()
         directory = RunDirectory(run_dir)
         self._record = RunRecord(directory.recorder, self._clock)
-        self._transaction = Transaction(
+        state = RunState()
+        self._engine = StepEngine(
             parts=self._parts,
             policy=self.policy,
             ladder=self._ladder,
             ranks=find_ranks(),
             record=self._record,
             split=split,
+            state=state,
         )
         self._session = Session(
             directory=directory,
@@ -125,13 +126,15 @@ class Guard:
             clock=self._clock,
             cursor=self._cursor,
             ladder=self._ladder,
-            transaction=self._transaction,
+            engine=self._engine,
+            state=state,
         )
         self._directory = directory
         self._recovery = Recovery(self._session)
+        self._steps = Steps(self._session, self._engine, self._recovery)
         self._boundaries = Loop(self._session, self._stop, self._recovery)
         weakref.finalize(self, self._stop.uninstall)
-        weakref.finalize(self, self._transaction.diagnosis.close)  # at exit: later, torch would abort the process
+        weakref.finalize(self, self._engine.diagnosis.close)  # at exit: later, torch would abort the process
         self._open()
         try:
             self.resumed_from: Path | None = self._session.resume()
@@ -203,9 +206,10 @@ class Guard:
 
     def _ready(self) -> None:
         """Open the run directory if it was released, and keep boundaries in a loop that is not ours."""
+        self._session.check_not_in_step()
         if not self._session.is_open:
             self._open()
-        if not self._boundaries.driven:
+        if not self._session.state.in_loop:
             self._boundaries.boundary_outside()
             if self._stop.by_signal:
                 self._end_process()
@@ -240,77 +244,22 @@ class Guard:
         """
         names = self._parts.optimizer_names(optimizer)
         self._ready()
-        started = self._clock.monotonic_seconds()
-        plan, series = self._ladder.plan, series_of(names, loss_fn)
-        self._transaction.diagnosis.given(batch, again=self._boundaries.stepped)
-        self._record.step(StepMark.BEGUN, plan.micro_batch_size, None, None, 0.0)
-        torn: TornStep | None = None
-        try:
-            outcome = self._transaction.run(
-                batch,
-                loss_fn,
-                names,
-                split=split,
-                stop_requested=self._stop.reason is not None,
-                judge=lambda attempt: self._recovery.judge(series, attempt),
-            )
-        except TornStep as error:
-            torn = error
-        except BaseException as error:
-            if self._boundaries.stepped or self._transaction.committing:
-                self._session.whole = False  # in the middle of a batch or of a step: no boundary
-            if isinstance(error, OutOfMemoryError):
-                self._session.saving.save()  # the weights are those of the last step: keep them
-            raise
-        finally:
-            if self._ladder.plan != plan:
-                self._directory.remember_ladder(self._ladder.state_dict())
-        self._boundaries.stepped = True
-        if torn is not None:
-            driven = self._boundaries.driven
-            undone = self._recovery.after_torn_step(torn, rewind_data=driven)
-            self._transaction.committing, self._boundaries.rewound = False, driven
-            return torn.outcome.result(undone)
-        self._session.counters.out_of_memory += outcome.out_of_memory
-        if outcome.committed:
-            self._committed(outcome, names, series)
-        reason = None if outcome.committed else self._recovery.after_refused_step(outcome)
-        self._transaction.diagnosis.step_ended(outcome, names, reason)
-        if outcome.committed:
-            self._transaction.search_cause(batch, loss_fn, names, split, self._clock, self._opened_at)
-        facts, mark = outcome.attempt.facts, StepMark.COMMITTED if outcome.committed else StepMark.SKIPPED
-        seconds = self._clock.monotonic_seconds() - started
-        self._record.step(mark, outcome.attempt.micro_batch_size, facts.loss, facts.total, seconds)
-        return outcome.result(reason)
-
-    def _committed(self, outcome: Outcome, names: Sequence[str], series: str) -> None:
-        self._record.global_step += 1
-        if self.policy.spike_action != "off":
-            self._session.spikes.accepted(series, outcome.attempt.facts.loss, outcome.attempt.facts.total)
-        if outcome.attempt.dropped:
-            self._recovery.micro_batches_dropped(outcome.attempt.dropped)
-        if outcome.dropped and outcome.provenance is not None:
-            self._recovery.dropped(outcome.provenance)
-        self._session.counters.note_good_step(self.global_step)
-        if outcome.attempt.facts.overflowed:
-            self._record.happened("norm_overflowed", total=outcome.attempt.facts.total)
-        if self.policy.scheduler_interval == "step":
-            advance(self._parts.schedulers, self._parts.optimizers, names)
-        larger = self._ladder.decide_after_step(batch_size=outcome.size or 1, attempts=outcome.attempts)
-        if larger is not None:
-            self._record.decided(larger)
+        return self._steps.step(batch, loss_fn, names, split=split, stop_requested=self._stop.reason is not None)
 
     # --- opening, closing -----------------------------------------------------------------------------------
 
     def _open(self) -> None:
         self._session.open()
         self._stop.install()
-        self._transaction.diagnosis.open()
+        self._engine.diagnosis.open()
 
     def _release(self, how: End | None = None) -> None:
+        self._boundaries.count_batch()
         self._stop.uninstall()
-        self._transaction.diagnosis.close()
-        self._session.close(how)
+        try:
+            self._engine.diagnosis.close()
+        finally:
+            self._session.close(how)
 
     def close(self) -> None:
         """Write what is not saved yet, also without a step since; release the run directory. May be called again."""
@@ -351,7 +300,7 @@ class Guard:
         """
         value, self._session.validated = float(loss), True
         changed = validated(self._parts.schedulers, value)
-        self._transaction.diagnosis.validated(value)
+        self._engine.diagnosis.validated(value)
         self._record.happened("validated", loss=value, learning_rate_changed_by=changed)
 
     def aligned(self, attention: Any, input_lengths: Any, output_lengths: Any, **limit: Any) -> None:
@@ -364,7 +313,7 @@ class Guard:
             **limit: ``max_decoder_steps=``, where free-running decoding is cut off.
         """
         facts = alignment_facts(attention, input_lengths, output_lengths, **limit)
-        self._transaction.diagnosis.aligned(facts)
+        self._engine.diagnosis.aligned(facts)
         self._record.happened("aligned", **facts)
 
     def add_image(self, tag: str, image: Any) -> None:

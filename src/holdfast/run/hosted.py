@@ -25,6 +25,7 @@ from holdfast.run.evaluation import evaluating
 from holdfast.run.guard import Guard
 from holdfast.run.record import End
 from holdfast.run.result import Counters
+from holdfast.run.steps import Steps
 
 _OF_THE_HOST = ("save_interval_steps", "save_interval_minutes", "scheduler_interval")
 
@@ -80,7 +81,7 @@ def agreed(
 def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
     """Let a guard begin with the loss scale of its host, as that was set or restored; without one nothing changes."""
     if scaler is not None and scaler.is_enabled():
-        guard._transaction.loss_scale.load_state_dict(scaler.state_dict())
+        guard._engine.loss_scale.load_state_dict(scaler.state_dict())
 
 
 class LentCursor(Cursor):
@@ -97,7 +98,7 @@ class HostedGuard(Guard):
     """A guard whose boundaries belong to a framework's loop.
 
     It takes what `Guard` takes; its policy should be made by `hosted_policy`. It ends no process and writes no
-    checkpoint: the framework asks `stop_reason`, and puts `carried_state` into what it saves. A ``loader=`` is
+    checkpoint: the framework asks `stop_reason`, and puts `state_dict` into what it saves. A ``loader=`` is
     iterated by the framework; a `holdfast.DataLoader` tells its events here, and sets samples aside.
     """
 
@@ -128,10 +129,20 @@ class HostedGuard(Guard):
         if isinstance(self._cursor, LentCursor):
             self._cursor.lent = indices
 
-    def _ready(self) -> None:
+    @property
+    def steps(self) -> Steps:
+        """Return who makes the steps, for who drives them batch by batch; see ``accumulation``."""
+        return self._steps
+
+    def ready(self) -> None:
+        """Open the run directory if it was released; the last step is over."""
+        self._session.check_not_in_step()
         if not self._session.is_open:
             self._open()
         self._boundaries.boundary_outside()
+
+    def _ready(self) -> None:
+        self.ready()
 
     def note(self, kind: str, **facts: Any) -> None:
         """Record an event of the step that the run stands at; ``"saved"`` and ``"save_failed"`` are also counted."""
@@ -146,7 +157,7 @@ class HostedGuard(Guard):
             self._record.happened("not_saved", newest_checkpoint=None, failed_saves=self._host_failed)
         super()._release(how)
 
-    def carried_state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what later steps need of earlier ones, as JSON values: for a checkpoint of the framework's."""
         kept = self._session._training()
         own = {name: kept[name] for name in ("global_step", "counters", "ladder", "spikes", "interventions")}
@@ -157,8 +168,8 @@ class HostedGuard(Guard):
         assert not encoder.tensors, sorted(encoder.tensors)
         return found
 
-    def take_up(self, carried: Mapping[str, Any]) -> None:
-        """Go on from `carried_state` of an earlier life.
+    def load_state_dict(self, carried: Mapping[str, Any]) -> None:
+        """Go on from `state_dict` of an earlier life.
 
         Args:
             carried: What was loaded; model, optimizer and scheduler were restored by the framework.
@@ -170,9 +181,9 @@ class HostedGuard(Guard):
         session.interventions = state["interventions"]
         session.spikes.load_state_dict(state["spikes"])
         self._ladder.load_state_dict(state["ladder"])
-        self._transaction.loss_scale.load_state_dict(state["loss_scale"])
-        self._transaction.diagnosis.load_state_dict(state["diagnosis"])
-        self._transaction.state_was_replaced()
+        self._engine.loss_scale.load_state_dict(state["loss_scale"])
+        self._engine.diagnosis.load_state_dict(state["diagnosis"])
+        self._engine.state_was_replaced()
         self._record.global_step = state["global_step"]
         self._record.happened("resumed", by="the framework")
 
@@ -182,7 +193,7 @@ class HostedGuard(Guard):
 
     def replaced_state(self) -> None:
         """Note that the framework has loaded weights and optimizer state."""
-        self._transaction.state_was_replaced()
+        self._engine.state_was_replaced()
 
     def nonfinite_state(self) -> str | None:
         """Return which weights, statistics or moments hold NaN or Inf, so that they must not be saved as good."""
@@ -203,5 +214,5 @@ class HostedGuard(Guard):
 
     def validated(self, loss: float | torch.Tensor) -> None:
         """Tell the guard the loss of an evaluation, lower being better; schedulers are the framework's to drive."""
-        self._transaction.diagnosis.validated(float(loss))
+        self._engine.diagnosis.validated(float(loss))
         self._record.happened("validated", loss=float(loss))

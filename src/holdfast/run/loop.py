@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast.core.errors import PolicyError
 from holdfast.run.cursor import Cursor
+from holdfast.run.phase import Phase
 from holdfast.run.record import End
 from holdfast.run.recovery import Recovery
 from holdfast.run.schedules import advance, needs_metric
@@ -37,10 +38,8 @@ class Loop:
         self._record = session.record
         self._stop = stop
         self._recovery = recovery
-        self.driven = False  # a loop of ours is running, so boundaries are known
-        self.stepped = False  # a step was committed or skipped since the last boundary
+        self._state = session.state
         self._postponed = False  # a save that is due waits
-        self.rewound = False  # a rollback has moved the position: the loader must be started anew
         self._told_of_waiting = False
 
     def batches(
@@ -64,7 +63,7 @@ class Loop:
             return enough or self._stop.reason is not None
 
         self._stop.begin_anew()
-        self.driven = True
+        self._state.in_loop = True
         self._record.happened("loop", resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches)
         how: End = "failed"
         try:
@@ -87,12 +86,18 @@ class Loop:
                 self._session.saving.save()  # the loader failed at a boundary: nothing is lost
             raise
         finally:
-            if self.rewound:
-                self._go_back_again()
-            self.count_batch()
-            cursor.leave()
-            self.driven = False
-            release(how)
+            try:
+                if self._state.phase is Phase.REWOUND:
+                    self._recovery.go_back_again()
+            except BaseException as error:
+                how = "failed"
+                self._record.left_by(error)
+                raise
+            finally:  # whatever fails: the lock and the handlers are given back
+                self.count_batch()
+                cursor.leave()
+                self._state.in_loop = False
+                release(how)
 
     def _epoch(self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool) -> Iterator[Any]:
         """Yield the rest of an epoch; returns early when finished, interrupted or rewound."""
@@ -108,11 +113,11 @@ class Loop:
             except Interrupted:
                 return
             yield batch
-            if self.rewound:
-                self._go_back_again()
+            if self._state.phase is Phase.REWOUND:
+                self._recovery.go_back_again()  # the rest of the loop body ran on state that was restored already
                 return
             cursor.advance()
-            self.stepped = False
+            self._state.boundary()
             if not cursor.seems_to_end:
                 self._save_if_due()
             if finished():
@@ -134,11 +139,6 @@ class Loop:
         if waiting and epochs >= _EPOCHS_WITHOUT_METRIC and not told:
             self._told_of_waiting = True
             self._record.happened("schedulers_wait", schedulers=waiting, fix="call guard.validated(loss)")
-
-    def _go_back_again(self) -> None:
-        """Restore once more: the rest of the loop body ran on state that was restored already."""
-        self._recovery.go_back_again()
-        self.rewound = self.stepped = False
 
     def _save_if_due(self) -> None:
         saving = self._session.saving
@@ -162,11 +162,12 @@ class Loop:
 
     def count_batch(self) -> None:
         """Count the batch that is out as trained, if a step was made with it."""
-        if self.stepped and self._session.cursor is not None:
-            self._session.cursor.advance()
-        self.stepped = False
+        if self._state.batch_is_used:
+            if self._session.cursor is not None:
+                self._session.cursor.advance()
+            self._state.boundary()
 
     def boundary_outside(self) -> None:
         """Save where it is due, in a loop that is not ours: the next step has begun, so the last one is over."""
-        self.stepped = False
+        self._state.boundary()
         self._save_if_due()

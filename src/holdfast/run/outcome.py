@@ -113,7 +113,7 @@ class Outcome:
             yield from range(first, end)
 
 
-class TornStep(Exception):  # noqa: N818 - a signal to the guard, never seen by users
+class PartialOptimizerStep(Exception):  # noqa: N818 - a signal to the guard, never seen by users
     """An optimizer ran out of memory half-way: weights and moments cannot be trusted.
 
     Args:

@@ -20,7 +20,7 @@ from holdfast.memory.oom import find_out_of_memory, let_go
 from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
 from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_spike
 from holdfast.run.identity import description_of
-from holdfast.run.outcome import Attempt, Outcome, Provenance, Ruling, TornStep
+from holdfast.run.outcome import Attempt, Outcome, PartialOptimizerStep, Provenance, Ruling
 from holdfast.run.schedules import scale
 from holdfast.run.session import Session
 
@@ -253,7 +253,7 @@ class Recovery:
         self._record.decided(decision, **_rule_of(decision, NonFiniteError))
         if isinstance(decision, RollBack) and self._roll_back():
             return
-        self._session.whole = False
+        self._session.state.spoil()
         raise self._persistent(why, NonFiniteError)
 
     def _persistent(self, reason: str, error: type[HoldfastError]) -> HoldfastError:
@@ -274,7 +274,7 @@ class Recovery:
             rule="H501",
         )
 
-    def after_torn_step(self, torn: TornStep, *, rewind_data: bool) -> str:
+    def after_partial_step(self, torn: PartialOptimizerStep, *, rewind_data: bool) -> str:
         """Return to the last good state after an optimizer ran out of memory half-way.
 
         Args:
@@ -290,7 +290,6 @@ class Recovery:
         """
         at_step, twice = self._record.global_step, self._torn_at == self._record.global_step
         self._session.counters.out_of_memory += 1
-        self._session.whole = False
         hindered = "it happened twice at this step" if twice else self._return(rewind_data=rewind_data)
         if hindered is not None:
             raise self._torn_for_good(f"in the middle of step {at_step + 1} ({torn})", hindered)
@@ -307,11 +306,11 @@ class Recovery:
         """Return to the checkpoint once more: what followed the torn step ran on a state that was back already.
 
         Raises:
-            OutOfMemoryError: H402, as `after_torn_step`.
+            OutOfMemoryError: H402, as `after_partial_step`.
         """
-        self._session.whole = False
         hindered = self._return(rewind_data=True)
         if hindered is not None:
+            self._session.state.spoil()
             raise self._torn_for_good(f"in step {self._record.global_step + 1}, which was undone", hindered)
         self.spare_optimizer_memory()
 

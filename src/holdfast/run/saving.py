@@ -28,6 +28,7 @@ from holdfast.core.policy import Policy
 from holdfast.data.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 from holdfast.run.directory import RunDirectory
+from holdfast.run.phase import RunState
 from holdfast.run.record import RunRecord
 from holdfast.run.writer import Attempt, End, Named, Writer, for_good
 
@@ -49,6 +50,7 @@ class Saving:
         record: Its recording.
         policy: Settings.
         clock: Time.
+        run_state: Says whether the state may be saved.
         state: Returns the trees of a checkpoint, with live tensors.
         must_be_finite: Returns what may hold neither NaN nor Inf, by name.
         position: Returns what moves with each step and each batch.
@@ -63,6 +65,7 @@ class Saving:
         record: RunRecord,
         policy: Policy,
         clock: Clock,
+        run_state: RunState,
         state: Callable[[], Mapping[str, Any]],
         must_be_finite: Callable[[], Named],
         position: Callable[[], tuple[int, int]],
@@ -79,6 +82,7 @@ class Saving:
         self._record = record
         self._policy = policy
         self._clock = clock
+        self._run_state = run_state
         self._state = state
         self._must_be_finite = must_be_finite
         self._position = position
@@ -95,7 +99,6 @@ class Saving:
         self._refused: str | None = None
         self.saved = 0
         self.failed = 0
-        self.whole = True  # False while the state belongs to no boundary, so that it must not be saved
 
     # --- facts ----------------------------------------------------------------------------------------------
 
@@ -117,14 +120,15 @@ class Saving:
     @property
     def may_save_more(self) -> bool:
         """Return whether this run saves, has begun to, and stands where it may."""
-        return self._policy.save_interval_steps is not None and self._tried_at_step is not None and self.whole
+        begun = self._policy.save_interval_steps is not None and self._tried_at_step is not None
+        return begun and self._run_state.may_be_saved
 
     def take_refusal(self) -> str | None:
         """Return why a save was refused since this was last asked, or None."""
         refused, self._refused = self._refused, None
         return refused
 
-    def tell_of_loss(self, *, left: bool) -> None:
+    def report_loss(self, *, left: bool) -> None:
         """Say at the end of a run that saves have failed, if what they were to hold is in no checkpoint.
 
         Args:
@@ -232,7 +236,7 @@ class Saving:
 
     def _is_pointless(self) -> bool:
         none = self._policy.save_interval_steps is None
-        return none or not self.whole or self._saved_at == self._position()
+        return none or not self._run_state.may_be_saved or self._saved_at == self._position()
 
     def _tried(self) -> None:
         self._tried_at_step = self._record.global_step

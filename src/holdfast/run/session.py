@@ -20,21 +20,23 @@ from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, RunDirectoryError
 from holdfast.core.policy import Policy
-from holdfast.data.random_state import RandomState, capture, restore, seed_cpu
+from holdfast.data.random_state import RandomState, capture, restore
 from holdfast.data.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 from holdfast.memory.ladder import MemoryLadder
 from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording
+from holdfast.run.closure import called_inside
 from holdfast.run.components import check_fits, component_names, gather, live_tensors, load
 from holdfast.run.cursor import Cursor
 from holdfast.run.directory import RunDirectory
+from holdfast.run.engine import StepEngine
 from holdfast.run.parts import Parts
+from holdfast.run.phase import Phase, RunState
 from holdfast.run.record import End, RunRecord
 from holdfast.run.result import Counters, Statistics
 from holdfast.run.saving import Saving
-from holdfast.run.snapshots import Snapshots, copied_to_host
-from holdfast.run.transaction import Transaction
+from holdfast.run.snapshots import Kept, Snapshots, copied_to_host
 from holdfast.run.unsaved import changed_without_a_step
 
 
@@ -49,7 +51,8 @@ class Session:
         clock: Time.
         cursor: Position in the data, or None if the loop is not driven by a guard.
         ladder: Memory ladder.
-        transaction: Owner of the loss scaler and of the knowledge about buffers.
+        engine: Owner of the loss scaler and of the knowledge about buffers.
+        state: Where the run stands.
     """
 
     def __init__(
@@ -62,16 +65,18 @@ class Session:
         clock: Clock,
         cursor: Cursor | None,
         ladder: MemoryLadder,
-        transaction: Transaction,
+        engine: StepEngine,
+        state: RunState,
     ) -> None:
         self._directory = directory
         self.record = record
         self.parts = parts
         self.policy = policy
-        self._clock = clock
+        self.clock = clock
         self.cursor = cursor
-        self._ladder = ladder
-        self._transaction = transaction
+        self.ladder = ladder
+        self._engine = engine
+        self.state = state
         self._store = Store(directory.checkpoints)
         self._newest_id: int | None = None  # of the checkpoints when this object closed the directory
         self.saving = Saving(
@@ -80,13 +85,15 @@ class Session:
             record=record,
             policy=policy,
             clock=clock,
+            run_state=state,
             state=lambda: gather(parts, self._training()),
             must_be_finite=self._must_be_finite,
             position=self._position,
             cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
         )
         self.snapshots = Snapshots(policy.snapshot_interval_steps, clock, available_bytes)
-        transaction.spare_memory = self._spare_memory
+        engine.spare_memory = self._spare_memory
+        engine.plan_changed = lambda: directory.remember_ladder(ladder.state_dict())
         self.spikes = SpikeDetector(objective=policy.objective)
         self.counters = Counters()
         self.interventions: list[dict[str, Any]] = []
@@ -119,6 +126,12 @@ class Session:
         except BaseException:
             self._directory.release()
             raise
+        self.state.open()
+
+    def check_not_in_step(self) -> None:
+        """Raise H209 if a loss function makes a step itself."""
+        if self.state.phase is Phase.IN_STEP:
+            raise called_inside("step")
 
     def _check_not_continued(self) -> None:
         if self._newest_id is not None and self._store.next_save_id() - 1 != self._newest_id:
@@ -131,19 +144,22 @@ class Session:
 
     def close(self, how: End | None = None) -> None:
         """Finish the save that is under way, end the recording, as `RunRecord.close` says, and give the lock back."""
-        self.saving.finish()
-        self.saving.take_refusal()  # whoever opens it again may have repaired the state
-        if self.is_open:
-            self._newest_id = None
-            with contextlib.suppress(CheckpointError):  # out of reach: what is lost is said
-                self._newest_id = self._store.next_save_id() - 1
-            self.saving.tell_of_loss(left=how == "left")
-        self.record.close(how)
-        self._directory.release()
+        try:
+            self.saving.finish()
+            self.saving.take_refusal()  # whoever opens it again may have repaired the state
+            if self.is_open:
+                self._newest_id = None
+                with contextlib.suppress(CheckpointError):  # out of reach: what is lost is said
+                    self._newest_id = self._store.next_save_id() - 1
+                self.saving.report_loss(left=how == "left")
+            self.record.close(how)
+        finally:
+            self.state.close()
+            self._directory.release()
 
     def statistics(self) -> Statistics:
         """Return a snapshot of the run's totals. Cost: in fp16, one host sync."""
-        counters, saving, plan = self.counters, self.saving.collected(), self._ladder.plan
+        counters, saving, plan = self.counters, self.saving.collected(), self.ladder.plan
         return Statistics(
             global_step=self.record.global_step,
             epoch=0 if self.cursor is None else self.cursor.epoch,
@@ -156,19 +172,10 @@ class Session:
             checkpoints_failed=saving.failed,
             micro_batch_size=plan.micro_batch_size,
             recompute=bool(plan.recompute),
-            loss_scale=self._transaction.loss_scale.value(),
+            loss_scale=self._engine.loss_scale.value(),
         )
 
     # --- what is saved --------------------------------------------------------------------------------------
-
-    @property
-    def whole(self) -> bool:
-        """Return whether the state belongs to a boundary; otherwise it must not be saved."""
-        return self.saving.whole
-
-    @whole.setter
-    def whole(self, whole: bool) -> None:
-        self.saving.whole = whole
 
     @property
     def is_calm(self) -> bool:
@@ -195,7 +202,7 @@ class Session:
 
     def keep_snapshot(self) -> None:
         """Copy the state in host memory, if that is due and the state is whole and good."""
-        if self.snapshots.is_due(self.record.global_step) and self.whole and self.is_calm:
+        if self.snapshots.is_due(self.record.global_step) and self.state.may_be_saved and self.is_calm:
             try:
                 bad, _ = nonfinite_tensors(self._must_be_finite())
                 if not bad and not self.snapshots.keep(self.record.global_step, gather(self.parts, self._training())):
@@ -225,7 +232,7 @@ class Session:
                 for key, value in state.items() if isinstance(state, Mapping) else ():
                     if isinstance(value, torch.Tensor):
                         yield f"{optimizer_name}: {key} of {names.get(id(parameter), '?')}", value
-        yield from self._transaction.buffers.running_statistics()
+        yield from self._engine.buffers.running_statistics()
 
     def _training(self) -> dict[str, Any]:
         cursor = self.cursor
@@ -237,11 +244,11 @@ class Session:
             "counters": asdict(self.counters),
             "position": None if cursor is None else cursor.state_dict(),
             "random_state": random_state.to_tree(),
-            "ladder": self._ladder.state_dict(),
-            "loss_scale": self._transaction.loss_scale.state_dict(),
+            "ladder": self.ladder.state_dict(),
+            "loss_scale": self._engine.loss_scale.state_dict(),
             "spikes": self.spikes.state_dict(),
             "interventions": self.interventions,
-            "diagnosis": self._transaction.diagnosis.state_dict(),
+            "diagnosis": self._engine.diagnosis.state_dict(),
             "save_costs": [list(pair) for pair in self.saving.chooser.costs],
             "run": self._directory.run_id,
         }
@@ -250,18 +257,6 @@ class Session:
         """Note that training was changed, for the checkpoints to come: the newest 200 are kept."""
         self.interventions.append({"kind": kind, "global_step": self.record.global_step, "reason": reason})
         del self.interventions[:-200]
-
-    def go_elsewhere(self, number: int) -> None:
-        """Let training go on at the beginning of a later epoch with other random numbers; for trials.
-
-        Args:
-            number: Epochs further on, and the seed.
-        """
-        if self.cursor is not None:
-            self.cursor.go_to(self.cursor.epoch + number, number)
-        self.random_state = None
-        seed_cpu(number)
-        torch.manual_seed(number)
 
     # --- restore --------------------------------------------------------------------------------------------
 
@@ -281,20 +276,20 @@ class Session:
             remembered = self._directory.recall_ladder()
             if remembered is not None:
                 try:
-                    self._ladder.load_state_dict(remembered)
+                    self.ladder.load_state_dict(remembered)
                 except (KeyError, TypeError, ValueError) as error:
                     self.record.happened("micro_batch_size_forgotten", why=repr(error))
             return None
         training = self._restore(entry)
         self._directory.resumed_from(training.get("run"))
         self._go_to_position_of(training)
-        self._ladder.load_state_dict(training["ladder"])
+        self.ladder.load_state_dict(training["ladder"])
         restore(RandomState.from_tree(training["random_state"]))
         self.counters = Counters(**training["counters"])
         self.counters.resumes += 1
         self.spikes.load_state_dict(training["spikes"])
         self.interventions = training["interventions"]
-        self._transaction.diagnosis.load_state_dict(training["diagnosis"])
+        self._engine.diagnosis.load_state_dict(training["diagnosis"])
         self.saving.chooser.costs.extend((stall, whole) for stall, whole in training.get("save_costs", []))
         self.saving.resumed(entry)
         self.record.happened("resumed", checkpoint=entry.path.name, trained_batches=self._position()[1])
@@ -319,23 +314,32 @@ class Session:
             before_step = max(before_step, self._known_good)
         if not rewind_data:
             kept = self.snapshots.newest(self.record.global_step if before_step is None else before_step)
-        if kept is not None:
-            training = self._put_back(copied_to_host(kept.trees))
-            if not trusted:
-                self.snapshots.distrust(kept)  # if it leads to the same trouble, the next one is older
-        else:
-            entry = None if self.policy.save_interval_steps is None else self._newest_good(before_step)
-            if entry is None:
-                return None
-            self.whole = False  # a read that fails half-way leaves half of it
-            training = self._restore(entry, in_place=True)
-            if rewind_data:
-                self._go_to_position_of(training)
+        entry = None
+        if kept is None and self.policy.save_interval_steps is not None:
+            entry = self._newest_good(before_step)
+        if kept is None and entry is None:
+            return None
+        try:
+            with self.state.rolling_back():  # a read that fails half-way leaves half of it
+                training = self._load_earlier(kept, entry)
+                if entry is not None and rewind_data:
+                    self._go_to_position_of(training)
+        except BaseException as error:
+            self.record.happened("rollback_failed", error=f"{type(error).__name__}: {error}"[:500])
+            raise
+        if kept is not None and not trusted:
+            self.snapshots.distrust(kept)  # if it leads to the same trouble, the next one is older
         self.saving.returned(to_checkpoint=kept is None)
         self.snapshots.returned_to(self.record.global_step)
         if trusted:
             self._known_good = self.record.global_step  # so is all before it, whatever comes now
         return training
+
+    def _load_earlier(self, kept: Kept | None, entry: Entry | None) -> dict[str, Any]:
+        if kept is not None:
+            return self._put_back(copied_to_host(kept.trees))
+        assert entry is not None
+        return self._restore(entry, in_place=True)
 
     def _go_to_position_of(self, training: Mapping[str, Any]) -> None:
         if self.cursor is not None and training["position"] is not None:
@@ -375,8 +379,7 @@ class Session:
     def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
         load(trees, self.parts)
         training: dict[str, Any] = trees["training"]
-        self._transaction.loss_scale.load_state_dict(training["loss_scale"])
-        self._transaction.state_was_replaced()
+        self._engine.loss_scale.load_state_dict(training["loss_scale"])
+        self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]
-        self.whole = True
         return training

@@ -186,7 +186,7 @@ def main(name: str, shares: list[float]) -> None:
             "buffers_equal": all(torch.equal(value, buffers[key]) for key, value in tried.named_buffers()),
             "events": [[event.kind, event.data.get("promise")] for event in events],
             "recomputed": [event.data["modules"] for event in events if event.kind == "recompute"],
-            "observed": guard._transaction.diagnosis._observer.failure is None,
+            "observed": guard._engine.diagnosis._observer.failure is None,
             "trained_again": guard.step(x[:8], loss_of(tried)).attempts,
         }
         print(json.dumps(answer), flush=True)

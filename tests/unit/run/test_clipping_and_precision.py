@@ -155,7 +155,7 @@ def test_one_scaler_is_unscaled_once_and_updated_once_for_two_optimizers(tmp_pat
     assert not result.skipped
     assert math.hypot(*result.grad_norm.values()) == pytest.approx(norm, rel=0.02)
     guard.step(x, loss)
-    state = guard._transaction.loss_scale.state_dict()
+    state = guard._engine.loss_scale.state_dict()
     assert state["_growth_tracker"] == 2
     assert guard.statistics().loss_scale == 65536.0
 
@@ -210,7 +210,7 @@ def test_the_scale_survives_a_restart(tmp_path):
     for _ in range(3):
         guard.step(torch.randn(8, 3), loss)
     guard.close()
-    expected = guard._transaction.loss_scale.state_dict()
+    expected = guard._engine.loss_scale.state_dict()
     again, _, _ = fp16_pair(tmp_path, save_interval_steps=100)
-    assert again._transaction.loss_scale.state_dict() == expected
+    assert again._engine.loss_scale.state_dict() == expected
     assert again.global_step == guard.global_step > 0

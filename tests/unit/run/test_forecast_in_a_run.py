@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast import Guard, Policy, PolicyError
-from holdfast.run import transaction
+from holdfast.run import engine
 from holdfast.run.room import Room
 
 
@@ -83,7 +83,7 @@ class _PlayedMeter:
 
 def test_the_forecast_is_compared_once_and_room_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the third step the measured peak stands beside the forecast (played memory), and a larger size is tried."""
-    monkeypatch.setattr(transaction, "RoomMeter", _PlayedMeter)
+    monkeypatch.setattr(engine, "RoomMeter", _PlayedMeter)
     model = _model()
     guard = _guard(model, tmp_path, forecast_micro_batch_size=2, forecast_peak_bytes=1_500)
     _steps(guard, model, 6)

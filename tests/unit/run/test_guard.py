@@ -392,7 +392,7 @@ def test_a_vote_of_another_rank_skips_the_step_here_too(tmp_path):
 
     parts = make_parts()
     guard = holdfast.Guard(tmp_path, save_interval_steps=None, **parts)
-    guard._transaction._ranks = AnotherRankSawNaN()
+    guard._engine._ranks = AnotherRankSawNaN()
     skipped = [guard.step(torch.randn(4, 4), loss_of(parts["model"])).skipped for _ in range(3)]
     assert skipped == [False, True, False]
     assert [vote.step_id for vote in votes] == [1, 2, 3]

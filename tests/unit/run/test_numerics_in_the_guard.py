@@ -335,7 +335,7 @@ def test_sparse_moments_are_checked_and_saved(tmp_path):
     guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches)
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, lambda pair: F.cross_entropy(model(pair[0]), pair[1]))
-    observer = guard._transaction.diagnosis._observer
+    observer = guard._engine.diagnosis._observer
     assert observer is not None
     assert observer.failure is None
     again = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=batches)

@@ -246,7 +246,7 @@ def test_out_of_memory_takes_the_copies_back(tmp_path, disk):
     for _ in range(4):
         step(guard, parts)
     disk.let_go_soon()
-    guard._transaction.spare_memory()
+    guard._engine.spare_memory()
     assert saved_steps(guard) == [0, 2]
     assert guard._session.saving._buffers is None
     for _ in range(3):

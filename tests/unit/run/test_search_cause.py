@@ -72,15 +72,15 @@ def test_a_run_that_learns_is_not_tried(tmp_path):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_training_goes_on_as_without_the_search(tmp_path, monkeypatch, in_place):
     """Bit for bit, in a forked copy and, as on an accelerator, in place."""
-    from holdfast.run import transaction
+    from holdfast.run import engine
     from holdfast.run.probes import probe
 
     def here(*args: Any, **kwargs: Any) -> Any:
         return probe(*args, **kwargs, in_place=in_place)
 
-    monkeypatch.setattr(transaction, "probe", here)
+    monkeypatch.setattr(engine, "probe", here)
     with_search, weights, _ = _train(tmp_path / "with", "input lost", 0.1)
-    monkeypatch.setattr(transaction, "probe", lambda *_, **__: [])
+    monkeypatch.setattr(engine, "probe", lambda *_, **__: [])
     _, without, _ = _train(tmp_path / "without", "input lost", 0.1)
     assert any(event.kind == "searched_cause" and event.data["found"] for event in with_search)
     assert all(torch.equal(a, b) for a, b in zip(weights, without, strict=True))

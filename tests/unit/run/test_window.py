@@ -115,11 +115,11 @@ def test_a_hosted_guard_carries_its_state_and_ends_no_process(tmp_path: Path) ->
     first.request_stop("SIGTERM")
     first.step(BATCHES[0], loss)
     assert first.stop_reason == "SIGTERM"
-    carried = json.loads(json.dumps(first.carried_state()))
+    carried = json.loads(json.dumps(first.state_dict()))
     first.close()
     assert not list((tmp_path / "a").glob("checkpoints/*"))
     second = guard(tmp_path / "b")
-    second.take_up(carried)
+    second.load_state_dict(carried)
     found = second.statistics()
     assert (found.global_step, found.skipped_steps, found.resumes) == (4, 1, 1)
     assert second.nonfinite_state() is None

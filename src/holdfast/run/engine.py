@@ -1,24 +1,24 @@
-"""One step as a transaction: it commits, or it leaves no trace and says why.
+"""The step engine: a step commits, or it leaves no trace and says why.
 
     begin      note random state and mutable buffers, empty the gradients
-    prepare    optimizer state exists before it is needed
-    attempt    forward and backward of every micro-batch; out of memory → outside the handler: drop the frames, put
-               everything back, ask the ladder, attempt again from the start
-    inspect    norm of every group, finite or not: one read by the host; do loss and norm stand out?
-    vote       the ranks agree
-    refuse     not finite → everything back, replay under a tracer, name the culprit, maybe once more without it
-    commit     clip, step every optimizer, update the scaler
+    attempt    optimizer state exists before it is needed; forward and backward of every micro-batch, and one look at
+               the norms. Out of memory → outside the handler: drop the frames, put everything back, ask the ladder,
+               attempt again from the start
+    skip       not finite → everything back, replay under a tracer, name the culprit
+    commit     clip, step every optimizer, update the scaler; `finished` when all that belongs to the step is done
+    take_back  leave no trace, from anywhere before the commit
 
-Everything up to the vote can be taken back. Inside the commit nothing is retried: an optimizer that fails
-half-way raises `TornStep`, and only a checkpoint helps.
+`run` is the usual way through these for one batch; ``accumulation`` drives them one by one. Inside the commit nothing
+is retried: an optimizer that fails half-way raises `PartialOptimizerStep`, and only an earlier state helps.
 
-Does not: save, roll back, count, or know where batches come from (see ``guard``).
+Does not: save, roll back, count, or know where batches come from (see ``steps`` and ``session``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +40,9 @@ from holdfast.run.attempts import Attempts, Work
 from holdfast.run.diagnosis import Diagnosis
 from holdfast.run.mixed_precision import autocast
 from holdfast.run.model_order import ModelOrder
-from holdfast.run.outcome import Attempt, Outcome, Ruling, TornStep
+from holdfast.run.outcome import Attempt, Outcome, PartialOptimizerStep, Ruling
 from holdfast.run.parts import Parts
+from holdfast.run.phase import RunState
 from holdfast.run.probes import probe
 from holdfast.run.promises import LossFunction
 from holdfast.run.ranks import Ranks, Vote
@@ -55,7 +56,7 @@ _COMPARED_STEP = 3  # in the first, state is made and kernels are chosen
 _SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0, 60.0
 
 
-class Transaction:
+class StepEngine:
     """Carries out steps on one set of parts.
 
     Args:
@@ -65,6 +66,7 @@ class Transaction:
         ranks: Who votes.
         record: Where decisions and facts go.
         split: How batches are cut where a step does not say.
+        state: Where the run stands.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Transaction:
         ranks: Ranks,
         record: RunRecord,
         split: Split,
+        state: RunState,
     ) -> None:
         self._parts = parts
         self._policy = policy
@@ -84,25 +87,26 @@ class Transaction:
         self._record = record
         self._split = split
         self._devices = parts.devices()
-        self._attempts = Attempts(parts, policy, record)
+        self.state = state
+        self.attempts = Attempts(parts, policy, record)
         self.diagnosis = Diagnosis(parts, policy, record)
         if policy.diagnose:
-            self._attempts.observing = self.diagnosis.attempt
-        self._promises = self._attempts.promises
-        self.buffers = self._attempts.buffers
-        self.loss_scale = self._attempts.loss_scale
+            self.attempts.observing = self.diagnosis.attempt
+        self._promises = self.attempts.promises
+        self.buffers = self.attempts.buffers
+        self.loss_scale = self.attempts.loss_scale
         self._meter = RoomMeter(self._devices)
         self._model_order = ModelOrder(parts)
-        self._replay = Replay(parts, self._attempts, record)
+        self._replay = Replay(parts, self.attempts, record)
         self._step_id = 0
         self._tells_of_no_gain = policy.recompute is True
         self.spare_memory: Callable[[], None] = lambda: None  # called when memory is short on the host
-        self.committing = False
+        self.plan_changed: Callable[[], None] = lambda: None  # called when the ladder has chosen another plan
         self._stepped: set[str] = set()  # optimizers whose kernels for whole batches are made
 
     def state_was_replaced(self) -> None:
         """Note that optimizer state was loaded: some of it may be missing again."""
-        self._attempts.state_was_replaced()
+        self.attempts.state_was_replaced()
 
     def run(
         self,
@@ -128,17 +132,15 @@ class Transaction:
             BatchError: H2xx, for a batch or a loss that cannot be used.
             OutOfMemoryError: H401, if no remedy is left.
             DeviceError: H403, if the device's context is dead.
-            TornStep: if an optimizer ran out of memory half-way.
+            PartialOptimizerStep: if an optimizer ran out of memory half-way.
         """
-        work = self._attempts.begin(batch, loss_fn, names, self._split if split is None else split)
+        work = self.begin(batch, loss_fn, names, split)
         outcome = self._try(work, stop_requested=stop_requested, judge=judge)
-        if outcome.committed or not self._policy.drop_nonfinite_samples:
-            return outcome
-        less = self._replay.without_samples(work, outcome.provenance)
+        less = None if outcome.committed else self.without_bad_samples(work, outcome)
         if less is None:
             return outcome
         assert outcome.provenance is not None
-        again = self._attempts.begin(less, loss_fn, names, work.split)
+        again = self.begin(less, loss_fn, names, work.split)
         repeated = self._try(again, stop_requested=stop_requested, judge=judge)
         return replace(
             repeated,
@@ -149,8 +151,8 @@ class Transaction:
 
     def _try(self, work: Work, *, stop_requested: bool, judge: Callable[[Attempt], Ruling]) -> Outcome:
         self._step_id += 1
-        try:
-            attempt = self._attempt_until_it_fits(work)
+        attempt, ruling = self.attempt(work), Ruling()
+        with self._taken_back_on_error(work):
             agreed = self._ranks.agree(
                 Vote(
                     step_id=self._step_id,
@@ -159,23 +161,124 @@ class Transaction:
                     stop_requested=stop_requested,
                 )
             )
-        except BaseException as error:
-            if is_sticky(error):
-                raise _dead_device(error) from error
-            self._attempts.take_back(work)
-            raise
+            if not agreed.nonfinite:
+                ruling = judge(attempt)
         if agreed.nonfinite:
-            return self._skip(work, attempt)
-        ruling = judge(attempt)
+            return self.skip(work, attempt)
         if ruling.decision is not None:
-            self._attempts.take_back(work)
+            self.take_back(work)
             return self._outcome(work, attempt, decision=ruling.decision)
+        return self.commit(work, attempt, ruling.max_norm)
+
+    # --- the seam ---------------------------------------------------------------------------------------------
+
+    def begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None) -> Work:
+        """Note everything that an attempt may change, and empty the gradients.
+
+        Raises:
+            BatchError: H2xx, for a batch that cannot be used; nothing has begun.
+        """
+        work = self.attempts.begin(batch, loss_fn, names, self._split if split is None else split)
+        self.state.begin()
+        return work
+
+    def attempt(self, work: Work) -> Attempt:
+        """Make attempts until one fits into memory; its gradients are there. An error takes the step back.
+
+        Raises:
+            BatchError: H2xx. OutOfMemoryError: H401, if no remedy is left. DeviceError: H403, if the device's context
+                is dead.
+        """
+        plan = self._ladder.plan
         try:
-            return self._commit(work, attempt, ruling.max_norm)
+            with self._taken_back_on_error(work):
+                return self._attempt_until_it_fits(work)
+        finally:
+            if self._ladder.plan != plan:
+                self.plan_changed()
+
+    def take_back(self, work: Work) -> None:
+        """Leave no trace of a step."""
+        self.attempts.take_back(work)
+        self.state.take_back()
+
+    def keep(self, work: Work, attempt: Attempt) -> tuple[dict[torch.Tensor, torch.Tensor], Outcome]:
+        """End a step without a commit, for one that is made of several batches.
+
+        Returns:
+            The gradients by parameter, which are the caller's now, and how the attempt ended.
+        """
+        gradients = {p: p.grad for p in work.parameters if p.grad is not None}
+        for parameter in work.parameters:
+            parameter.grad = None
+        self.attempts.learn(work)
+        self.loss_scale.forget()
+        self.state.take_back()
+        return gradients, self._outcome(work, attempt, committed=True)
+
+    def skip(self, work: Work, attempt: Attempt) -> Outcome:
+        """Take a step back that is not finite, and find out where that came from."""
+        mine = {id(p) for p in work.parameters}
+        named = ((name, p) for name, p in self._parts.named_parameters() if id(p) in mine)
+        culprits, count = nonfinite_gradients(named)
+        self.loss_scale.update()
+        self.take_back(work)
+        scale = self.loss_scale.value() if math.isfinite(attempt.facts.loss) else None
+        outcome = self._outcome(work, attempt, culprits=culprits, culprit_count=count, loss_scale=scale)
+        if not self._policy.provenance or (scale is not None and scale >= 1.0):
+            return outcome  # fp16 finds its scale by trying: nothing is wrong
+        return replace(outcome, provenance=self._replay.find(work, self._ladder.plan))
+
+    def without_bad_samples(self, work: Work, outcome: Outcome) -> Any | None:
+        """Return the batch of a skipped step without the samples that NaN came from, if that is known and wanted."""
+        return self._replay.without_samples(work, outcome.provenance) if self._policy.drop_nonfinite_samples else None
+
+    def commit(self, work: Work, attempt: Attempt, tighter: float | None) -> Outcome:
+        """Clip, and step every optimizer. The run is committing until whoever drives the step calls `finished`.
+
+        Args:
+            work: The step.
+            attempt: Its last attempt, which was finite.
+            tighter: What the gradient norm is to be scaled down to, or None.
+
+        Raises:
+            PartialOptimizerStep: if an optimizer ran out of memory half-way. DeviceError: H403.
+        """
+        with self._taken_back_on_error(work):
+            self._clip(attempt.groups, attempt.norms, tighter)
+            outcome = self._outcome(work, attempt, committed=True)
+            if versions_of(work.tensors) != work.versions:
+                self._promises.notice_change(work.loss_fn)
+            self.attempts.learn(work)  # before a weight moves: what fails here can still be taken back
+        self.state.commit()
+        try:
+            self._step_optimizers(work.names, outcome)
+            if self._is_to_be_compared():
+                self._compare_with_forecast()
+            self.loss_scale.update()
         except RuntimeError as error:
             if is_sticky(error):
                 raise _dead_device(error) from error
             raise
+        self._stepped.update(work.names)
+        return outcome
+
+    def finished(self) -> None:
+        """Note that all that belongs to a committed step is done: it is counted, and schedules have advanced."""
+        self.state.committed()
+
+    @contextlib.contextmanager
+    def _taken_back_on_error(self, work: Work) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if is_sticky(error):
+                self.state.spoil()
+                raise _dead_device(error) from error
+            self.take_back(work)
+            raise
+
+    # --- attempts ---------------------------------------------------------------------------------------------
 
     def _attempt_until_it_fits(self, work: Work) -> Attempt:
         splits = work.size is not None and self._ladder.plan.samples(work.size) < work.size
@@ -183,7 +286,7 @@ class Transaction:
             work.batch, work.size, work.split, work.loss_fn, work.parameters, splits_now=splits
         )
         if tried_here:
-            self._attempts.restore(work)
+            self.attempts.restore(work)
         if splits and not may_split:
             self._ladder.without_split()
         while True:
@@ -193,22 +296,22 @@ class Transaction:
             except Exception as error:
                 found = find_out_of_memory(error)
                 mismatch = bool(self._ladder.plan.recompute) and may_come_of_recomputing(error)
-                unmeasurable = not mismatch and self._attempts.may_come_of_measuring(work, error)
+                unmeasurable = not mismatch and self.attempts.may_come_of_measuring(work, error)
                 if found is None and not mismatch and not unmeasurable:
                     raise
                 failure = error
             # Out of the handler: only now can the frames of the failed attempt be dropped.
             let_go(failure)
-            self._attempts.take_back(work)
+            self.attempts.take_back(work)
             self.buffers.states.keep(look=True)
             if versions_of(work.tensors) != work.versions:
                 raise self._promises.batch_was_changed(work.loss_fn)
             if found is None and unmeasurable:
                 self._tells_of_no_gain = False
-                self._attempts.give_up_measuring(failure)
+                self.attempts.give_up_measuring(failure)
                 continue
             if found is None:
-                self._attempts.give_up_recomputing(self._ladder.plan, failure)
+                self.attempts.give_up_recomputing(self._ladder.plan, failure)
                 self._ladder.without_recompute()
                 del failure
                 release_memory(self._devices)  # its frames are in cycles
@@ -227,7 +330,7 @@ class Transaction:
         measures = work.out_of_memory > 0 or self._is_to_be_compared()
         if measures:
             self._meter.begin()
-        attempt = self._attempts.make(work, self._ladder.plan)
+        attempt = self.attempts.make(work, self._ladder.plan)
         room = self._meter.look() if measures else None
         if room is not None and work.size is not None:
             samples = self._ladder.plan.samples(work.size)
@@ -259,9 +362,9 @@ class Transaction:
         means = self._means(work)
         if self._tells_of_no_gain and work.prepared and work.out_of_memory > 1 and not means.recompute:
             self._tells_of_no_gain = False
-            self._record.happened("recompute_impossible", why=COMPILED if self._attempts.compiled else NOTHING_SAVES)
+            self._record.happened("recompute_impossible", why=COMPILED if self.attempts.compiled else NOTHING_SAVES)
         decision = self._ladder.decide_after_oom(batch_size=size, failures=work.out_of_memory, means=means)
-        decision = self._attempts.as_promised(decision, work)
+        decision = self.attempts.as_promised(decision, work)
         self._record.decided(decision, **({"rule": "H401"} if isinstance(decision, Stop) else {}))
         if isinstance(decision, Stop):
             what = "the batch" if work.size is None else f"a batch of {size} samples"
@@ -282,22 +385,10 @@ class Transaction:
         if work.out_of_memory == 1 and not self._ladder.on_trial:
             return Means()  # the first remedy changes nothing, so nothing has to be found out
         exact = self._parts.device_type() == "cpu"  # kernels of accelerators may add in another order each time
-        modules = self._attempts.modules_to_recompute(self._ladder.plan)
+        modules = self.attempts.modules_to_recompute(self._ladder.plan)
         means = self._promises.means(work.batch, work.size, work.split, work.loss_fn, work.parameters)
-        self._attempts.restore(work)
+        self.attempts.restore(work)
         return replace(means, recompute=modules, recompute_promise="bit-exact" if exact else "equal up to rounding")
-
-    def _skip(self, work: Work, attempt: Attempt) -> Outcome:
-        mine = {id(p) for p in work.parameters}
-        named = ((name, p) for name, p in self._parts.named_parameters() if id(p) in mine)
-        culprits, count = nonfinite_gradients(named)
-        self.loss_scale.update()
-        self._attempts.take_back(work)
-        scale = self.loss_scale.value() if math.isfinite(attempt.facts.loss) else None
-        outcome = self._outcome(work, attempt, culprits=culprits, culprit_count=count, loss_scale=scale)
-        if not self._policy.provenance or (scale is not None and scale >= 1.0):
-            return outcome  # fp16 finds its scale by trying: nothing is wrong
-        return replace(outcome, provenance=self._replay.find(work, self._ladder.plan))
 
     def _outcome(self, work: Work, attempt: Attempt, **facts: Any) -> Outcome:
         return Outcome(
@@ -307,21 +398,6 @@ class Transaction:
             size=work.size,
             **{"committed": False, **facts},
         )
-
-    def _commit(self, work: Work, attempt: Attempt, tighter: float | None) -> Outcome:
-        self._clip(attempt.groups, attempt.norms, tighter)
-        outcome = self._outcome(work, attempt, committed=True)
-        self.committing = True  # stays so if an optimizer fails
-        self._step_optimizers(work.names, outcome)
-        self.committing = False
-        self._stepped.update(work.names)
-        if self._is_to_be_compared():
-            self._compare_with_forecast()
-        self.loss_scale.update()
-        self._attempts.learn(work)
-        if versions_of(work.tensors) != work.versions:
-            self._promises.notice_change(work.loss_fn)
-        return outcome
 
     def _clip(self, groups: Sequence[Group], norms: torch.Tensor, tighter: float | None = None) -> None:
         if self._policy.adaptive_clip_factor is not None:
@@ -356,7 +432,7 @@ class Transaction:
                 return loss_fn(part)
 
         def clip_as_the_run() -> None:
-            groups = [group for group in self._attempts.groups(names) if group.parameters]
+            groups = [group for group in self.attempts.groups(names) if group.parameters]
             if groups:
                 self._clip(groups, inspect(groups, groups[0].parameters[0].new_zeros(()))[1])
 
@@ -368,7 +444,7 @@ class Transaction:
                 in_precision,
                 self._parts.models,
                 {name: self._parts.optimizers[name] for name in names},
-                size=self._attempts.promises.size_of(batch, split),
+                size=self.attempts.promises.size_of(batch, split),
                 split=split,
                 budget_seconds=min(max(_LEAST_SECONDS, share), _MOST_SECONDS),
                 clock=clock,
@@ -381,7 +457,7 @@ class Transaction:
         for name in names:
             try:
                 self._parts.optimizers[name].step()
-                self._attempts.drop_unused_state(name)
+                self.attempts.drop_unused_state(name)
                 continue
             except Exception as error:
                 found = find_out_of_memory(error)
@@ -391,7 +467,7 @@ class Transaction:
             let_go(failure)
             del failure
             release_memory(self._devices)
-            raise TornStep(f"optimizer {name!r}: {found}", outcome)
+            raise PartialOptimizerStep(f"optimizer {name!r}: {found}", outcome)
 
 
 def _dead_device(error: BaseException) -> DeviceError:
