@@ -38,7 +38,7 @@ class FileLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = path.resolve()
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
@@ -54,10 +54,13 @@ class FileLock:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except (BlockingIOError, PermissionError) as error:
                 holder = _text(descriptor)
                 os.close(descriptor)
                 raise LockHeldError(holder) from error
+            except OSError:  # such as ENOLCK: a network disk without locks
+                os.close(descriptor)
+                raise
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), self._path.stat()):
                     break
@@ -67,6 +70,27 @@ class FileLock:
         os.ftruncate(descriptor, 0)
         with contextlib.suppress(OSError):  # a full disk: the name of the holder is a courtesy
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def hold(self) -> None:
+        """Make sure that a lock which was taken is still there: closing any other descriptor of the file loses it.
+
+        Raises:
+            LockHeldError: if another process has it by now.
+        """
+        if self._descriptor is not None:
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise LockHeldError(_text(self._descriptor)) from error
+
+    @property
+    def is_held_here(self) -> bool:
+        """Return whether this process has the lock, by this object or another."""
+        return str(self._path) in _held
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", None) is not None:
+            self.release()
 
     def release(self) -> None:
         """Give the lock back. Without effect if it is not held."""
@@ -78,17 +102,35 @@ class FileLock:
 
 def find_holder(path: Path) -> str | None:
     """Return who holds the lock of a file, or None. Takes no lock itself, so nobody else is turned away."""
-    if str(path) in _held:  # not asked of the file: closing it would release our own lock
+    if str(path.resolve()) in _held:  # not asked of the file: closing it would release our own lock
         return f"process {os.getpid()}"
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-        return None if _FLOCK.unpack(answer)[0] == fcntl.F_UNLCK else _text(descriptor)
+        return _text(descriptor) if _is_locked(descriptor) else None
     finally:
         os.close(descriptor)
+
+
+def is_locked(path: Path) -> bool | None:
+    """Return whether another process holds the lock of a file; None if that cannot be known. Not for the holder."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None if path.exists() else False
+    try:
+        return _is_locked(descriptor)
+    except (OSError, struct.error):
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def _text(descriptor: int) -> str:

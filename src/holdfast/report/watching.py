@@ -7,10 +7,7 @@ Does not: draw, judge (a verdict is only read), signal a process.
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
-import struct
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -19,6 +16,7 @@ from typing import Literal
 
 from holdfast.core.clock import Clock
 from holdfast.core.errors import RunDirectoryError
+from holdfast.core.lock import is_locked
 from holdfast.diagnose.verdict import Verdict
 from holdfast.recorder.progress import Phase, Standing, StepSample, read_board
 from holdfast.recorder.run_files import (
@@ -40,7 +38,6 @@ _RATE_SAMPLES = 50
 LOCK_FILE = "lock"  # in the supervisor's folder and in a guard's run directory
 # A run has ended when nobody holds its lock, its processes are gone and it says nothing any more for this long.
 _SILENT_SECONDS = 5.0
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock of Linux with 64 bits
 
 State = Literal["running", "waits to restart", "ended"]
 
@@ -210,7 +207,7 @@ class Watched:
                 self._follower.problems[str(source.directory)] = error.what
             alive = process_lives(source.info.pid, source.info.ticks) if here else None
         elif here:
-            alive = _is_locked(source.directory.parent.parent / LOCK_FILE)
+            alive = is_locked(source.directory.parent.parent / LOCK_FILE)
         since = None
         if standing is not None and alive:
             since = max(0.0, self._clock.monotonic_seconds() - standing.since_seconds)
@@ -225,11 +222,11 @@ class Watched:
             return False
         if (self._run / SUPERVISOR_FOLDER / LOST_FILE).exists():
             return True
-        locked = _is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
+        locked = is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
         return here and locked is False and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()
 
     def _state(self, processes: list[ProcessGlance], *, lost: bool) -> State:
-        supervised = _is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
+        supervised = is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
         if self._supervisor_said == "restart" and supervised is not False:
             return "waits to restart"
         if supervised:
@@ -301,22 +298,3 @@ def _rate(history: list[StepSample], now: float | None) -> float:
         return math.nan
     silent = 0.0 if now is None else now - newest[-1].unix_seconds
     return len(newest) / (seconds + (silent if silent > 2 * seconds / len(newest) else 0.0))
-
-
-def _is_locked(path: Path) -> bool | None:
-    """Return whether another process holds a POSIX lock on a file; None if that cannot be told.
-
-    Never called by the holder itself, which would lose its lock by closing the file.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None if path.exists() else False
-    try:
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind: int = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[0]
-    except (OSError, struct.error):
-        return None
-    finally:
-        os.close(descriptor)
-    return kind != fcntl.F_UNLCK

@@ -11,18 +11,16 @@ images/                see ``run.images``
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import json
 import os
-import socket
 import uuid
-import weakref
 from pathlib import Path
 from typing import Any
 
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
+from holdfast.core.lock import FileLock, LockHeldError
 from holdfast.recorder.reader import read_events
 
 FORMAT = 1
@@ -30,8 +28,6 @@ _RUN_FILE = "run.json"
 _LOCK_FILE = "lock"
 _LADDER_FILE = "micro_batch_size.json"
 CHECKPOINTS = "checkpoints"
-# Holders in this process. A POSIX lock cannot tell two of them apart.
-_held: weakref.WeakValueDictionary[str, RunDirectory] = weakref.WeakValueDictionary()
 
 
 class RunDirectory:
@@ -57,7 +53,7 @@ class RunDirectory:
             self._write()
         except OSError as error:
             raise self._unusable(error) from error
-        self._lock: int | None = None
+        self._lock = FileLock(self.path / _LOCK_FILE)
 
     @property
     def checkpoints(self) -> Path:
@@ -159,32 +155,19 @@ class RunDirectory:
     def acquire(self) -> None:
         """Take the lock; it is released by `release` or by the end of the process, however it ends.
 
-        A POSIX record lock and not ``flock``: loader workers inherit the latter, so one that is stuck would
-        keep the directory locked after its trainer was killed.
-
         Raises:
             RunDirectoryError: H301, naming the holder; H302 if the file of the lock cannot be opened.
         """
-        key = str(self.path.resolve())
-        if key in _held:
+        if self._lock.is_held_here:
             gc.collect()  # an abandoned guard may only wait to be collected
-        if key in _held:
+        if self._lock.is_held_here:
             raise self._locked(f"this process ({os.getpid()}), by a guard that is still open")
         try:
-            lock = os.open(self.path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock.acquire()
+        except LockHeldError as error:
+            raise self._locked(error.holder) from error
         except OSError as error:  # a directory lies there, or files may not be made any more
             raise self._unusable(error) from error
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(lock)
-            raise self._locked(holder) from error
-        os.ftruncate(lock, 0)
-        with contextlib.suppress(OSError):  # a full disk: the name of the holder is a courtesy
-            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        self._lock = lock
-        _held[key] = self
 
     def _unusable(self, error: OSError) -> RunDirectoryError:
         at = f" at {error.filename}" if error.filename else ""
@@ -206,30 +189,17 @@ class RunDirectory:
     def hold(self) -> None:
         """Make sure that the lock is still there, before something is written.
 
-        A POSIX lock is lost when its process closes any descriptor of the file, for instance by copying the run
-        directory.
-
         Raises:
             RunDirectoryError: H301, if another run has it by now.
         """
-        if self._lock is not None:
-            try:
-                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
-                raise self._locked(holder) from error
+        try:
+            self._lock.hold()
+        except LockHeldError as error:
+            raise self._locked(error.holder) from error
 
     def release(self) -> None:
         """Give the lock back. Without effect if it is not held."""
-        if self._lock is not None:
-            _held.pop(str(self.path.resolve()), None)
-            os.close(self._lock)
-            self._lock = None
-
-    def __del__(self) -> None:
-        if getattr(self, "_lock", None) is not None:
-            os.close(self._lock)  # type: ignore[arg-type]
-            self._lock = None  # closed twice it might be another file
+        self._lock.release()
 
     def remember_ladder(self, state: dict[str, Any]) -> None:
         """Keep what the memory ladder has learned; a disk that refuses is passed over."""

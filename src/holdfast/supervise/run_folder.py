@@ -5,7 +5,6 @@ Does not: know what is in the other files (``recorder.run_files`` names them).
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import math
@@ -23,6 +22,7 @@ from typing import Any
 
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import RunDirectoryError
+from holdfast.core.lock import FileLock, LockHeldError
 from holdfast.core.version import __version__
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import LOST_FILE, SUPERVISED_FILE, SUPERVISOR_FOLDER, read_processes
@@ -64,26 +64,17 @@ class RunFolder:
         try:
             self.supervisor.mkdir(parents=True, exist_ok=True)
             _check_format(self.path / SUPERVISED_FILE)
-            self._lock = os.open(self.supervisor / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise unusable(self.path, error) from error
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            holder = os.pread(self._lock, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(self._lock)
+            self._lock = FileLock(self.supervisor / "lock")
+            self._lock.acquire()
+        except LockHeldError as error:
             raise RunDirectoryError(
-                f"run directory {self.path} is in use by {holder}",
+                f"run directory {self.path} is in use by {error.holder}",
                 limit="one supervisor at a time may write to it",
                 fix="stop that one, or choose another --run-dir.",
                 rule="H723",
             ) from error
-        except OSError as error:  # such as ENOLCK: a network disk without locks
-            os.close(self._lock)
+        except OSError as error:
             raise unusable(self.path, error) from error
-        os.ftruncate(self._lock, 0)
-        with suppress(OSError):  # a full disk: the name of the holder is a courtesy
-            os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
     @property
     def supervisor(self) -> Path:
@@ -156,7 +147,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Let others use it."""
-        os.close(self._lock)
+        self._lock.release()
 
 
 def _check_format(file: Path) -> None:

@@ -576,9 +576,10 @@ def test_a_lock_that_was_lost_is_noticed_before_a_save(tmp_path):
 def hold_lock(run_dir: Any) -> None:
     import os
 
+    from holdfast.core import lock
     from holdfast.run import directory
 
-    directory._held.clear()
+    lock._held.clear()
     try:
         directory.RunDirectory(run_dir).acquire()
     except holdfast.RunDirectoryError:
