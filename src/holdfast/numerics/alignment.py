@@ -9,6 +9,7 @@ Not here: what is good enough. That is said by a rule of ``diagnose``.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,29 @@ from torch import Tensor
 _WIDTH = 0.2
 # An attention is a softmax, so a row sums to 1; what is far below is a row that was masked away.
 _EMPTY = 1e-6
+
+
+class _Notes(Protocol):
+    def note(self, kind: str, **facts: float) -> None: ...
+
+
+def report_alignment(
+    guard: _Notes,
+    attention: Tensor,
+    input_lengths: Tensor,
+    output_lengths: Tensor,
+    max_decoder_steps: int | None = None,
+) -> None:
+    """Record how the attention of a speech synthesiser lies in an evaluation, for rule H852.
+
+    Args:
+        guard: A `holdfast.Guard`.
+        attention: As `alignment_facts` takes it, like the others.
+        input_lengths: Valid encoder positions, shape ``(batch,)``.
+        output_lengths: Valid decoder steps, shape ``(batch,)``.
+        max_decoder_steps: Where free-running decoding is cut off.
+    """
+    guard.note("aligned", **alignment_facts(attention, input_lengths, output_lengths, max_decoder_steps))
 
 
 @torch.no_grad()

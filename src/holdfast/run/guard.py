@@ -23,7 +23,6 @@ from holdfast.core.policy import Policy
 from holdfast.data.splitting import Split
 from holdfast.memory.host_allocator import set_malloc_threshold
 from holdfast.memory.ladder import MemoryLadder
-from holdfast.numerics.alignment import alignment_facts
 from holdfast.run.cursor import Cursor
 from holdfast.run.directory import RunDirectory
 from holdfast.run.engine import StepEngine
@@ -303,18 +302,16 @@ class Guard:
         self._engine.diagnosis.validated(value)
         self._record.happened("validated", loss=value, learning_rate_changed_by=changed)
 
-    def aligned(self, attention: Any, input_lengths: Any, output_lengths: Any, **limit: Any) -> None:
-        """Tell the guard how the attention of a speech synthesiser lies in an evaluation, for rule H852.
+    def note(self, kind: str, **facts: Any) -> None:
+        """Record an event of your own; ``holdfast.numerics.alignment.report_alignment`` uses it for rule H852.
 
         Args:
-            attention: Shape ``(batch, decoder steps, encoder positions)``.
-            input_lengths: Valid encoder positions, shape ``(batch,)``.
-            output_lengths: Valid decoder steps, shape ``(batch,)``.
-            **limit: ``max_decoder_steps=``, where free-running decoding is cut off.
+            kind: Its name; one that holdfast uses itself may be counted as such.
+            **facts: What `holdfast events` and the report show: JSON values.
         """
-        facts = alignment_facts(attention, input_lengths, output_lengths, **limit)
-        self._engine.diagnosis.aligned(facts)
-        self._record.happened("aligned", **facts)
+        self._record.happened(kind, **facts)
+        if kind == "aligned":
+            self._engine.diagnosis.aligned(facts)
 
     def add_image(self, tag: str, image: Any) -> None:
         """Keep an image of this step, such as a grid of samples; the report shows the newest of each tag.

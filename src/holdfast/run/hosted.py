@@ -146,7 +146,7 @@ class HostedGuard(Guard):
 
     def note(self, kind: str, **facts: Any) -> None:
         """Record an event of the step that the run stands at; ``"saved"`` and ``"save_failed"`` are also counted."""
-        self._record.happened(kind, **facts)
+        super().note(kind, **facts)
         if kind == "saved":
             self._host_saved = True
             self._directory.note_saved(self._saves_in)

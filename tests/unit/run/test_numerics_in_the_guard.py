@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import holdfast
 from holdfast.core.errors import DivergenceError
+from holdfast.numerics.alignment import report_alignment
 from holdfast.testing import FakeClock
 
 
@@ -379,13 +380,13 @@ def test_inputs_are_not_blamed_where_a_divergence_has_killed_the_units(tmp_path)
     assert not blamed
 
 
-def test_a_guarded_run_tells_that_its_attention_is_not_aligned(tmp_path):
-    """What `aligned` is given is recorded, and judged at the end of the run."""
+def test_a_guarded_run_reports_that_its_attention_is_not_aligned(tmp_path):
+    """What `report_alignment` is given is recorded, and judged at the end of the run."""
     model, optimizer = regression()
     guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, loader=noisy_batches(5))
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_of(model))
-        guard.aligned(torch.full((8, 10, 10), 0.1), torch.full((8,), 10), torch.full((8,), 10))
+        report_alignment(guard, torch.full((8, 10, 10), 0.1), torch.full((8,), 10), torch.full((8,), 10))
     assert "aligned" in kinds(guard)
     assert any(event.data.get("rule") == "H852" for event in guard.events())
 
