@@ -386,7 +386,7 @@ def _save(brain: HoldfastMixin, path: Any) -> None:
         write_file(Path(path), b"null")
         return
     encoder = Encoder(_RECOVERABLE)
-    random_state = encoder.encode(capture(guard._parts.devices()).to_tree())
+    random_state = encoder.encode(capture(guard.steps.parts.devices()).to_tree())
     loader = None if brain._holdfast_loader is None else brain._holdfast_loader.state_dict()
     carried = {
         "guard": guard.state_dict(),

@@ -128,12 +128,6 @@ class Accumulation:
     ) -> StepResult:
         """Add the gradient of a batch to those that are kept.
 
-        Args:
-            batch: As `Guard.step` takes it.
-            loss_fn: Likewise; it has divided the loss as the step needs it.
-            optimizer: Likewise; the same as for the step.
-            split: Likewise.
-
         Returns:
             What happened; ``skipped`` if it was NaN or Inf: then the whole step will be skipped.
 

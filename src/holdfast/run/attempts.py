@@ -6,13 +6,15 @@ Does not: decide what follows, retry, or move a weight (see ``transaction``).
 from __future__ import annotations
 
 import contextlib
+import inspect as inspection
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from holdfast.core.errors import BatchError, HoldfastError, PolicyError
 from holdfast.core.events import Decision, Stop
@@ -29,7 +31,6 @@ from holdfast.run.buffers import BufferKeeper
 from holdfast.run.closure import FilledOutside
 from holdfast.run.loss import check_count
 from holdfast.run.mixed_precision import LossScale
-from holdfast.run.optimizer_state import create_state, drop_state
 from holdfast.run.outcome import Attempt
 from holdfast.run.parts import Parts
 from holdfast.run.passes import Passed, Passes
@@ -84,13 +85,7 @@ def _unobserved() -> contextlib.AbstractContextManager[None]:
 
 
 class Attempts:
-    """Makes attempts on one set of parts, and takes them back.
-
-    Args:
-        parts: Models and optimizers.
-        policy: Settings.
-        record: Where facts go.
-    """
+    """Makes attempts on one set of parts, and takes them back."""
 
     def __init__(self, parts: Parts, policy: Policy, record: RunRecord) -> None:
         self._parts = parts
@@ -369,3 +364,58 @@ class Attempts:
         """Leave no trace of an attempt."""
         self.restore(work)
         self.loss_scale.forget()
+
+
+def create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Make the state of parameters that have none, so that it is never born half-way through a step.
+
+    Out of memory while Adam allocates its moments leaves an entry that holds only ``step``; every later step then
+    fails with ``KeyError: 'exp_avg'``. torch's optimizers make their state in one place, which is called here ahead
+    of time, with gradients of zeros that take no memory. SGD's momentum is made from the first gradient and not here:
+    for it an out-of-memory in the first step returns to the last good state, like any other inside a step.
+
+    Returns:
+        The parameters that have state now and had none before.
+
+    Raises:
+        Exception: what the allocator raises when memory is short; entries made in this call are then gone.
+    """
+    make = getattr(optimizer, "_init_group", None)
+    if make is None:
+        return []
+    lists = len(inspection.signature(make).parameters) - 1
+    wanted = {id(parameter) for parameter in parameters if not optimizer.state.get(parameter)}
+    missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) in wanted]
+    if not missing:
+        return []
+    try:
+        with _only_gradients_of(optimizer, missing):
+            for group in optimizer.param_groups:
+                make(group, *([] for _ in range(lists)))
+    except BaseException:
+        drop_state(optimizer, missing)
+        raise
+    drop_state(optimizer, [p for p in missing if not optimizer.state.get(p)])
+    return [p for p in missing if p in optimizer.state]
+
+
+@contextlib.contextmanager
+def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let these parameters have gradients of zero, without memory, and all others none."""
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.grad for p in everything]
+    try:
+        for p in everything:
+            p.grad = None
+        for p in chosen:
+            p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
+        yield
+    finally:
+        for p, gradient in zip(everything, before, strict=True):
+            p.grad = gradient
+
+
+def drop_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    """Remove the state of these parameters, as if they had never been stepped."""
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)

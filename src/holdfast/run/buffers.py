@@ -32,12 +32,7 @@ class _Place:
 
 
 class BufferKeeper:
-    """Copies of mutable buffers at the beginning of a step.
-
-    Args:
-        models: Modules by name.
-        states: What is kept beside them; None: nothing.
-    """
+    """Copies of mutable buffers at the beginning of a step."""
 
     def __init__(self, models: dict[str, nn.Module], states: StateKeeper | None = None) -> None:
         self.states = StateKeeper({}) if states is None else states

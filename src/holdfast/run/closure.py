@@ -47,10 +47,6 @@ def called_inside(called: Called) -> CalledInsideError:
 def returning_a_loss(optimizers: Iterable[Optimizer], parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Return a context for a loss function, in which optimizers refuse to move and ``.grad`` must stay as it is.
 
-    Args:
-        optimizers: The guard's.
-        parameters: Their models' parameters.
-
     Raises:
         CalledInsideError: H209. No weight has moved.
     """
@@ -108,11 +104,7 @@ def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 class FilledOutside:
-    """Finds gradients that the caller has filled before the first step, which begins without any.
-
-    Args:
-        parameters: Those that have a gradient already are left out: another run may have left it.
-    """
+    """Finds gradients that the caller has filled before the first step, which begins without any."""
 
     begun = 0  # steps of all guards in this process
 

@@ -40,12 +40,7 @@ def component_names(parts: Parts) -> list[str]:
 
 
 def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trees of a checkpoint; their tensors are the live ones.
-
-    Args:
-        parts: The objects.
-        training: What the guard itself adds to the component of that name.
-    """
+    """Return the trees of a checkpoint; their tensors are the live ones."""
     metadata = {}
     trees: dict[str, Any] = {}
     for name, model in parts.models.items():
@@ -81,11 +76,6 @@ def _kinds(parts: Parts) -> dict[str, str]:
 
 def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
     """Check that a checkpoint was made by the same models, optimizers and state, before anything is loaded.
-
-    Args:
-        trees: Components as read.
-        parts: The objects.
-        where: Name of the checkpoint, for messages.
 
     Raises:
         RunDirectoryError: H304, naming the first tensor that differs.

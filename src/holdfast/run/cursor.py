@@ -29,10 +29,6 @@ _ONCE = "none: an iterator cannot be started again; batches already trained are 
 class Cursor:
     """The position in a loader.
 
-    Args:
-        loader: Any iterable of batches.
-        devices: Accelerator devices whose random state belongs to the position.
-
     Raises:
         PolicyError: H105, for a loader that cannot be iterated.
     """
@@ -192,10 +188,6 @@ class Cursor:
 
     def end_epoch(self, *, needs_steps: bool, stepped: bool) -> None:
         """Go to the beginning of the next epoch.
-
-        Args:
-            needs_steps: Whether the loop ends only after a number of steps.
-            stepped: Whether a step was made since this epoch was begun or resumed.
 
         Raises:
             LoaderError: H601 if the epoch had no batch, H602 if the loop would never end.

@@ -33,9 +33,6 @@ CHECKPOINTS = "checkpoints"
 class RunDirectory:
     """One run directory, made if missing; `acquire` before writing into it.
 
-    Args:
-        path: The directory.
-
     Raises:
         RunDirectoryError: H302 if it cannot be made or written, H303 if a newer holdfast made it.
         PolicyError: H105, for what is no path.
@@ -217,10 +214,6 @@ class RunDirectory:
 
 def check_found(run_dir: Path, *, anew: str) -> None:
     """Insist that a run of a framework which looked for its newest checkpoint, and found none, has made none.
-
-    Args:
-        run_dir: Where it is recorded.
-        anew: How to begin anew on purpose, for the message.
 
     Raises:
         CheckpointError: H312.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ from holdfast.numerics.gradients import Group, clip, clip_adaptively, inspect, n
 from holdfast.run.attempts import Attempts, Work
 from holdfast.run.diagnosis import Diagnosis
 from holdfast.run.mixed_precision import autocast
-from holdfast.run.model_order import ModelOrder
 from holdfast.run.outcome import Attempt, Outcome, PartialOptimizerStep, Ruling
 from holdfast.run.parts import Parts
 from holdfast.run.phase import RunState
@@ -48,7 +47,6 @@ from holdfast.run.promises import LossFunction
 from holdfast.run.ranks import Ranks, Vote
 from holdfast.run.record import RunRecord
 from holdfast.run.replay import Replay
-from holdfast.run.room import RoomMeter
 from holdfast.run.window import largest_of
 
 # Of the time since the run was opened, for probes: numerics.md 5.2, tier 3.
@@ -57,17 +55,7 @@ _SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.02, 2.0, 60.0
 
 
 class StepEngine:
-    """Carries out steps on one set of parts.
-
-    Args:
-        parts: Models and optimizers.
-        policy: Settings.
-        ladder: Decides what to do about a lack of memory.
-        ranks: Who votes.
-        record: Where decisions and facts go.
-        split: How batches are cut where a step does not say.
-        state: Where the run stands.
-    """
+    """Carries out steps on one set of parts."""
 
     def __init__(
         self,
@@ -95,8 +83,8 @@ class StepEngine:
         self._promises = self.attempts.promises
         self.buffers = self.attempts.buffers
         self.loss_scale = self.attempts.loss_scale
-        self._meter = RoomMeter(self._devices)
-        self._model_order = ModelOrder(parts)
+        self._meter = HeadroomMeter(self._devices)
+        self._model_order = _ModelOrder(parts)
         self._replay = Replay(parts, self.attempts, record)
         self._step_id = 0
         self._tells_of_no_gain = policy.recompute is True
@@ -331,10 +319,10 @@ class StepEngine:
         if measures:
             self._meter.begin()
         attempt = self.attempts.make(work, self._ladder.plan)
-        room = self._meter.look() if measures else None
-        if room is not None and work.size is not None:
+        headroom = self._meter.look() if measures else None
+        if headroom is not None and work.size is not None:
             samples = self._ladder.plan.samples(work.size)
-            self._ladder.note_room(samples=samples, used_bytes=room.used_bytes, free_bytes=room.free_bytes)
+            self._ladder.note_room(samples=samples, used_bytes=headroom.used_bytes, free_bytes=headroom.free_bytes)
         return attempt
 
     def _is_to_be_compared(self) -> bool:
@@ -342,11 +330,11 @@ class StepEngine:
 
     def _compare_with_forecast(self) -> None:
         """Record how far the forecast was off, once."""
-        room, forecast = self._meter.look(), self._policy.forecast_peak_bytes
-        if room is not None and forecast is not None:
-            off = forecast / room.peak_bytes - 1 if room.peak_bytes else 0.0
+        headroom, forecast = self._meter.look(), self._policy.forecast_peak_bytes
+        if headroom is not None and forecast is not None:
+            off = forecast / headroom.peak_bytes - 1 if headroom.peak_bytes else 0.0
             self._record.happened(
-                "forecast_compared", forecast_bytes=forecast, peak_bytes=room.peak_bytes, off_by=round(off, 4)
+                "forecast_compared", forecast_bytes=forecast, peak_bytes=headroom.peak_bytes, off_by=round(off, 4)
             )
 
     def _decide(self, work: Work, found: str) -> None:
@@ -477,3 +465,87 @@ def _dead_device(error: BaseException) -> DeviceError:
         fix="start the run again: it continues from its newest checkpoint.",
         rule="H403",
     )
+
+
+class _ModelOrder:
+    """The order in which a bare loop adds up norms: that of the model's parameters, not of optimizer groups.
+
+    ``clip_grad_norm_(model.parameters(), ...)`` takes the norm of the norms in that order. With parameters in several
+    groups another order gives another last bit, and so another run.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._positions: dict[int, int] | None = None
+        self._known: dict[tuple[int, ...], torch.Tensor | None] = {}
+
+    def of(self, groups: Sequence[Group], device: torch.device) -> torch.Tensor | None:
+        """Return where in the groups the parameters lie, in the model's order; None if they lie in that order.
+
+        Cost: that of a look-up by the sizes of the groups, after the first time; parameters that get a gradient
+        now and then, as many as before, may be added up in the order of then.
+        """
+        key = tuple(len(group.parameters) for group in groups)
+        if len(key) < 2:
+            return None
+        if key not in self._known:
+            if self._positions is None:
+                self._positions = {id(p): at for at, (_, p) in enumerate(self._parts.named_parameters())}
+            found = self._positions
+            places = [found.get(id(p), len(found)) for group in groups for p in group.parameters]
+            order = sorted(range(len(places)), key=places.__getitem__)
+            is_same = order == list(range(len(order)))
+            self._known[key] = None if is_same else torch.tensor(order, device=device)
+        return self._known[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headroom:
+    """What an attempt took of the device that is nearest to its end.
+
+    Args:
+        used_bytes: At its peak, beyond what was allocated before it.
+        free_bytes: What the allocator could still get at that peak, from its own cache and from the driver.
+        peak_bytes: Most that was allocated on any device.
+    """
+
+    used_bytes: int
+    free_bytes: int
+    peak_bytes: int
+
+
+class HeadroomMeter:
+    """Measures attempts on the CUDA devices among these.
+
+    Peaks are counted anew for it, so it is done only where something depends on it: in a step that ran out of memory,
+    and in the third of a run that has a forecast.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = [device for device in devices if device.type == "cuda"]
+        self._before: list[int] = []
+
+    def begin(self) -> None:
+        """Count the peak from now on."""
+        for device in self._devices:
+            torch.cuda.reset_peak_memory_stats(device)
+        self._before = [torch.cuda.memory_allocated(device) for device in self._devices]
+
+    def look(self) -> Headroom | None:
+        """Return what was taken since `begin`; None without such a device."""
+        found = [self._of(device, before) for device, before in zip(self._devices, self._before, strict=True)]
+        if not found:
+            return None
+        tightest = min(found, key=lambda each: each.free_bytes)
+        return Headroom(
+            used_bytes=tightest.used_bytes,
+            free_bytes=tightest.free_bytes,
+            peak_bytes=max(each.peak_bytes for each in found),
+        )
+
+    @staticmethod
+    def _of(device: torch.device, before: int) -> Headroom:
+        peak = torch.cuda.max_memory_allocated(device)
+        driver, _ = torch.cuda.mem_get_info(device)
+        free = driver + torch.cuda.memory_reserved(device) - peak
+        return Headroom(used_bytes=max(0, peak - before), free_bytes=max(0, free), peak_bytes=peak)

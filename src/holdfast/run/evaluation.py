@@ -13,12 +13,7 @@ from holdfast.data.random_state import capture, restore
 
 @contextmanager
 def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
-    """Switch to evaluation without gradients; modes and random state come back, however the context is left.
-
-    Args:
-        models: Whose modules are switched.
-        devices: Accelerator devices whose random state comes back too.
-    """
+    """Switch to evaluation without gradients; modes and random state come back, however the context is left."""
     modules = [module for model in models for module in model.modules()]
     modes = [module.training for module in modules]
     random_state = capture(devices)

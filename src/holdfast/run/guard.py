@@ -33,14 +33,13 @@ from holdfast.run.parts import gather_parts
 from holdfast.run.phase import RunState
 from holdfast.run.promises import LossFunction
 from holdfast.run.ranks import find_ranks
-from holdfast.run.record import End, RunRecord, recording_errors
+from holdfast.run.record import End, RunRecord
 from holdfast.run.recovery import Recovery
 from holdfast.run.result import Statistics, StepResult
 from holdfast.run.schedules import check_schedulers, validated
 from holdfast.run.session import Session
 from holdfast.run.steps import Steps
 from holdfast.run.stop import Interrupted, StopRequest
-from holdfast.run.unsaved import save_the_rest
 
 
 class Guard:
@@ -215,7 +214,6 @@ class Guard:
 
     # --- the step -------------------------------------------------------------------------------------------
 
-    @recording_errors
     def step(
         self,
         batch: Any,
@@ -241,9 +239,13 @@ class Guard:
             OutOfMemoryError: H401 if no remedy is left, H402 if an optimizer failed half-way for good.
             NonFiniteError: H501, if NaN or Inf persists.
         """
-        names = self._parts.optimizer_names(optimizer)
-        self._ready()
-        return self._steps.step(batch, loss_fn, names, split=split, stop_requested=self._stop.reason is not None)
+        try:
+            names = self._parts.optimizer_names(optimizer)
+            self._ready()
+            return self._steps.step(batch, loss_fn, names, split=split, stop_requested=self._stop.reason is not None)
+        except BaseException as error:
+            self._record.left_by(error)
+            raise
 
     # --- opening, closing -----------------------------------------------------------------------------------
 
@@ -264,7 +266,7 @@ class Guard:
         """Write what is not saved yet, also without a step since; release the run directory. May be called again."""
         self._boundaries.count_batch()
         try:
-            save_the_rest(self._session, self._open)
+            self._session.save_the_rest(self._open)
         finally:
             self._release()
 
@@ -282,7 +284,7 @@ class Guard:
         """Save and end the process cleanly, where there is no loop of ours that could end."""
         self._record.happened("stop_requested", reason=self._stop.reason)
         self._boundaries.count_batch()
-        save_the_rest(self._session, self._open)
+        self._session.save_the_rest(self._open)
         self._session.saving.save()  # a first checkpoint in any case
         self._release("stopped")
         raise SystemExit(0)

@@ -53,12 +53,6 @@ def agreed(
 ) -> Policy:
     """Return a policy with the settings of a host in it.
 
-    Args:
-        found: The user's.
-        host: What the user calls the host's settings.
-        settings: The host's, by the names of the policy's fields.
-        limit: What an error says of the host.
-
     Raises:
         PolicyError: H109, for a value that says otherwise: a ``HOLDFAST_*`` variable, or another than the default.
     """
@@ -112,12 +106,7 @@ class HostedGuard(Guard):
             self._cursor = self._session.cursor = LentCursor(loader, self._parts.devices())
 
     def saves_in(self, folder: str | os.PathLike[str], *, resumed: bool) -> None:
-        """Say where the framework saves, and whether it goes on from there; a new start where it has saved is told.
-
-        Args:
-            folder: Of its checkpoints.
-            resumed: Whether it has found one.
-        """
+        """Note where the framework saves, and whether it goes on from there; a new start after saves is recorded."""
         self._saves_in, self._host_saved = os.fspath(folder), resumed
         before = self._directory.saved_in
         if before is not None and not resumed:
@@ -159,7 +148,7 @@ class HostedGuard(Guard):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what later steps need of earlier ones, as JSON values: for a checkpoint of the framework's."""
-        kept = self._session._training()
+        kept = self._session.training_state()
         own = {name: kept[name] for name in ("global_step", "counters", "ladder", "spikes", "interventions")}
         encoder = Encoder("holdfast")
         found: dict[str, Any] = encoder.encode(
@@ -197,7 +186,7 @@ class HostedGuard(Guard):
 
     def nonfinite_state(self) -> str | None:
         """Return which weights, statistics or moments hold NaN or Inf, so that they must not be saved as good."""
-        bad, count = nonfinite_tensors(self._session._must_be_finite())
+        bad, count = nonfinite_tensors(self._session.must_be_finite())
         return f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}" if count else None
 
     def return_from(self, why: str) -> None:

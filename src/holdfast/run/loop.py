@@ -25,13 +25,7 @@ _STEPS_WITHOUT_METRIC = 1000
 
 
 class Loop:
-    """Drives one run over its loader, and knows where its boundaries are.
-
-    Args:
-        session: The run.
-        stop: Whether it shall end.
-        recovery: Told when a step is repeated because an optimizer had too little memory.
-    """
+    """Drives one run over its loader, and knows where its boundaries are."""
 
     def __init__(self, session: Session, stop: StopRequest, recovery: Recovery) -> None:
         self._session = session
@@ -45,14 +39,7 @@ class Loop:
     def batches(
         self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[End], None]
     ) -> Iterator[Any]:
-        """Yield batches until a limit is reached or a stop was requested; save where one is due, and at the end.
-
-        Args:
-            cursor: Position in the loader.
-            max_epochs: Over all lives of the run.
-            max_steps: Likewise.
-            release: Called with how the loop was left, however that happens.
-        """
+        """Yield batches until a limit is reached or a stop was requested; save where one is due, and at the end."""
         for name, limit in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
                 raise PolicyError(f"{name}={limit!r}", limit="it counts", fix="pass a whole number.", rule="H105")

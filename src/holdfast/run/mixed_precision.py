@@ -21,12 +21,7 @@ def autocast(device_type: str, precision: Precision) -> contextlib.AbstractConte
 
 
 class LossScale:
-    """A gradient scaler that can forget a step that is taken back.
-
-    Args:
-        device_type: Such as ``"cuda"`` or ``"cpu"``.
-        enabled: False makes every method a no-op: fp32 and bf16 need no scale.
-    """
+    """A gradient scaler that can forget a step that is taken back."""
 
     def __init__(self, device_type: str, *, enabled: bool) -> None:
         self._device_type = device_type

@@ -114,12 +114,7 @@ class Outcome:
 
 
 class PartialOptimizerStep(Exception):  # noqa: N818 - a signal to the guard, never seen by users
-    """An optimizer ran out of memory half-way: weights and moments cannot be trusted.
-
-    Args:
-        why: Optimizer and error.
-        outcome: What would have been committed.
-    """
+    """An optimizer ran out of memory half-way: weights and moments cannot be trusted."""
 
     def __init__(self, why: str, outcome: Outcome) -> None:
         super().__init__(why)

@@ -9,16 +9,15 @@ error, or ``closed``. One without either was cut off.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal
 
 from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, RunDirectoryError
@@ -49,12 +48,7 @@ guard did not see; by an error that is recorded."""
 
 
 class RunRecord:
-    """The recording of one process of a run, and the step that it stands at.
-
-    Args:
-        directory: Where the recording lies.
-        clock: Time.
-    """
+    """The recording of one process of a run, and the step that it stands at."""
 
     def __init__(self, directory: Path, clock: Clock) -> None:
         self._directory = directory
@@ -105,11 +99,7 @@ class RunRecord:
             self._box = None
 
     def left_by(self, error: BaseException | type[BaseException]) -> None:
-        """Record an error that leaves the run; one that passes several places is recorded once.
-
-        Args:
-            error: A class where the caller knows no more.
-        """
+        """Record an error that leaves the run; one that passes several places is recorded once."""
         if isinstance(error, (GeneratorExit, Interrupted)):
             return  # these end a loop in order
         raised = sys.exception()
@@ -176,28 +166,3 @@ def _callers() -> list[list[Any]]:
             found.append([printable(frame.f_code.co_filename), frame.f_lineno, printable(frame.f_code.co_name)])
         frame = frame.f_back
     return found[::-1]
-
-
-class _Recorded(Protocol):
-    _record: RunRecord
-
-
-_Self = TypeVar("_Self", bound=_Recorded)
-_Given = ParamSpec("_Given")
-_Returned = TypeVar("_Returned")
-
-
-def recording_errors(
-    method: Callable[Concatenate[_Self, _Given], _Returned],
-) -> Callable[Concatenate[_Self, _Given], _Returned]:
-    """Let every error that leaves a method be recorded in the ``_record`` of its object."""
-
-    @functools.wraps(method)
-    def recording(self: _Self, /, *given: _Given.args, **named: _Given.kwargs) -> _Returned:
-        try:
-            return method(self, *given, **named)
-        except BaseException as error:
-            self._record.left_by(error)
-            raise
-
-    return recording

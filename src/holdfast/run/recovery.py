@@ -45,11 +45,7 @@ def series_of(names: Sequence[str], loss_fn: Any) -> str:
 
 
 class Recovery:
-    """Carries out the decisions about steps that went wrong.
-
-    Args:
-        session: The run, with the way back to a checkpoint.
-    """
+    """Carries out the decisions about steps that went wrong."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

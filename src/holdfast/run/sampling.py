@@ -11,12 +11,7 @@ _LATER_SHARE, _LATEST_SHARE = 10, 50
 
 
 def is_sampled(step: int, optimizers: int) -> bool:
-    """Say whether a step is looked at.
-
-    Args:
-        step: Its number, counted over all optimizers.
-        optimizers: How many take turns.
-    """
+    """Say whether a step is looked at."""
     players = max(1, optimizers)
     if step < FULL_ROUNDS * players:
         return True

@@ -5,13 +5,15 @@ back, commits and prunes, while training goes on. Saves are made in the training
 when the call returns (the first, the last, one that was asked for), and where there is no memory for the buffers.
 There is one writer at a time, and whoever looks at the checkpoints waits for it first.
 
-Does not: restore (see ``session``), carry a save out (``writer``), or know what the bytes on the disk look like
+Does not: restore (see ``session``), or know what the bytes on the disk look like
 (``checkpoint.saver``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import errno
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,17 +22,17 @@ from holdfast.checkpoint.background import Job, nonfinite_copies
 from holdfast.checkpoint.buffers import HostBuffers, needed_bytes
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.interval import IntervalChooser
-from holdfast.checkpoint.saver import encode, snapshot
+from holdfast.checkpoint.saver import Snapshot, encode, snapshot, write
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
-from holdfast.core.errors import NonFiniteError, RunDirectoryError
+from holdfast.core.errors import HoldfastError, NonFiniteError, RunDirectoryError
 from holdfast.core.policy import Policy
+from holdfast.core.version import __version__
 from holdfast.data.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 from holdfast.run.directory import RunDirectory
 from holdfast.run.phase import RunState
 from holdfast.run.record import RunRecord
-from holdfast.run.writer import Attempt, End, Named, Writer, for_good
 
 # Of the memory that is available, as for the copies that rollbacks return to: the rest belongs to activations,
 # loaders and the caller.
@@ -40,22 +42,65 @@ _MOST_MEMORY = 0.25
 _SMALL_BYTES = 4 * 2**20
 _SPARE = 1.02  # of the size: text and positions grow a little from save to save
 
+Named = Iterable[tuple[str, torch.Tensor]]
 
-class Saving:
-    """Writes the checkpoints of one run.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A save that was begun.
 
     Args:
-        directory: The run directory.
-        store: Its checkpoints.
-        record: Its recording.
-        policy: Settings.
-        clock: Time.
-        run_state: Says whether the state may be saved.
-        state: Returns the trees of a checkpoint, with live tensors.
-        must_be_finite: Returns what may hold neither NaN nor Inf, by name.
-        position: Returns what moves with each step and each batch.
-        cuda: A CUDA device that holds state, or None.
+        shot: What is written.
+        must_be_finite: Tensors to look through before.
+        position: Where the run stood.
+        started: When, by the clock.
+        stall_seconds: How long the loop was held; None if it is until the end.
     """
+
+    shot: Snapshot
+    must_be_finite: Named
+    position: tuple[int, int]
+    started: float
+    stall_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """What came of a save: saved, refused, or failed.
+
+    Args:
+        position: Where the run stood.
+        seconds: It took.
+        stall_seconds: How long the loop was held.
+        entry: The checkpoint, if it was saved.
+        refused: Why, if it was refused.
+        error: What was raised, if it failed.
+    """
+
+    position: tuple[int, int]
+    seconds: float
+    stall_seconds: float
+    entry: Entry | None = None
+    refused: str | None = None
+    error: Exception | None = None
+
+
+def _for_good(error: Exception | None) -> Exception | None:
+    """Return what the caller must know before any work is done: no later save could succeed, as on a full disk."""
+    if not isinstance(error, OSError):
+        return error
+    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return None
+    return RunDirectoryError(
+        f"the first checkpoint cannot be written ({error})",
+        limit="nothing of this run could be saved",
+        fix="make the folder writable, choose another run directory, or set save_interval_steps=None.",
+        rule="H302",
+    )
+
+
+class Saving:
+    """Writes the checkpoints of one run."""
 
     def __init__(
         self,
@@ -77,8 +122,7 @@ class Saving:
             most_overhead=policy.save_overhead,
             most_minutes=policy.save_interval_minutes,
         )
-        costs = self.chooser.save_costs_seconds
-        self._writer = Writer(store, record, clock, keep=policy.keep_latest_k, costs=costs)
+        self._store = store
         self._record = record
         self._policy = policy
         self._clock = clock
@@ -181,8 +225,8 @@ class Saving:
             return
         named = () if first else self._must_be_finite()
         attempt = Attempt(shot=shot, must_be_finite=named, position=self._position(), started=started)
-        end = self._writer.carry_out(attempt, nonfinite_tensors)
-        if first and (lasting := for_good(end.error)) is not None:
+        end = self._carry_out(attempt, nonfinite_tensors)
+        if first and (lasting := _for_good(end.error)) is not None:
             self._tried_at_step = None
             raise lasting from end.error
         self._take_in(end, first=first)
@@ -245,7 +289,7 @@ class Saving:
     def _failed_at_once(self, error: Exception, started: float) -> None:
         self._tried()
         self.failed += 1
-        self._writer.failed(self._record.global_step, error, self._clock.monotonic_seconds() - started)
+        self._record_failure(self._record.global_step, error, self._clock.monotonic_seconds() - started)
 
     def _hand_over(self, started: float) -> bool | None:
         """Copy the state and let a thread do the rest; False: its memory is not ready, None: there is none."""
@@ -267,10 +311,60 @@ class Saving:
             shot=shot, must_be_finite=copies, position=self._position(), started=started, stall_seconds=stall
         )
         if count:
-            self._take_in(self._writer.refuse(attempt, bad, count))
+            self._take_in(self._refuse(attempt, bad, count))
         else:
-            self._job = Job(lambda: self._writer.carry_out(attempt, nonfinite_copies), self._directory.path)
+            self._job = Job(lambda: self._carry_out(attempt, nonfinite_copies), self._directory.path)
         return True
+
+    # --- one save ---------------------------------------------------------------------------------------------
+
+    def _carry_out(self, attempt: Attempt, find_nonfinite: Callable[[Named], tuple[list[str], int]]) -> End:
+        """Look through the state, write it and prune. Nothing is raised: errors are in what is returned."""
+        shot = attempt.shot
+        try:
+            bad, count = find_nonfinite(attempt.must_be_finite)
+            if count:
+                return self._refuse(attempt, bad, count)
+            entry = write(self._store, shot, unix_seconds=self._clock.unix_seconds(), written_by=__version__)
+        except Exception as error:  # noqa: BLE001 - an event, and the caller's to judge
+            end = self._end(attempt, error=error)
+            self._record_failure(shot.global_step, error, end.seconds)
+            return end
+        try:
+            removed = self._store.prune(self._policy.keep_latest_k, known_good=entry)
+        except (OSError, HoldfastError) as error:
+            removed = []  # the checkpoint is good all the same
+            self._record.happened_at(shot.global_step, "prune_failed", error=str(error))
+        end = self._end(attempt, entry=entry)
+        # Of the saves before: what this one takes is known when the step that goes on beside it is over, and an event
+        # that waited for that would be lost with a kill.
+        costs = self.chooser.save_costs_seconds()
+        self._record.happened_at(
+            shot.global_step,
+            "checkpoint_saved",
+            checkpoint=entry.path.name,
+            size_bytes=shot.size_bytes(),
+            seconds=round(end.seconds, 4),
+            stall_seconds=round(end.stall_seconds, 4),
+            **({} if costs is None else {"save_costs_seconds": round(costs, 4)}),
+            removed=[path.name for path in removed],
+        )
+        return end
+
+    def _refuse(self, attempt: Attempt, bad: list[str], count: int) -> End:
+        """Record that a state is not finite, so that no checkpoint appears."""
+        self._record.happened_at(attempt.shot.global_step, "save_refused", nonfinite=bad, count=count)
+        return self._end(attempt, refused=f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}")
+
+    def _record_failure(self, global_step: int, error: Exception, seconds: float) -> None:
+        """Record that a save has failed."""
+        told = f"{type(error).__name__}: {error}"[:500]
+        self._record.happened_at(global_step, "save_failed", error=told, seconds=round(seconds, 4))
+
+    def _end(self, attempt: Attempt, **came_of_it: Any) -> End:
+        seconds = self._clock.monotonic_seconds() - attempt.started
+        stall = seconds if attempt.stall_seconds is None else attempt.stall_seconds
+        return End(position=attempt.position, seconds=seconds, stall_seconds=stall, **came_of_it)
 
     # --- the writer -----------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ Does not: write them (see ``saving``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.checkpoint.health import nonfinite_tensors
-from holdfast.checkpoint.saver import read_components
+from holdfast.checkpoint.saver import encode, read_components, read_state, same_tensors, saved_names
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, RunDirectoryError
@@ -27,7 +28,7 @@ from holdfast.memory.ladder import MemoryLadder
 from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording
 from holdfast.run.closure import called_inside
-from holdfast.run.components import check_fits, component_names, gather, live_tensors, load
+from holdfast.run.components import check_fits, component_names, component_of, gather, live_tensors, load
 from holdfast.run.cursor import Cursor
 from holdfast.run.directory import RunDirectory
 from holdfast.run.engine import StepEngine
@@ -37,23 +38,10 @@ from holdfast.run.record import End, RunRecord
 from holdfast.run.result import Counters, Statistics
 from holdfast.run.saving import Saving
 from holdfast.run.snapshots import Kept, Snapshots, copied_to_host
-from holdfast.run.unsaved import changed_without_a_step
 
 
 class Session:
-    """Restores one run, and knows what its checkpoints hold.
-
-    Args:
-        directory: The run directory.
-        record: Its recording.
-        parts: Objects to save and restore.
-        policy: Settings.
-        clock: Time.
-        cursor: Position in the data, or None if the loop is not driven by a guard.
-        ladder: Memory ladder.
-        engine: Owner of the loss scaler and of the knowledge about buffers.
-        state: Where the run stands.
-    """
+    """Restores one run, and knows what its checkpoints hold."""
 
     def __init__(
         self,
@@ -86,8 +74,8 @@ class Session:
             policy=policy,
             clock=clock,
             run_state=state,
-            state=lambda: gather(parts, self._training()),
-            must_be_finite=self._must_be_finite,
+            state=lambda: gather(parts, self.training_state()),
+            must_be_finite=self.must_be_finite,
             position=self._position,
             cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
         )
@@ -182,7 +170,29 @@ class Session:
         """Return whether the state may be called good; a suspicion that is not settled yet puts a save off."""
         return self.policy.spike_action in ("off", "warn") or self.spikes.is_calm()
 
-    def has_changed(self) -> bool:
+    def save_the_rest(self, open_again: Callable[[], None]) -> None:
+        """Save what no checkpoint holds as a run is closed: steps, or what has changed without one.
+
+        Raises:
+            HoldfastError: what `open_again` raises, if steps would be lost. Where none would, training has ended
+                well, and ``changes_not_saved`` says what is in the way.
+        """
+        self.saving.finish()
+        try:
+            if not self.saving.has_unsaved and not self._has_changed():
+                return
+            if not self.is_open:
+                open_again()
+        except Exception as error:
+            let_through(error)
+            if self.saving.has_unsaved:
+                raise
+            why = str(error) if isinstance(error, _OthersWeightsError) else f"{type(error).__name__}: {error}"[:500]
+            self.record.happened("changes_not_saved", why=why)
+            return
+        self.saving.save_again()
+
+    def _has_changed(self) -> bool:
         """Return whether what moves without a step may be saved, and no checkpoint holds it.
 
         Raises:
@@ -193,7 +203,7 @@ class Session:
             return False  # half of what is done with a batch belongs to no position
         if [each.save_id for each in self._store.entries()[:1]] != [entry.save_id]:
             return False  # another process has continued the run
-        changed = changed_without_a_step(self.parts, entry)
+        changed = _changed_without_a_step(self.parts, entry)
         if changed and self.cursor is not None and (self.cursor.batches or self.random_state is not None):
             # In the middle of an epoch, or before the loop: what the caller draws here is no part of the training.
             training = read_components(entry, ["training"])["training"]
@@ -204,8 +214,10 @@ class Session:
         """Copy the state in host memory, if that is due and the state is whole and good."""
         if self.snapshots.is_due(self.record.global_step) and self.state.may_be_saved and self.is_calm:
             try:
-                bad, _ = nonfinite_tensors(self._must_be_finite())
-                if not bad and not self.snapshots.keep(self.record.global_step, gather(self.parts, self._training())):
+                bad, _ = nonfinite_tensors(self.must_be_finite())
+                if not bad and not self.snapshots.keep(
+                    self.record.global_step, gather(self.parts, self.training_state())
+                ):
                     self.record.happened("snapshots_do_not_fit", promise="rollbacks return to a checkpoint")
             except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot tell its state
                 let_through(error)
@@ -220,7 +232,8 @@ class Session:
         """Return what moves with each step and each batch; the turn of an epoch in itself changes nothing."""
         return self.record.global_step, 0 if self.cursor is None else self.cursor.trained
 
-    def _must_be_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def must_be_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what may hold neither NaN nor Inf, by name."""
         names: dict[int, str] = {}
         parameter: torch.Tensor
         for name, parameter in self.parts.named_parameters():
@@ -234,7 +247,8 @@ class Session:
                         yield f"{optimizer_name}: {key} of {names.get(id(parameter), '?')}", value
         yield from self._engine.buffers.running_statistics()
 
-    def _training(self) -> dict[str, Any]:
+    def training_state(self) -> dict[str, Any]:
+        """Return what the guard itself adds to a checkpoint."""
         cursor = self.cursor
         random_state = capture(self.parts.devices()) if cursor is None else cursor.random_state()
         if self._drawn_at is not None and self._drawn_at[0] == self._position():
@@ -383,3 +397,53 @@ class Session:
         self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]
         return training
+
+
+def _changed_without_a_step(parts: Parts, entry: Entry) -> bool:
+    """Return whether something is to be saved.
+
+    What was done to weights or moments without a step, such as an average put in their place, another type for an
+    export, or statistics of other data, must never replace the state of the training.
+
+    Raises:
+        _OthersWeightsError: if weights, buffers or moments were changed as well.
+        Exception: what a part of the caller's raises that cannot tell its state.
+
+    Cost: digests of the caller's state; of all tensors, if something has changed.
+    """
+    if not _differs(parts, entry):
+        return False
+    if not _tensors_are_those_of(parts, entry):
+        raise _OthersWeightsError
+    return True
+
+
+class _OthersWeightsError(Exception):
+    """What is here is not the state of the training."""
+
+    def __str__(self) -> str:
+        return "the weights, buffers or moments were changed without a step, so they are not those of the training"
+
+
+def _differs(parts: Parts, entry: Entry) -> bool:
+    trees: dict[str, Any] = {f"state.{name}": each.state_dict() for name, each in parts.states.items()}
+    for name, optimizer in parts.optimizers.items():
+        trees[component_of("optimizer", name)] = {"param_groups": optimizer.state_dict()["param_groups"]}
+    trees["training"] = {"schedulers": {name: each.state_dict() for name, each in parts.schedulers.items()}}
+    now, then = encode(trees), read_state(entry)
+    for component, state in now.state.items():
+        saved = then.get(component)
+        if not component.startswith("state."):
+            saved = {key: saved.get(key) for key in state} if isinstance(saved, dict) else None
+        if saved != json.loads(json.dumps(state)) or not same_tensors(entry, component, now.tensors[component]):
+            return True
+    return False
+
+
+def _tensors_are_those_of(parts: Parts, entry: Entry) -> bool:
+    for component, found in live_tensors(parts).items():
+        names = {name for name in found if not name.startswith("param_groups")}  # such as a rate that is a tensor
+        saved = {name for name in saved_names(entry, component) if not name.startswith("param_groups")}
+        if names != saved or not same_tensors(entry, component, {name: found[name] for name in names}):
+            return False
+    return True

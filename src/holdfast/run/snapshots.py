@@ -40,13 +40,7 @@ class Kept:
 
 
 class Snapshots:
-    """The copies of one run.
-
-    Args:
-        interval_steps: Optimizer steps between them; None keeps none.
-        clock: To see what they cost.
-        available: Returns the bytes that may still be allocated, None without a limit.
-    """
+    """The copies of one run."""
 
     def __init__(self, interval_steps: int | None, clock: Clock, available: Callable[[], int | None]) -> None:
         self._interval = interval_steps
@@ -63,10 +57,6 @@ class Snapshots:
 
     def keep(self, global_step: int, trees: Mapping[str, Any]) -> bool:
         """Copy a state that is known to be good, if that fits.
-
-        Args:
-            global_step: Optimizer steps in it.
-            trees: From ``components.gather``: live tensors, any device.
 
         Returns:
             Whether it was copied. A state that does not fit is not asked for again.
@@ -116,12 +106,7 @@ def copied_to_host(tree: Any) -> Any:
 
 
 def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a tree of state that shares nothing with the live one.
-
-    Args:
-        tree: What a ``state_dict()`` returned.
-        copy_tensor: Copies a detached tensor.
-    """
+    """Return a tree of state that shares nothing with the live one."""
     if isinstance(tree, torch.Tensor):
         return copy_tensor(tree.detach())
     if type(tree) in _MAPPINGS:

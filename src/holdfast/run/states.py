@@ -30,11 +30,7 @@ FROZEN = "frozen parameters"
 
 
 class FrozenParameters:
-    """The parameters that do not require gradients at the beginning of a step, as an object with state.
-
-    Args:
-        models: By name.
-    """
+    """The parameters that do not require gradients at the beginning of a step, as an object with state."""
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         self._all = [(f"{name}.{key}", p) for name, model in models.items() for key, p in model.named_parameters()]
@@ -60,12 +56,7 @@ def kept_states(parts: Parts) -> dict[str, Stateful]:
 
 
 class StateKeeper:
-    """Copies of registered state at the beginning of a step.
-
-    Args:
-        states: By name.
-        every: Whether also large objects are copied at each `keep`.
-    """
+    """Copies of registered state at the beginning of a step."""
 
     def __init__(self, states: Mapping[str, Stateful], *, every: bool = False) -> None:
         self._kept = [_Kept(name, stateful, every=every) for name, stateful in states.items()]

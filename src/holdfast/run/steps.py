@@ -21,13 +21,7 @@ from holdfast.run.session import Session
 
 
 class Steps:
-    """Drives the step engine for one run. Its attributes are the seam for others who drive it.
-
-    Args:
-        session: The run.
-        engine: Makes the steps.
-        recovery: Decides about those that went wrong.
-    """
+    """Drives the step engine for one run. Its attributes are the seam for others who drive it."""
 
     def __init__(self, session: Session, engine: StepEngine, recovery: Recovery) -> None:
         self.session = session

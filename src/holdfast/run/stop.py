@@ -37,11 +37,7 @@ def _let_workers_die() -> None:
 
 
 class StopRequest:
-    """Whether the run shall end, and why.
-
-    Args:
-        number: The signal that asks for it.
-    """
+    """Whether the run shall end, and why."""
 
     def __init__(self, number: signal.Signals = signal.SIGTERM) -> None:
         self.reason: str | None = None

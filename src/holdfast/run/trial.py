@@ -142,10 +142,6 @@ class Trial:
     def slopes(self, moved: Sequence[tuple[torch.Tensor, torch.Tensor]], loss: float) -> list[float]:
         """Return the measured by the predicted change of the loss along gradients, for two small steps.
 
-        Args:
-            moved: Parameters with their gradients, from `gradients`.
-            loss: The loss where they are.
-
         Returns:
             About 1 for a right gradient, -1 for a reversed one; steps whose effect rounding hides are left out.
         """
@@ -303,10 +299,6 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def kept(value: Any, seen: set[int]) -> Callable[[], Any]:
     """Copy what a tree of dicts, lists, tuples and tensors holds now.
-
-    Args:
-        value: Any; what is none of these is kept as the object that it is.
-        seen: Ids of what is kept already, to be kept once.
 
     Returns:
         A function that puts everything back into the same objects, as often as it is called, and returns the root.

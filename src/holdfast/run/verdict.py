@@ -75,12 +75,7 @@ class Verdict:
 
 
 def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
-    """Return what verdicts promise together: the least. A weighting holds if it never failed.
-
-    Args:
-        verdicts: At least one.
-        facts: Fields that are known better.
-    """
+    """Return what verdicts promise together: the least. A weighting holds if it never failed."""
     chosen = max(verdicts, key=lambda verdict: _FROM_BEST_TO_WORST.index(verdict.outcome))
     failed = tuple(dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.failed))
     every = dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.held)

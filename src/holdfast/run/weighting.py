@@ -90,10 +90,6 @@ SAMPLES = Weighting(kind="samples")
 def find_weightings(batch: Any, size: int) -> list[Weighting]:
     """Return what the mean of a loss may be over, the most usual first.
 
-    Args:
-        batch: Any pytree of tensors.
-        size: Its samples.
-
     Cost: for a tensor of integers or a mask on a device, one host sync.
     """
     found = [SAMPLES, Weighting(kind="sum")]

@@ -68,22 +68,6 @@ def test_ragged_batches_are_weighted_by_items_and_not_by_micro_batches(tmp_path_
     assert found.items == expected.items == sum(lengths)
 
 
-@pytest.mark.parametrize("samples", [1, 4, 5, 7, 8])
-def test_the_last_short_micro_batch_counts_as_much_as_its_samples(tmp_path, samples):
-    """A batch that the micro-batch size does not divide is neither cut short nor over-weighted, for a bare mean."""
-
-    def mean(model: nn.Module) -> Any:
-        return lambda x: model(x).square().mean()
-
-    batch = torch.randn(samples, 5, dtype=torch.float64)
-    whole, expected = gradient_of(mean, batch, tmp_path / "a")
-    parted, found = gradient_of(mean, batch, tmp_path / "b", micro_batch_size=4)
-    torch.testing.assert_close(parted, whole, rtol=1e-12, atol=1e-14)
-    assert found.items == samples
-    assert found.micro_batch_size == min(samples, 4)
-    torch.testing.assert_close(found.loss, expected.loss)
-
-
 def test_a_pair_says_the_same_as_a_loss(tmp_path):
     """`(mean, items)` and `Loss(mean, items)` give the same step, with items as a number or a tensor."""
     batch = torch.randn(6, 5, dtype=torch.float64)
@@ -200,10 +184,6 @@ def two_terms(model: nn.Module) -> Any:
     return loss
 
 
-def bare_sum_of_terms(model: nn.Module) -> Any:
-    return lambda part: sum(term.mean for term in two_terms(model)(part).values())
-
-
 def parted(
     model: nn.Module, run_dir: Path, loss: Any, batch: Any, samples: int, **options: Any
 ) -> tuple[torch.Tensor, Passed]:
@@ -217,21 +197,6 @@ def parted(
         micro_batches(batch, 8, samples), 8, loss, list(model.parameters()), lambda: None, **options
     )
     return torch.cat([p.grad.flatten() for p in model.parameters()]), passed
-
-
-@pytest.mark.parametrize("micro", [1, 3, 4, 7])
-def test_each_of_several_terms_is_weighted_by_its_own_items(tmp_path, micro):
-    """A loss of a mean over frames and one over tokens is exact, although parts without frames or tokens are NaN."""
-    batch = frames_and_tokens()
-    plain, _ = gradient_of(bare_sum_of_terms, batch, tmp_path / "bare")
-    whole, expected = gradient_of(two_terms, batch, tmp_path / "a")
-    parts, found = gradient_of(two_terms, batch, tmp_path / "b", micro_batch_size=micro)
-    assert torch.equal(whole, plain)
-    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=0)
-    assert found.items == expected.items == float(LENGTHS.sum())
-    listed, _ = gradient_of(lambda m: lambda b: list(two_terms(m)(b).values()), batch, tmp_path / "c")
-    assert torch.equal(listed, whole)
 
 
 def test_counting_several_terms_first_leaves_no_trace(tmp_path):

@@ -10,7 +10,6 @@ from torch import nn
 
 from holdfast import Guard, Policy, PolicyError
 from holdfast.run import engine
-from holdfast.run.room import Room
 
 
 def _model() -> nn.Sequential:
@@ -77,13 +76,13 @@ class _PlayedMeter:
     def begin(self) -> None:
         self.begun += 1
 
-    def look(self) -> Room:
-        return Room(used_bytes=200, free_bytes=1_000_000, peak_bytes=1_200)
+    def look(self) -> engine.Headroom:
+        return engine.Headroom(used_bytes=200, free_bytes=1_000_000, peak_bytes=1_200)
 
 
-def test_the_forecast_is_compared_once_and_room_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_forecast_is_compared_once_and_headroom_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the third step the measured peak stands beside the forecast (played memory), and a larger size is tried."""
-    monkeypatch.setattr(engine, "RoomMeter", _PlayedMeter)
+    monkeypatch.setattr(engine, "HeadroomMeter", _PlayedMeter)
     model = _model()
     guard = _guard(model, tmp_path, forecast_micro_batch_size=2, forecast_peak_bytes=1_500)
     _steps(guard, model, 6)

@@ -10,7 +10,7 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.saver import write as really_write
-from holdfast.run import writer
+from holdfast.run import saving as saving_module
 from holdfast.testing import FakeClock
 
 
@@ -26,7 +26,7 @@ def test_the_event_of_a_save_tells_what_those_before_it_cost(tmp_path, monkeypat
         assert threading.current_thread() is threading.main_thread() or free.wait(60)
         return really_write(*arguments, **facts)
 
-    monkeypatch.setattr(writer, "write", write)
+    monkeypatch.setattr(saving_module, "write", write)
     model = torch.nn.Linear(4, 1)
     guard = holdfast.Guard(
         tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), clock=clock,

@@ -18,7 +18,7 @@ import holdfast
 from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.saver import write as really_write
 from holdfast.checkpoint.store import Store
-from holdfast.run import saving, writer
+from holdfast.run import saving
 from holdfast.run.record import RunRecord
 from holdfast.testing import FakeClock
 
@@ -46,7 +46,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     slow = Disk()
-    monkeypatch.setattr(writer, "write", slow.write)
+    monkeypatch.setattr(saving, "write", slow.write)
     yield slow
     slow.free.set()
 
@@ -412,16 +412,6 @@ def test_a_resumed_run_remembers_what_saves_cost(tmp_path, disk):
         clock.advance(0.1)
     assert events(again, "save_interval")[-1].data["save_costs_seconds"] == 4.0
     again.close()
-
-
-def test_the_first_save_is_made_in_the_loop(tmp_path, disk):
-    """What can never be saved is told before any work is done."""
-    parts, memory = make_parts(), Memory()
-    memory.average = object()
-    guard = holdfast.Guard(tmp_path, state=memory, **parts)
-    with pytest.raises(holdfast.CheckpointError, match="H310"):
-        step(guard, parts)
-    assert guard.global_step == 0
 
 
 def test_a_state_that_cannot_be_told_later_is_an_event(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import holdfast
 from holdfast.checkpoint.store import Store
@@ -159,19 +159,6 @@ def test_a_run_that_is_opened_and_closed_writes_nothing(tmp_path: Path) -> None:
         life.guard.close()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("checkpoints/*/*")} == before
     assert life.guard.statistics().checkpoints_saved == 0
-
-
-def test_a_scheduler_by_step_and_no_state_write_nothing(tmp_path: Path) -> None:
-    """The usual script saves as often as before."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = CosineAnnealingLR(optimizer, 10)
-    data = [torch.ones(4, 2)] * 4
-    with holdfast.Guard(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler, loader=data) as guard:
-        for batch in guard.batches(max_epochs=1):
-            guard.step(batch, lambda x: model(x).square().mean())
-        guard.validated(3.0)
-    assert guard.statistics().checkpoints_saved == 2
 
 
 @pytest.mark.parametrize("kind", ["average", "half", "statistics", "moments"])
