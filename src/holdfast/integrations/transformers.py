@@ -43,7 +43,7 @@ from holdfast.integrations.transformers_limits import check_supported, late_call
 from holdfast.integrations.transformers_loader import PlacedLoader
 from holdfast.integrations.transformers_loss import TrainerLoss
 from holdfast.integrations.transformers_parts import StepMade, StopWhenAsked
-from holdfast.memory.oom import find_out_of_memory, let_go, release_memory
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, release_memory
 from holdfast.run.hosted import HostedGuard, hosted_policy, take_scale
 
 __all__ = ["HoldfastCallback", "HoldfastMixin", "HoldfastSeq2SeqTrainer", "HoldfastTrainer", "last_good_checkpoint"]
@@ -336,7 +336,7 @@ class HoldfastMixin:
             if found is None or self.holdfast_guard is None:
                 raise
             failure = error
-        let_go(failure)
+        clear_exception_frames(failure)
         release_memory([] if self.args.device.type == "cpu" else [self.args.device])
         self._holdfast_keep(self.model_wrapped)  # type: ignore[attr-defined]
         raise OutOfMemoryError(

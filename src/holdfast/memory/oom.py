@@ -1,7 +1,7 @@
 """Recognise an out-of-memory error in every form it takes, let go of what it holds, and give memory back.
 
 The frames of the exception own the activations of the failed attempt, so nothing can be freed inside the
-``except`` block: leave it first, then call `let_go` and `release_memory`.
+``except`` block: leave it first, then call `clear_exception_frames` and `release_memory`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def is_sticky(error: BaseException) -> bool:
     return any(isinstance(link, RuntimeError) and _STICKY.search(str(link)) for link in _causes(error))
 
 
-def let_go(error: BaseException) -> None:
+def clear_exception_frames(error: BaseException) -> None:
     """Drop every frame that an exception and its chain hold, and with them the tensors in those frames.
 
     Call it after the ``except`` block was left; the running frames keep their variables.

@@ -32,7 +32,7 @@ from holdfast.core.policy import Policy
 from holdfast.data.splitting import Split, versions_of
 from holdfast.memory.ladder import Means, MemoryLadder
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
-from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_sticky, release_memory
 from holdfast.memory.recompute import COMPILED, may_come_of_recomputing
 from holdfast.memory.saved_bytes import NOTHING_SAVES
 from holdfast.numerics.gradients import Group, clip, clip_adaptively, inspect, nonfinite_gradients
@@ -289,7 +289,7 @@ class StepEngine:
                     raise
                 failure = error
             # Out of the handler: only now can the frames of the failed attempt be dropped.
-            let_go(failure)
+            clear_exception_frames(failure)
             self.attempts.take_back(work)
             self.buffers.states.keep(look=True)
             if versions_of(work.tensors) != work.versions:
@@ -452,7 +452,7 @@ class StepEngine:
                 if found is None:
                     raise
                 failure = error
-            let_go(failure)
+            clear_exception_frames(failure)
             del failure
             release_memory(self._devices)
             raise PartialOptimizerStep(f"optimizer {name!r}: {found}", outcome)

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from holdfast.core.clock import Clock
 from holdfast.data.splitting import Split
 from holdfast.diagnose.finding import Finding
-from holdfast.memory.oom import find_out_of_memory, let_go
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
 from holdfast.numerics.eager import eager
 from holdfast.run.forked import NoAnswer, backward_works_in_a_copy, in_a_copy_of_this_process
 from holdfast.run.trial import CannotTry, OutOfTime, Trial
@@ -129,7 +129,7 @@ def _probe(trial: Trial) -> list[Finding]:
 
 def _why(error: BaseException) -> str:
     why = find_out_of_memory(error) or f"{type(error).__name__}: {error}"[:200]
-    let_go(error)
+    clear_exception_frames(error)
     return str(error) if isinstance(error, (OutOfTime, CannotTry)) else why
 
 

@@ -16,7 +16,7 @@ from holdfast.core.errors import (
     OutOfMemoryError,
 )
 from holdfast.core.events import Decision, Promise, RollBack, SkipStep, Stop
-from holdfast.memory.oom import find_out_of_memory, let_go
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
 from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
 from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_spike
 from holdfast.run.identity import description_of
@@ -321,7 +321,7 @@ class Recovery:
             failure = error
         else:
             return "there is no checkpoint to return to" if returned is None else None
-        let_go(failure)
+        clear_exception_frames(failure)
         return f"memory does not suffice to read the checkpoint ({found})"
 
     def _updates_many_at_once(self) -> bool:

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from holdfast.data.random_state import seed_cpu
 from holdfast.data.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
 from holdfast.memory import onednn
-from holdfast.memory.oom import find_out_of_memory, let_go
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
 from holdfast.numerics.eager import eager
 from holdfast.run.buffers import BufferKeeper
 from holdfast.run.closure import CalledInsideError
@@ -152,7 +152,7 @@ class Rehearsal:
                 failure = error
             finally:
                 self._clear()
-            let_go(failure)
+            clear_exception_frames(failure)
         raise AssertionError
 
     def _compare(self, window: Any, weightings: Sequence[Weighting], difference: _Difference) -> Verdict:

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.data.splitting import tensors_in, versions_of
 from holdfast.memory.ladder import Plan
-from holdfast.memory.oom import find_out_of_memory, let_go, release_memory
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, release_memory
 from holdfast.numerics.bad_samples import find_bad_samples
 from holdfast.numerics.eager import eager
 from holdfast.numerics.provenance import UntraceableError, trace
@@ -60,7 +60,7 @@ class Replay:
             failure = error
         found = find_out_of_memory(failure)
         why = found or f"{type(failure).__name__}: {failure}"[:300]
-        let_go(failure)
+        clear_exception_frames(failure)
         del failure
         self._attempts.take_back(work)
         if found is not None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from holdfast.core.errors import OutOfMemoryError
-from holdfast.memory.oom import find_out_of_memory, is_sticky, let_go, release_memory
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_sticky, release_memory
 
 _CPU_TEXT = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
@@ -149,7 +149,7 @@ def test_a_circle_of_causes_ends() -> None:
     first.__cause__, second.__cause__ = second, first
     assert find_out_of_memory(first) is None
     assert not is_sticky(first)
-    let_go(first)
+    clear_exception_frames(first)
     assert first.__cause__ is None
 
 
@@ -220,7 +220,7 @@ def test_tensors_in_the_frames_of_the_whole_chain_are_let_go(by_cause: bool) -> 
     error = _caught(lambda: _fail_twice(kept, by_cause=by_cause))
     gc.collect()
     assert [ref() is not None for ref in kept] == [True, True]  # the frames own them
-    let_go(error)
+    clear_exception_frames(error)
     assert [ref() for ref in kept] == [None, None]
     assert (error.__traceback__, error.__cause__, error.__context__) == (None, None, None)
 
@@ -232,7 +232,7 @@ def test_tensors_die_although_others_hold_the_error() -> None:
     inner, logged = error.__context__, error.__traceback__
     assert inner is not None
     also_logged = inner.__traceback__
-    let_go(error)
+    clear_exception_frames(error)
     assert [ref() for ref in kept] == [None, None]
     assert logged is not None
     assert also_logged is not None
@@ -248,7 +248,7 @@ def test_the_frame_that_still_runs_keeps_its_variables() -> None:
     except RuntimeError as caught:
         error = caught
     assert error is not None
-    let_go(error)
+    clear_exception_frames(error)
     assert kept[0]() is None
     assert mine.sum() == 3
 
