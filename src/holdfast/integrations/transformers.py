@@ -241,7 +241,9 @@ class HoldfastMixin:
             num_items_in_batch = self._get_num_items_in_batch(window, self.args.device)  # type: ignore[attr-defined]
         self._holdfast_window = []
         known, self._holdfast_indices = self._holdfast_indices, []
-        guard.lend(None if None in known else [index for indices in known if indices for index in indices] or None)
+        guard.next_samples(
+            None if None in known else [index for indices in known if indices for index in indices] or None
+        )
         model.train()
         self.optimizer.train()
         try:

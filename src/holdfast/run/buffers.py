@@ -1,6 +1,6 @@
 """Keep the buffers that a forward pass changes, so that an attempt can be taken back.
 
-Which ones change is learned from the first step, by value, since BatchNorm changes its statistics without telling
+Which ones change is learned from the first step, by value, since BatchNorm changes its statistics unseen by
 autograd. From then on only those are copied, into memory that is allocated once; the others are watched through
 their version counters.
 """
@@ -47,7 +47,7 @@ class BufferKeeper:
         """Copy the buffers that may change, and note the state of the others.
 
         Args:
-            earlier: `copies` of another life, which stand for what the buffers of these names hold now.
+            earlier: `copies` of an earlier process, which stand for what the buffers of these names hold now.
 
         Cost: one fused copy of the mutable buffers; no sync.
         """
@@ -147,7 +147,7 @@ def _version(buffer: torch.Tensor | None) -> int:
 
 
 def _copy(targets: list[torch.Tensor | None], sources: list[torch.Tensor | None]) -> None:
-    """Copy values without telling autograd, as BatchNorm does, so that a saved graph stays valid."""
+    """Copy values unseen by autograd, as BatchNorm does, so that a saved graph stays valid."""
     pairs = [(t.data, s.data) for t, s in zip(targets, sources, strict=True) if t is not None and s is not None]
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

@@ -147,7 +147,7 @@ class Cursor:
 
     @property
     def seems_to_end(self) -> bool:
-        """Return whether the epoch is over, as far as the loader's length tells: a save can wait for its turn."""
+        """Return whether the epoch is over, as far as the loader's length says: a save can wait for its turn."""
         try:
             return self.batches == len(self._loader)  # type: ignore[arg-type]
         except TypeError:
@@ -158,11 +158,11 @@ class Cursor:
         return self._loader.batch_indices if isinstance(self._loader, DataLoader) else None
 
     def attach(self, happened: Callable[..., None], run_dir: Path) -> None:
-        """Let a holdfast loader record what happens in it, and keep what it sets aside with the run."""
+        """Let a holdfast loader record what happens in it, and keep what it quarantines with the run."""
         if isinstance(self._loader, DataLoader):
             self._loader.attach(happened, run_dir)
 
-    def set_aside(self, indices: Sequence[int], evidence: str) -> None:
+    def quarantine(self, indices: Sequence[int], evidence: str) -> None:
         """Let a holdfast loader replace samples from the next epoch on.
 
         Raises:

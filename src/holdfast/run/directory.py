@@ -104,7 +104,7 @@ class RunDirectory:
         return found
 
     def note_saved(self, folder: str | None = CHECKPOINTS) -> None:
-        """Keep for later lives where there is a checkpoint, so that its loss is seen. One write for each folder.
+        """Keep for later restarts where there is a checkpoint, so that its loss is seen. One write for each folder.
 
         Args:
             folder: Where it is; None: a new start was asked for, so that nothing is missed.

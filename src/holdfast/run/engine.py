@@ -112,7 +112,7 @@ class StepEngine:
             batch: Any pytree of tensors.
             loss_fn: Of a micro-batch.
             names: Optimizers to step.
-            split: How the batch is cut; None: as the guard was told.
+            split: How the batch is cut; None: as the guard was given it.
             stop_requested: For the vote.
             judge: Says about an attempt with finite values whether it may be committed.
 

@@ -144,7 +144,7 @@ class Guard:
 
     @property
     def global_step(self) -> int:
-        """Return the optimizer steps in the weights, over all lives of the run."""
+        """Return the optimizer steps in the weights, over all restarts of the run."""
         return self._record.global_step
 
     @property
@@ -181,7 +181,7 @@ class Guard:
         loop with ``break`` writes none: use `request_stop`, or `close` afterwards.
 
         Args:
-            max_epochs: Passes over the loader, counted over all lives of the run.
+            max_epochs: Passes over the loader, counted over all restarts of the run.
             max_steps: Optimizer steps, counted likewise.
 
         Raises:

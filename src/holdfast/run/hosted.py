@@ -78,14 +78,14 @@ def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
         guard._engine.loss_scale.load_state_dict(scaler.state_dict())
 
 
-class LentCursor(Cursor):
+class ExternalCursor(Cursor):
     """The position in a loader that a framework iterates: it only knows which samples the next step is made of."""
 
-    lent: list[int] | None = None
+    given: list[int] | None = None
 
     def sample_indices(self) -> list[int] | None:
         """Return the dataset indices of the step's samples, or None if they are not known."""
-        return self.lent
+        return self.given
 
 
 class HostedGuard(Guard):
@@ -93,7 +93,7 @@ class HostedGuard(Guard):
 
     It takes what `Guard` takes; its policy should be made by `hosted_policy`. It ends no process and writes no
     checkpoint: the framework asks `stop_reason`, and puts `state_dict` into what it saves. A ``loader=`` is
-    iterated by the framework; a `holdfast.DataLoader` tells its events here, and sets samples aside.
+    iterated by the framework; a `holdfast.DataLoader` records its events here, and quarantines samples.
     """
 
     _saves_in = ""  # the folder of the framework's checkpoints
@@ -103,7 +103,7 @@ class HostedGuard(Guard):
     def __init__(self, run_dir: str | os.PathLike[str], *, loader: Any = None, **parts: Any) -> None:
         super().__init__(run_dir, loader=loader, **parts)
         if loader is not None:
-            self._cursor = self._session.cursor = LentCursor(loader, self._parts.devices())
+            self._cursor = self._session.cursor = ExternalCursor(loader, self._parts.devices())
 
     def saves_in(self, folder: str | os.PathLike[str], *, resumed: bool) -> None:
         """Note where the framework saves, and whether it goes on from there; a new start after saves is recorded."""
@@ -113,10 +113,10 @@ class HostedGuard(Guard):
             self._record.happened("begins_anew", though_saved_in=before)
         self._directory.note_saved(self._saves_in if resumed else None)
 
-    def lend(self, indices: list[int] | None) -> None:
+    def next_samples(self, indices: list[int] | None) -> None:
         """Say which samples of the dataset the next step is made of, in order."""
-        if isinstance(self._cursor, LentCursor):
-            self._cursor.lent = indices
+        if isinstance(self._cursor, ExternalCursor):
+            self._cursor.given = indices
 
     @property
     def steps(self) -> Steps:
@@ -158,7 +158,7 @@ class HostedGuard(Guard):
         return found
 
     def load_state_dict(self, carried: Mapping[str, Any]) -> None:
-        """Go on from `state_dict` of an earlier life.
+        """Go on from `state_dict` of an earlier process.
 
         Args:
             carried: What was loaded; model, optimizer and scheduler were restored by the framework.
@@ -177,7 +177,7 @@ class HostedGuard(Guard):
         self._record.happened("resumed", by="the framework")
 
     def count_from(self, global_step: int) -> None:
-        """Go on counting from the framework's number of steps, where no earlier life of a guard has left its own."""
+        """Go on counting from the framework's number of steps, where no guard has left its own before."""
         self._record.global_step = global_step
 
     def replaced_state(self) -> None:

@@ -1,7 +1,7 @@
 """Which loss functions are the same one: what was found out about one must not be held against another.
 
 A lambda in a loop is a new object each time and the same function; two partials of one function with another
-``reduction`` are two. Told apart are code, texts and flags that are bound to it (arguments of a partial, closures,
+``reduction`` are two. Distinguished are code, texts and flags that are bound to it (arguments of a partial, closures,
 attributes of an object), and objects that are alive at the same time. Numbers are not: a step or a weight that
 changes would make each step a new function.
 """
@@ -20,11 +20,11 @@ from holdfast.run.two_pass import TwoPass
 
 _DEPTH = 3
 _VARIANTS = 16
-"""Kinds of one function that are told apart; with more, texts or objects change all the time and mean nothing."""
+"""Kinds of one function that are distinguished; with more, texts or objects change all the time and mean nothing."""
 
 
 def description_of(loss_fn: Any) -> str:
-    """Return a text that is the same for the same loss function, in every life of a run."""
+    """Return a text that is the same for the same loss function, after every restart of a run."""
     return _described(loss_fn, _DEPTH)
 
 
@@ -48,8 +48,8 @@ def _described(value: Any, depth: int) -> str:
 def _with(name: str, bound: Iterable[Any], depth: int) -> str:
     if depth == 0:
         return name
-    told = [text for value in bound if (text := _plain(value, depth - 1))]
-    return f"{name}({', '.join(told)})" if told else name
+    texts = [text for value in bound if (text := _plain(value, depth - 1))]
+    return f"{name}({', '.join(texts)})" if texts else name
 
 
 def _plain(value: Any, depth: int) -> str:
@@ -71,7 +71,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 class Identities:
-    """Keys of the loss functions of one run: equal for the same one, as long as it lives."""
+    """Keys of the loss functions of one run: equal for the same one, as long as it exists."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, set[Any]] = {}

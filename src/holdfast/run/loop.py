@@ -18,7 +18,7 @@ from holdfast.run.schedules import advance, needs_metric
 from holdfast.run.session import Session
 from holdfast.run.stop import Interrupted, StopRequest
 
-# A scheduler that needs a metric, and had none in so many epochs, is told about: at the end of the loop, or after so
+# A scheduler that needs a metric, and had none in so many epochs, is reported: at the end of the loop, or after so
 # many steps. An evaluation comes after each epoch, or after 500 steps (defaults of Lightning and of the Trainer).
 _EPOCHS_WITHOUT_METRIC = 3
 _STEPS_WITHOUT_METRIC = 1000
@@ -34,7 +34,7 @@ class Loop:
         self._recovery = recovery
         self._state = session.state
         self._postponed = False  # a save that is due waits
-        self._told_of_waiting = False
+        self._reported_waiting = False
 
     def batches(
         self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[End], None]
@@ -61,7 +61,7 @@ class Loop:
                 self._stop.honoured = True
                 self._record.happened("stop_requested", reason=self._stop.reason)
             else:
-                self._tell_of_waiting_schedulers(cursor.epoch)
+                self._report_waiting_schedulers(cursor.epoch)
             self._session.saving.save()
             how = "finished" if self._stop.reason is None else "stopped"
         except GeneratorExit:
@@ -115,16 +115,16 @@ class Loop:
             advance(parts.schedulers, parts.optimizers, list(parts.optimizers))
         self._save_if_due()
         if self._record.global_step >= _STEPS_WITHOUT_METRIC:
-            self._tell_of_waiting_schedulers(cursor.epoch)
+            self._report_waiting_schedulers(cursor.epoch)
 
-    def _tell_of_waiting_schedulers(self, epochs: int) -> None:
-        """Tell once of schedulers that need a metric and were never told one, in no life of the run."""
+    def _report_waiting_schedulers(self, epochs: int) -> None:
+        """Report once which schedulers need a metric and were never given one, by no process of the run."""
         schedulers = self._session.parts.schedulers
         waiting = [name for name, each in schedulers.items() if needs_metric(each)]
         waiting = [name for name in waiting if not getattr(schedulers[name], "last_epoch", 0)]
-        told = self._session.validated or self._told_of_waiting
-        if waiting and epochs >= _EPOCHS_WITHOUT_METRIC and not told:
-            self._told_of_waiting = True
+        known = self._session.validated or self._reported_waiting
+        if waiting and epochs >= _EPOCHS_WITHOUT_METRIC and not known:
+            self._reported_waiting = True
             self._record.happened("schedulers_wait", schedulers=waiting, fix="call guard.validated(loss)")
 
     def _save_if_due(self) -> None:

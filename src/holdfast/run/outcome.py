@@ -95,7 +95,7 @@ class Outcome:
     dropped: tuple[int, ...] = ()
 
     def result(self, reason: str | None) -> StepResult:
-        """Return what the caller of a step is told; `reason` says why it was skipped, None that it was not."""
+        """Return what the caller of a step gets; `reason` says why it was skipped, None that it was not."""
         return StepResult(
             loss=self.attempt.loss,
             items=self.attempt.items,

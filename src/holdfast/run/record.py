@@ -38,7 +38,7 @@ _LOUD = {
     "schedulers_wait", "rolled_back", "save_postponed", "saves_synchronous", "loader_healed",
     "sample_quarantined", "dataset_not_deterministic", "stream_read_over", "preflight", "quarantine_full",
     "ranks_not_divided", "changes_not_saved", "samples_taken_back", "not_saved", "begins_anew",
-    "recording_moved_aside",
+    "recording_moved_aside", "rollback_failed",
 }  # fmt: skip
 
 
@@ -110,9 +110,9 @@ class RunRecord:
                 self.happened("left_by_exception", exception=error.__name__)
             return
         facts = describe_exception(error, error.__traceback__)
-        told = facts["type"], facts["message"]
-        if told != self._left_by:
-            self._left_by = told
+        seen = facts["type"], facts["message"]
+        if seen != self._left_by:
+            self._left_by = seen
             facts["frames"] = [*_callers(), *facts["frames"]]
             rule = error.rule if isinstance(error, HoldfastError) else None
             self.happened("left_by_exception", exception=type(error).__name__, rule=rule, **facts)

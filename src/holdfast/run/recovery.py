@@ -29,7 +29,7 @@ _BEYOND_SPIKES = 100
 
 
 def series_of(names: Sequence[str], loss_fn: Any) -> str:
-    """Return a name for the losses of one loss function and these optimizers, the same in every life of a run.
+    """Return a name for the losses of one loss function and these optimizers, the same after every restart of a run.
 
     Raises:
         BatchError: H201 for what is no function.
@@ -116,7 +116,7 @@ class Recovery:
         if outcome.provenance is not None and not math.isfinite(loss):
             reason = describe_nonfinite(loss, [], 0)  # every gradient is bad then
         if outcome.provenance is not None:
-            reason = f"{reason}; {self.tell(outcome.provenance)}"
+            reason = f"{reason}; {self.report_origin(outcome.provenance)}"
         if outcome.loss_scale is not None:
             collapsed = outcome.loss_scale < 1.0
             kind = "loss_scale_collapsed" if collapsed else "loss_scale_lowered"
@@ -133,7 +133,7 @@ class Recovery:
         )
         return self._carry_out(decision, reason, NonFiniteError)
 
-    def tell(self, provenance: Provenance) -> str:
+    def report_origin(self, provenance: Provenance) -> str:
         """Record where NaN or Inf came from, and return it as one message."""
         if provenance.origin is None:
             self._record.happened("nonfinite_not_traced", why=provenance.problem)
@@ -171,14 +171,14 @@ class Recovery:
 
     def dropped(self, provenance: Provenance) -> None:
         """Note that a step was made without some of its samples."""
-        reason = self.tell(provenance)
+        reason = self.report_origin(provenance)
         self._record.happened("samples_dropped", promise="changes training", reason=reason, **self._place())
         self._session.intervened("samples_dropped", reason)
         cursor = self._session.cursor
         ids = None if cursor is None else cursor.sample_indices()
         if cursor is not None and ids is not None:
             try:
-                cursor.set_aside([ids[place] for place in provenance.samples], reason)
+                cursor.quarantine([ids[place] for place in provenance.samples], reason)
             except LoaderError as error:  # the step is made: they go on being dropped, one by one
                 self._record.happened("quarantine_full", error=error.what)
 

@@ -39,7 +39,7 @@ class StepResult:
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Running totals of a run over all its lives; part of every checkpoint."""
+    """Running totals of a run over all its restarts; part of every checkpoint."""
 
     steps: int = 0
     skipped_steps: int = 0
@@ -78,7 +78,7 @@ class Statistics:
     Args:
         global_step: Optimizer steps in the weights.
         epoch: Epochs completed.
-        steps: Steps committed over all lives of the run, also those that a rollback undid.
+        steps: Steps committed over all restarts of the run, also those that a rollback undid.
         skipped_steps: Steps that left no trace because of NaN or Inf.
         out_of_memory: Attempts that ran out of memory.
         rollbacks: Returns to a checkpoint.

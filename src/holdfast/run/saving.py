@@ -138,7 +138,7 @@ class Saving:
         self._buffers: HostBuffers | None = None
         self._in_background = policy.async_save and policy.save_interval_steps is not None
         self._puts_off = False  # the save that is due waits for the writer
-        self._told = False  # so it is known that saves wait
+        self._said_waiting = False  # so it is known that saves wait
         self._made_ready = False  # memory was asked for ahead
         self._refused: str | None = None
         self.saved = 0
@@ -263,18 +263,18 @@ class Saving:
             handed_over = False if self._job is not None else self._hand_over(started)
         except RunDirectoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot tell its state
+        except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot give its state
             let_through(error)
             self._failed_at_once(error, started)
             handed_over = True
         if handed_over is None:
             self.save()
         elif handed_over:
-            self._told, self._puts_off = self._told and self._puts_off, False
+            self._said_waiting, self._puts_off = self._said_waiting and self._puts_off, False
         else:
             self._puts_off = True
-            if not self._told:  # once, and again only after a save that did not have to wait
-                self._told = True
+            if not self._said_waiting:  # once, and again only after a save that did not have to wait
+                self._said_waiting = True
                 self._record.happened("save_put_off", why="the last one is still written, or memory is made ready")
         self.chooser.resumes(self._clock.monotonic_seconds())
 
@@ -358,8 +358,8 @@ class Saving:
 
     def _record_failure(self, global_step: int, error: Exception, seconds: float) -> None:
         """Record that a save has failed."""
-        told = f"{type(error).__name__}: {error}"[:500]
-        self._record.happened_at(global_step, "save_failed", error=told, seconds=round(seconds, 4))
+        text = f"{type(error).__name__}: {error}"[:500]
+        self._record.happened_at(global_step, "save_failed", error=text, seconds=round(seconds, 4))
 
     def _end(self, attempt: Attempt, **came_of_it: Any) -> End:
         seconds = self._clock.monotonic_seconds() - attempt.started

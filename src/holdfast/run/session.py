@@ -85,7 +85,7 @@ class Session:
         self.spikes = SpikeDetector(objective=policy.objective)
         self.counters = Counters()
         self.interventions: list[dict[str, Any]] = []
-        self.validated = False  # a metric was told, for schedulers that need one
+        self.validated = False  # a metric was given, for schedulers that need one
         self._known_good = -1  # newest step that a rollback has proved to be older than any trouble
         self.random_state: RandomState | None = None  # of a resumed run, until its loader is started
         self._drawn_at: tuple[tuple[int, int], RandomState] | None = None  # belongs to that position for certain
@@ -219,7 +219,7 @@ class Session:
                     self.record.global_step, gather(self.parts, self.training_state())
                 ):
                     self.record.happened("snapshots_do_not_fit", promise="rollbacks return to a checkpoint")
-            except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot tell its state
+            except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot give its state
                 let_through(error)
                 self.snapshots.failed(self.record.global_step)
                 self.record.happened("snapshot_failed", error=f"{type(error).__name__}: {error}"[:500])
@@ -407,7 +407,7 @@ def _changed_without_a_step(parts: Parts, entry: Entry) -> bool:
 
     Raises:
         _OthersWeightsError: if weights, buffers or moments were changed as well.
-        Exception: what a part of the caller's raises that cannot tell its state.
+        Exception: what a part of the caller's raises that cannot give its state.
 
     Cost: digests of the caller's state; of all tensors, if something has changed.
     """

@@ -76,7 +76,7 @@ class Snapshots:
         return True
 
     def failed(self, global_step: int) -> None:
-        """Note that a state could not be told or copied: it is tried again an interval later, a few times."""
+        """Note that a state could not be read or copied: it is tried again an interval later, a few times."""
         self._last_step, self._last_seconds = global_step, self._clock.monotonic_seconds()
         self._failures += 1
         if self._failures == _MOST_FAILURES:

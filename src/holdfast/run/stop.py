@@ -125,7 +125,7 @@ class StopRequest:
                 raise Interrupted
 
     def _settle(self, name: str, *, ends: bool) -> None:
-        """Take what comes within a moment for the same request, and tell of it."""
+        """Take what comes within a moment for the same request, and say so on stderr."""
         raised: BaseException | None = None
         until = time.monotonic() + _ONE_REQUEST_SECONDS
         self._settling = True
