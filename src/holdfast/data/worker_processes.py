@@ -136,6 +136,13 @@ def _handle_children() -> None:
     _previous = signal.signal(signal.SIGCHLD, _on_child) or signal.SIG_DFL
 
 
+def silence_torch() -> None:
+    """Let torch's handler, which ours calls, raise about no worker any more: the process was asked to end."""
+    global _previous
+    if callable(_previous):
+        _previous = signal.SIG_DFL
+
+
 def wake_main_thread() -> None:
     """Interrupt a wait of the main thread, so that it runs the handler."""
     with suppress(ProcessLookupError, RuntimeError):

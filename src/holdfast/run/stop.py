@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from holdfast.data.worker_processes import silence_torch
+
 # `timeout` of coreutils signals the process, then its group, some microseconds apart: one request, which comes twice.
 # So do launchers that pass on what their group gets too. Without this wait the second would end the process.
 _ONE_REQUEST_SECONDS = 0.1
@@ -34,6 +36,7 @@ def _let_workers_die() -> None:
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and getattr(handler, "__module__", "").startswith("torch.utils.data"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    silence_torch()  # called by the handler of holdfast's loader, where that one is around torch's
 
 
 class StopRequest:

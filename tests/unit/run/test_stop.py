@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast.data import worker_processes
 from holdfast.run.stop import Interrupted, StopRequest
 
 
@@ -59,3 +60,26 @@ def test_a_worker_that_dies_of_the_same_signal_loses_neither_request_nor_message
     assert heard == [signal.SIGTERM] * 2
     assert capfd.readouterr().err == ""
     stop.uninstall()
+
+
+def test_after_a_request_torch_raises_about_no_worker_also_from_within_our_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a loader of holdfast's and one of torch's alive, workers that got the same signal disturb no step."""
+
+    def as_torch_does(number: int, frame: object) -> None:
+        raise RuntimeError("DataLoader worker is killed by signal: Terminated.")
+
+    monkeypatch.setattr(worker_processes, "_previous", as_torch_does)
+    before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, signal.SIGTERM)}
+    signal.signal(signal.SIGCHLD, worker_processes._on_child)
+    stop = StopRequest()
+    stop.install()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reason == "SIGTERM"
+        assert subprocess.run(["true"], check=True).returncode == 0
+    finally:
+        stop.uninstall()
+        for number, handler in before.items():
+            signal.signal(number, handler)
