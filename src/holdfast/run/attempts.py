@@ -1,6 +1,6 @@
 """One attempt at a step: forward, backward and a look at the gradients, and the way back to where it began.
 
-Does not: decide what follows, retry, or move a weight (see ``transaction``).
+Does not: decide what follows, retry, or move a weight (see ``engine``).
 """
 
 from __future__ import annotations

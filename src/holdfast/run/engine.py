@@ -87,7 +87,7 @@ class StepEngine:
         self._model_order = _ModelOrder(parts)
         self._replay = Replay(parts, self.attempts, record)
         self._step_id = 0
-        self._tells_of_no_gain = policy.recompute is True
+        self._reports_no_gain = policy.recompute is True
         self.spare_memory: Callable[[], None] = lambda: None  # called when memory is short on the host
         self.plan_changed: Callable[[], None] = lambda: None  # called when the ladder has chosen another plan
         self._stepped: set[str] = set()  # optimizers whose kernels for whole batches are made
@@ -295,7 +295,7 @@ class StepEngine:
             if versions_of(work.tensors) != work.versions:
                 raise self._promises.batch_was_changed(work.loss_fn)
             if found is None and unmeasurable:
-                self._tells_of_no_gain = False
+                self._reports_no_gain = False
                 self.attempts.give_up_measuring(failure)
                 continue
             if found is None:
@@ -348,8 +348,8 @@ class StepEngine:
             recompute=bool(plan.recompute),
         )
         means = self._means(work)
-        if self._tells_of_no_gain and work.prepared and work.out_of_memory > 1 and not means.recompute:
-            self._tells_of_no_gain = False
+        if self._reports_no_gain and work.prepared and work.out_of_memory > 1 and not means.recompute:
+            self._reports_no_gain = False
             self._record.happened("recompute_impossible", why=COMPILED if self.attempts.compiled else NOTHING_SAVES)
         decision = self._ladder.decide_after_oom(batch_size=size, failures=work.out_of_memory, means=means)
         decision = self.attempts.as_promised(decision, work)
