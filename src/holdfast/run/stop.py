@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
-
-from holdfast.data.worker_processes import silence_torch
 
 # `timeout` of coreutils signals the process, then its group, some microseconds apart: one request, which comes twice.
 # So do launchers that pass on what their group gets too. Without this wait the second would end the process.
@@ -36,7 +35,9 @@ def _let_workers_die() -> None:
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and getattr(handler, "__module__", "").startswith("torch.utils.data"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    silence_torch()  # called by the handler of holdfast's loader, where that one is around torch's
+    workers = sys.modules.get("holdfast.data.worker_processes")  # imports torch; without a loader it is not needed
+    if workers is not None:
+        workers.silence_torch()  # holdfast's handler is around torch's
 
 
 class StopRequest:
