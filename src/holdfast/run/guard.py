@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
+from torch import nn
 
 from holdfast.core.clock import Clock, SystemClock
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import Event
 from holdfast.core.policy import Policy
+from holdfast.data.random_state import capture, restore
 from holdfast.data.splitting import Split
 from holdfast.memory.host_allocator import set_malloc_threshold
 from holdfast.memory.ladder import MemoryLadder
 from holdfast.run.cursor import Cursor
 from holdfast.run.directory import RunDirectory
 from holdfast.run.engine import StepEngine
-from holdfast.run.evaluation import evaluating
 from holdfast.run.images import keep_image
 from holdfast.run.loop import Loop
 from holdfast.run.parts import gather_parts
@@ -345,3 +346,20 @@ class Guard:
                 yield
         except Interrupted:
             self._end_process()
+
+
+@contextmanager
+def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
+    """Switch to evaluation without gradients; modes and random state come back, however the context is left."""
+    modules = [module for model in models for module in model.modules()]
+    modes = [module.training for module in modules]
+    random_state = capture(devices)
+    try:
+        for model in models:
+            model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        restore(random_state)

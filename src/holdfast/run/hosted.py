@@ -21,8 +21,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.policy import Policy
 from holdfast.core.policy_sources import PREFIX, from_environment
 from holdfast.run.cursor import Cursor
-from holdfast.run.evaluation import evaluating
-from holdfast.run.guard import Guard
+from holdfast.run.guard import Guard, evaluating
 from holdfast.run.record import End
 from holdfast.run.result import Counters
 from holdfast.run.steps import Steps

@@ -28,14 +28,13 @@ from holdfast.memory.ladder import Means
 from holdfast.run.buffers import BufferKeeper
 from holdfast.run.closure import called_inside, returning_a_loss
 from holdfast.run.forked import backward_works_in_a_copy
-from holdfast.run.hazards import find_hazards, mixing_layers, split_promise
 from holdfast.run.identity import Identities
 from holdfast.run.mixed_precision import autocast
 from holdfast.run.parts import Parts
 from holdfast.run.record import RunRecord
 from holdfast.run.rehearsal import TELLING, Rehearsal, attempted, in_a_copy
 from holdfast.run.states import StateKeeper, kept_states
-from holdfast.run.verdict import Verdict, merged
+from holdfast.run.verdict import Verdict, find_hazards, merged, mixing_layers, split_promise
 from holdfast.run.weighting import SAMPLES, Weighting, disagreement, find_weightings
 from holdfast.run.window import Window, largest_of
 
