@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import signal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.run import components, session
+from holdfast.run import accumulation, components, loop, session, steps
 from holdfast.run.buffers import BufferKeeper
 from holdfast.run.phase import Phase, RunState
 
@@ -102,6 +105,19 @@ def test_a_rollback_makes_the_state_whole_or_breaks_it(before: list[str], after:
     with pytest.raises(OSError, match="half"), state.rolling_back():
         raise OSError("half of it was read")
     assert state.phase is Phase.BROKEN
+
+
+@pytest.mark.parametrize("module", [accumulation, loop, steps])
+def test_who_drives_the_engine_uses_no_private_attribute_of_another(module: ModuleType) -> None:
+    """``begin``, ``attempt``, ``keep``, ``skip``, ``commit`` and ``take_back`` are all that is needed."""
+    private = [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and ast.unparse(node.value) not in ("self", "torch")
+    ]
+    assert not private
 
 
 def test_a_rollback_cannot_begin_in_a_step() -> None:
