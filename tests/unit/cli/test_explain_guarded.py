@@ -134,7 +134,7 @@ def test_an_error_about_memory_after_a_lack_of_memory_is_out_of_memory(tmp_path)
 
     with pytest.raises(RuntimeError, match="unable to mmap"):
         train(guard, loss_fn)
-    assert len(calls) == 2
+    assert len(calls) == 3  # the try that ran short, the pass that measures what to recompute, the next try
     assert said_of(tmp_path) == ("H401", of_family("out of memory"))
 
 
