@@ -30,7 +30,7 @@ import torch
 from benchmarks.forks import Child, in_a_fork, single_threaded
 from benchmarks.results_file import Result, read_options
 from holdfast.core.errors import LoaderError
-from holdfast.data.features.cache import FeatureCache
+from holdfast.loader.features.cache import FeatureCache
 from holdfast.testing import flip_bit
 
 _RATE = 22_050

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.hang_cases import MECHANISMS, PHASES, RANKS, marked_lines, names
 from benchmarks.results_file import Result, read_options
-from holdfast.diagnose.hangs import Hang
+from holdfast.explain.hangs import Hang
 from holdfast.supervise.limits import HangLimits
 from holdfast.supervise.observe.environment import observing
 from holdfast.supervise.stacks import Stacks

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.loader_cases import BATCH_SIZE, KINDS, LENGTH, Samples, fork_lock
-from holdfast.data.loader import DataLoader
+from holdfast.loader.loader import DataLoader
 
 TIMEOUT_SECONDS = 1.0
 """Given to every loader as torch's ``timeout`` where a fault hangs."""

@@ -33,10 +33,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.results_file import Result, read_options
-from holdfast.data.tuning.choice import LoaderPlan, decide_workers, pace_of
-from holdfast.data.tuning.machine import Machine
-from holdfast.data.tuning.preflight import Load, weigh
-from holdfast.data.tuning.probing import MOST_PROBES, measure_transfer, probe
+from holdfast.loader.tuning.choice import LoaderPlan, decide_workers, pace_of
+from holdfast.loader.tuning.machine import Machine
+from holdfast.loader.tuning.preflight import Load, weigh
+from holdfast.loader.tuning.probing import MOST_PROBES, measure_transfer, probe
 
 MOST_WORKERS = 8
 TO_REACH = 1 / 0.95

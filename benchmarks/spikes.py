@@ -202,7 +202,7 @@ def notices(detector: Any, planted: Planted, *, later: int = 0) -> bool:
 def guard_watches() -> bool:
     """Say whether this version of the guard uses the detector."""
     _ = holdfast.Guard  # its modules are loaded when it is first asked for
-    rooms = [module for name, module in sys.modules.items() if name.startswith("holdfast.run.")]
+    rooms = [module for name, module in sys.modules.items() if name.startswith("holdfast.guard.")]
     return any(getattr(module, "SpikeDetector", None) is SpikeDetector for module in rooms)
 
 

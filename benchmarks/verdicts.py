@@ -27,10 +27,10 @@ from pathlib import Path
 from benchmarks.failures import Failure, Reproduced, all_failures, reproduce
 from benchmarks.healthy_runs import HEALTHY
 from benchmarks.results_file import Figure, Result, read_options
-from holdfast.diagnose.collecting import collect_stream
-from holdfast.diagnose.judging import judge
-from holdfast.diagnose.signatures import all_signatures
-from holdfast.diagnose.verdict import Verdict
+from holdfast.explain.collecting import collect_stream
+from holdfast.explain.judging import judge
+from holdfast.explain.signatures import all_signatures
+from holdfast.explain.verdict import Verdict
 
 _ROOT = Path(__file__).resolve().parents[1]
 _QUICK_EVERY = 120

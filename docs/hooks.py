@@ -47,7 +47,7 @@ STAND_INS = {
     **{source: page for page, source in FROM_ELSEWHERE.items()},
     "benchmarks": "benchmarks.md",
     "benchmarks/results": "figures.md",
-    "src/holdfast/diagnose/rules.md": "rules.md",
+    "src/holdfast/explain/rules.md": "rules.md",
     **{f"recipes/{name}": f"recipes/{name}.md" for name in RECIPES},
 }
 _DIRECTIVE = re.compile(
@@ -114,8 +114,8 @@ def expanded(markdown: str) -> str:
 
 def rules() -> str:
     """Return a section for each rule of the catalogue: of errors, of runs that do not learn, of ways to end."""
-    from holdfast.diagnose.rules import all_rules, catalogue
-    from holdfast.diagnose.signatures import all_signatures
+    from holdfast.explain.rules import all_rules, catalogue
+    from holdfast.explain.signatures import all_signatures
 
     texts, signatures = all_rules(), all_signatures()
     families: dict[str, list[str]] = {"Errors of holdfast": [], "Runs that do not learn": []}

@@ -28,7 +28,7 @@ import yaml
 
 from holdfast import HoldfastError, Policy
 from holdfast.core.policy_sources import from_environment, from_options, meanings_of
-from holdfast.data.quarantine import Ledger
+from holdfast.loader.quarantine import Ledger
 
 _Options = TypeVar("_Options", bound="RunOptions")
 _OF_THE_POLICY = {*(field.name for field in dataclasses.fields(Policy)), "preset"}

@@ -24,11 +24,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from holdfast import Guard, HoldfastError, Policy
 from holdfast.core.durable import replace_file
+from holdfast.guard.stop import StopRequest
 from holdfast.memory.oom import find_out_of_memory
 from holdfast.report.gathering import gather
 from holdfast.report.page import render
 from holdfast.report.sources import check_run
-from holdfast.run.stop import StopRequest
 from recipes.options import OptionError, RunOptions, nothing_to_resume
 
 _SECONDS_BETWEEN_PICTURES = 0.2  # of the bar

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from benchmarks.results_file import Result, read_options
-from holdfast.data.device_prefetch import prefetched
+from holdfast.loader.device_prefetch import prefetched
 
 _WIDTH = 4096
 _STEPS = 20

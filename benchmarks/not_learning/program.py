@@ -37,7 +37,7 @@ class Watching(Protocol):
 
 
 class Watch(Protocol):
-    """The face of ``holdfast.run.watch.watch``."""
+    """The face of ``holdfast.guard.watch.watch``."""
 
     def __call__(
         self,

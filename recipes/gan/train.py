@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from holdfast import DataLoader, Guard, Policy
-from holdfast.run.images import MOST_PIXEL_BYTES
+from holdfast.guard.images import MOST_PIXEL_BYTES
 from recipes.classifier.images import DIGITS_TO_TRAIN, DataError, find_source, shape_of_all, write_digits
 from recipes.gan.data import Images
 from recipes.gan.model import Norm

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from holdfast import Policy
-from holdfast.run.stop import StopRequest
+from holdfast.guard.stop import StopRequest
 from recipes.options import nothing_to_resume
 from recipes.pegasus.job import Job, tokenized
 from recipes.pegasus.scoring import ROUGE, rouge

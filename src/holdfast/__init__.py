@@ -22,35 +22,35 @@ if TYPE_CHECKING:
     from holdfast.core.events import Event
     from holdfast.core.policy import Policy
     from holdfast.core.version import __version__
-    from holdfast.data.features.cache import FeatureCache
-    from holdfast.data.loader import DataLoader
+    from holdfast.guard.guard import Guard
+    from holdfast.guard.loss import Loss
+    from holdfast.guard.result import StepResult
+    from holdfast.guard.two_pass import TwoPass
+    from holdfast.guard.watch import watch
+    from holdfast.loader.features.cache import FeatureCache
+    from holdfast.loader.loader import DataLoader
     from holdfast.numerics.learning_rate import advise_learning_rate
-    from holdfast.run.guard import Guard
-    from holdfast.run.loss import Loss
-    from holdfast.run.result import StepResult
-    from holdfast.run.two_pass import TwoPass
-    from holdfast.run.watch import watch
 
 _HOMES = {
     "BatchError": "core.errors",
     "CheckpointError": "core.errors",
-    "DataLoader": "data.loader",
+    "DataLoader": "loader.loader",
     "Event": "core.events",
-    "FeatureCache": "data.features.cache",
-    "Guard": "run.guard",
+    "FeatureCache": "loader.features.cache",
+    "Guard": "guard.guard",
     "HoldfastError": "core.errors",
     "LoaderError": "core.errors",
-    "Loss": "run.loss",
+    "Loss": "guard.loss",
     "NonFiniteError": "core.errors",
     "OutOfMemoryError": "core.errors",
     "Policy": "core.policy",
     "PolicyError": "core.errors",
     "RunDirectoryError": "core.errors",
-    "StepResult": "run.result",
-    "TwoPass": "run.two_pass",
+    "StepResult": "guard.result",
+    "TwoPass": "guard.two_pass",
     "__version__": "core.version",
     "advise_learning_rate": "numerics.learning_rate",
-    "watch": "run.watch",
+    "watch": "guard.watch",
 }
 
 __all__ = [

@@ -166,7 +166,7 @@ def test_importing_holdfast_loads_no_torch() -> None:
     """`import holdfast`, a Policy and the commands that need no training start without torch."""
     code = (
         "import sys, holdfast; holdfast.Policy(); from holdfast.cli.main import make_app; make_app(); "
-        "from holdfast.recorder import reader; from holdfast.diagnose import rules; rules.all_rules(); "
+        "from holdfast.recorder import reader; from holdfast.explain import rules; rules.all_rules(); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -184,7 +184,7 @@ def test_the_wheel_holds_all_that_the_package_needs(tmp_path) -> None:
         "import sys; sys.path.insert(0, sys.argv[1]); import holdfast, torch, tempfile\n"
         "assert holdfast.__file__.startswith(sys.argv[1])\n"
         "from pathlib import Path; assert Path(holdfast.__file__).with_name('py.typed').exists()\n"
-        "from holdfast.diagnose.rules import all_rules; assert len(all_rules()) > 30\n"
+        "from holdfast.explain.rules import all_rules; assert len(all_rules()) > 30\n"
         "model = torch.nn.Linear(2, 1)\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
         "with holdfast.Guard(tempfile.mkdtemp(), model=model, optimizer=optimizer) as guard:\n"

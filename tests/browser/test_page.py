@@ -13,9 +13,9 @@ import pytest
 from tests.unit.report.made_runs import add_process, happened, make_run, sample, write_events
 from tests.unit.report.test_page import hostile_run
 
+from holdfast.guard.images import encoded_png
 from holdfast.report.gathering import gather
 from holdfast.report.page import render
-from holdfast.run.images import encoded_png
 
 pytest.importorskip("plotly")
 webdriver = pytest.importorskip("selenium.webdriver")

@@ -15,8 +15,8 @@ import typer
 from tests.docs.pages import DOCS, ROOT, Block, blocks, session, shows
 
 from holdfast.cli.main import make_app
-from holdfast.diagnose.collecting import collect_log
-from holdfast.diagnose.judging import judge
+from holdfast.explain.collecting import collect_log
+from holdfast.explain.judging import judge
 
 HOW_TOS = sorted((DOCS / "how-to").glob("*.md"))
 PAGES = sorted(DOCS.rglob("*.md"))

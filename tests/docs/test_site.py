@@ -16,7 +16,7 @@ from tests.docs.pages import DOCS, ROOT
 
 import holdfast
 from holdfast.cli.main import COMMANDS
-from holdfast.diagnose.rules import catalogue
+from holdfast.explain.rules import catalogue
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("material")
@@ -71,7 +71,7 @@ def every_module_for_users_is_in_the_reference(site: Path) -> None:
     for name in (
         "holdfast.testing.memory_limited",
         "holdfast.testing.FakeClock",
-        "holdfast.data.orders.LengthBucketed",
+        "holdfast.loader.orders.LengthBucketed",
         "holdfast.integrations.transformers.HoldfastMixin",
         "holdfast.integrations.transformers_callback.CallbackParts",
         "holdfast.integrations.transformers.last_good_checkpoint",

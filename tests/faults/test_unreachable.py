@@ -123,14 +123,14 @@ def test_ways_in_which_a_run_has_no_checkpoint_and_may_begin(tmp_path):
 def test_what_run_json_says_is_written_once(tmp_path, monkeypatch):
     """That a run has saved costs one write in its life, whatever the number of saves; and it survives a copy."""
     written: list[dict[str, object]] = []
-    replace = holdfast.run.directory.replace_file
+    replace = holdfast.guard.directory.replace_file
 
     def noting(path: Path, data: bytes) -> None:
         if path.name == "run.json":
             written.append(json.loads(data))
         replace(path, data)
 
-    monkeypatch.setattr(holdfast.run.directory, "replace_file", noting)
+    monkeypatch.setattr(holdfast.guard.directory, "replace_file", noting)
     train(tmp_path / "a", 20)
     assert [each["saved_in"] for each in written] == [None, "checkpoints"]
     shutil.copytree(tmp_path / "a", tmp_path / "b")

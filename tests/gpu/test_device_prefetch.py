@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.data.device_prefetch import prefetched
+from holdfast.loader.device_prefetch import prefetched
 
 pytestmark = [
     pytest.mark.gpu,

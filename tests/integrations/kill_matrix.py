@@ -416,7 +416,7 @@ def main(folder: str, host: str, loader: str, batches: str, accumulate: str, eve
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     # The first of these is imported by the first step of an optimizer.
-    for name in ("torch._dynamo", "holdfast.run.guard", *IMPORTS[host]):
+    for name in ("torch._dynamo", "holdfast.guard.guard", *IMPORTS[host]):
         importlib.import_module(name)
     column = Column(Path(folder), host, (loader, int(batches), int(accumulate), int(every)))
     (column.kill_once if kills == "once" else column.kill_twice)()

@@ -14,15 +14,15 @@ from torch import nn
 from holdfast import Loss
 from holdfast.core.clock import SystemClock
 from holdfast.core.policy import Policy
-from holdfast.data.splitting import micro_batches
-from holdfast.run.buffers import BufferKeeper
-from holdfast.run.mixed_precision import LossScale
-from holdfast.run.parts import gather_parts
-from holdfast.run.passes import Passed, Passes
-from holdfast.run.promises import Promises
-from holdfast.run.record import RunRecord
-from holdfast.run.two_pass import TwoPass
-from holdfast.run.weighting import SAMPLES, disagreement, find_weightings, shares
+from holdfast.guard.buffers import BufferKeeper
+from holdfast.guard.mixed_precision import LossScale
+from holdfast.guard.parts import gather_parts
+from holdfast.guard.passes import Passed, Passes
+from holdfast.guard.promises import Promises
+from holdfast.guard.record import RunRecord
+from holdfast.guard.two_pass import TwoPass
+from holdfast.guard.weighting import SAMPLES, disagreement, find_weightings, shares
+from holdfast.loader.splitting import micro_batches
 
 _FAST = settings(deadline=None, max_examples=60)
 _WIDEST = 6

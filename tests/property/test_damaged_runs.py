@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from holdfast.cli.main import make_app
 from holdfast.core.clock import SystemClock
 from holdfast.core.errors import RunDirectoryError
+from holdfast.guard.directory import RunDirectory
+from holdfast.guard.record import RunRecord
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import SUPERVISOR_FOLDER
-from holdfast.run.directory import RunDirectory
-from holdfast.run.record import RunRecord
 from holdfast.supervise.restarts import Budgets
 from holdfast.supervise.supervisor import Plan, Supervisor
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.errors import LoaderError
-from holdfast.data.features.cache import FeatureCache
-from holdfast.data.features.items import decode, digest_of, encode
+from holdfast.loader.features.cache import FeatureCache
+from holdfast.loader.features.items import decode, digest_of, encode
 from holdfast.testing import flip_bit
 
 _FAST = settings(deadline=None, max_examples=60)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.data.loader import DataLoader
+from holdfast.loader.loader import DataLoader
 
 _FAST = settings(deadline=None, max_examples=50)
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.data.orders import (
+from holdfast.loader.orders import (
     LengthBucketed,
     Order,
     Sequential,
@@ -16,8 +16,8 @@ from holdfast.data.orders import (
     TokenBatches,
     Weighted,
 )
-from holdfast.data.permutation import permuted
-from holdfast.data.ranks import rank_positions, steps_left
+from holdfast.loader.permutation import permuted
+from holdfast.loader.ranks import rank_positions, steps_left
 
 _FAST = settings(deadline=None, max_examples=60)
 _SEEDS = st.integers(0, 2**63 - 1)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.errors import LoaderError
-from holdfast.data.quarantine import FILE_NAME, Ledger, read_ledger
+from holdfast.loader.quarantine import FILE_NAME, Ledger, read_ledger
 
 _FAST = settings(deadline=None, max_examples=60)
 _KEYS = st.recursive(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.data.seeds import derive_seed
+from holdfast.loader.seeds import derive_seed
 
 _FAST = settings(deadline=None, max_examples=60)
 _SEEDS = st.integers(0, 2**63 - 1)

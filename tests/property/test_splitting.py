@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.data.splitting import batch_size, copied, fresh, micro_batches, tensors_in
+from holdfast.loader.splitting import batch_size, copied, fresh, micro_batches, tensors_in
 
 _FAST = settings(deadline=None, max_examples=60)
 _KEYS = st.text("abc", min_size=1, max_size=2)

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from holdfast import Guard
 from holdfast.cli.main import make_app
-from holdfast.data.quarantine import FILE_NAME, read_ledger
+from holdfast.loader.quarantine import FILE_NAME, read_ledger
 
 SOUND = Sound(sample_rate=16000, n_mels=20)
 POLICY = Path(train.__file__).with_name("policy.yaml")

@@ -17,10 +17,10 @@ from recipes.classifier.images import DataError, Folder, find_source, write_digi
 from recipes.classifier.train import main
 
 from holdfast.core.events import Event
-from holdfast.data.quarantine import FILE_NAME, read_ledger
-from holdfast.diagnose.collecting import collect
-from holdfast.diagnose.judging import judge
-from holdfast.diagnose.verdict import Verdict
+from holdfast.explain.collecting import collect
+from holdfast.explain.judging import judge
+from holdfast.explain.verdict import Verdict
+from holdfast.loader.quarantine import FILE_NAME, read_ledger
 from holdfast.recorder.reader import read_events
 
 ROOT = Path(__file__).parents[2]

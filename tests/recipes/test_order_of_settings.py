@@ -16,7 +16,7 @@ from recipes.options import RunOptions, read_options
 
 import holdfast
 from holdfast import Policy
-from holdfast.run.hosted import hosted_policy
+from holdfast.guard.hosted import hosted_policy
 
 PRESET = "separation"  # max_grad_norm 5.0
 RECIPES = {

@@ -20,7 +20,7 @@ from recipes.separation.model import ConvTasNet
 from recipes.separation.si_snr import best_order, separation_loss, si_snr
 from recipes.wav import read_wav, write_wav
 
-from holdfast.data.quarantine import FILE_NAME, read_ledger
+from holdfast.loader.quarantine import FILE_NAME, read_ledger
 
 RATE = 8000
 POLICY = Path(train.__file__).with_name("policy.yaml")

@@ -18,7 +18,7 @@ from recipes.separation import scoring as separation_scoring
 from recipes.separation import train as separation
 from recipes.training import Training
 
-from holdfast.run.images import LONGEST_SIDE, MOST_PIXEL_BYTES
+from holdfast.guard.images import LONGEST_SIDE, MOST_PIXEL_BYTES
 
 _COMMON = ("--words", "2", "--batch-size", "4", "--max-steps", "10", "--eval-interval-steps", "5")
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.events import Event
-from holdfast.data.quarantine import FILE_NAME, read_ledger
+from holdfast.loader.quarantine import FILE_NAME, read_ledger
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.reader import read_events, read_steps
 

@@ -24,7 +24,7 @@ from recipes.tacotron2.train import CLIPS, main
 from tests.own_process import in_own_process
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from holdfast.data import random_state
+from holdfast.loader import random_state
 from holdfast.memory.recompute import find_blocks, recomputing
 
 PUBLIC_PARAMETERS = 28_193_153  # of NVIDIA/tacotron2 with its default settings and 148 symbols

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import holdfast
-from holdfast.diagnose.rules import all_rules
+from holdfast.explain.rules import all_rules
 
 _SOURCE = Path(holdfast.__file__).parent
 _RULE = re.compile(r'rule="(H\w*)"')

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from holdfast.data.loader import DataLoader
+from holdfast.loader.loader import DataLoader
 from holdfast.memory.oom import find_out_of_memory
 from holdfast.testing import (
     FakeClock,

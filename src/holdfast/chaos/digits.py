@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.utils.data import Dataset
 
-from holdfast.data.loader import DataLoader
-from holdfast.run.guard import Guard
-from holdfast.run.result import StepResult
+from holdfast.guard.guard import Guard
+from holdfast.guard.result import StepResult
+from holdfast.loader.loader import DataLoader
 
 EPOCHS = 30
 BATCH_SIZE = 719  # two batches an epoch, whose activations are large enough to run out of memory with

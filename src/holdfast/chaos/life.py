@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 
 from holdfast.chaos.digits import Job, train, train_bare
 from holdfast.checkpoint.store import Store
-from holdfast.run.guard import Guard
-from holdfast.run.result import StepResult
+from holdfast.guard.guard import Guard
+from holdfast.guard.result import StepResult
 from holdfast.testing import data_segment_bytes, fill_disk, limit_memory
 
 _DAMAGED = 700

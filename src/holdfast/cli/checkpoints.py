@@ -13,7 +13,7 @@ from holdfast.checkpoint.manifest import read_manifest
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
-from holdfast.run.directory import RunDirectory
+from holdfast.guard.directory import RunDirectory
 
 
 def run(

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
-from holdfast.diagnose.log_lines import plain_text
-from holdfast.diagnose.rules import catalogue, find_rule
-from holdfast.diagnose.verdict import Verdict
+from holdfast.explain.log_lines import plain_text
+from holdfast.explain.rules import catalogue, find_rule
+from holdfast.explain.verdict import Verdict
 from holdfast.report.verdicts import how_sure
 
 _RULE = re.compile(r"[Hh]\d{3,4}")
@@ -98,8 +98,8 @@ def _tell_rule(rule_id: str, *, as_json: bool) -> None:
 
 
 def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
-    from holdfast.diagnose.collecting import collect, collect_log, collect_stream  # likewise
-    from holdfast.diagnose.judging import judge
+    from holdfast.explain.collecting import collect, collect_log, collect_stream  # likewise
+    from holdfast.explain.judging import judge
 
     if what == "-":
         _refuse("standard input", attempt=attempt)

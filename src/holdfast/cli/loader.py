@@ -20,9 +20,9 @@ from holdfast.core.errors import PolicyError
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from holdfast.data.tuning.choice import LoaderPlan
-    from holdfast.data.tuning.machine import Machine
-    from holdfast.data.tuning.preflight import Concern, Load
+    from holdfast.loader.tuning.choice import LoaderPlan
+    from holdfast.loader.tuning.machine import Machine
+    from holdfast.loader.tuning.preflight import Concern, Load
 
 _MEASURED_SECONDS = 1.0  # of each option in each of two rounds
 
@@ -97,10 +97,10 @@ def _decide(
 ) -> dict[str, Any]:
     import torch
 
-    from holdfast.data.sharding import EACH_READS_ALL
-    from holdfast.data.tuning import choice, probing
-    from holdfast.data.tuning.machine import Machine
-    from holdfast.data.tuning.preflight import Load, preflight, weigh
+    from holdfast.loader.sharding import EACH_READS_ALL
+    from holdfast.loader.tuning import choice, probing
+    from holdfast.loader.tuning.machine import Machine
+    from holdfast.loader.tuning.preflight import Load, preflight, weigh
 
     machine = Machine.of_this_rank()
     try:
@@ -144,7 +144,7 @@ def _decide(
 
 
 def _most_workers(loader: DataLoader[Any]) -> int | None:
-    from holdfast.data.sharding import most_useful_workers, shards_itself
+    from holdfast.loader.sharding import most_useful_workers, shards_itself
 
     said = getattr(loader, "sharded", None)  # holdfast's own, to which it may have been told
     sharded = shards_itself(loader.dataset, loader.worker_init_fn) if said is None else said
@@ -162,7 +162,7 @@ def _raised(factory: str, error: Exception) -> PolicyError:
 def _start_method(loader: DataLoader[Any]) -> str:
     import torch
 
-    from holdfast.data.tuning.probing import context_of
+    from holdfast.loader.tuning.probing import context_of
 
     context = context_of(loader)
     if isinstance(context, str):
@@ -176,7 +176,7 @@ def _measure(factory: str, loader: DataLoader[Any], plan: LoaderPlan, step_secon
     Raises:
         PolicyError: H703, for what the loader raises beyond the first batches, or in workers alone.
     """
-    from holdfast.data.tuning.probing import measure_throughput, with_workers
+    from holdfast.loader.tuning.probing import measure_throughput, with_workers
 
     rates: list[list[float]] = [[] for _ in plan.options]
     with _unworried():

@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.output import console
-from holdfast.memory.forecast.device_plans import DevicePlan
-from holdfast.memory.forecast.devices import GIB
-from holdfast.memory.forecast.forecasting import Forecast
-from holdfast.memory.forecast.planning import Row, with_relative_times
-from holdfast.memory.forecast.shares import shares_of
+from holdfast.forecast.device_plans import DevicePlan
+from holdfast.forecast.devices import GIB
+from holdfast.forecast.forecasting import Forecast
+from holdfast.forecast.planning import Row, with_relative_times
+from holdfast.forecast.shares import shares_of
 from holdfast.report.forecast_words import (
     COLUMNS,
     LEGEND,

@@ -26,8 +26,8 @@ from holdfast.cli.factories import unusable_factory
 from holdfast.cli.loader import make_loader
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
-from holdfast.data.quarantine import FILE_NAME, FOUND_BY_READING, Ledger, Quarantined, last_line
-from holdfast.run.directory import RunDirectory
+from holdfast.guard.directory import RunDirectory
+from holdfast.loader.quarantine import FILE_NAME, FOUND_BY_READING, Ledger, Quarantined, last_line
 
 _Verdict = tuple[str, str]  # "good", "bad" or "unclear", and why
 
@@ -134,8 +134,8 @@ def _retest(factory: str, aside: list[Quarantined], timeout_seconds: float) -> d
     made = make_loader(factory, 1)
     from torch.utils.data import IterableDataset  # here, since torch takes seconds to import
 
-    from holdfast.data.loader import DataLoader
-    from holdfast.data.seeds import SampleSeeds
+    from holdfast.loader.loader import DataLoader
+    from holdfast.loader.seeds import SampleSeeds
 
     if isinstance(made.dataset, IterableDataset) or not hasattr(made.dataset, "__getitem__"):
         raise unusable_factory(
@@ -156,7 +156,7 @@ def _retest(factory: str, aside: list[Quarantined], timeout_seconds: float) -> d
 
 
 def _judge(entry: Quarantined, read: Callable[[], dict[str, Any]], timeout_seconds: float) -> _Verdict:
-    from holdfast.run.forked import NoAnswer, in_a_copy_of_this_process
+    from holdfast.guard.forked import NoAnswer, in_a_copy_of_this_process
 
     if entry.stands_for:
         return "unclear", f"the ledger cannot hold the {entry.stands_for} that it is read by; read it yourself"
@@ -173,8 +173,8 @@ def _judge(entry: Quarantined, read: Callable[[], dict[str, Any]], timeout_secon
 
 def _read_again(dataset: Any, index: Any, seed: int, *, finite: bool) -> dict[str, Any]:
     """Return why a sample cannot be used, None if it can: in two tries with the same random numbers, as in a run."""
-    from holdfast.data.inspection import find_nonfinite
-    from holdfast.data.random_state import seed_cpu
+    from holdfast.loader.inspection import find_nonfinite
+    from holdfast.loader.random_state import seed_cpu
 
     why = None
     for _ in range(2):

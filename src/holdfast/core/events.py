@@ -1,6 +1,6 @@
 """What happened, and what was decided: frozen records that go into the recorder.
 
-A *Decision* is what a part returns and only ``run/`` carries out. Every decision is written down as an
+A *Decision* is what a part returns and only ``guard/`` carries out. Every decision is written down as an
 *Event* of the same name, so a report reads nothing but events.
 """
 

@@ -27,14 +27,14 @@ import torch
 
 from holdfast.core.errors import BatchError, PolicyError
 from holdfast.core.policy import Policy
-from holdfast.data.loader import DataLoader
+from holdfast.guard.guard import Guard
+from holdfast.guard.hosted import agreed, take_scale
+from holdfast.guard.promises import LossFunction
+from holdfast.guard.result import StepResult
+from holdfast.guard.window import Window
 from holdfast.integrations.frameworks import excluded, load
 from holdfast.integrations.transformers_limits import check_one_process, precision_of
-from holdfast.run.guard import Guard
-from holdfast.run.hosted import agreed, take_scale
-from holdfast.run.promises import LossFunction
-from holdfast.run.result import StepResult
-from holdfast.run.window import Window
+from holdfast.loader.loader import DataLoader
 
 
 class PreparedLoader:

@@ -30,15 +30,15 @@ import torch
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.core.errors import PolicyError
 from holdfast.core.policy import Policy
-from holdfast.data.random_state import RandomState, capture, restore
-from holdfast.data.splitting import Split
+from holdfast.guard.hosted import HostedGuard, hosted_policy, take_scale
+from holdfast.guard.promises import LossFunction
+from holdfast.guard.result import StepResult
 from holdfast.integrations.frameworks import excluded, load
 from holdfast.integrations.lightning_callback import HoldfastCallback
 from holdfast.integrations.lightning_files import VerifiedCheckpointIO, save_when_stopped
 from holdfast.integrations.lightning_steps import TrainerSteps, clips_itself, names_of
-from holdfast.run.hosted import HostedGuard, hosted_policy, take_scale
-from holdfast.run.promises import LossFunction
-from holdfast.run.result import StepResult
+from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.loader.splitting import Split
 
 load("lightning.pytorch")
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry  # noqa: E402

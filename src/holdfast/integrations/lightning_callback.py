@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from holdfast.data.random_state import RandomState, capture, restore
+from holdfast.guard.buffers import BufferKeeper
 from holdfast.integrations.frameworks import load
 from holdfast.integrations.lightning_files import VerifiedCheckpointIO, save_when_stopped
 from holdfast.integrations.recording import Recording
+from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.numerics.gradients import Group, inspect, nonfinite_gradients
-from holdfast.run.buffers import BufferKeeper
 
 load("lightning.pytorch")
 from lightning.pytorch.callbacks import Callback  # noqa: E402

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from holdfast.data.splitting import Split, batch_size
+from holdfast.guard.accumulation import Accumulation, divided
+from holdfast.guard.hosted import HostedGuard
+from holdfast.guard.promises import LossFunction
+from holdfast.guard.result import StepResult
 from holdfast.integrations.frameworks import load
 from holdfast.integrations.lightning_logs import StepLogs
-from holdfast.run.accumulation import Accumulation, divided
-from holdfast.run.hosted import HostedGuard
-from holdfast.run.promises import LossFunction
-from holdfast.run.result import StepResult
+from holdfast.loader.splitting import Split, batch_size
 
 load("lightning.pytorch")
 from lightning.pytorch.loops.optimization.closure import AbstractClosure  # noqa: E402

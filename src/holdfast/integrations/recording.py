@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from holdfast.core.clock import SystemClock
 from holdfast.core.errors import NonFiniteError, PolicyError
 from holdfast.core.policy import Policy
+from holdfast.guard.directory import RunDirectory
+from holdfast.guard.record import RunRecord
+from holdfast.guard.watch import Watch, watch
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.run_files import announce_recording
-from holdfast.run.directory import RunDirectory
-from holdfast.run.record import RunRecord
-from holdfast.run.watch import Watch, watch
 
 _open: weakref.WeakValueDictionary[str, Recording] = weakref.WeakValueDictionary()
 

@@ -47,17 +47,17 @@ from holdfast.core.durable import write_file
 from holdfast.core.errors import NonFiniteError, PolicyError, did_you_mean
 from holdfast.core.policy import Policy
 from holdfast.core.policy_sources import from_speechbrain
-from holdfast.data.loader import DataLoader
-from holdfast.data.random_state import RandomState, capture, restore
+from holdfast.guard.accumulation import Accumulation, divided
+from holdfast.guard.directory import check_found
+from holdfast.guard.hosted import HostedGuard, hosted_policy, take_scale
+from holdfast.guard.promises import LossFunction
+from holdfast.guard.result import StepResult
 from holdfast.integrations.frameworks import load
 from holdfast.integrations.speechbrain_batches import detached, joined, samples_in, split_of
 from holdfast.integrations.speechbrain_checkpoints import sealed
+from holdfast.loader.loader import DataLoader
+from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.numerics.gradients import Group, clip, inspect
-from holdfast.run.accumulation import Accumulation, divided
-from holdfast.run.directory import check_found
-from holdfast.run.hosted import HostedGuard, hosted_policy, take_scale
-from holdfast.run.promises import LossFunction
-from holdfast.run.result import StepResult
 
 __all__ = ["HoldfastMixin"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.data.splitting import Split
+from holdfast.loader.splitting import Split
 
 
 def is_padded(batch: Any) -> bool:

@@ -27,8 +27,7 @@ import torch
 
 from holdfast.core.errors import CheckpointError, OutOfMemoryError
 from holdfast.core.policy import Policy
-from holdfast.data.loader import DataLoader
-from holdfast.data.splitting import Split
+from holdfast.guard.hosted import HostedGuard, hosted_policy, take_scale
 from holdfast.integrations.frameworks import load
 from holdfast.integrations.transformers_callback import CallbackParts
 from holdfast.integrations.transformers_checkpoints import (
@@ -43,8 +42,9 @@ from holdfast.integrations.transformers_limits import check_supported, late_call
 from holdfast.integrations.transformers_loader import PlacedLoader
 from holdfast.integrations.transformers_loss import TrainerLoss
 from holdfast.integrations.transformers_parts import StepMade, StopWhenAsked
+from holdfast.loader.loader import DataLoader
+from holdfast.loader.splitting import Split
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, release_memory
-from holdfast.run.hosted import HostedGuard, hosted_policy, take_scale
 
 __all__ = ["HoldfastCallback", "HoldfastMixin", "HoldfastSeq2SeqTrainer", "HoldfastTrainer", "last_good_checkpoint"]
 

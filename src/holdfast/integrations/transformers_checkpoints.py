@@ -19,8 +19,8 @@ from typing import Any, Self
 from holdfast.checkpoint.sealing import begin, check, newest_good, remove_draft, seal, set_aside
 from holdfast.checkpoint.store import paths_in
 from holdfast.core.durable import write_file
+from holdfast.guard.directory import check_found
 from holdfast.integrations.frameworks import load
-from holdfast.run.directory import check_found
 
 _log = logging.getLogger("holdfast")
 _NAME = re.compile(r"checkpoint-(\d+)")

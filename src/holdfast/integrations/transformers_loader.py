@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from holdfast.data.loader import DataLoader
+from holdfast.loader.loader import DataLoader
 
 
 class _Placed(IterableDataset[Any]):

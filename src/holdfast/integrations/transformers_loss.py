@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import BatchError
-from holdfast.data.splitting import Split, batch_size, select
-from holdfast.run.hosted import HostedGuard
-from holdfast.run.loss import Loss
-from holdfast.run.window import Window
+from holdfast.guard.hosted import HostedGuard
+from holdfast.guard.loss import Loss
+from holdfast.guard.window import Window
+from holdfast.loader.splitting import Split, batch_size, select
 
 _MOST_DOUBTS = 4  # steps in which it is tried to find out what a mean is over
 _ROUNDING = 1e-5  # of a mean in fp32, relative

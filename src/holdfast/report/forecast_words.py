@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.core.errors import OutOfMemoryError
-from holdfast.memory.forecast.device_plans import DevicePlan, Order, Verification
-from holdfast.memory.forecast.devices import GIB
-from holdfast.memory.forecast.forecasting import Forecast
-from holdfast.memory.forecast.planning import Row
-from holdfast.memory.forecast.trace import Assumption
+from holdfast.forecast.device_plans import DevicePlan, Order, Verification
+from holdfast.forecast.devices import GIB
+from holdfast.forecast.forecasting import Forecast
+from holdfast.forecast.planning import Row
+from holdfast.forecast.trace import Assumption
 
 COLUMNS = ("precision", "optimizer", "recompute", "allocator", "micro-batch", "peak", "margin", "time")
 """Of the table; the first four are words, the others figures."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from holdfast.checkpoint.manifest import read_manifest
 from holdfast.checkpoint.store import Store
 from holdfast.core.errors import CheckpointError, HoldfastError
-from holdfast.diagnose.verdict import Verdict
+from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.progress import Standing, read_board
 from holdfast.recorder.reader import not_recorded_any_more, read_events, read_steps

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from holdfast.guard.images import IMAGES_FOLDER, MOST_FILE_BYTES, MOST_TAGS, png_size
 from holdfast.report.inert import inert
-from holdfast.run.images import IMAGES_FOLDER, MOST_FILE_BYTES, MOST_TAGS, png_size
 
 _SHOWN_OF_A_TAG = 5
 _MOST_FILES = 1000  # of a folder that are looked at

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from itertools import groupby
 
-from holdfast.diagnose.verdict import Exhibit, Verdict
+from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.report.figures import figures
 from holdfast.report.gathering import CheckpointSeen, ProcessSeen, RunPicture
 from holdfast.report.images import ImageSeen

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-from holdfast.diagnose.signature import FAMILIES, Restart
-from holdfast.diagnose.verdict import Exhibit, Verdict
+from holdfast.explain.signature import FAMILIES, Restart
+from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
 from holdfast.report.inert import inert
 from holdfast.report.sources import read_json
@@ -31,8 +31,8 @@ def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
     if values:
         return verdict_from(values)
     try:
-        from holdfast.diagnose.collecting import collect
-        from holdfast.diagnose.judging import judge
+        from holdfast.explain.collecting import collect
+        from holdfast.explain.judging import judge
 
         return judge(collect(run))
     except Exception as error:  # noqa: BLE001 - a report of what is known is better than none; the reason is shown

@@ -17,7 +17,7 @@ from typing import Literal
 from holdfast.core.clock import Clock
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.lock import is_locked
-from holdfast.diagnose.verdict import Verdict
+from holdfast.explain.verdict import Verdict
 from holdfast.recorder.progress import Phase, Standing, StepSample, read_board
 from holdfast.recorder.run_files import (
     BOARD_FILE,

@@ -25,7 +25,7 @@ from holdfast.supervise.process_tree import Tree, kill_all, signal_all
 from holdfast.supervise.signals import ASKING_TO_END, Signals
 
 if TYPE_CHECKING:
-    from holdfast.diagnose.hangs import Hang
+    from holdfast.explain.hangs import Hang
 
 Tell = Callable[..., None]
 _TICK_SECONDS = 1.0

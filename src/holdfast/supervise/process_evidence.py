@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.diagnose.hang_evidence import Waits, clean, waits_for
+from holdfast.explain.hang_evidence import Waits, clean, waits_for
 
 _MOST_THREADS = 128
 _MOST_DESCRIPTORS = 4096

@@ -16,8 +16,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.diagnose.signature import Restart as Kind
-from holdfast.diagnose.verdict import Verdict
+from holdfast.explain.signature import Restart as Kind
+from holdfast.explain.verdict import Verdict
 
 LONG_SECONDS = 600.0
 """An attempt that ran so long got somewhere: kubelet forgets its back-off after 10 minutes without a crash."""

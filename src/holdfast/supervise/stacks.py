@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.diagnose.evidence import Frame
-from holdfast.diagnose.hang_evidence import Examined, ProcessLook, ThreadLook, clean
+from holdfast.explain.evidence import Frame
+from holdfast.explain.hang_evidence import Examined, ProcessLook, ThreadLook, clean
 from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_FOLDER
 from holdfast.supervise.process_evidence import (
     KernelView,

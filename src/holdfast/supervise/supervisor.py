@@ -20,7 +20,7 @@ from typing import Any
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import HoldfastError
 from holdfast.core.events import Event
-from holdfast.diagnose.verdict import Verdict
+from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Phase, Standing, read_board
 from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, VERDICT_FILE, read_processes
@@ -244,8 +244,8 @@ class Supervisor:
     def _judge(self) -> Verdict:
         """Return why the attempt ended, and write it down."""
         try:
-            from holdfast.diagnose.collecting import collect
-            from holdfast.diagnose.judging import judge
+            from holdfast.explain.collecting import collect
+            from holdfast.explain.judging import judge
 
             verdict = judge(collect(self.run_path, self._number))
         except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor lives on

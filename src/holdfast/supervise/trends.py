@@ -16,7 +16,7 @@ from typing import Literal
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events import Event
-from holdfast.diagnose.signatures.leaks import signature_of
+from holdfast.explain.signatures.leaks import signature_of
 from holdfast.memory.leaks import Growth, Reading, find_growth
 from holdfast.recorder.black_box import EVENTS_FILE
 from holdfast.recorder.following import EventFollower

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.diagnose.hang_evidence import Examined
-from holdfast.diagnose.hangs import SIGNATURES_OF, Diagnosis, Hang, Remedy, describe_frame, diagnose_hang
+from holdfast.explain.hang_evidence import Examined
+from holdfast.explain.hangs import SIGNATURES_OF, Diagnosis, Hang, Remedy, describe_frame, diagnose_hang
 from holdfast.recorder.progress import Phase
 from holdfast.supervise.limits import HangLimits
 from holdfast.supervise.process_tree import Process, descendants, read_process, read_table

@@ -19,7 +19,7 @@ from holdfast.core.control_groups import memory_available_bytes
 from holdfast.supervise.limits import HangLimits
 
 if TYPE_CHECKING:
-    from holdfast.diagnose.hangs import Hang
+    from holdfast.explain.hangs import Hang
 
 _TREND_SECONDS = 10.0  # a slope over minutes is wanted; reading the samples of a run costs some milliseconds
 _JOIN_SECONDS = 5.0  # a dump of stacks may be under way; the thread is a daemon

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from holdfast.core.errors import LoaderError
-from holdfast.data.features.cache import FeatureCache
+from holdfast.loader.features.cache import FeatureCache
 from holdfast.testing import fill_disk
 
 ITEMS = 120

@@ -18,7 +18,7 @@ import time
 
 import torch
 
-from holdfast.data.loader import DataLoader
+from holdfast.loader.loader import DataLoader
 
 _QUIET = 8
 

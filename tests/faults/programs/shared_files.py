@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.data.loader import DataLoader
+from holdfast.loader.loader import DataLoader
 
 _MARK = "HOLDFAST_TEST_SHARED_FILES"
 

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.chaos import campaign, lives
 from holdfast.chaos.lives import Lives
-from holdfast.run.guard import Guard
+from holdfast.guard.guard import Guard
 
 _TRAINS = """
 import json, sys, time

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 from holdfast.cli.explain import print_verdict
 from holdfast.cli.main import make_app
 from holdfast.core.events import Event
-from holdfast.diagnose.rules import catalogue
-from holdfast.diagnose.signature import FAMILIES
-from holdfast.diagnose.verdict import Exhibit, Verdict
+from holdfast.explain.rules import catalogue
+from holdfast.explain.signature import FAMILIES
+from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.run_files import OUTPUT_FILE, SUPERVISOR_FOLDER
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import holdfast
 from holdfast.cli.main import make_app
 from holdfast.core.events import Event
-from holdfast.diagnose.signature import FAMILIES
+from holdfast.explain.signature import FAMILIES
 from holdfast.recorder.black_box import BlackBox, StepMark
 
 app = make_app()

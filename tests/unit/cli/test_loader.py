@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli import loader
-from holdfast.data.tuning.probing import with_workers
+from holdfast.loader.tuning.probing import with_workers
 
 FACTORY = """
 import time, torch

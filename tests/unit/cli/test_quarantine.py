@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from holdfast.cli import quarantine
 from holdfast.cli.factories import load_factory
-from holdfast.data.quarantine import FILE_NAME, Ledger
-from holdfast.run.directory import RunDirectory
+from holdfast.guard.directory import RunDirectory
+from holdfast.loader.quarantine import FILE_NAME, Ledger
 
 FACTORY = """
 import os, random, signal, time

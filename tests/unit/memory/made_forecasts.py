@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from tests.unit.memory.made_steps import Block, Layer, make_step
 
-from holdfast.memory.forecast.device_plans import Order, Verification, plan_device
-from holdfast.memory.forecast.devices import Device, find_device
-from holdfast.memory.forecast.extrapolation import fit
-from holdfast.memory.forecast.forecasting import Forecast
-from holdfast.memory.forecast.planning import Steps
-from holdfast.memory.forecast.trace import Assumption
-from holdfast.memory.forecast.tracing import TraceResult
+from holdfast.forecast.device_plans import Order, Verification, plan_device
+from holdfast.forecast.devices import Device, find_device
+from holdfast.forecast.extrapolation import fit
+from holdfast.forecast.forecasting import Forecast
+from holdfast.forecast.planning import Steps
+from holdfast.forecast.trace import Assumption
+from holdfast.forecast.tracing import TraceResult
 
 MIB = 1 << 20
 BLOCKS: list[Block] = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout", MIB))] * 4

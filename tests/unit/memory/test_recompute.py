@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.data import random_state
+from holdfast.loader import random_state
 from holdfast.memory.recompute import RecomputeDiffersError, find_repeated_blocks, overwrite, recomputing
 from holdfast.memory.saved_bytes import SavedBytes
 

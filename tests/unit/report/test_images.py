@@ -10,10 +10,10 @@ import pytest
 from tests.unit.report.made_runs import make_run
 from tests.unit.report.test_page import HOSTILE, parsed
 
+from holdfast.guard.images import encoded_png
 from holdfast.report import images
 from holdfast.report.gathering import gather
 from holdfast.report.page import render
-from holdfast.run.images import encoded_png
 
 pytest.importorskip("plotly")
 

@@ -152,7 +152,7 @@ def test_the_run_of_a_plain_guard_can_be_watched(tmp_path):
         box.step(StepMark.COMMITTED, step, 8, 1.0 / step, 0.5, 0.25)
     box.close()
     code = (
-        "import sys; from holdfast.run.directory import RunDirectory; "
+        "import sys; from holdfast.guard.directory import RunDirectory; "
         "held = RunDirectory(sys.argv[1]); held.acquire(); print('held', flush=True); sys.stdin.read()"
     )
     clock = Clock(unix=time.time())

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from holdfast.core.events import Event
-from holdfast.diagnose.evidence import Ending, Facts
-from holdfast.diagnose.judging import judge
-from holdfast.diagnose.signatures import all_signatures
-from holdfast.diagnose.signatures.leaks import BY_KIND
+from holdfast.explain.evidence import Ending, Facts
+from holdfast.explain.judging import judge
+from holdfast.explain.signatures import all_signatures
+from holdfast.explain.signatures.leaks import BY_KIND
 from holdfast.supervise.observe import retention_census
 from holdfast.supervise.observe.retention import Retention
 from holdfast.supervise.observe.retention_lines import Name, Sources

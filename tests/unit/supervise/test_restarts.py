@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.diagnose.verdict import Verdict
+from holdfast.explain.verdict import Verdict
 from holdfast.supervise.restarts import Again, Budgets, Past, Stop, decide_restart, new_changes
 
 BUDGETS = Budgets(max_restarts=3, max_preemptions=2, least_steps=10)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.diagnose.hang_evidence import Examined
+from holdfast.explain.hang_evidence import Examined
 from holdfast.supervise import stacks
 from holdfast.supervise.process_evidence import catches_sigusr1, read_kernel_view, uses_gpu
 from holdfast.supervise.stacks import Stacks, Subject, find_py_spy, read_faulthandler

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.diagnose.hangs import Hang
+from holdfast.explain.hangs import Hang
 from holdfast.recorder.progress import BOARD_BYTES, Phase, ProgressBoard
 from holdfast.recorder.run_files import BOARD_FILE, PROCESS_FILE, PROCESSES_FOLDER, ProcessInfo, write_process
 from holdfast.supervise.limits import HangLimits

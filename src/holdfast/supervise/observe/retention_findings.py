@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from holdfast.diagnose.signatures.leaks import signature_of
+from holdfast.explain.signatures.leaks import signature_of
 from holdfast.supervise.observe.retention_births import made_at
 from holdfast.supervise.observe.retention_census import Census, Grown, Value, all_objects, count_nodes
 from holdfast.supervise.observe.retention_lines import Line, Name, Sources

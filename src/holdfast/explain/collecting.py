@@ -1,0 +1,400 @@
+"""From a run directory, or from a bare log, to the facts that a verdict is made from.
+
+Of a directory that ``holdfast run`` made, one attempt: the end of its output, what its processes said last, what the
+supervisor saw. Nothing that cannot be read ends it; it is named in `Facts.missing`. Does not: judge.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from holdfast.core.errors import PolicyError
+from holdfast.core.events import Event
+from holdfast.explain.curves_seen import find_lost, lost_of_run
+from holdfast.explain.evidence import Ending, Facts, Lost, Statement
+from holdfast.explain.guard_ends import how_closed, of_guards
+from holdfast.explain.log_files import opened
+from holdfast.explain.log_keeping import Readable
+from holdfast.explain.log_lines import plain_text
+from holdfast.explain.log_progress import is_progress_bar
+from holdfast.explain.log_text import LogText, read_log
+from holdfast.explain.run_recordings import Recordings, open_recordings, unreadable
+from holdfast.explain.run_statements import already_tried, merged, of_exceptions, of_kernel, same
+from holdfast.recorder.progress import Standing
+from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, ProcessInfo, process_lives
+
+NO_STATUS = "no exit status: only a log"
+_CHUNK = 1 << 20
+_TAIL_BYTES = 1 << 20  # of the output of a command that ended with status 0
+_LAST_BYTES = 4096  # in which the last line is looked for
+_MOST_LAST = 300
+
+
+def collect_log(path: Path, *, status: int | None = None) -> Facts:
+    """Return what a log file says.
+
+    Args:
+        path: The file.
+        status: With which its command ended, if that is known.
+
+    Raises:
+        RunDirectoryError: H733 if it cannot be read, or is no log.
+    """
+    try:
+        with opened(path) as stream:
+            return collect_stream(stream, name=path.name, status=status)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def collect_stream(stream: Readable, *, name: str, status: int | None = None) -> Facts:
+    """Return what a log says.
+
+    Args:
+        stream: Opened for reading bytes.
+        name: For the sources.
+        status: With which its command ended, if that is known.
+    """
+    log = read_log(stream, name=name)
+    missing = [NO_STATUS] if status is None else []
+    if not log.complete:
+        missing.append(f"of {log.total_lines} lines those in the middle were only searched for words of errors")
+    if log.total_bytes == 0:
+        missing.append("the log is empty")
+    if log.cut_off:
+        missing.append(f"the log ends inside a traceback, at {log.cut_off[:300]}")
+    endings = (*log.endings, *([Ending(status=status)] if status is not None else []))
+    return Facts(
+        statements=log.statements,
+        endings=endings,
+        source=name,
+        missing=tuple(missing),
+        lost=find_lost(log.losses, log.norms, log=name),
+        extra={"log_says_done": log.ended_well},
+    )
+
+
+def collect(run: Path, attempt: int | None = None) -> Facts:
+    """Return all that is known of one attempt of a run.
+
+    Args:
+        run: A directory that ``holdfast run`` made, or one that was given to a Guard.
+        attempt: None: the newest.
+
+    Raises:
+        RunDirectoryError: H731 if it holds no recording, H733 if it cannot be read, H734 if a newer holdfast made it.
+        PolicyError: H105 if it has no such attempt.
+    """
+    recordings = open_recordings(run)
+    return _Attempt(recordings, attempt).facts() if recordings.supervised else _of_guard(recordings)
+
+
+def _of_guard(recordings: Recordings) -> Facts:
+    folders = recordings.guards([])
+    recordings.say_lost_steps({folder: f"guard {folder.name}" for folder in folders})
+    events = _by_time(event for folder in folders for event in recordings.events(folder))
+    marks = [mark for folder in folders if (mark := recordings.newest_step(folder)) is not None]
+    newest = max(marks, key=lambda mark: mark.unix_seconds, default=None)
+    statements = of_guards(events, last_step=newest.unix_seconds if newest is not None else 0.0)
+    closed = how_closed(events)
+    missing = [*recordings.missing, "no exit status and no output: it was not started with `holdfast run`"]
+    if closed is None and not any(each.fatal for each in statements):
+        missing.append("no word that a Guard closed it: it was cut off, or its script ends without `guard.close()`")
+    return Facts(
+        statements=tuple(statements),
+        events=tuple(events),
+        tried=tuple(already_tried(events)),
+        source=str(recordings.run),
+        missing=tuple(missing),
+        lost=lost_of_run([], folders, (0.0, math.inf))[0],
+        extra={
+            "guard_closed": asdict(closed) if closed else None,
+            "steps": newest.global_step if newest else None,
+        },
+    )
+
+
+class _Attempt:
+    """One attempt of a supervised run."""
+
+    def __init__(self, recordings: Recordings, attempt: int | None) -> None:
+        self._recordings = recordings
+        self._all = recordings.supervisor()
+        numbers = [n for event in self._all if (n := _attempt_of(event)) is not None]
+        self._number = attempt if attempt is not None else max(numbers, default=0)
+        if self._number not in (numbers or [0]):
+            raise PolicyError(
+                f"attempt {self._number} of {recordings.run}",
+                limit=f"attempts {min(numbers, default=0)} to {max(numbers, default=0)} are recorded",
+                fix="pass one of these, or leave --attempt out for the newest.",
+                rule="H105",
+            )
+        self._own = self._of_attempt()
+        self._processes = [pair for pair in recordings.processes() if pair[1].attempt == self._number]
+
+    def facts(self) -> Facts:
+        told = {info.pid: self._recordings.events(folder) for folder, info in self._processes}
+        standings = {info.pid: self._recordings.standing(folder) for folder, info in self._processes}
+        said = _by_time(event for events in told.values() for event in events)
+        began, until = self._times()
+        of_guard = [
+            event
+            for folder in self._recordings.guards(said)
+            for event in self._recordings.events(folder)
+            if began <= event.unix_seconds < until
+        ]
+        log = self._log()
+        raised = [statement for _, info in self._processes for statement in of_exceptions(told[info.pid], info)]
+        pids = {info.pid for _, info in self._processes} | {
+            _integer(event.data.get("pid")) or 0 for event in self._own
+        }
+        raised += of_kernel(self._own, pids)
+        raised += _told_by_guards_alone(of_guard, raised)
+        endings = self._endings(standings, log)
+        return Facts(
+            statements=tuple(merged(raised, log.statements if log else ())),
+            endings=tuple(endings),
+            events=tuple(_by_time([*self._own, *said, *of_guard])),
+            tried=(*_restarts(self._all, self._number), *already_tried(of_guard)),
+            source=str(self._recordings.run),
+            missing=tuple(self._missing(log, endings)),
+            lost=self._lost(said, log),
+            extra=self._extra(log, standings, told, endings),
+        )
+
+    def _lost(self, said: list[Event], log: LogText | None) -> Lost | None:
+        """Return how its training was lost: what was recorded of the steps counts before what was printed."""
+        trainers = [pair for pair in self._processes if pair[1].role == "trainer"]
+        lost, known = lost_of_run(trainers, self._recordings.guards(said), self._times())
+        return find_lost(log.losses, log.norms, log=OUTPUT_FILE) if log is not None and not known else lost
+
+    def _of_attempt(self) -> list[Event]:
+        """Return the supervisor's events from the start of this attempt to that of the next."""
+        found: list[Event] = []
+        current = self._number if not any(event.kind == "attempt_started" for event in self._all) else -1
+        for event in self._all:
+            if event.kind == "attempt_started":
+                told = _attempt_of(event)
+                current = current + 1 if told is None else told
+            if current == self._number:
+                found.append(event)
+        return found
+
+    def _times(self) -> tuple[float, float]:
+        """Return when this attempt began, and when the next one did."""
+        started = [event for event in self._all if event.kind == "attempt_started"]
+        own = next((event.unix_seconds for event in self._own if event.kind == "attempt_started"), 0.0)
+        later = (event.unix_seconds for event in started if (_attempt_of(event) or 0) > self._number)
+        return own, min(later, default=math.inf)
+
+    def _endings(self, standings: dict[int, Standing | None], log: LogText | None) -> list[Ending]:
+        infos = {info.pid: info for _, info in self._processes}
+        found = []
+        for event in self._own:
+            status = _integer(event.data.get("status"))
+            if event.kind == "process_ended":
+                pid = _integer(event.data.get("pid"))
+                info = infos.get(pid or -1)
+                found.append(replace(_ending(status, event, info, standings.get(pid or -1)), pid=pid))
+            elif event.kind == "attempt_ended":
+                by_us = event.data.get("signal_sent_by_us") is not None
+                sender = "user" if event.data.get("asked_by") is not None else "supervisor" if by_us else None
+                trainer = next((info for info in infos.values() if info.role == "trainer"), None)
+                standing = standings.get(trainer.pid) if trainer else None
+                found.append(
+                    replace(_ending(status, event, trainer, standing), role="command", rank=None, sent_by=sender)
+                )
+        return found + list(log.endings if log else ())
+
+    def _missing(self, log: LogText | None, endings: Sequence[Ending]) -> list[str]:
+        self._recordings.say_lost_steps({at: f"process {p.pid}" for at, p in self._processes if p.role == "trainer"})
+        missing = list(self._recordings.missing)
+        if log is None:
+            missing.append("no output of the command")
+        if not any(ending.role == "command" for ending in endings):
+            missing.append("no exit status: the supervisor recorded no end of the attempt")
+        if not self._processes:
+            missing.append("no process of it was observed")
+        return missing
+
+    def _extra(
+        self,
+        log: LogText | None,
+        standings: dict[int, Standing | None],
+        said: dict[int, list[Event]],
+        endings: Sequence[Ending],
+    ) -> dict[str, Any]:
+        infos = [info for _, info in self._processes]
+        main = next((info for info in infos if info.role == "trainer"), None)
+        standing = standings.get(main.pid) if main else None
+        lost = self._recordings.lost() if not any(event.kind == "attempt_ended" for event in self._own) else None
+        asked = (_integer(event.data.get("asked_by")) for event in self._own if event.kind == "attempt_ended")
+        status = next((each.status for each in endings if each.role == "command"), None)
+        left = main and status and 0 < status < 126 and any(each.pid == main.pid for each in endings)
+        extra: dict[str, Any] = {
+            **(_exit(said.get(main.pid, [])) if main and left else {}),
+            "last_line": self._last_line() if status and status > 0 else None,
+            "changed": _changed(self._all, self._number),
+            "asked_by": next(asked, None),
+            "supervisor_lost": lost,
+            "log_says_done": log.ended_well if log else False,
+            "alive": [info.pid for info in infos if process_lives(info.pid, info.ticks)],
+            "steps": standing.step if standing else None,
+            "phase": standing.phase.name.lower().replace("_", " ") if standing else None,
+        }
+        return {key: value for key, value in extra.items() if value is not None}
+
+    def _ended_alone(self) -> bool:
+        """Return whether the command ended with status 0 and nobody had asked it to."""
+        ended = [event.data for event in self._own if event.kind == "attempt_ended"]
+        return bool(ended) and ended[-1].get("status") == 0 and ended[-1].get("asked_by") is None
+
+    def _last_line(self) -> str | None:
+        """Return the last line of its output that is no progress bar."""
+        try:
+            with (self._recordings.run / OUTPUT_FILE).open("rb") as stream:
+                start, end, _ = _section(stream, self._number)
+                stream.seek(max(start, end - _LAST_BYTES))
+                text = plain_text(stream.read(min(_LAST_BYTES, end - start)).decode(errors="replace"))
+        except OSError:
+            return None
+        lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
+        own = ATTEMPT_LINE.format(number=self._number)
+        newest = next((line for line in reversed(lines) if line and line != own and not is_progress_bar(line)), None)
+        return newest[:_MOST_LAST] if newest else None
+
+    def _log(self) -> LogText | None:
+        path = self._recordings.run / OUTPUT_FILE
+        try:
+            with path.open("rb") as stream:
+                start, end, number = _section(stream, self._number)
+                if self._ended_alone() and end - start > _TAIL_BYTES:
+                    # Nothing failed: what its output is read for stands at its end.
+                    number += _count_lines(stream, start, end - _TAIL_BYTES)
+                    start = end - _TAIL_BYTES
+                stream.seek(start)
+                return read_log(_Part(stream, end - start), name=OUTPUT_FILE, first_number=number)
+        except OSError as error:
+            self._recordings.missing.append(f"{OUTPUT_FILE}: {error.strerror or error}")
+            return None
+
+
+def _count_lines(stream: BinaryIO, start: int, end: int) -> int:
+    stream.seek(start)
+    part, count = _Part(stream, end - start), 0
+    while chunk := part.read(_CHUNK):
+        count += chunk.count(b"\n")
+    return count
+
+
+def _exit(events: Sequence[Event]) -> dict[str, str]:
+    """Return how a process left that had loaded torch, and with which words.
+
+    One that said nothing at all left past its interpreter.
+    """
+    data = next((event.data for event in reversed(events) if event.kind == "exiting"), None)
+    if data is None:
+        return {"exit_how": "os._exit"} if any(event.kind == "torch_imported" for event in events) else {}
+    told = {"exit_how": _text(data.get("how")), "exit_said": _text(data.get("said"))}
+    return {key: text for key, text in told.items() if text}
+
+
+def _text(value: Any) -> str:
+    return plain_text(value)[:_MOST_LAST] if isinstance(value, str) else ""
+
+
+def _changed(events: Iterable[Event], attempt: int) -> dict[str, Any]:
+    """Return what was changed for an attempt, by restarts before it."""
+    found: dict[str, Any] = {}
+    for event in events:
+        number, changes = _attempt_of(event), event.data.get("changes")
+        if event.kind == "restart" and isinstance(changes, dict) and number is not None and number <= attempt:
+            found.update(changes)
+    return found
+
+
+def _ending(status: int | None, event: Event, info: ProcessInfo | None, standing: Standing | None) -> Ending:
+    return Ending(
+        status=status,
+        pid=None,
+        rank=info.rank if info else None,
+        role=info.role if info else "other",
+        unix_seconds=event.unix_seconds,
+        oom_kills=_integer(event.data.get("oom_kills")),
+        phase=standing.phase.name.lower().replace("_", " ") if standing else None,
+        step=standing.step if standing else None,
+    )
+
+
+def _restarts(events: Iterable[Event], attempt: int) -> list[str]:
+    """Return what earlier attempts were restarted for, one sentence each."""
+    found = []
+    for event in events:
+        number = _attempt_of(event)
+        if event.kind != "restart" or (number is not None and number > attempt):
+            continue
+        changes = event.data.get("changes")
+        changed = ", ".join(f"{key}={value}" for key, value in changes.items()) if isinstance(changes, dict) else ""
+        why = event.data.get("why") or event.data.get("cause") or "no reason recorded"
+        found.append(f"restarted: {why}" + (f"; changed {changed}" if changed else ""))
+    return found
+
+
+def _section(stream: BinaryIO, attempt: int) -> tuple[int, int, int]:
+    """Return where the output of an attempt begins and ends, and the number of its first line.
+
+    The last line that announces it counts, since the command itself can print such a line.
+    """
+    own, following = (ATTEMPT_LINE.format(number=number).encode() for number in (attempt, attempt + 1))
+    start, first, end = 0, 1, None
+    offset, number, rest = 0, 1, b""
+    while chunk := stream.read(_CHUNK):
+        data = rest + chunk
+        place = data.rfind(own)
+        if place >= 0:
+            start, first, end = offset + place, number + data.count(b"\n", 0, place), None
+        place = data.find(following, max(place, 0))
+        if place >= 0 and end is None:
+            end = offset + place
+        rest = data[-len(following) :]
+        passed = len(data) - len(rest)
+        number += data.count(b"\n", 0, passed)
+        offset += passed
+    size = offset + len(rest)
+    return start, size if end is None or end < start else end, first
+
+
+class _Part:
+    """The next so many bytes of a stream."""
+
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream = stream
+        self._left = size
+
+    def read(self, size: int = -1, /) -> bytes:
+        data = self._stream.read(self._left if size < 0 else min(size, self._left))
+        self._left -= len(data)
+        return data
+
+
+def _told_by_guards_alone(events: Iterable[Event], raised: Sequence[Statement]) -> list[Statement]:
+    """Return what guards stopped for, without the errors that their processes have recorded too."""
+    known = [each for each in raised if each.kind == "exception"]
+    return [each for each in of_guards(_by_time(events)) if not any(same(each, other) for other in known)]
+
+
+def _by_time(events: Iterable[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event.unix_seconds)
+
+
+def _attempt_of(event: Event) -> int | None:
+    return _integer(event.data.get("attempt"))
+
+
+def _integer(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,120 @@
+"""How the losses of a run ended: whether they were lost, that is not finite any more or many orders of magnitude up.
+
+Does not: judge (see ``runtime_causes``), or fit trends (see ``supervise.trends``).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from holdfast.core.errors import HoldfastError
+from holdfast.explain.evidence import Lost
+from holdfast.recorder.progress import read_samples
+from holdfast.recorder.reader import read_steps
+from holdfast.recorder.run_files import SAMPLES_FILE, ProcessInfo
+
+Point = tuple[int, float]
+"""Step, or line of a log, and value."""
+Between = tuple[float, float]
+Curves = tuple[list[Point], list[Point]]
+_FEWEST = 2
+"""Lost losses at the end that count where there were good ones: a single one may be a batch that was left out."""
+_FEWEST_NORMS = 3
+"""The same for norms of gradients, of which a loss scale that is being found makes some infinite at first."""
+_EXPLODED = 1e6
+"""Rise of a loss that is no training any more. Manual loss scales reach 2**16, rewards that are not scaled 1e4."""
+_LEAST_LEVEL = 1.0
+"""Losses below count as this: one that begins at 0 has no scale of its own."""
+_BLOCK = 10
+_SHARE_AT_END = 20
+"""An exploded loss has stayed there for one twentieth of the run."""
+
+
+def lost_of_run(
+    folders: Iterable[tuple[Path, ProcessInfo]], guards: Iterable[Path], between: Between
+) -> tuple[Lost | None, bool]:
+    """Return how the training of a run was lost, or None, and whether anybody has read a loss of it.
+
+    Of the processes with the same rank the newest counts: others are of an earlier start of a launcher, or of a
+    training that came before.
+
+    Args:
+        folders: Of processes that train.
+        guards: Folders of the recordings of guards.
+        between: Unix times between which marks of guards count: their rings hold all attempts.
+    """
+    newest: dict[int | None, Path] = {}
+    for folder, info in sorted(folders, key=lambda pair: pair[1].started):
+        newest[info.rank] = folder
+    curves = [_of_samples(folder / SAMPLES_FILE) for folder in newest.values()]
+    curves += [_of_marks(folder, between) for folder in guards]
+    found = [lost for losses, norms in curves if (lost := find_lost(losses, norms)) is not None]
+    return min(found, key=lambda lost: lost.since, default=None), any(losses for losses, _ in curves)
+
+
+def _of_samples(path: Path) -> Curves:
+    try:
+        samples = read_samples(path) if path.exists() else []
+    except (HoldfastError, OSError, ValueError):
+        return [], []  # damaged: then it says nothing
+    losses = [(each.step, each.loss) for each in samples if each.loss is not None]
+    return losses, [(each.step, each.grad_norm) for each in samples if each.grad_norm is not None]
+
+
+def _of_marks(folder: Path, between: Between) -> Curves:
+    try:
+        marks = [mark for mark in read_steps(folder) if between[0] <= mark.unix_seconds < between[1]]
+    except (HoldfastError, OSError, ValueError):
+        return [], []
+    losses = [(each.global_step, each.loss) for each in marks if each.loss is not None]
+    return losses, [(each.global_step, each.grad_norm) for each in marks if each.grad_norm is not None]
+
+
+def find_lost(losses: Sequence[Point], norms: Sequence[Point] = (), *, log: str = "") -> Lost | None:
+    """Return how a training was lost, to its end; None: it was not, or nobody knows.
+
+    Args:
+        losses: Those that were read, oldest first.
+        norms: Norms of gradients, in the same way.
+        log: Name of the log whose lines they are from; empty for steps.
+    """
+    found = _not_finite(losses, "loss", _FEWEST) or _exploded(losses)
+    found = found or _not_finite(norms, "gradients", _FEWEST_NORMS)
+    return replace(found, log=log) if found is not None else None
+
+
+def _not_finite(points: Sequence[Point], what: Literal["loss", "gradients"], fewest: int) -> Lost | None:
+    count = _at_end(points, lambda value: not math.isfinite(value))
+    always = 0 < count == len(points)
+    if count < fewest and not (always and what == "loss"):
+        return None
+    return Lost(what=what, how="not finite", since=points[-count][0], always=always)
+
+
+def _exploded(points: Sequence[Point]) -> Lost | None:
+    """Return a loss that rose by orders of magnitude above its best level and stayed there."""
+    finite = [abs(value) for _, value in points if math.isfinite(value)]
+    if len(points) < _FEWEST + 1 or not finite:
+        return None
+    blocks = [finite[start : start + _BLOCK] for start in range(0, len(finite), _BLOCK)]
+    # Medians, since of batches of one sample some losses are small by chance; and where a loss exploded at once, how
+    # it began.
+    level = min(finite[0], sorted(finite[:5])[min(1, len(finite) - 1)], *map(statistics.median, blocks))
+    limit = _EXPLODED * max(level, _LEAST_LEVEL)
+    count = _at_end(points, lambda value: not value < limit)
+    if count < max(_FEWEST, len(points) // _SHARE_AT_END):
+        return None
+    return Lost(what="loss", how="exploded", since=points[-count][0], before=level, after=points[-1][1])
+
+
+def _at_end(points: Sequence[Point], is_lost: Callable[[float], bool]) -> int:
+    """Return how many of the newest points are lost, without a good one after them."""
+    count = 0
+    while count < len(points) and is_lost(points[-1 - count][1]):
+        count += 1
+    return count

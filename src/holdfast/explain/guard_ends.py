@@ -1,0 +1,157 @@
+"""How recordings of guards end: closed in order, left by an error, in the middle of a lack of memory, or cut off.
+
+A Guard's last event is ``closed``, or ``left_by_exception`` with what it writes while it closes. Recordings of older
+versions have no ``closed``, no message of the error and no rule with a stop; what they do hold is read.
+
+Does not: read files, judge (see ``judging``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.core.events import Event
+from holdfast.explain.evidence import GUARD_SAID, Statement
+from holdfast.explain.run_statements import chain_of, text_of
+
+# What a Guard writes after the error that ends it, and while it closes. Any other event says that it went on.
+_OF_AN_END = frozenset({
+    "stop", "left_by_exception", "closed", "stop_requested", "checkpoint_saved", "save_failed", "save_refused",
+    "save_postponed", "not_saved", "finding", "note", "gradient_flow",
+})  # fmt: skip
+_BEGINS = ("loop", "resumed")
+_OF_MEMORY = re.compile(r"memory|alloc", re.IGNORECASE)
+_TORN = re.compile(r"^(?:an )?optimizer\b")  # how the reason of an H402 begins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """How a Guard closed.
+
+    Args:
+        how: ``"finished"``, ``"stopped"`` on request, or ``"left"``: its loop was left early, nobody knows why.
+        reason: Of a request to stop, such as ``"SIGTERM"``, or an empty text.
+    """
+
+    how: str
+    reason: str = ""
+
+
+def how_closed(events: Sequence[Event]) -> Closed | None:
+    """Return how a Guard closed, or None: its newest event does not say so.
+
+    Args:
+        events: By time.
+    """
+    if not events:
+        return None
+    told = events[-1].data.get("how") if events[-1].kind == "closed" else None
+    if not isinstance(told, str) and not _closed_in_the_old_way(events):
+        return None
+    begun = max((index for index, event in enumerate(events) if event.kind in _BEGINS), default=0)
+    stops = [event for event in events[begun:] if event.kind == "stop_requested"]
+    how = told if isinstance(told, str) else "stopped" if stops else "finished"
+    return Closed(how=how, reason=text_of(stops[-1].data.get("reason")) if stops and how == "stopped" else "")
+
+
+def _closed_in_the_old_way(events: Sequence[Event]) -> bool:
+    """Return whether a recording without ``closed`` ends as older guards did: with a save, then their summary.
+
+    Between the two stands what was found in the run as a whole. Both are of the same step: a summary of a later one
+    is that of a loop which was left.
+    """
+    last = [event for event in events if event.kind not in ("finding", "note")][-2:]
+    ends = [event.kind for event in last] == ["checkpoint_saved", "gradient_flow"] and events[-1] is last[-1]
+    return ends and last[0].global_step == last[1].global_step and all(event.kind != "closed" for event in events)
+
+
+def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> list[Statement]:
+    """Return what guards stopped for and the errors that left them, each after what it was raised from.
+
+    Only the newest can have ended the run, and only if nothing went on after it.
+
+    Args:
+        events: By time.
+        last_step: When the newest step was marked, if the marks of steps were read.
+    """
+    ends = _ends(events)
+    going = max((index for index, event in enumerate(events) if event.kind not in _OF_AN_END), default=-1)
+    closed, lack = how_closed(events), _lack_of_memory(events, last_step)
+    over = closed is not None and closed.how != "left"
+    if ends:
+        at, newest = ends[-1]
+        ended = at > going and not over and events[at].unix_seconds >= (last_step or 0.0)
+        if ended and lack is not None and newest[-1].rule is None and _is_of_memory(newest[-1]):
+            newest[-1] = replace(newest[-1], rule="H401")
+        ends[-1] = at, [replace(each, fatal=ended) for each in newest]
+    found = [each for _, statements in ends for each in statements]
+    if lack is not None and not over and not any(each.fatal for each in found):
+        error = text_of(lack.data.get("error"))
+        text = f"{GUARD_SAID}it was short of memory, and no step was made after that: {error}"
+        found.append(Statement(text=text, source="guard", unix_seconds=lack.unix_seconds, rule="H401"))
+    return [replace(each, position=index) for index, each in enumerate(found)]
+
+
+def _ends(events: Sequence[Event]) -> list[tuple[int, list[Statement]]]:
+    """Return the ends that are recorded, each with the place of its last event; what only follows a stop is one."""
+    ends: list[tuple[int, list[Statement]]] = []
+    stop: int | None = None
+    for index, event in enumerate(events):
+        if event.kind == "stop":
+            ends.append((index, [_stopped(events, index)]))
+            stop = index
+        elif event.kind == "left_by_exception" and event.data.get("exception") != "SystemExit":
+            left = _left(event)
+            rule, old = left[-1].rule, "type" not in event.data
+            follows = stop is not None and all(each.kind in _OF_AN_END for each in events[stop:index])
+            if follows and (old or (rule is not None and rule == ends[-1][1][-1].rule)):
+                ends[-1] = index, ends[-1][1] if old else left  # the error says all of the stop and more
+            else:
+                ends.append((index, left))
+            stop = None
+    return ends
+
+
+def _stopped(events: Sequence[Event], index: int) -> Statement:
+    event = events[index]
+    reason, rule = text_of(event.data.get("reason")), event.data.get("rule")
+    if not isinstance(rule, str):  # of an older version
+        rule = "H401" if not _TORN.match(reason) and _short_of_memory(events[:index], event.global_step) else None
+    return Statement(
+        text=f"{GUARD_SAID}{reason}", source="guard", unix_seconds=event.unix_seconds, fatal=False, rule=rule
+    )
+
+
+def _short_of_memory(before: Sequence[Event], step: int) -> bool:
+    """Return whether the step at which it stopped ran out of memory, in the same life of the run."""
+    for event in reversed(before):
+        if event.global_step != step or event.kind in (*_BEGINS, "stop"):
+            return False
+        if event.kind == "out_of_memory":
+            return True
+    return False
+
+
+def _left(event: Event) -> list[Statement]:
+    """Return the error that left a Guard, after what it was raised from."""
+    common = {"source": "guard", "unix_seconds": event.unix_seconds}
+    facts = event.data if "type" in event.data else {"type": event.data.get("exception")}
+    found = chain_of(facts, fatal=False, position=0, common=common)
+    rule = event.data.get("rule")
+    found[-1] = replace(found[-1], rule=rule if isinstance(rule, str) else None)
+    return found
+
+
+def _lack_of_memory(events: Sequence[Event], last_step: float | None) -> Event | None:
+    """Return the newest lack of memory, if no step was begun after it; None where that is not known."""
+    newest = next((event for event in reversed(events) if event.kind in ("out_of_memory", *_BEGINS)), None)
+    if newest is None or newest.kind != "out_of_memory" or last_step is None or newest.unix_seconds < last_step:
+        return None
+    return newest
+
+
+def _is_of_memory(statement: Statement) -> bool:
+    words = f"{statement.exception}: {statement.text}"
+    return statement.kind == "exception" and _OF_MEMORY.search(words) is not None

@@ -1,0 +1,199 @@
+"""What was seen of a process that stands still: its stacks, twice, and what the kernel says that it waits for.
+
+Pure: gathered by ``supervise``, judged by ``hangs``. Names in it come from a stranger's process: control characters
+are taken out here, and whoever shows them escapes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from holdfast.explain.evidence import Frame
+
+Waits = Literal[
+    "",
+    "running",
+    "futex",
+    "openmp",
+    "sleep",
+    "child",
+    "pipe read",
+    "pipe write",
+    "socket",
+    "poll",
+    "file",
+    "file lock",
+    "device",
+    "signal",
+]
+"""What a thread waits for, as far as the kernel tells; empty if it does not."""
+
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_LONGEST_NAME = 300
+
+_SYSCALLS: dict[str, Waits] = {
+    "futex": "futex", "futex_waitv": "futex",
+    "nanosleep": "sleep", "clock_nanosleep": "sleep",
+    "wait4": "child", "waitid": "child",
+    "connect": "socket", "accept": "socket", "accept4": "socket", "sendto": "socket", "recvfrom": "socket",
+    "sendmsg": "socket", "recvmsg": "socket",
+    "poll": "poll", "ppoll": "poll",
+    "select": "poll", "pselect6": "poll", "epoll_wait": "poll", "epoll_pwait": "poll",
+    "open": "file", "openat": "file", "close": "file", "fsync": "file", "fdatasync": "file", "pread64": "file",
+    "pwrite64": "file", "statx": "file", "newfstatat": "file", "getdents64": "file", "sendfile": "file",
+    "rename": "file",
+    "flock": "file lock", "fcntl": "file lock",
+    "ioctl": "device",
+    "pause": "signal", "rt_sigsuspend": "signal", "rt_sigtimedwait": "signal",
+}  # fmt: skip
+_CHANNELS: tuple[tuple[str, Waits], ...] = (
+    (r"futex", "futex"),
+    (r"nanosleep|hrtimer", "sleep"),
+    (r"do_wait$|wait_consider|kernel_wait4|do_wait_pid", "child"),
+    (r"pipe_read", "pipe read"),
+    (r"pipe_write", "pipe write"),
+    (r"unix_stream|sk_|inet_|tcp_|sock_|skb_|wait_woken", "socket"),
+    (r"lock_inode|flock", "file lock"),
+    (r"poll|select|ep_", "poll"),
+    (r"wait_for_partner|fifo_open|io_schedule|folio_|nfs|rpc_|request_wait_answer|jbd2|ext4|xfs|fuse", "file"),
+    (r"nvidia|nv_|amdgpu|kfd_", "device"),
+    (r"sigsuspend|sigtimedwait|do_pause", "signal"),
+)
+"""Names of kernel functions in /proc/<pid>/wchan, Linux 5.10 to 6.18."""
+_OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b")
+
+
+def clean(text: str) -> str:
+    """Return a name without control characters, and not longer than anybody reads."""
+    return _CONTROLS.sub("?", text)[:_LONGEST_NAME]
+
+
+def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str = "") -> Waits:
+    """Say what a thread waits for.
+
+    Args:
+        syscall: Name of the system call that it is in; ``"running"`` if in none, empty if unknown.
+        channel: Name of the kernel function that it sleeps in.
+        target: What the descriptor is that the call was given, as ``/proc/<pid>/fd`` names it.
+        library: File that the call was made from.
+    """
+    if syscall == "running":
+        return "running"
+    if syscall == "futex" and _OPENMP.search(library):
+        return "openmp"
+    if syscall in ("read", "readv", "write", "writev"):
+        if target.startswith("pipe:"):
+            return "pipe read" if syscall.startswith("read") else "pipe write"
+        if target.startswith(("socket:", "anon_inode:")):
+            return "socket"
+    if found := _SYSCALLS.get(syscall):
+        return found
+    for pattern, waits in _CHANNELS:
+        if channel and re.search(pattern, channel):
+            return waits
+    return "file" if syscall in ("read", "readv", "write", "writev") and target.startswith("/") else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadLook:
+    """One thread at one moment.
+
+    Args:
+        tid: Its number for the system; 0 if unknown.
+        name: As Python calls it.
+        main: Whether it is the main thread.
+        frames: Python frames, innermost last.
+        holds_gil: Whether it holds the interpreter's lock; None if unknown.
+        waits: What it waits for.
+        target: File, pipe or socket of that, if it is one.
+    """
+
+    tid: int = 0
+    name: str = ""
+    main: bool = False
+    frames: tuple[Frame, ...] = ()
+    holds_gil: bool | None = None
+    waits: Waits = ""
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLook:
+    """One process at one moment.
+
+    Args:
+        seconds: When, on the monotonic clock.
+        source: Where the stacks are from: ``"py-spy"``, ``"faulthandler"`` or ``"/proc"`` (no stacks).
+        state: Letter of ``/proc/<pid>/stat``.
+        cpu_seconds: Used so far.
+        io_bytes: Read and written so far, as far as known.
+        threads: Its threads, the main one first.
+    """
+
+    seconds: float
+    source: str = "/proc"
+    state: str = "S"
+    cpu_seconds: float = 0.0
+    io_bytes: int = 0
+    threads: tuple[ThreadLook, ...] = ()
+
+    @property
+    def main(self) -> ThreadLook:
+        """Return the main thread, or an empty one."""
+        return next((thread for thread in self.threads if thread.main), ThreadLook(main=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """One process that was looked at, mostly twice, about a second apart.
+
+    Args:
+        pid: Its number.
+        ppid: Its parent's.
+        role: As ``ProcessInfo.role``; ``"unobserved"`` for one without an observer.
+        rank: Or None.
+        phase: In words, such as ``"data wait"``; empty if it has no board.
+        step: Steps that it has made.
+        seconds: How long it has stood still; 0 if it has no board.
+        judged: Whether its progress is watched.
+        looks: In order.
+        native: Names of the native functions that the main thread is in below Python's, innermost first, or None if
+            nobody asked.
+        uses_gpu: Whether it has a device of a GPU open.
+    """
+
+    pid: int
+    ppid: int = 0
+    role: str = "other"
+    rank: int | None = None
+    phase: str = ""
+    step: int = 0
+    seconds: float = 0.0
+    judged: bool = False
+    looks: tuple[ProcessLook, ...] = ()
+    native: tuple[str, ...] | None = None
+    uses_gpu: bool = False
+
+    @property
+    def last(self) -> ProcessLook:
+        """Return the newest look."""
+        return self.looks[-1] if self.looks else ProcessLook(seconds=0.0)
+
+    @property
+    def cpu_share(self) -> float:
+        """Return how much of one processor it used between the first look and the last."""
+        return self._rate(lambda look: look.cpu_seconds)
+
+    @property
+    def io_rate(self) -> float:
+        """Return how many bytes a second it read and wrote meanwhile."""
+        return self._rate(lambda look: float(look.io_bytes))
+
+    def _rate(self, of: Callable[[ProcessLook], float]) -> float:
+        if len(self.looks) < 2:
+            return 0.0
+        seconds = self.looks[-1].seconds - self.looks[0].seconds
+        return (of(self.looks[-1]) - of(self.looks[0])) / seconds if seconds > 0 else 0.0

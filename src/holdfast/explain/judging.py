@@ -1,0 +1,245 @@
+"""From facts to a verdict: ordered rules, with roles.
+
+1. Status 0 is the end of a run that went well, whatever it printed before; a Guard that was asked to stop says so.
+2. A hang for which the supervisor ended the attempt, or a request of the user to end it, unless a root had failed
+   before it.
+3. Of the roots, the one of the best tier (see ``weighing``), then the earliest: over ranks by time, else by place. A
+   cascade never wins while there is a root, and a kill by the kernel for memory explains a worker that was lost.
+4. What the signal or the status says, where no text does; against a signal from outside, only text that ended the
+   process or that is about such an end counts.
+5. Else "unknown", with what is missing and the best guess as runner-up.
+
+Where memory ran out and a leak was traced that names its signature, the leak is the cause.
+
+Confidence starts from the tier, rises by what agrees (status, counters, a trend), and falls by what contradicts.
+Does not: read files, print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.explain.evidence import Facts
+from holdfast.explain.runtime_causes import FROM_OUTSIDE, End, find_end
+from holdfast.explain.signature import Signature
+from holdfast.explain.signatures import all_signatures
+from holdfast.explain.signatures.runtime import (
+    COLLECTIVE_TIMEOUT,
+    INTERRUPTED,
+    KILLED,
+    OUT_OF_MEMORY_KILL,
+    STATUS_ONLY,
+    TERMINATED,
+    UNCAUGHT,
+    UNKNOWN,
+)
+from holdfast.explain.telling import Told, tell
+from holdfast.explain.verdict import Verdict
+from holdfast.explain.weighing import Candidate, find_candidates, in_order
+
+_OTHER_LINE = 3
+_CAUGHT = 4
+_OF_KILLS = frozenset({"preempted", "host out of memory", "crash"})
+"""Families whose lines a process does not survive, whatever the log says of being done."""
+_MOST_OF_A_CASCADE = 0.75  # it names what was seen, not who began
+_LEAST_SHOWN = 0.02  # confidence below which another cause is not worth a line
+_BESIDE_A_SIGNAL = frozenset(
+    {"out of memory", "host out of memory", "hardware", "device", "preempted", "crash", "distributed", "hang"}
+)
+"""Families whose lines can explain an end by a signal."""
+_OF_LOST_PROCESSES = frozenset({"loader", "distributed", "unknown", "preempted", "crash", "host out of memory"})
+"""Families that a kill by the kernel for memory explains, where they only say that a process was lost."""
+_NO_CAUSE = frozenset({STATUS_ONLY, KILLED, TERMINATED})
+"""Runtime causes that a text which is less certain still beats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    """A cause with what it rests on; no candidate: how the process ended."""
+
+    signature: Signature
+    confidence: float
+    candidate: Candidate | None = None
+
+
+def judge(facts: Facts) -> Verdict:
+    """Return why a run ended."""
+    end = find_end(facts)
+    candidates = find_candidates(facts)
+    roots = in_order((each for each in candidates if each.signature.role == "root"), first_rank=end.first_rank)
+    cascades = in_order((each for each in candidates if each.signature.role == "cascade"), first_rank=end.first_rank)
+    chosen = _because_of_a_leak(facts, _choose(facts, end, roots, cascades))
+    confirmations = [each for each in candidates if each.signature.role == "confirmation"]
+    others = _runners_up(chosen, end, [*roots, *cascades, *confirmations])
+    return tell(
+        Told(
+            facts=facts,
+            end=end,
+            signature=chosen.signature,
+            confidence=round(min(max(chosen.confidence, 0.05), 0.99), 2),
+            candidate=chosen.candidate,
+            candidates=tuple(candidates),
+            runner_up=others[0] if others else None,
+        )
+    )
+
+
+def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequence[Candidate]) -> _Chosen:
+    known = all_signatures()
+    if end.well and end.cause is not None:
+        return _Chosen(signature=known[end.cause], confidence=end.confidence)
+    if end.status is None and end.cause is not None and not _ends_badly(roots, cascades):
+        return _Chosen(signature=known[end.cause], confidence=end.confidence)
+    root = roots[0] if roots else None
+    began = end.hang.unix_seconds if end.hang is not None else end.asked
+    if began is not None and end.cause is not None and not _failed_before(root, began):
+        return _Chosen(signature=known[end.cause], confidence=end.confidence)
+    if _killed_for_memory(facts, end) and (root is None or root.tier >= 2 or _says_lost(root)):
+        return _Chosen(signature=known[OUT_OF_MEMORY_KILL], confidence=0.93, candidate=root or _first(cascades))
+    if root is not None and _beats_end(root, end):
+        detailed = _explaining(root, roots)
+        confidence = _adjusted(root, end, [root] if detailed else roots)
+        told = detailed or root
+        return _Chosen(signature=told.signature, confidence=confidence, candidate=told)
+    cascade = _first(cascades)
+    if cascade is not None and cascade.tier < _CAUGHT and (end.cause is None or end.cause == STATUS_ONLY):
+        confidence = _adjusted(cascade, end, cascades)
+        # A time-out of a collective without any root is all that such a run ever says.
+        alone = not roots and cascade.signature.id == COLLECTIVE_TIMEOUT
+        confidence = min(confidence, _MOST_OF_A_CASCADE) if alone else confidence - 0.2
+        return _Chosen(signature=cascade.signature, confidence=confidence, candidate=cascade)
+    if end.cause is not None and end.cause != STATUS_ONLY:
+        return _Chosen(signature=known[end.cause], confidence=end.confidence)
+    weak = root or cascade
+    if weak is not None and end.status is not None:  # it failed, and this is all that was seen
+        return _Chosen(signature=weak.signature, confidence=weak.confidence, candidate=weak)
+    if end.cause is not None:
+        return _Chosen(signature=known[end.cause], confidence=end.confidence)
+    return _Chosen(signature=known[UNKNOWN], confidence=0.9 if weak is None else 0.6)
+
+
+def _because_of_a_leak(facts: Facts, chosen: _Chosen) -> _Chosen:
+    """Return the leak that was traced as the cause, where memory ran out; else what was chosen."""
+    if "memory" not in chosen.signature.family:
+        return chosen
+    for kind in ("leak", "memory_trend"):
+        for event in reversed(facts.events):
+            named = event.data.get("signature")
+            leak = all_signatures().get(named) if event.kind == kind and isinstance(named, str) else None
+            if leak is not None and leak.family == chosen.signature.family:  # host memory, or that of a device
+                return _Chosen(signature=leak, confidence=chosen.confidence - 0.05, candidate=chosen.candidate)
+    return chosen
+
+
+def _explaining(root: Candidate, roots: Sequence[Candidate]) -> Candidate | None:
+    """Return the root of the same process that says in detail what this one only repeats."""
+    return next(
+        (
+            each
+            for each in roots
+            if root.signature.id in each.signature.explains
+            and each.tier < _CAUGHT
+            and each.statement.rank in (None, root.statement.rank)
+        ),
+        None,
+    )
+
+
+def _first(candidates: Sequence[Candidate]) -> Candidate | None:
+    return candidates[0] if candidates else None
+
+
+def _failed_before(root: Candidate | None, began: float) -> bool:
+    """Return whether a root ended a process before it was stopped for a hang or on request."""
+    if root is None or root.tier > 1 or root.statement.unix_seconds is None:
+        return False
+    return root.statement.unix_seconds < began
+
+
+def _ends_badly(*groups: Sequence[Candidate]) -> bool:
+    """Return whether something was raised after which nothing went on, although the log says that it is done."""
+    return any(
+        each.tier <= 1 or (each.tier == _OTHER_LINE and each.signature.family in _OF_KILLS)
+        for group in groups
+        for each in group
+    )
+
+
+def _killed_for_memory(facts: Facts, end: End) -> bool:
+    kills = max((ending.oom_kills or 0 for ending in facts.endings), default=0)
+    return kills > 0 and not end.well and end.status is not None
+
+
+def _says_lost(root: Candidate) -> bool:
+    """Return whether a root says no more than that a process was lost."""
+    return root.signature.family in _OF_LOST_PROCESSES and any(
+        word in statement.text.lower()
+        for statement in root.chain
+        for word in ("killed", "exited unexpectedly", "exitcode", "sigkill", "connection", "exit code")
+    )
+
+
+def _beats_end(root: Candidate, end: End) -> bool:
+    """Return whether a root from a text explains the end better than the status alone."""
+    if root.tier == _CAUGHT or _followed(root, end):
+        return False
+    number = end.signal
+    if number is None:
+        # A last line that no signature knows is a failure only of a command that is known to have failed.
+        return end.status is not None or root.tier <= 1 or root.signature.id != UNCAUGHT
+    if root.tier <= 1:
+        # What ended the process ended it by an exception: a kill from outside came later, or hit something else.
+        return not (number in FROM_OUTSIDE and root.generic)
+    if root.signature.id in _NO_CAUSE:
+        return end.cause in _NO_CAUSE
+    return root.signature.family in _BESIDE_A_SIGNAL or root.statement.kind == "exception"
+
+
+def _followed(root: Candidate, end: End) -> bool:
+    """Return whether a root is a crash or a lost connection of a rank other than that which a signal ended first."""
+    if end.signal not in FROM_OUTSIDE or end.first_rank is None:
+        return False
+    return root.signature.family in ("crash", "distributed") and root.statement.rank != end.first_rank
+
+
+def _adjusted(candidate: Candidate, end: End, group: Sequence[Candidate]) -> float:
+    """Return a confidence with what agrees and what contradicts."""
+    confidence = candidate.confidence
+    if end.status is None:
+        confidence -= 0.03
+    elif end.signal in FROM_OUTSIDE and candidate.signature.family not in _BESIDE_A_SIGNAL:
+        confidence -= 0.15
+    else:
+        confidence += 0.02
+    if end.cause == candidate.signature.id or (candidate.signature.id == INTERRUPTED and end.signal == 2):
+        confidence += 0.04
+    rivals = [
+        other
+        for other in group
+        if other.tier <= candidate.tier
+        and other.signature.id != candidate.signature.id
+        and other.signature.family != candidate.signature.family
+        and not other.generic
+    ]
+    if rivals:
+        confidence -= 0.1
+    close = candidate.also and candidate.also[0].rank == candidate.signature.rank
+    return confidence - (0.05 if close else 0.0)
+
+
+def _runners_up(chosen: _Chosen, end: End, candidates: Sequence[Candidate]) -> list[tuple[str, str, float]]:
+    """Return what else it could be, the most likely first."""
+    left = 1.0 - chosen.confidence
+    found: list[tuple[str, str, float]] = []
+    if end.well:
+        return []
+    if chosen.candidate is not None:
+        found += [(each.id, each.title, left * 0.5) for each in chosen.candidate.also]
+    for candidate in candidates:
+        if candidate is not chosen.candidate:
+            found.append((candidate.signature.id, candidate.signature.title, candidate.confidence * 0.5))
+    if end.cause is not None and end.cause != STATUS_ONLY:
+        found.append((end.cause, all_signatures()[end.cause].title, end.confidence * 0.5))
+    unlike = [(each[0], each[1], round(min(each[2], left), 2)) for each in found if each[0] != chosen.signature.id]
+    return sorted((each for each in unlike if each[2] >= _LEAST_SHOWN), key=lambda each: -each[2])

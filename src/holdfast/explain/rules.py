@@ -1,0 +1,94 @@
+"""The catalogue of rules: one for every id that an error, a finding or a verdict can carry.
+
+The text of errors and findings lies in ``rules.md`` and ``learning_rules.md`` beside this file, one section for each
+rule, so that the same words are the page on the web and what `holdfast explain` prints. That of verdicts is made from
+their signatures.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from dataclasses import dataclass
+from importlib import resources
+
+from holdfast.core.errors import PolicyError
+from holdfast.explain.signature import Signature
+from holdfast.explain.signatures import all_signatures
+
+PAGES = ("rules.md", "learning_rules.md")
+_SECTION = re.compile(r"^## (H\d{3,4}): ([^\n]+)\n\n(.+?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule.
+
+    Args:
+        id: Such as ``"H101"``.
+        title: What is wrong, in a few words.
+        text: Meaning, why it matters, the fix and, of a finding, when it errs; Markdown.
+    """
+
+    id: str
+    title: str
+    text: str
+
+
+@functools.cache
+def all_rules() -> dict[str, Rule]:
+    """Return every rule of the pages by its id."""
+    found = []
+    for name in PAGES:
+        page = resources.files("holdfast.explain").joinpath(name).read_text(encoding="utf-8")
+        found += [Rule(id=match[1], title=match[2], text=match[3].strip()) for match in _SECTION.finditer(page)]
+    return {rule.id: rule for rule in found}
+
+
+@functools.cache
+def catalogue() -> dict[str, Rule]:
+    """Return the rules of the pages and the signatures of verdicts by their ids, in order."""
+    told = {signature.id: _of_signature(signature) for signature in all_signatures().values()}
+    found = {**told, **all_rules()}
+    return dict(sorted(found.items(), key=lambda pair: int(pair[0][1:])))
+
+
+def _of_signature(signature: Signature) -> Rule:
+    """Return a signature as a page: what it means, the fix, when it errs, how it looks, where it was seen."""
+    parts = [signature.means, f"**Fix.** {signature.fix}"]
+    if signature.changes:
+        changes = ", ".join(f"`{name}={value}`" for name, value in signature.changes.items())
+        parts.append(f"**Restarting.** `holdfast run` starts it again with {changes}.")
+    if signature.false_positives:
+        parts.append(f"**False positives.** {signature.false_positives}")
+    if signature.example:
+        parts.append(f"**Example.**\n\n{_indented(signature.example)}")
+    for where, text in signature.also.items():
+        parts.append(f"**Also** ({where}).\n\n{_indented(text)}")
+    parts.append(f"**Seen.** {signature.seen[:1].upper()}{signature.seen[1:]}; class of causes: {signature.family}.")
+    return Rule(id=signature.id, title=signature.title, text="\n\n".join(parts))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def find_rule(rule_id: str) -> Rule:
+    """Return the rule with this id, in upper or lower case.
+
+    Raises:
+        PolicyError: H702, naming the nearest id.
+    """
+    rules = catalogue()
+    found = rules.get(rule_id.upper())
+    if found is None:
+        begun = [known for known in rules if rule_id.upper().startswith(known)]
+        near = begun or difflib.get_close_matches(rule_id.upper(), rules, n=1)
+        raise PolicyError(
+            f"{rule_id!r} is not a rule",
+            limit=f"there are {len(rules)} rules",
+            fix=f"did you mean {near[0]}?" if near else "`holdfast explain` without an id lists all rules.",
+            rule="H702",
+        )
+    return found

@@ -1,0 +1,200 @@
+"""Statements from events: what processes recorded when they raised, what the kernel wrote, and what a guard tried.
+
+Does not: read files, judge, tell how a guard ended (see ``guard_ends``).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from holdfast.core.events import Event
+from holdfast.explain.evidence import Frame, Statement
+from holdfast.explain.log_lines import plain_text
+from holdfast.explain.log_text import read_log
+from holdfast.recorder.run_files import ProcessInfo
+
+_MOST_CHAIN = 20
+_MOST_TEXT = 20_000
+_COMPARED = 120  # characters of the first line in which a log and a recording of one exception agree
+
+_KILL = re.compile(r"Killed process (\d{1,10})|oom-kill:.{0,2000}\bpid=(\d{1,10})")
+_CRASH = re.compile(r"\[(\d{1,10})\]:? (?:segfault at|general protection|trap )|^traps: .{0,64}\[(\d{1,10})\]")
+_UNNAMED_KILL = re.compile(r"invoked oom-killer|\boom_reaper\b")
+
+# What a guard did against trouble, in words; the number of times is put before.
+_REMEDIES = {
+    "split": "passed the batch in smaller parts for want of memory",
+    "recompute": "recomputed activations for want of memory",
+    "retry": "tried again after freeing memory",
+    "skip_step": "skipped the step",
+    "roll_back": "went back to a good checkpoint",
+    "learning_rate_lowered": "lowered the learning rate",
+    "spike_clipped": "clipped a gradient spike",
+    "loader_healed": "replaced the workers of the loader",
+    "sample_quarantined": "set a sample aside that could not be loaded",
+    "samples_dropped": "left out samples with bad values",
+    "checkpoint_damaged": "passed over a damaged checkpoint",
+}
+
+_REASONS = {"loader_healed": "cause", "sample_quarantined": "evidence", "checkpoint_damaged": "why"}
+"""Where an event holds why it happened; ``reason`` elsewhere."""
+_MOST_REASON = 400  # characters
+
+
+def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]:
+    """Return the exceptions that a process recorded, each with what it was raised from, the root first."""
+    found: list[Statement] = []
+    for event in events:
+        if event.kind not in ("exception", "last_words"):
+            continue
+        common: dict[str, Any] = {
+            "source": f"process {info.pid}", "unix_seconds": event.unix_seconds, "rank": info.rank, "pid": info.pid,
+        }  # fmt: skip
+        if event.kind == "last_words":
+            found.append(Statement(text=text_of(event.data.get("text")), position=len(found), **common))
+            continue
+        found += chain_of(event.data, fatal=event.data.get("fatal"), position=len(found), common=common)
+    return found
+
+
+def chain_of(facts: Mapping[str, Any], *, fatal: Any, position: int, common: Mapping[str, Any]) -> list[Statement]:
+    """Return an exception that was recorded, after what it was raised from, the root first.
+
+    Args:
+        facts: As ``core.raised`` describes it.
+        fatal: Whether it ended its process; anything but a bool: nobody knows.
+        position: Of the first.
+        common: Further arguments of each `Statement`.
+    """
+    found: list[Statement] = []
+    chain = facts.get("chain")  # the nearest first
+    parts = [part for part in chain if isinstance(part, Mapping)] if isinstance(chain, list) else []
+    for part in (*reversed(parts[:_MOST_CHAIN]), facts):
+        raised = _raised(part, cause=part is not facts, fatal=fatal, position=position + len(found), common=common)
+        found += [*_nested(raised), raised]
+    return found
+
+
+def _nested(raised: Statement) -> list[Statement]:
+    """Return the exceptions whose tracebacks a message repeats, as that of a loader's worker does, the root first."""
+    if "raceback (most recent call last)" not in raised.text:
+        return []
+    inner = read_log(io.BytesIO(raised.text.encode(errors="replace")), name="").statements
+    return [
+        replace(raised, text=each.text, exception=each.exception, frames=each.frames, cause=True)
+        for each in inner
+        if each.kind == "exception"
+    ]
+
+
+def _raised(
+    facts: Mapping[str, Any], *, cause: bool, fatal: Any, position: int, common: Mapping[str, Any]
+) -> Statement:
+    name = text_of(facts.get("type")).rpartition(".")[2]
+    return Statement(
+        text=text_of(facts.get("message")),
+        kind="exception",
+        exception=name or None,
+        frames=_frames(facts.get("frames")),
+        position=position,
+        fatal=fatal if isinstance(fatal, bool) else None,
+        cause=cause,
+        **common,
+    )
+
+
+def _frames(value: Any) -> tuple[Frame, ...]:
+    return tuple(
+        Frame(file=text_of(entry[0]), line=entry[1], function=text_of(entry[2]))
+        for entry in (value if isinstance(value, list) else ())
+        if isinstance(entry, list) and len(entry) >= 3 and isinstance(entry[1], int)
+    )
+
+
+def text_of(value: Any) -> str:
+    """Return a text of an event without escape sequences and not endless; an empty one for anything else."""
+    return plain_text(value)[:_MOST_TEXT] if isinstance(value, str) else ""
+
+
+def of_kernel(events: Iterable[Event], pids: Collection[int]) -> list[Statement]:
+    """Return what the kernel wrote meanwhile; of a kill or a crash only if it met one of these processes."""
+    found = []
+    for event in events:
+        told = event.data.get("lines")
+        if event.kind != "kernel_log" or not isinstance(told, list):
+            continue
+        lines = [text_of(line) for line in told]
+        about = [_pid_of(line) for line in lines]
+        killed = any(pid in pids and _KILL.search(line) for pid, line in zip(about, lines, strict=True))
+        for pid, line in zip(about, lines, strict=True):
+            if not line or (pid is not None and pid not in pids) or (_UNNAMED_KILL.search(line) and not killed):
+                continue
+            found.append(Statement(text=line, source="kernel log", unix_seconds=event.unix_seconds))
+    return found
+
+
+def _pid_of(line: str) -> int | None:
+    """Return the process that the kernel says it killed or that crashed; None: the line is about no one process."""
+    match = next((match for each in (_KILL, _CRASH) if (match := each.search(line))), None)
+    return int(match[1] or match[2]) if match is not None else None
+
+
+def already_tried(events: Iterable[Event]) -> list[str]:
+    """Return what guards did against trouble, one sentence for each kind, with the reason of the newest."""
+    counted: Counter[str] = Counter()
+    newest: dict[str, str] = {}
+    for event in events:
+        counted[event.kind] += 1
+        newest[event.kind] = text_of(event.data.get(_REASONS.get(event.kind, "reason"))).strip()
+    return [
+        f"a Guard {words}"
+        + (f", {counted[kind]} times" if counted[kind] > 1 else "")
+        + (f": {newest[kind].splitlines()[-1][:_MOST_REASON]}" if newest[kind] else "")
+        for kind, words in _REMEDIES.items()
+        if counted[kind]
+    ]
+
+
+def merged(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[Statement]:
+    """Return all statements, those of the log first; an exception that both know is told once.
+
+    The place in the log keeps its order; class, frames, time, rank and whether it was fatal come from the recording.
+    """
+    left = list(recorded)
+    found: list[Statement] = []
+    # From the end: of several exceptions that read alike, the newest recording is that of the newest text.
+    for statement in reversed(logged):
+        twin = None
+        if statement.kind == "exception":
+            twin = next((each for each in reversed(left) if same(each, statement)), None)
+        if twin is None:
+            found.append(statement)
+            continue
+        left.remove(twin)
+        found.append(
+            replace(
+                statement,
+                frames=twin.frames or statement.frames,
+                unix_seconds=twin.unix_seconds,
+                rank=twin.rank if twin.rank is not None else statement.rank,
+                pid=twin.pid,
+                fatal=twin.fatal if twin.fatal is not None else statement.fatal,
+                source=f"{statement.source} and {twin.source}",
+            )
+        )
+    found.reverse()
+    last = max((statement.position for statement in found), default=0)
+    return found + [replace(each, position=last + 1 + index) for index, each in enumerate(left)]
+
+
+def same(one: Statement, other: Statement) -> bool:
+    """Return whether two statements are of one exception: its class, its rank, and how its message begins."""
+    if one.exception != other.exception or (None not in (one.rank, other.rank) and one.rank != other.rank):
+        return False
+    first, second = (text.strip().split("\n")[0][:_COMPARED].rstrip() for text in (one.text, other.text))
+    return first == second

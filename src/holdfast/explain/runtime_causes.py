@@ -1,0 +1,350 @@
+"""What the end of the processes says: exit statuses, signals, counters of the kernel, hangs, and what was predicted.
+
+In the order of trust: a hang that the supervisor ended, the kernel's counter of kills for memory, the signal, the
+plain status. Does not: read texts (see ``weighing``).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.core.events import Event
+from holdfast.explain.evidence import Ending, Facts
+from holdfast.explain.remarks import hang_left_alone, kills_counted, leak_place
+from holdfast.explain.signatures import all_signatures
+from holdfast.explain.signatures.runtime import (
+    ABORTED,
+    BUS_ERROR,
+    ENDED_WELL,
+    HUNG_UP,
+    INTERRUPTED,
+    KILLED,
+    NEVER_STARTED,
+    OTHER_SIGNAL,
+    OUT_OF_MEMORY_KILL,
+    PREDICTED_OUT_OF_MEMORY,
+    SEGMENTATION_FAULT,
+    STATUS_ONLY,
+    STILL_RUNNING,
+    STUCK,
+    SUPERVISOR_LOST,
+    TERMINATED,
+    TRAINING_LOST,
+)
+from holdfast.explain.verdict import Exhibit
+from holdfast.recorder.run_files import LOST_FILE
+
+_SHELL = 128  # a shell reports signal n as status 128 + n
+_BY_SIGNAL = {
+    signal.SIGKILL: KILLED,
+    signal.SIGTERM: TERMINATED,
+    signal.SIGINT: INTERRUPTED,
+    signal.SIGHUP: HUNG_UP,
+    signal.SIGSEGV: SEGMENTATION_FAULT,
+    signal.SIGABRT: ABORTED,
+    signal.SIGBUS: BUS_ERROR,
+}
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that somebody else sends; the others a process brings upon itself."""
+_CANNOT_EXECUTE = (126, 127)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How the attempt ended, as far as that is known.
+
+    Args:
+        cause: Id of the runtime signature for it, or None if nothing is known.
+        confidence: That it is this, if no text tells more.
+        status: That decides: of the command, or of the rank that a launcher saw fail first; None: unknown.
+        well: Whether the command ended with status 0.
+        why: Short words for the summary.
+        exhibits: What it rests on.
+        hang: The event of the hang that was ended, or None.
+        asked: When the user asked it to end, or None.
+        first_rank: That a launcher saw fail first, or None.
+    """
+
+    cause: str | None
+    confidence: float
+    status: int | None
+    well: bool
+    why: str
+    exhibits: tuple[Exhibit, ...] = ()
+    hang: Event | None = None
+    asked: float | None = None
+    first_rank: int | None = None
+
+    @property
+    def signal(self) -> int | None:
+        """Return the signal that ended it, or None."""
+        return -self.status if self.status is not None and self.status < 0 else None
+
+
+def find_end(facts: Facts) -> End:
+    """Return how an attempt ended."""
+    whole = [ending for ending in facts.endings if ending.pid is None and ending.role != "trainer"]
+    command = whole[-1] if whole else None
+    child = _first_failed(facts.endings)
+    status = _as_signal(command.status) if command is not None else None
+    if child is not None and (status is None or status > 0):
+        status = _as_signal(child.status)
+    kills = kills_counted(facts.endings)
+    exhibits = _exhibits(command, child, kills, facts)
+    first_rank = child.rank if child is not None else None
+    hang = _hang(facts.events, command, child)
+    if status is None:
+        return _without_status(facts, exhibits)
+    if status == 0 and hang is None:
+        return _ended_with_zero(facts, exhibits)
+    cause, confidence, why = _of_status(status, kills, facts, _ended_by(status, command, first_rank))
+    if hang is not None:
+        cause, confidence, why = _of_hang(hang)
+        exhibits = (_hang_exhibit(hang), *exhibits)
+    asked = [event.unix_seconds for event in facts.events if event.kind == "signal"]
+    return End(
+        cause=cause, confidence=confidence, status=status, well=False, why=why, exhibits=exhibits, hang=hang,
+        asked=asked[0] if asked and facts.extra.get("asked_by") is not None else None, first_rank=first_rank,
+    )  # fmt: skip
+
+
+def _first_failed(endings: Iterable[Ending]) -> Ending | None:
+    """Return the trainer that failed first, as a launcher or the supervisor saw it."""
+    failed = [ending for ending in endings if ending.role == "trainer" and ending.status]
+    return min(failed, key=lambda ending: ending.unix_seconds or 0.0, default=None)
+
+
+def _as_signal(status: int | None) -> int | None:
+    if status is not None and _SHELL < status <= _SHELL + 64:
+        return _SHELL - status
+    return status
+
+
+def _without_status(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
+    alive = facts.extra.get("alive")
+    if alive:
+        source = ", ".join(f"process {pid}" for pid in alive)
+        exhibits = (Exhibit(text=f"alive: {source}", source="/proc"), *exhibits)
+        return End(
+            cause=STILL_RUNNING,
+            confidence=0.95,
+            status=None,
+            well=False,
+            why="it is still running",
+            exhibits=exhibits,
+        )
+    lost = facts.extra.get("supervisor_lost")
+    if isinstance(lost, dict):
+        exhibit = Exhibit(
+            text=f"left when it was killed: {len(lost.get('killed') or ())} processes", source=LOST_FILE
+        )
+        return End(
+            cause=SUPERVISOR_LOST, confidence=0.95, status=None, well=False, why="the supervisor was killed",
+            exhibits=(exhibit, *exhibits), asked=_lost_at(lost),
+        )  # fmt: skip
+    closed = facts.extra.get("guard_closed")
+    if isinstance(closed, dict):
+        return _unless_lost(_guard_closed(str(closed.get("how")), str(closed.get("reason")), exhibits), facts)
+    if facts.extra.get("log_says_done"):
+        exhibits = (Exhibit(text="its last lines say that the training is done", source=facts.source), *exhibits)
+        end = End(
+            cause=ENDED_WELL, confidence=0.8, status=None, well=False, why="its last lines say so", exhibits=exhibits
+        )
+        return _unless_lost(end, facts)
+    return End(cause=None, confidence=0.0, status=None, well=False, why="", exhibits=exhibits)
+
+
+def _guard_closed(how: str, reason: str, exhibits: tuple[Exhibit, ...]) -> End:
+    """Return the end of a run of which only a Guard tells that it closed: all was done, on request, or left early."""
+    if how == "left":
+        why = "the loop over batches was left before its end, by `break` or by an error outside of the Guard"
+        said = Exhibit(text=why, source="guard")
+        return End(cause=None, confidence=0.0, status=None, well=False, why=why, exhibits=(said, *exhibits))
+    said = Exhibit(text="its newest events are those of a Guard that closes", source="guard")
+    cause, why = ENDED_WELL, "a Guard came to its end and closed"
+    if how == "stopped":
+        cause, why = _of_request(reason), f"a Guard saved and stopped on request ({reason or 'not recorded'})"
+    return End(
+        cause=cause, confidence=0.7, status=None, well=False, why=why, exhibits=(said, *exhibits),
+    )  # fmt: skip
+
+
+def _of_request(reason: str) -> str:
+    return INTERRUPTED if reason == signal.SIGINT.name else TERMINATED
+
+
+def _lost_at(lost: dict[str, Any]) -> float | None:
+    """Return when the supervisor was lost: its pipes close before the sentinel sees it, and prints fail meanwhile."""
+    seconds = lost.get("unix_seconds")
+    return seconds - 1.0 if isinstance(seconds, (int, float)) else None
+
+
+def _ended_with_zero(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
+    stop = next((event for event in reversed(facts.events) if event.kind == "stop_requested"), None)
+    asked = facts.extra.get("asked_by")
+    if stop is None and not isinstance(asked, int):
+        end = End(
+            cause=ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0", exhibits=exhibits
+        )
+        return _unless_lost(end, facts)
+    reason = str(stop.data.get("reason", "a request to stop")) if stop is not None else ""
+    if stop is not None:
+        said = Exhibit(text=f"stop requested: {reason}", source="guard", unix_seconds=stop.unix_seconds)
+        exhibits, why = (said, *exhibits), f"a Guard saved and stopped on request ({reason})"
+    else:
+        why = f"it ended with status 0 after it was asked to by {_signal_name(int(asked or 0))}"
+    cause = INTERRUPTED if asked == signal.SIGINT else _of_request(reason)
+    return End(cause=cause, confidence=0.85, status=0, well=True, exhibits=exhibits, why=why)
+
+
+def _unless_lost(end: End, facts: Facts) -> End:
+    """Return the end, which is no good one if the training was lost before it."""
+    if end.cause != ENDED_WELL or facts.lost is None:
+        return end
+    confidence = min(end.confidence, 0.8 if facts.lost.log else 0.95)
+    return replace(end, cause=TRAINING_LOST, confidence=confidence, why=f"{end.why}, but {facts.lost.sentence()}")
+
+
+def _by_holdfast(ending: Ending, status: int) -> bool:
+    return ending.sent_by == "supervisor" and status in (-signal.SIGTERM, -signal.SIGKILL)
+
+
+def _ended_by(status: int, command: Ending | None, rank: int | None) -> str:
+    """Return the beginning of a sentence about the signal that ended a process."""
+    name = _signal_name(-status) or status_text(status)
+    if command is not None and _by_holdfast(command, status):
+        return f"it was ended by holdfast with {name}"
+    return f"{'it' if rank is None else f'rank {rank}'} was ended by {name}"
+
+
+def _of_status(status: int, kills: int | None, facts: Facts, ended: str) -> tuple[str, float, str]:
+    """Return id, confidence and words for a status that is not 0."""
+    asked = facts.extra.get("asked_by")
+    if isinstance(asked, int):
+        cause = next((cause for each, cause in _BY_SIGNAL.items() if each == asked), TERMINATED)
+        how = "was ended by it" if status == -asked else f"ended with {status_text(status)}"
+        return cause, 0.95, f"{_signal_name(asked)} was sent by the user, and the command {how}"
+    if status > 0:
+        started = facts.extra.get("phase") is not None
+        if status in _CANNOT_EXECUTE and not started:
+            return NEVER_STARTED, 0.8, f"it ended with status {status}"
+        return STATUS_ONLY, 0.5, f"it ended with status {status}"
+    number = -status
+    if number == signal.SIGKILL and kills:
+        return OUT_OF_MEMORY_KILL, 0.95, f"{ended}, and the kernel's counter of kills for memory rose by {kills}"
+    if number == signal.SIGKILL and kills is None and _predicted(facts.events):
+        return PREDICTED_OUT_OF_MEMORY, 0.75, f"{ended} while memory was running out"
+    confidence = 0.75
+    if number == signal.SIGKILL:
+        confidence = 0.7 if kills == 0 else 0.5  # without the counter it may have been the kernel, for memory
+    cause = next((cause for each, cause in _BY_SIGNAL.items() if each == number), OTHER_SIGNAL)
+    return cause, confidence, ended
+
+
+def _predicted(events: Iterable[Event]) -> Event | None:
+    trends = [event for event in events if event.kind == "memory_trend" and event.data.get("what") == "host"]
+    if trends and isinstance(trends[-1].data.get("minutes_left"), (int, float)):
+        return trends[-1]
+    return None
+
+
+def _hang(events: Iterable[Event], command: Ending | None, child: Ending | None) -> Event | None:
+    """Return the hang for which the attempt, or the ranks of a launcher, were ended; None if it went on."""
+    events = list(events)
+    ended = next((event for event in reversed(events) if event.kind == "ranks_ended"), None)
+    pids = ended.data.get("pids") if ended is not None else None
+    of_ranks = isinstance(pids, list) and child is not None and child.pid in pids and bool(command and command.status)
+    if not of_ranks and (command is None or command.sent_by != "supervisor"):
+        return None
+    hangs = [event for event in events if event.kind == "hang" and event.data.get("remedy") != "wait"]
+    return hangs[-1] if hangs else None
+
+
+def _of_hang(event: Event) -> tuple[str, float, str]:
+    named = event.data.get("signature")
+    cause = named if isinstance(named, str) and named in all_signatures() else STUCK
+    given = event.data.get("confidence")
+    confidence = float(given) if isinstance(given, (int, float)) else 0.7
+    sentence = event.data.get("sentence")
+    why = sentence if isinstance(sentence, str) else f"nothing moved in phase {event.data.get('phase')}"
+    return cause, min(max(confidence, 0.05), 0.99), why
+
+
+def _hang_exhibit(event: Event) -> Exhibit:
+    data = event.data
+    place = f" at {data['frame']}" if data.get("frame") else ""
+    text = (
+        f"no progress for {data.get('seconds')} s in phase {data.get('phase')} (limit {data.get('limit')} s){place}"
+    )
+    rank = data.get("rank")
+    return Exhibit(
+        text=text, source=f"watchdog, process {data.get('blamed_pid', data.get('pid'))}", role="root",
+        unix_seconds=event.unix_seconds, rank=rank if isinstance(rank, int) else None,
+    )  # fmt: skip
+
+
+def _exhibits(command: Ending | None, child: Ending | None, kills: int | None, facts: Facts) -> tuple[Exhibit, ...]:
+    found = []
+    if child is not None and command is not None and child.status == command.status:
+        child = None  # the command itself: said once
+    for ending, who in ((command, "the command"), (child, "the process that failed first")):
+        if ending is not None and ending.status is not None:
+            place = f", in phase {ending.phase}" if ending.phase not in (None, "ending") else ""
+            step = f", after {ending.step} step{'s' if ending.step > 1 else ''}" if ending.step else ""
+            how = "was ended by holdfast with" if _by_holdfast(ending, ending.status) else "ended:"
+            text = f"{who} {how} {status_text(ending.status)}{place}{step}"
+            found.append(Exhibit(text=text, source="exit status", unix_seconds=ending.unix_seconds, rank=ending.rank))
+    if kills is not None:
+        role = "confirmation" if kills else "fact"
+        found.append(Exhibit(text=f"oom_kill rose by {kills}", source="control group", role=role))
+    for event in facts.events:
+        if event.kind == "memory_trend" and event.data.get("bytes_per_step"):
+            found.append(
+                Exhibit(text=_trend_text(event.data), source="memory trend", unix_seconds=event.unix_seconds)
+            )
+        elif event.kind == "leak":
+            found.append(Exhibit(text=_leak_text(event), source="leak trace", unix_seconds=event.unix_seconds))
+    return (*found[:2], *found[2:][-4:], *_beside(facts))
+
+
+def _beside(facts: Facts) -> Iterable[Exhibit]:
+    """Yield what the samples and the watchdog say that need not have ended it."""
+    lost, hang = facts.lost, hang_left_alone(facts)
+    if lost is not None:
+        yield Exhibit(text=lost.sentence(), source=lost.log or "recorded steps")
+    if hang is not None:
+        yield replace(_hang_exhibit(hang), role="fact")
+
+
+def _trend_text(data: Any) -> str:
+    left = data.get("minutes_left")
+    until = f", full in {left:.0f} minutes" if isinstance(left, (int, float)) else ""
+    grows = data["bytes_per_step"]
+    amount = f"{grows / 2**20:.2f} MiB" if isinstance(grows, (int, float)) else str(grows)
+    return f"{data.get('what', 'host')} memory grew by {amount} a step{until}"
+
+
+def _leak_text(event: Event) -> str:
+    data = event.data
+    held = f" by {data['held_by']}" if data.get("held_by") else ""
+    place = leak_place(event)
+    return f"{data.get('what', 'objects')} are kept{held}" + (f", at {place}" if place else "")
+
+
+def status_text(status: int) -> str:
+    """Return a status in words, such as ``"SIGKILL (status 137 in a shell)"``."""
+    number = -status if status < 0 else status - _SHELL if _SHELL < status <= _SHELL + 64 else 0
+    name = _signal_name(number) if number else ""
+    if name:
+        return f"{name} (status {_SHELL + number} in a shell)"
+    return f"signal {-status}" if status < 0 else f"status {status}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return ""

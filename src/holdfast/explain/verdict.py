@@ -1,0 +1,75 @@
+"""`Verdict`: why a run ended, in plain words, with what it rests on and how sure it is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from holdfast.explain.signature import FAMILIES, Family, Restart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhibit:
+    """One piece of evidence.
+
+    Args:
+        text: Quoted as it was seen, cut to a few lines.
+        source: Where, such as ``"output.log:1041"``.
+        role: ``"root"``, ``"cascade"``, ``"confirmation"`` or ``"fact"`` (an exit status, a counter, a last step).
+        unix_seconds: When, or None.
+        rank: Of the process, or None.
+    """
+
+    text: str
+    source: str
+    role: str = "fact"
+    unix_seconds: float | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Why a run ended.
+
+    Args:
+        cause: Id of the signature or rule, such as ``"H901"``; ``"H1600"`` is "unknown".
+        family: Its class.
+        title: A few words.
+        summary: What happened, one paragraph in plain words: what stopped it, when and where.
+        fix: What to do, in the order of what to try first.
+        confidence: Between 0 and 1.
+        evidence: What it rests on, the strongest first.
+        runner_up: Id and title of the next best cause with its confidence, or None.
+        tried: What was tried already.
+        missing: What would have made it surer.
+        restart: What a supervisor may do.
+        changes: Environment variables for the next attempt.
+        where: Innermost frame of the user's own code, ``file:line in function``, or an empty text.
+        rank: Of the process that failed first, or None.
+        step: Steps that it had made, or None.
+    """
+
+    cause: str
+    family: Family
+    title: str
+    summary: str
+    fix: str
+    confidence: float
+    evidence: tuple[Exhibit, ...] = ()
+    runner_up: tuple[str, str, float] | None = None
+    tried: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    restart: Restart = "stop"
+    changes: tuple[tuple[str, str], ...] = ()
+    where: str = ""
+    rank: int | None = None
+    step: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Return what ``holdfast explain`` exits with."""
+        return 0 if self.family == "ended well" else 10 + FAMILIES.index(self.family)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the verdict as JSON values."""
+        return {**asdict(self), "exit_code": self.exit_code}

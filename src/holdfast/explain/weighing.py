@@ -1,0 +1,278 @@
+"""Candidates for the cause of a failure, from statements, and their order.
+
+Every statement that a signature fits is a candidate; of a chain of exceptions, one. How much it counts:
+
+    tier 0  an exception that is known to have ended its process, or what a Guard stopped for
+    tier 1  a traceback after which the process did not go on; a line about hardware or a killing kernel
+    tier 2  the last line of a traceback alone, or an exception that a logger printed
+    tier 3  any other line after which the process did not go on; the newest traceback of a process that left its main
+            module, where lines of progress after it can have waited in a buffer
+    tier 4  what was caught, warned of, or followed by progress: a cause only where nothing else is
+
+Does not: look at how processes ended (see ``runtime_causes``), or choose (see ``judging``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.explain.evidence import GUARD_SAID, Facts, Statement
+from holdfast.explain.matching import Match, match_all
+from holdfast.explain.rules import all_rules
+from holdfast.explain.signature import Family, Signature
+from holdfast.explain.signatures import all_signatures
+from holdfast.explain.signatures.runtime import UNCAUGHT
+
+GENERIC_RANK = 90
+_STRONG_RANK = 30  # hardware, memory, device asserts: they are the root also where they wrap something
+_LOUD_RANK = 20  # lines of the kernel, the driver or a scheduler about hardware and memory
+_CAUGHT = 4
+_BURST_LINES = 150  # tracebacks that stand so close belong to one failure: a child's, then its parent's
+_ONLY_REPEATS = frozenset({"_RemoteTraceback", "RemoteTraceback"})
+_OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
+# How a Guard of an older version, which recorded no rule, says why it stopped: its words, each from one place only.
+_OLD_STOPS = (
+    (re.compile(r"^Guard: (?:an )?optimizer\b"), "H402"),
+    (re.compile(r"^Guard: may not split: |sample\(s\) at a time do not fit"), "H401"),
+    (re.compile(r"\bnan\b|\binf\b|finite", re.IGNORECASE), "H501"),
+    (re.compile(r"has run away|stand out"), "H503"),
+)
+_CERTAIN = (0.97, 0.93, 0.80, 0.70, 0.40)
+"""Confidence by tier. Set so that it agrees with the share that is right in benchmarks/results/verdicts.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One possible cause.
+
+    Args:
+        signature: What is known about it.
+        statement: What it was seen in.
+        tier: See the module.
+        confidence: Before it is compared with others and with how the process ended.
+        chain: All exceptions of its chain, the root first.
+        also: Other signatures that fit the same statements, the best first.
+    """
+
+    signature: Signature
+    statement: Statement
+    tier: int
+    confidence: float
+    chain: tuple[Statement, ...] = ()
+    also: tuple[Signature, ...] = ()
+
+    @property
+    def generic(self) -> bool:
+        """Return whether nearly everything could look like it."""
+        return self.signature.rank >= GENERIC_RANK
+
+
+def find_candidates(facts: Facts) -> list[Candidate]:
+    """Return every candidate, in the order of the statements."""
+    found = []
+    for chain in _chains(facts.statements):
+        made = _of_chain(chain) if chain[0].kind == "exception" else _of_line(chain[0])
+        if made is not None:
+            found.append(made)
+    return _without_early(found)
+
+
+def in_order(candidates: Iterable[Candidate], *, first_rank: int | None) -> list[Candidate]:
+    """Return candidates with the most likely root first.
+
+    Args:
+        candidates: Of one role.
+        first_rank: Of the process that a launcher saw fail first, or None.
+    """
+    given = list(candidates)
+    timed = all(candidate.statement.unix_seconds is not None for candidate in given if candidate.tier < _CAUGHT)
+
+    def key(candidate: Candidate) -> tuple[float, ...]:
+        statement = candidate.statement
+        when = statement.unix_seconds if timed and statement.unix_seconds is not None else 0.0
+        elsewhere = first_rank is not None and statement.rank is not None and statement.rank != first_rank
+        if candidate.tier >= _CAUGHT:  # of what did not end the run, the newest says most
+            return (candidate.tier, candidate.generic, elsewhere, 0.0, -statement.position)
+        return (candidate.tier, candidate.generic, elsewhere, when, statement.position)
+
+    return sorted(given, key=key)
+
+
+def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
+    found: list[tuple[Statement, ...]] = []
+    chain: list[Statement] = []
+    for statement in statements:
+        chain.append(statement)
+        if not statement.cause:
+            found.append(tuple(chain))
+            chain = []
+    return found + ([tuple(chain)] if chain else [])
+
+
+def _of_chain(chain: tuple[Statement, ...]) -> Candidate | None:
+    own = _of_own_rule(chain)
+    if own is not None:
+        return own
+    matches: list[tuple[int, Match]] = []
+    also: list[Match] = []
+    for index, statement in enumerate(chain):
+        fitting = match_all(statement)
+        matches += [(index, fitting[0])] if fitting else []
+        also += fitting
+    tier = _tier_of_exception(chain[-1])
+    if not matches:
+        return _uncaught(chain, tier)
+
+    def key(pair: tuple[int, Match]) -> tuple[float, ...]:
+        signature = pair[1].signature
+        strong = signature.rank > _STRONG_RANK
+        return (signature.role != "root", signature.rank >= GENERIC_RANK, strong, pair[0])
+
+    _, best = min(matches, key=key)
+    others = tuple(
+        dict.fromkeys(
+            match.signature.id
+            for match in sorted(also, key=lambda match: match.order)
+            if match.signature.id != best.signature.id
+        )
+    )
+    return Candidate(
+        signature=best.signature,
+        statement=best.statement,
+        tier=tier,
+        confidence=_confidence(best.signature, tier),
+        chain=chain,
+        also=tuple(all_signatures()[each] for each in others),
+    )
+
+
+def _uncaught(chain: tuple[Statement, ...], tier: int) -> Candidate | None:
+    """Return the candidate for an exception that no signature knows, if it can have ended its process."""
+    real = [each for each in chain if each.exception not in _ONLY_REPEATS]
+    if not real or tier > 2:
+        return None
+    signature = all_signatures()[UNCAUGHT]
+    confidence = 0.6 if tier < 2 else 0.45
+    return Candidate(signature=signature, statement=real[0], tier=tier, confidence=confidence, chain=chain)
+
+
+def _of_line(statement: Statement) -> Candidate | None:
+    own = _of_own_rule((statement,))
+    if own is not None:
+        return own
+    fitting = match_all(statement)
+    if not fitting:
+        return None
+    signature = fitting[0].signature
+    tier = _CAUGHT if statement.fatal is False else 3
+    if tier == 3 and (signature.rank <= _LOUD_RANK or statement.fatal):
+        tier = 1
+    return Candidate(
+        signature=signature,
+        statement=statement,
+        tier=tier,
+        confidence=_confidence(signature, tier),
+        chain=(statement,),
+        also=tuple(match.signature for match in fitting[1:]),
+    )
+
+
+def _tier_of_exception(last: Statement) -> int:
+    if last.fatal is not None:
+        return 0 if last.fatal else _CAUGHT
+    return 1 if last.frames and not last.logged else 2
+
+
+def _confidence(signature: Signature, tier: int) -> float:
+    return _CERTAIN[tier] - (0.12 if signature.rank >= GENERIC_RANK else 0.0)
+
+
+def _without_early(candidates: list[Candidate]) -> list[Candidate]:
+    """Return candidates with tracebacks put into the last tier that stand before the one that ended a process.
+
+    Two tracebacks of one process that nobody saw go on: the later ended it. The earlier belongs to it only if it
+    stands close by, and nothing between them says that the run began again. One that was overtaken can be the cause
+    only if no root came later.
+    """
+    begins: dict[int | None, int] = {}
+    roots: set[int | None] = set()  # ranks of which a root came later
+    found = []
+    for candidate in reversed(candidates):
+        statement = candidate.statement
+        rank = statement.rank
+        raised = statement.kind == "exception" and statement.source
+        last = candidate.chain[-1] if candidate.chain else statement
+        if raised and candidate.tier == 1:
+            later = begins.get(rank)
+            far = later is not None and later - statement.position > _BURST_LINES
+            if far or (last.resumed and rank in roots):
+                candidate = _moved(candidate, _CAUGHT)
+            else:
+                begins[rank] = statement.position
+        elif raised and last.overtaken and rank not in roots:
+            candidate = _moved(candidate, 3)
+        if raised and candidate.tier < _CAUGHT and candidate.signature.role == "root":
+            roots.add(rank)
+        found.append(candidate)
+    return found[::-1]
+
+
+def _moved(candidate: Candidate, tier: int) -> Candidate:
+    return replace(candidate, tier=tier, confidence=_confidence(candidate.signature, tier))
+
+
+# Families of our own errors, by the beginning of the rule.
+_FAMILIES: tuple[tuple[str, Family], ...] = (
+    ("H30", "storage"), ("H31", "checkpoint"), ("H403", "device"), ("H4", "out of memory"), ("H5", "numerics"),
+    ("H6", "loader"),
+)  # fmt: skip
+
+
+def _of_own_rule(chain: tuple[Statement, ...]) -> Candidate | None:
+    """Return the candidate for an error of holdfast itself, which names its rule; of several, the outermost."""
+    own = ((each, rule) for each in reversed(chain) if (rule := all_rules().get(_rule_named_in(each))) is not None)
+    statement, rule = next(own, (chain[-1], None))
+    if rule is None:
+        return None
+    signature = all_signatures().get(rule.id) or Signature(
+        id=rule.id,
+        title=rule.title,
+        family=next((family for begin, family in _FAMILIES if rule.id.startswith(begin)), "user code"),
+        patterns=(),
+        rank=60,
+        means=_in_one_line(rule.text.split("\n\n")[0]),
+        fix=_fix_of(statement.text) or _fix_of(rule.text),
+        example="",
+        seen="an error of holdfast",
+    )
+    if statement.kind == "exception":
+        tier = _tier_of_exception(chain[-1])
+    else:
+        tier = 0 if statement.source == "guard" and statement.fatal else 3
+    if statement.fatal is False:
+        tier = _CAUGHT
+    return Candidate(signature=signature, statement=statement, tier=tier, confidence=_CERTAIN[tier], chain=chain)
+
+
+def _rule_named_in(statement: Statement) -> str:
+    """Return the id of the rule that a statement of holdfast names or means; an empty text for any other."""
+    named = _OWN_RULE.search(statement.text)
+    if statement.rule is not None or named is not None:
+        return statement.rule or (named[1] if named is not None else "")
+    if statement.source != "guard" or not statement.text.startswith(GUARD_SAID):
+        return ""
+    return next((rule for pattern, rule in _OLD_STOPS if pattern.search(statement.text)), "")
+
+
+def _fix_of(text: str) -> str:
+    """Return what an error or a page of a rule says to do: as far as the id of the rule, or the next paragraph."""
+    found = re.search(
+        r"(?:^Fix: (.+?)(?=\n\[H\d|\n\n|\Z)|\*\*Fix\.\*\* (.+?)(?=\n\n|\Z))", text, re.MULTILINE | re.DOTALL
+    )
+    return _in_one_line(found[1] or found[2]) if found else ""
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,169 @@
+"""From live objects to the components of a checkpoint, and back into the same objects.
+
+model, model.<name>            state_dict of each model: plain safetensors with the model's own tensor names
+optimizer, optimizer.<name>    state_dict of each optimizer
+state.<name>                   the caller's further state
+training                       schedulers, scaler, random state, position, memory ladder, counters
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.checkpoint.buffers import Groups
+from holdfast.checkpoint.expanded import made_dense
+from holdfast.checkpoint.saver import encode
+from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
+from holdfast.guard.parts import Parts
+
+
+def component_of(kind: str, name: str) -> str:
+    """Return the component that holds the model or the optimizer of this name."""
+    return kind if name == kind else f"{kind}.{name}"
+
+
+def component_names(parts: Parts) -> list[str]:
+    """Return the components that hold the state of these parts."""
+    return [
+        *(component_of("model", name) for name in parts.models),
+        *(component_of("optimizer", name) for name in parts.optimizers),
+        *(f"state.{name}" for name in parts.states),
+        "training",
+    ]
+
+
+def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the trees of a checkpoint; their tensors are the live ones."""
+    metadata = {}
+    trees: dict[str, Any] = {}
+    for name, model in parts.models.items():
+        state = model.state_dict()
+        metadata[name] = dict(getattr(state, "_metadata", {}))
+        trees[component_of("model", name)] = dict(state)
+    for name, optimizer in parts.optimizers.items():
+        trees[component_of("optimizer", name)] = optimizer.state_dict()
+    for name, stateful in parts.states.items():
+        trees[f"state.{name}"] = stateful.state_dict()
+    trees["training"] = {
+        **training,
+        "model_metadata": metadata,
+        "schedulers": {name: scheduler.state_dict() for name, scheduler in parts.schedulers.items()},
+        "kinds": _kinds(parts),
+    }
+    return trees
+
+
+def live_tensors(parts: Parts) -> Groups:
+    """Return the tensors of models and optimizers, by component and by their name in a checkpoint."""
+    trees: dict[str, Any] = {}
+    trees |= {component_of("model", name): dict(each.state_dict()) for name, each in parts.models.items()}
+    trees |= {component_of("optimizer", name): each.state_dict() for name, each in parts.optimizers.items()}
+    return encode(trees).tensors
+
+
+def _kinds(parts: Parts) -> dict[str, str]:
+    described = {f"optimizer {name!r}": type(value).__name__ for name, value in parts.optimizers.items()}
+    described |= {f"scheduler {name!r}": type(value).__name__ for name, value in parts.schedulers.items()}
+    return described | dict.fromkeys((f"state {name!r}" for name in parts.states), "saved")
+
+
+def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
+    """Check that a checkpoint was made by the same models, optimizers and state, before anything is loaded.
+
+    Raises:
+        RunDirectoryError: H304, naming the first tensor that differs.
+        CheckpointError: H313, for another optimizer, scheduler or state.
+    """
+    for name, model in parts.models.items():
+        component = component_of("model", name)
+        if component not in trees:
+            raise _other_run(f"it holds no model {name!r}", where)
+        _check_model(component, trees[component], model.state_dict(), where)
+    saved, here = trees["training"]["kinds"], _kinds(parts)
+    for name in itertools.chain(saved, here):
+        if name not in here:
+            raise _other_parts(f"it holds {name}, which is missing now", where)
+        if name not in saved:
+            raise _other_parts(f"it holds no {name}", where)
+        if saved[name] != here[name]:
+            raise _other_parts(f"{name} was a {saved[name]} and is a {here[name]}", where)
+    for name, optimizer in parts.optimizers.items():
+        _check_groups(name, trees[component_of("optimizer", name)], optimizer, where)
+
+
+def _check_model(component: str, saved: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
+    for key in itertools.chain(saved, live):
+        if key not in live or key not in saved:
+            place = "the checkpoint" if key in saved else "the model"
+            raise _other_run(f"{component}: tensor {key!r} is only in {place}", where)
+        was, now = saved[key], live[key]
+        if isinstance(was, torch.Tensor) and (was.shape != now.shape or was.dtype != now.dtype):
+            raise _other_run(
+                f"{component}: tensor {key!r} was {was.dtype} {tuple(was.shape)} and is {now.dtype} "
+                f"{tuple(now.shape)}",
+                where,
+            )
+
+
+def _check_groups(name: str, saved: Any, optimizer: Optimizer, where: str) -> None:
+    was = [len(group["params"]) for group in saved["param_groups"]]
+    now = [len(group["params"]) for group in optimizer.param_groups]
+    if was != now:
+        raise _other_parts(f"optimizer {name!r} had parameter groups of {was} tensors and has {now}", where)
+
+
+def _other_run(what: str, where: str) -> HoldfastError:
+    return RunDirectoryError(
+        f"{where} belongs to another model: {what}",
+        limit="a run continues only with the model that it was started with",
+        fix="use another run directory for the changed model, or undo the change.",
+        rule="H304",
+    )
+
+
+def _other_parts(what: str, where: str) -> HoldfastError:
+    return CheckpointError(
+        f"{where} does not fit what was given to Guard: {what}",
+        limit="every part must find its own state again, or the resume would not be exact",
+        fix="give Guard the same optimizers, schedulers and state as before, or start in a new run directory.",
+        rule="H313",
+    )
+
+
+def load(trees: Mapping[str, Any], parts: Parts) -> None:
+    """Put saved state into the objects. `check_fits` was called before."""
+    training = trees["training"]
+    for name, model in parts.models.items():
+        _load_model(model, trees[component_of("model", name)], training["model_metadata"][name])
+    for name, optimizer in parts.optimizers.items():
+        _load_optimizer(optimizer, trees[component_of("optimizer", name)])
+    for name, scheduler in parts.schedulers.items():
+        scheduler.load_state_dict(training["schedulers"][name])
+    for name, stateful in parts.states.items():
+        stateful.load_state_dict(trees[f"state.{name}"])
+
+
+def _load_model(model: nn.Module, saved: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+    state: OrderedDict[str, Any] = OrderedDict(saved)
+    state._metadata = metadata  # type: ignore[attr-defined]
+    with made_dense([*model.parameters(), *model.buffers()]):
+        model.load_state_dict(state)
+
+
+def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    optimizer.load_state_dict(saved)
+    # torch casts state to the type of its parameter; fp32 moments of bf16 weights would lose their bits.
+    ids = [key for group in saved["param_groups"] for key in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for key, parameter in zip(ids, parameters, strict=True):
+        for entry, value in saved["state"].get(key, {}).items():
+            now = optimizer.state[parameter][entry]
+            if isinstance(value, torch.Tensor) and now.dtype != value.dtype:
+                optimizer.state[parameter][entry] = value.to(now.device)

@@ -1,0 +1,265 @@
+"""Where the data is: epochs and batches that were *trained*, and how to get there again.
+
+a loader with state_dict     its own position (holdfast.DataLoader: exact, in no time)
+any other iterable           the random state at the start of the epoch is put back, the batches before the
+                             position are read and dropped, and the random state of the moment follows.
+                             Exact for torch's own DataLoader, shuffled or not, with the same worker count
+an iterator                  cannot be started again: its order is nobody's to restore
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.core.errors import LoaderError, PolicyError
+from holdfast.guard.parts import Stateful
+from holdfast.loader.loader import DataLoader
+from holdfast.loader.random_state import RandomState, capture, restore
+
+_EXACT = "bit-exact: order and augmentation depend on (seed, epoch, index) only"
+_OWN = "what the loader's own state_dict keeps"
+_REPLAY = "bit-exact if iterating it again under the same random state gives the same batches; skips by reading"
+_ONCE = "none: an iterator cannot be started again; batches already trained are read and dropped"
+
+
+class Cursor:
+    """The position in a loader.
+
+    Raises:
+        PolicyError: H105, for a loader that cannot be iterated.
+    """
+
+    def __init__(self, loader: Iterable[Any], devices: Sequence[torch.device]) -> None:
+        if not isinstance(loader, Iterable):
+            raise PolicyError(
+                f"loader is a {type(loader).__name__}",
+                limit="it is iterated for batches",
+                fix="pass a DataLoader or another iterable of batches.",
+                rule="H105",
+            )
+        self._loader = loader
+        self._devices = devices
+        self._stateful = isinstance(loader, Stateful)
+        self.epoch = 0
+        self.batches = 0
+        self.trained = 0  # batches over all epochs
+        self._epoch_start: RandomState | None = None
+        self._generators: list[torch.Tensor] = []
+        self._loader_state: Any = None
+        self._state_after: Any = None  # of a holdfast loader: where it stood when its last batch was handed out
+        self._reload = False
+        self._under_way = False  # an iterator of this epoch is in use
+        self._fetching = False  # a batch is out, or being fetched, that does not count as trained yet
+        self.left_in_batch = False
+        """Whether the loop was left with a batch that no step was made with."""
+        self._begun_in_the_middle = False
+        self._before_fetch: RandomState | None = None
+
+    @property
+    def promise(self) -> str:
+        """Return what a resume can promise for this loader."""
+        if isinstance(self._loader, DataLoader):
+            return _EXACT
+        if self._stateful:
+            return _OWN
+        return _ONCE if isinstance(self._loader, Iterator) else _REPLAY
+
+    def begin(self, state: RandomState | None) -> Iterator[Any]:
+        """Return an iterator over the batches from here to the end of the epoch.
+
+        Args:
+            state: Random state of a resumed run, put back at the right moment; None leaves it alone.
+        """
+        self._begun_in_the_middle, self.left_in_batch = self.batches > 0, False
+        self._under_way, self._state_after = True, None
+        for name in ("sampler", "batch_sampler"):
+            sampler = getattr(self._loader, name, None)
+            if sampler is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch)
+        if self._stateful:
+            if self._reload:
+                self._loader.load_state_dict(self._loader_state)  # type: ignore[attr-defined]
+                self._reload = False
+            elif isinstance(self._loader, DataLoader):
+                self._loader.go_to(self.epoch)  # whoever looked at a batch before has moved nothing
+            iterator = iter(self._loader)
+        elif self.batches == 0:
+            if state is not None:
+                restore(state)
+            self._epoch_start = capture(self._devices)
+            self._generators = [generator.get_state() for generator in self._own_generators()]
+            return iter(self._loader)
+        else:
+            state = state or capture(self._devices)
+            iterator = self._replay()
+        if state is not None:
+            restore(state)
+        return iterator
+
+    def _replay(self) -> Iterator[Any]:
+        now = [generator.get_state() for generator in self._own_generators()]
+        if self._epoch_start is not None:
+            restore(self._epoch_start)
+        for generator, seen in zip(self._own_generators(), self._generators, strict=False):
+            generator.set_state(seen)
+        iterator = iter(self._loader)
+        for _ in range(self.batches):
+            if next(iterator, self) is self:
+                break
+        for generator, seen in zip(self._own_generators(), now, strict=False):
+            generator.set_state(seen)
+        return iterator
+
+    def fetch(self, iterator: Iterator[Any]) -> Any:
+        """Return the next batch; until `advance` it does not count as trained.
+
+        Raises:
+            StopIteration: at the end of the epoch.
+        """
+        if self._stateful:
+            self._loader_state = self._state_of_loader()
+        # Before the first batch, the place to return to is the beginning of the epoch, with its order still to draw.
+        self._before_fetch = self._epoch_start if self.batches == 0 and self._epoch_start else capture(self._devices)
+        self._fetching = True  # from here on a signal may interrupt
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            self._fetching = False
+            raise
+        if isinstance(self._loader, DataLoader):
+            self._state_after = self._loader.state_dict()
+        return batch
+
+    def _state_of_loader(self) -> Any:
+        """Return the loader's position: that of our iterator, also if the loop body has looked at another one."""
+        return self._loader.state_dict() if self._state_after is None else self._state_after  # type: ignore[attr-defined]
+
+    def advance(self) -> None:
+        """Count the batch that was fetched last as trained. Without effect if it was counted before."""
+        if self._fetching:
+            self.batches += 1
+            self.trained += 1
+            self._fetching = False
+
+    @property
+    def seems_to_end(self) -> bool:
+        """Return whether the epoch is over, as far as the loader's length says: a save can wait for its turn."""
+        try:
+            return self.batches == len(self._loader)  # type: ignore[arg-type]
+        except TypeError:
+            return False
+
+    def sample_indices(self) -> list[int] | None:
+        """Return the dataset indices of the samples in the batch that is out, or None if they are not known."""
+        return self._loader.batch_indices if isinstance(self._loader, DataLoader) else None
+
+    def attach(self, happened: Callable[..., None], run_dir: Path) -> None:
+        """Let a holdfast loader record what happens in it, and keep what it quarantines with the run."""
+        if isinstance(self._loader, DataLoader):
+            self._loader.attach(happened, run_dir)
+
+    def quarantine(self, indices: Sequence[int], evidence: str) -> None:
+        """Let a holdfast loader replace samples from the next epoch on.
+
+        Raises:
+            LoaderError: H612 if these are too many.
+        """
+        if isinstance(self._loader, DataLoader):
+            for index in indices:
+                self._loader.set_aside(index, "provenance", evidence)
+
+    def random_state(self) -> RandomState:
+        """Return the random state that belongs to the position: from before a fetch that does not count yet."""
+        if self._fetching and self._before_fetch is not None:
+            return self._before_fetch
+        return capture(self._devices)
+
+    def leave(self) -> None:
+        """Note that the iterator is given up, so that the next `begin` goes to this position again."""
+        if self._stateful:
+            self._loader_state = self.state_dict()["loader"]
+            self._reload = True
+        self.left_in_batch |= self._fetching
+        self._fetching = self._under_way = False
+
+    def end_epoch(self, *, needs_steps: bool, stepped: bool) -> None:
+        """Go to the beginning of the next epoch.
+
+        Raises:
+            LoaderError: H601 if the epoch had no batch, H602 if the loop would never end.
+        """
+        if self.batches == 0:
+            raise _empty_loader()
+        if needs_steps and not stepped and not self._begun_in_the_middle:
+            raise _no_step()
+        self.epoch, self.batches, self._epoch_start, self._generators = self.epoch + 1, 0, None, []
+        self._under_way = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: batches that are fetched but not trained do not count."""
+        if isinstance(self._loader, DataLoader) and not self._under_way and not self._reload:
+            self._loader_state = self._loader.state_at(self.epoch)
+        elif self._stateful and not self._fetching and not self._reload:
+            self._loader_state = self._state_of_loader()
+        drawn = self._fetching and self.batches == 0  # maybe the order of this epoch: return to before that
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "trained": self.trained,
+            "loader": self._loader_state,
+            "epoch_start": None if self._epoch_start is None else self._epoch_start.to_tree(),
+            "generators": self._generators,
+            "generators_now": self._generators
+            if drawn
+            else [generator.get_state() for generator in self._own_generators()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position; the next `begin` starts there.
+
+        Raises:
+            LoaderError: H604, if a holdfast loader has another order than the one that was saved.
+        """
+        self.epoch, self.batches, self.trained = state["epoch"], state["batches"], state["trained"]
+        self._fetching = self._under_way = False
+        self._loader_state = state["loader"] if self._stateful else None
+        self._reload = self._loader_state is not None
+        if isinstance(self._loader, DataLoader) and self._loader_state is not None:
+            self._loader.load_state_dict(self._loader_state)  # says at once if the order is another one
+        start = state["epoch_start"]
+        self._epoch_start = None if start is None else RandomState.from_tree(start)
+        self._generators = state["generators"]
+        for generator, seen in zip(self._own_generators(), state["generators_now"], strict=False):
+            generator.set_state(seen)
+
+    def _own_generators(self) -> list[torch.Generator]:
+        """Return the generators that a torch loader draws its order from; holdfast's draws from none."""
+        if self._stateful:
+            return []
+        holders = (self._loader, getattr(self._loader, "sampler", None))
+        found = [getattr(holder, "generator", None) for holder in holders]
+        unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
+        return list(unique.values())
+
+
+def _empty_loader() -> LoaderError:
+    return LoaderError(
+        "the loader gave no batch in a whole epoch",
+        limit="at least one is needed",
+        fix="check the path of the data, filters, and drop_last with a batch size above the number of samples; an "
+        "iterator that was used up cannot be iterated again, pass the iterable itself.",
+        rule="H601",
+    )
+
+
+def _no_step() -> LoaderError:
+    return LoaderError(
+        "a whole epoch passed without guard.step()",
+        limit="max_steps counts optimizer steps and would never be reached",
+        fix="call guard.step(batch, loss_fn) in the loop, or pass max_epochs.",
+        rule="H602",
+    )

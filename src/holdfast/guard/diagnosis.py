@@ -1,0 +1,176 @@
+"""The diagnosis of one guarded run: what the observer finds becomes events.
+
+Does not: observe (see ``observer``) or judge (see ``diagnose``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from holdfast.core.policy import Policy
+from holdfast.explain.finding import Finding, demoted, with_origin
+from holdfast.explain.flow_summary import flow_summary
+from holdfast.explain.rules import find_rule
+from holdfast.guard.insight import LOST
+from holdfast.guard.observer import Observer
+from holdfast.guard.outcome import Outcome
+from holdfast.guard.parts import Parts
+from holdfast.guard.record import RunRecord
+from holdfast.numerics.batches import tensors_in
+
+_NO_PROGRESS = ("H826", "H828", "H832")
+_WRECKED = {"H801", "H802", "H825", "H826", "H847"}
+
+
+class Diagnosis:
+    """Watches the steps of a guard, if the policy wants it.
+
+    Args:
+        parts: Models, optimizers, schedulers.
+        policy: Settings.
+        record: Where findings go.
+    """
+
+    def __init__(self, parts: Parts, policy: Policy, record: RunRecord) -> None:
+        self._record = record
+        self._max_grad_norm = policy.max_grad_norm
+        self._observer: Observer | None = None
+        self._is_open = False
+        self._given: weakref.ref[Any] | None = None  # the newest batch, by its first tensor
+        self._traced: str | None = None  # where NaN or Inf came from, as the newest such step was told
+        self._said = False  # that little is seen
+        self.seeks_cause = False
+        """Whether a rule has just said that the run does not learn, and none why."""
+        for rule in policy.ignore_rules:
+            find_rule(rule)
+        if policy.diagnose:
+            self._observer = Observer(
+                parts.models,
+                parts.optimizers,
+                # The others are driven by the guard; their count in a resumed run is that of earlier lives.
+                {name: each for name, each in parts.schedulers.items() if isinstance(each, ReduceLROnPlateau)},
+                objective=policy.objective,
+                frozen=policy.frozen,
+                ignore=policy.ignore_rules,
+                compiled=parts.compiled,
+                guided=True,
+            )
+            self._observer.close()  # until the run is opened
+
+    def open(self) -> None:
+        """Begin to observe."""
+        if self._observer is not None:
+            self._observer.close()
+            self._observer.install()
+            self._is_open = True
+
+    def close(self) -> None:
+        """Judge what was seen so far, and observe no more."""
+        if self._observer is not None and self._is_open:
+            self._is_open = False
+            if self._record.is_open and self._observer.steps:
+                self._observer.finish()
+                self._tell(self._observer.take_fresh())
+                if not self._observer.window:  # the last step has told it already
+                    self._tell_flow()
+            self._observer.close()
+
+    def given(self, batch: Any, *, again: bool) -> None:
+        """Take in what the next step is given.
+
+        Args:
+            batch: It.
+            again: Whether it is known to be the batch of the step before.
+        """
+        if self._observer is None:
+            return
+        last = self._given() if self._given is not None else None
+        first = next(iter(tensors_in(batch)), batch)
+        with contextlib.suppress(TypeError):  # a list without tensors takes no weak reference
+            self._given = weakref.ref(first)
+        self._observer.mode.loaded = not again and first is not last
+
+    def attempt(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a forward and backward pass."""
+        return contextlib.nullcontext() if self._observer is None else self._observer.begin_step()
+
+    def step_ended(self, outcome: Outcome, names: Sequence[str], reason: str | None) -> None:
+        """Take in how a step of these optimizers ended.
+
+        Args:
+            outcome: It.
+            names: The optimizers.
+            reason: Why it was not committed, as the caller of the step is told; None: it was.
+        """
+        if self._observer is not None:
+            if self._observer.insight.lost and not self._said:
+                self._said = True
+                self._record.happened("diagnosis_limited", why=LOST)
+            traced = outcome.provenance is not None and outcome.provenance.origin is not None
+            if traced and reason is not None:
+                self._traced = reason
+            limit, facts = self._max_grad_norm, outcome.attempt.facts
+            clipped = limit is not None and facts.total > limit
+            fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
+            self._tell(fresh)
+            if self._observer.window:
+                self._tell_flow()
+            if any(finding.rule in _NO_PROGRESS and finding.severity != "note" for finding in fresh):
+                known = self._observer.findings()
+                self.seeks_cause = not any(each.kind == "cause" and each.severity != "note" for each in known)
+
+    @contextlib.contextmanager
+    def not_observing(self) -> Iterator[None]:
+        """Look away: what is tried inside is no part of the run."""
+        assert self._observer is not None
+        self.seeks_cause = False
+        self._observer.close()
+        try:
+            yield
+        finally:
+            self._observer.install()
+
+    def tried(self, found: Sequence[Finding]) -> None:
+        """Take in what a search for the cause has found."""
+        known = {finding.rule for finding in self._observer.findings()} if self._observer is not None else set()
+        if known & _WRECKED:  # units that died of a divergence do not see the inputs either
+            found = [demoted(each, "H826") if each.rule == "H830" else each for each in found]
+        self._record.happened("searched_cause", found=[finding.rule for finding in found if finding.kind == "cause"])
+        self._tell(found)
+
+    def validated(self, value: float) -> None:
+        """Take in the loss of an evaluation."""
+        if self._observer is not None:
+            self._observer.validated(value)
+
+    def aligned(self, facts: dict[str, float]) -> None:
+        """Take in how an attention lies."""
+        if self._observer is not None:
+            self._observer.alignment = facts
+
+    def _tell(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            kind = "note" if finding.severity == "note" else "finding"
+            facts = asdict(with_origin(finding, self._traced))
+            self._record.happened(kind, about=facts.pop("kind"), **facts)
+
+    def _tell_flow(self) -> None:
+        assert self._observer is not None
+        summary = flow_summary(self._observer.facts())
+        if summary is not None:
+            self._record.happened("gradient_flow", **summary)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what later judgements need of the past."""
+        return None if self._observer is None else self._observer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Take up the past of a run."""
+        if self._observer is not None and state is not None:
+            self._observer.load_state_dict(state)

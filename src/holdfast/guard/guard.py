@@ -1,0 +1,365 @@
+"""`Guard`: the user's own loop, made to hold.
+
+batches()   where the run continues, when it saves, and where it stops
+step()      one transaction, and what is done about NaN, Inf and a torn optimizer step
+evaluate()  evaluation that leaves no trace in training and can be interrupted
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+
+from holdfast.core.clock import Clock, SystemClock
+from holdfast.core.errors import PolicyError
+from holdfast.core.events import Event
+from holdfast.core.policy import Policy
+from holdfast.guard.cursor import Cursor
+from holdfast.guard.directory import RunDirectory
+from holdfast.guard.engine import StepEngine
+from holdfast.guard.images import keep_image
+from holdfast.guard.loop import Loop
+from holdfast.guard.parts import gather_parts
+from holdfast.guard.phase import RunState
+from holdfast.guard.promises import LossFunction
+from holdfast.guard.ranks import find_ranks
+from holdfast.guard.record import End, RunRecord
+from holdfast.guard.recovery import Recovery
+from holdfast.guard.result import Statistics, StepResult
+from holdfast.guard.schedules import check_schedulers, validated
+from holdfast.guard.session import Session
+from holdfast.guard.steps import Steps
+from holdfast.guard.stop import Interrupted, StopRequest
+from holdfast.loader.random_state import capture, restore
+from holdfast.loader.splitting import Split
+from holdfast.memory.host_allocator import set_malloc_threshold
+from holdfast.memory.ladder import MemoryLadder
+
+
+class Guard:
+    """Keeps one training run alive, correct and inside its memory.
+
+    Making a guard takes the lock of the run directory and, if there is a good checkpoint in it, puts all state
+    back into the given objects. It is released by `close`, by the end of `batches`, or as a context manager.
+
+    Args:
+        run_dir: Directory of the run, made if missing.
+        model: One module, or a dict of named ones.
+        optimizer: One optimizer, or a dict of named ones. All their parameters belong to the models.
+        scheduler: Learning-rate scheduler(s), by optimizer name where there are several. Advanced by the guard as
+            ``Policy.scheduler_interval`` says; ReduceLROnPlateau by `validated`, since it needs your metric.
+        loader: What `batches` iterates: a `holdfast.DataLoader`, or any other iterable of batches.
+        state: Further state by name, such as an average of the weights: anything with ``state_dict`` and
+            ``load_state_dict``.
+        policy: Settings: a `Policy` or a dict of its fields, the path of a YAML file, or None for the defaults. Files
+            and the defaults are overridden by ``HOLDFAST_*`` variables.
+        split: Where the batch dimension is (see ``data.splitting``): a number, a prefix of the batch's structure,
+            or a function of batch and micro-batch size.
+        clock: Time, for tests.
+        **overrides: Policy fields by name, stronger than `policy`; for instance ``precision="bf16"``.
+
+    Raises:
+        PolicyError: H1xx, for an argument that cannot be used.
+        RunDirectoryError: H30x, if the directory is locked, not writable, newer, or of another model.
+        CheckpointError: H31x, if no checkpoint verifies, or the newest does not fit these objects.
+
+    Example:
+        >>> import tempfile, torch, holdfast
+        >>> model = torch.nn.Linear(2, 1)
+        >>> data = [torch.randn(8, 2) for _ in range(3)]
+        >>> guard = holdfast.Guard(tempfile.mkdtemp(), model=model, loader=data,
+        ...                        optimizer=torch.optim.AdamW(model.parameters()))
+        >>> for batch in guard.batches(max_epochs=2):
+        ...     result = guard.step(batch, lambda x: model(x).square().mean())
+        >>> guard.global_step
+        6
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        scheduler: Any = None,
+        loader: Iterable[Any] | None = None,
+        state: Any = None,
+        policy: Policy | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        split: Split = 0,
+        clock: Clock | None = None,
+        **overrides: Any,
+    ) -> None:
+        self.policy = Policy.of(policy, **overrides)
+        self._parts = gather_parts(model, optimizer, scheduler, state)
+        check_schedulers(self._parts.schedulers, scales=self.policy.rollback_lr_factor is not None)
+        self._clock = clock or SystemClock()
+        if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
+            set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
+        self._ladder = MemoryLadder.of(self.policy)
+        self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
+        self._stop = StopRequest()
+        directory = RunDirectory(run_dir)
+        self._record = RunRecord(directory.recorder, self._clock)
+        state = RunState()
+        self._engine = StepEngine(
+            parts=self._parts,
+            policy=self.policy,
+            ladder=self._ladder,
+            ranks=find_ranks(),
+            record=self._record,
+            split=split,
+            state=state,
+        )
+        self._session = Session(
+            directory=directory,
+            record=self._record,
+            parts=self._parts,
+            policy=self.policy,
+            clock=self._clock,
+            cursor=self._cursor,
+            ladder=self._ladder,
+            engine=self._engine,
+            state=state,
+        )
+        self._directory = directory
+        self._recovery = Recovery(self._session)
+        self._steps = Steps(self._session, self._engine, self._recovery)
+        self._boundaries = Loop(self._session, self._stop, self._recovery)
+        weakref.finalize(self, self._stop.uninstall)
+        weakref.finalize(self, self._engine.diagnosis.close)  # at exit: later, torch would abort the process
+        self._open()
+        try:
+            self.resumed_from: Path | None = self._session.resume()
+        except BaseException:
+            self._release()
+            raise
+
+    # --- facts ----------------------------------------------------------------------------------------------
+
+    @property
+    def global_step(self) -> int:
+        """Return the optimizer steps in the weights, over all restarts of the run."""
+        return self._record.global_step
+
+    @property
+    def epoch(self) -> int:
+        """Return the epochs that `batches` has completed."""
+        return 0 if self._cursor is None else self._cursor.epoch
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Return why the run was asked to stop, such as ``"SIGTERM"``, or None."""
+        return self._stop.reason
+
+    def statistics(self) -> Statistics:
+        """Return a snapshot of the run's totals.
+
+        Cost: in fp16, one host sync.
+        """
+        return self._session.statistics()
+
+    def events(self) -> list[Event]:
+        """Return what was recorded in the run directory, oldest first, by earlier processes too."""
+        return self._record.events()
+
+    def request_stop(self, reason: str = "requested") -> None:
+        """Ask the run to end at the next boundary, with a checkpoint."""
+        self._stop.request(reason)
+
+    # --- the loop -------------------------------------------------------------------------------------------
+
+    def batches(self, *, max_epochs: int | None = None, max_steps: int | None = None) -> Iterator[Any]:
+        """Yield batches from where the run stands, until a limit is reached or a stop was requested.
+
+        A checkpoint is written when one is due and at the end; then the run directory is released. Leaving the
+        loop with ``break`` writes none: use `request_stop`, or `close` afterwards.
+
+        Args:
+            max_epochs: Passes over the loader, counted over all restarts of the run.
+            max_steps: Optimizer steps, counted likewise.
+
+        Raises:
+            PolicyError: H105 without a loader or a limit. LoaderError: H601 for an empty loader, H602 if
+                `max_steps` can never be reached since no step is made.
+        """
+        if self._cursor is None or (max_epochs is None and max_steps is None):
+            missing = "loader=" if self._cursor is None else "max_epochs= or max_steps="
+            raise PolicyError(
+                f"batches() without {missing}",
+                limit="it must know what to iterate and when to end",
+                fix=f"pass {missing} to {'Guard' if self._cursor is None else 'batches()'}.",
+                rule="H105",
+            )
+        return self._loop(self._cursor, max_epochs, max_steps)
+
+    def _loop(self, cursor: Cursor, max_epochs: int | None, max_steps: int | None) -> Iterator[Any]:
+        self._ready()  # not before the first batch is asked for
+        yield from self._boundaries.batches(cursor, max_epochs, max_steps, self._release)
+
+    def _ready(self) -> None:
+        """Open the run directory if it was released, and keep boundaries in a loop that is not ours."""
+        self._session.check_not_in_step()
+        if not self._session.is_open:
+            self._open()
+        if not self._session.state.in_loop:
+            self._boundaries.boundary_outside()
+            if self._stop.by_signal:
+                self._end_process()
+
+    # --- the step -------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        *,
+        optimizer: str | Sequence[str] | None = None,
+        split: Split | None = None,
+    ) -> StepResult:
+        """Make one training step: forward, backward, clip, optimizer step. All of it, or nothing.
+
+        Args:
+            batch: Any pytree of tensors.
+            loss_fn: Takes a batch, or a part of one, and returns its scalar mean loss, or `Loss`, or a pair
+                (mean, items). It may run several times, so it should change nothing but buffers and `state`.
+            optimizer: Name(s) of the optimizers to step; None: all. Gradients reach only their parameters.
+            split: Overrides the guard's `split` for this batch.
+
+        Returns:
+            What happened. ``skipped`` is True if the weights were left as they were.
+
+        Raises:
+            BatchError: H2xx, if the batch or the loss cannot be used; no trace is left.
+            OutOfMemoryError: H401 if no remedy is left, H402 if an optimizer failed half-way for good.
+            NonFiniteError: H501, if NaN or Inf persists.
+        """
+        try:
+            names = self._parts.optimizer_names(optimizer)
+            self._ready()
+            return self._steps.step(batch, loss_fn, names, split=split, stop_requested=self._stop.reason is not None)
+        except BaseException as error:
+            self._record.left_by(error)
+            raise
+
+    # --- opening, closing -----------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._session.open()
+        self._stop.install()
+        self._engine.diagnosis.open()
+
+    def _release(self, how: End | None = None) -> None:
+        self._boundaries.count_batch()
+        self._stop.uninstall()
+        try:
+            self._engine.diagnosis.close()
+        finally:
+            self._session.close(how)
+
+    def close(self) -> None:
+        """Write what is not saved yet, also without a step since; release the run directory. May be called again."""
+        self._boundaries.count_batch()
+        try:
+            self._session.save_the_rest(self._open)
+        finally:
+            self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._record.left_by(kind if error is None else error)
+            self._release("failed")
+
+    def _end_process(self) -> NoReturn:
+        """Save and end the process cleanly, where there is no loop of ours that could end."""
+        self._record.happened("stop_requested", reason=self._stop.reason)
+        self._boundaries.count_batch()
+        self._session.save_the_rest(self._open)
+        self._session.saving.save()  # a first checkpoint in any case
+        self._release("stopped")
+        raise SystemExit(0)
+
+    # --- evaluation -----------------------------------------------------------------------------------------
+
+    def validated(self, loss: float | torch.Tensor) -> None:
+        """Tell the guard the loss of an evaluation, lower being better.
+
+        It drives ReduceLROnPlateau, which must not be fed with losses of batches, and shows overfitting.
+
+        Args:
+            loss: Over the validation set: a number or a tensor of one element. NaN and Inf are recorded only.
+        """
+        value, self._session.validated = float(loss), True
+        changed = validated(self._parts.schedulers, value)
+        self._engine.diagnosis.validated(value)
+        self._record.happened("validated", loss=value, learning_rate_changed_by=changed)
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Record an event of your own; ``holdfast.numerics.alignment.report_alignment`` uses it for rule H852.
+
+        Args:
+            kind: Its name; one that holdfast uses itself may be counted as such.
+            **facts: What `holdfast events` and the report show: JSON values.
+        """
+        self._record.happened(kind, **facts)
+        if kind == "aligned":
+            self._engine.diagnosis.aligned(facts)
+
+    def add_image(self, tag: str, image: Any) -> None:
+        """Keep an image of this step, such as a grid of samples; the report shows the newest of each tag.
+
+        The last 16 of a tag are kept, as ``images/<tag>/<step>.png`` in the run directory. Where a run has gone back
+        to an earlier checkpoint, images of later steps still lie there: harmless, they are replaced or dropped later.
+
+        Args:
+            tag: Letters, digits, ``-``, ``_`` and ``.``, 64 at most.
+            image: Array or tensor, shape ``(height, width)`` or ``(height, width, 3)``, uint8 or floats from 0 to 1;
+                or the bytes of a PNG file. What lies outside is clipped, NaN is black; the event counts both.
+
+        Raises:
+            PolicyError: H105, for a tag or an image that cannot be used. A full disk raises nothing.
+        """
+        keep_image(self._directory.path, self._record, tag, image)
+
+    @contextmanager
+    def evaluate(self) -> Iterator[None]:
+        """Switch the models to evaluation without gradients, and leave no trace in training.
+
+        Train/eval modes and random state are as before afterwards. SIGTERM inside ends the process with exit
+        code 0 after a checkpoint, since an evaluation that was cut short has no result to go on with; what else the
+        loop body does for this batch is then left out. `request_stop` lets it finish and ends the loop after it.
+        """
+        try:
+            models, devices = list(self._parts.models.values()), self._parts.devices()
+            with self._record.errors(), self._stop.interruptible(), evaluating(models, devices):
+                yield
+        except Interrupted:
+            self._end_process()
+
+
+@contextmanager
+def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> Iterator[None]:
+    """Switch to evaluation without gradients; modes and random state come back, however the context is left."""
+    modules = [module for model in models for module in model.modules()]
+    modes = [module.training for module in modules]
+    random_state = capture(devices)
+    try:
+        for model in models:
+            model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        restore(random_state)

@@ -1,0 +1,206 @@
+"""A guard inside the loop of a framework, which owns what a `Guard` otherwise does: saving, schedules, the end.
+
+The transaction, its remedies, rollbacks to copies in host memory and the recording are those of every guard.
+
+Does not: know any framework (see ``integrations``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.checkpoint.health import nonfinite_tensors
+from holdfast.core.errors import PolicyError
+from holdfast.core.policy import Policy
+from holdfast.core.policy_sources import PREFIX, from_environment
+from holdfast.guard.cursor import Cursor
+from holdfast.guard.guard import Guard, evaluating
+from holdfast.guard.record import End
+from holdfast.guard.result import Counters
+from holdfast.guard.steps import Steps
+
+_OF_THE_HOST = ("save_interval_steps", "save_interval_minutes", "scheduler_interval")
+
+
+def hosted_policy(policy: Any, *, host: str, schedules: bool = False, **settings: Any) -> Policy:
+    """Return the policy of a guard whose host has settings of its own, which win.
+
+    Args:
+        policy: As `Policy.of` takes it.
+        host: What the user calls the host's settings, for messages.
+        schedules: Whether the guard drives the schedulers all the same.
+        **settings: The host's, by the names of the policy's fields: ``max_grad_norm`` (None: it does not clip),
+            ``precision`` and others.
+
+    Raises:
+        PolicyError: H109, for a value that contradicts the host's, or that is the host's to set; a ``HOLDFAST_*``
+            variable is one.
+    """
+    owned = dict.fromkeys(_OF_THE_HOST[:2] if schedules else _OF_THE_HOST)
+    return agreed(agreed(Policy.of(policy), host, settings), host, owned, "{host} decides when that is done")
+
+
+def agreed(
+    found: Policy, host: str, settings: Mapping[str, Any], limit: str = "{host} says {value!r}, and there can be one"
+) -> Policy:
+    """Return a policy with the settings of a host in it.
+
+    Raises:
+        PolicyError: H109, for a value that says otherwise: a ``HOLDFAST_*`` variable, or another than the default.
+    """
+    usual = {each.name: each.default for each in dataclasses.fields(Policy)}
+    variables = from_environment(os.environ, usual)
+    for name, value in settings.items():
+        mine = getattr(found, name)
+        by_variable = name in variables and variables[name] == mine
+        if mine != value and (mine != usual[name] or by_variable):
+            where = f"environment variable {PREFIX}{name.upper()}" if by_variable else "holdfast policy"
+            raise PolicyError(
+                f"{name}={mine!r} in the {where}",
+                limit=limit.format(host=host, value=value),
+                fix=f"set it in {host}, and leave it out of the {where}.",
+                rule="H109",
+            )
+    return found.replace(**settings)
+
+
+def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
+    """Let a guard begin with the loss scale of its host, as that was set or restored; without one nothing changes."""
+    if scaler is not None and scaler.is_enabled():
+        guard._engine.loss_scale.load_state_dict(scaler.state_dict())
+
+
+class ExternalCursor(Cursor):
+    """The position in a loader that a framework iterates: it only knows which samples the next step is made of."""
+
+    given: list[int] | None = None
+
+    def sample_indices(self) -> list[int] | None:
+        """Return the dataset indices of the step's samples, or None if they are not known."""
+        return self.given
+
+
+class HostedGuard(Guard):
+    """A guard whose boundaries belong to a framework's loop.
+
+    It takes what `Guard` takes; its policy should be made by `hosted_policy`. It ends no process and writes no
+    checkpoint: the framework asks `stop_reason`, and puts `state_dict` into what it saves. A ``loader=`` is
+    iterated by the framework; a `holdfast.DataLoader` records its events here, and quarantines samples.
+    """
+
+    _saves_in = ""  # the folder of the framework's checkpoints
+    _host_saved = False
+    _host_failed = 0
+
+    def __init__(self, run_dir: str | os.PathLike[str], *, loader: Any = None, **parts: Any) -> None:
+        super().__init__(run_dir, loader=loader, **parts)
+        if loader is not None:
+            self._cursor = self._session.cursor = ExternalCursor(loader, self._parts.devices())
+
+    def saves_in(self, folder: str | os.PathLike[str], *, resumed: bool) -> None:
+        """Note where the framework saves, and whether it goes on from there; a new start after saves is recorded."""
+        self._saves_in, self._host_saved = os.fspath(folder), resumed
+        before = self._directory.saved_in
+        if before is not None and not resumed:
+            self._record.happened("begins_anew", though_saved_in=before)
+        self._directory.note_saved(self._saves_in if resumed else None)
+
+    def next_samples(self, indices: list[int] | None) -> None:
+        """Say which samples of the dataset the next step is made of, in order."""
+        if isinstance(self._cursor, ExternalCursor):
+            self._cursor.given = indices
+
+    @property
+    def steps(self) -> Steps:
+        """Return who makes the steps, for who drives them batch by batch; see ``accumulation``."""
+        return self._steps
+
+    def ready(self) -> None:
+        """Open the run directory if it was released; the last step is over."""
+        self._session.check_not_in_step()
+        if not self._session.is_open:
+            self._open()
+        self._boundaries.boundary_outside()
+
+    def _ready(self) -> None:
+        self.ready()
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Record an event of the step that the run stands at; ``"saved"`` and ``"save_failed"`` are also counted."""
+        super().note(kind, **facts)
+        if kind == "saved":
+            self._host_saved = True
+            self._directory.note_saved(self._saves_in)
+        self._host_failed += kind == "save_failed"
+
+    def _release(self, how: End | None = None) -> None:
+        if self._session.is_open and self._host_failed and not self._host_saved:
+            self._record.happened("not_saved", newest_checkpoint=None, failed_saves=self._host_failed)
+        super()._release(how)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later steps need of earlier ones, as JSON values: for a checkpoint of the framework's."""
+        kept = self._session.training_state()
+        own = {name: kept[name] for name in ("global_step", "counters", "ladder", "spikes", "interventions")}
+        encoder = Encoder("holdfast")
+        found: dict[str, Any] = encoder.encode(
+            {**own, "loss_scale": kept["loss_scale"], "diagnosis": kept["diagnosis"]}
+        )
+        assert not encoder.tensors, sorted(encoder.tensors)
+        return found
+
+    def load_state_dict(self, carried: Mapping[str, Any]) -> None:
+        """Go on from `state_dict` of an earlier process.
+
+        Args:
+            carried: What was loaded; model, optimizer and scheduler were restored by the framework.
+        """
+        state: dict[str, Any] = decode(dict(carried), {})
+        session = self._session
+        session.counters = Counters(**state["counters"])
+        session.counters.resumes += 1
+        session.interventions = state["interventions"]
+        session.spikes.load_state_dict(state["spikes"])
+        self._ladder.load_state_dict(state["ladder"])
+        self._engine.loss_scale.load_state_dict(state["loss_scale"])
+        self._engine.diagnosis.load_state_dict(state["diagnosis"])
+        self._engine.state_was_replaced()
+        self._record.global_step = state["global_step"]
+        self._record.happened("resumed", by="the framework")
+
+    def count_from(self, global_step: int) -> None:
+        """Go on counting from the framework's number of steps, where no guard has left its own before."""
+        self._record.global_step = global_step
+
+    def replaced_state(self) -> None:
+        """Note that the framework has loaded weights and optimizer state."""
+        self._engine.state_was_replaced()
+
+    def nonfinite_state(self) -> str | None:
+        """Return which weights, statistics or moments hold NaN or Inf, so that they must not be saved as good."""
+        bad, count = nonfinite_tensors(self._session.must_be_finite())
+        return f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}" if count else None
+
+    def return_from(self, why: str) -> None:
+        """Return to the last good state after `nonfinite_state` has found something.
+
+        Raises:
+            NonFiniteError: H501, if rollbacks are spent or there is nothing to return to.
+        """
+        self._recovery.after_refused_save(why)
+
+    def trying(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the models are in evaluation, without gradients, and leave no trace."""
+        return evaluating(list(self._parts.models.values()), self._parts.devices())
+
+    def validated(self, loss: float | torch.Tensor) -> None:
+        """Tell the guard the loss of an evaluation, lower being better; schedulers are the framework's to drive."""
+        self._engine.diagnosis.validated(float(loss))
+        self._record.happened("validated", loss=float(loss))

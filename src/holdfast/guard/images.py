@@ -1,0 +1,184 @@
+"""Images of a run, such as sample grids and alignment plots: checked, written as PNG, bounded.
+
+    images/<tag>/<global step>.png
+
+Does not: show them (see ``report.images``), nor import torch: a tensor is asked for its array.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.core.durable import replace_file
+from holdfast.core.errors import PolicyError
+from holdfast.guard.record import RunRecord
+
+IMAGES_FOLDER = "images"
+# Bounds of what a run keeps: 64 tags of 16 images of 4 MiB, and in practice some MiB. What a browser draws: 2 ** 26
+# pixels take 256 MiB there.
+MOST_TAGS = 64
+MOST_OF_A_TAG = 16
+MOST_PIXEL_BYTES = 4 << 20
+MOST_FILE_BYTES = MOST_PIXEL_BYTES + (64 << 10)  # what does not compress takes a byte a row and 5 in 16 KiB more
+LONGEST_SIDE = 1 << 13
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_GREY, _RGB = 0, 2  # colour types of PNG
+_HALF_A_LEVEL = 0.5 / 255  # what a float may lie outside 0 to 1 by rounding
+
+
+def keep_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
+    """Write an image of the step that the run stands at, drop the oldest of its tag, and record it.
+
+    A disk that refuses, and a tag beyond the 64th, are recorded as ``image_left_out`` and passed over.
+
+    Args:
+        run: The run directory.
+        record: Of the run.
+        tag: See `Guard.add_image`.
+        image: See `Guard.add_image`.
+
+    Raises:
+        PolicyError: H105, for a tag or an image that cannot be used.
+    """
+    if not isinstance(tag, str) or _TAG.fullmatch(tag) is None:
+        raise PolicyError(
+            f"add_image with tag {tag!r}",
+            limit="it names a folder: 1 to 64 letters, digits, '-', '_' and '.', the first a letter or digit",
+            fix='pass a tag such as "samples" or "alignment-valid"; the step is added for you.',
+            rule="H105",
+        )
+    png, odd = _as_png(image)
+    folder = run / IMAGES_FOLDER / tag
+    path = folder / f"{record.global_step}.png"
+    try:
+        if not folder.is_dir():
+            folder.parent.mkdir(exist_ok=True)
+            if sum(1 for _ in folder.parent.iterdir()) >= MOST_TAGS:
+                record.happened("image_left_out", tag=tag, reason=f"{MOST_TAGS} tags have images already")
+                return
+            folder.mkdir(exist_ok=True)
+        replace_file(path, png)
+        _drop_oldest(folder)
+    except OSError as error:
+        record.happened("image_left_out", tag=tag, reason=str(error.strerror or error))
+        return
+    record.happened("image_added", tag=tag, path=str(path.relative_to(run)), **odd)
+
+
+def _drop_oldest(folder: Path) -> None:
+    """Keep what was written last: after a return to an earlier step, files of later ones are older than the new."""
+    found = []
+    for path in folder.iterdir():
+        if path.name.startswith(".tmp-"):  # of a process that was killed while it wrote
+            path.unlink(missing_ok=True)
+        elif path.suffix == ".png" and path.stem.isdecimal():
+            found.append((path.stat().st_mtime_ns, int(path.stem), path))
+    for _, _, path in sorted(found)[:-MOST_OF_A_TAG]:
+        path.unlink(missing_ok=True)
+
+
+# --- PNG ----------------------------------------------------------------------------------------------------------
+
+
+def png_size(data: bytes) -> tuple[int, int]:
+    """Return width and height of a PNG file whose chunks are all whole.
+
+    Raises:
+        ValueError: it is none, is damaged, or is larger than what is kept.
+    """
+    if len(data) > MOST_FILE_BYTES:
+        raise ValueError(f"a PNG file of {len(data):,} bytes, where {MOST_FILE_BYTES:,} are kept at most")
+    if not data.startswith(_SIGNATURE):
+        raise ValueError("not a PNG file")
+    place, size = len(_SIGNATURE), (0, 0)
+    kinds: list[bytes] = []
+    while place + 12 <= len(data) and kinds[-1:] != [b"IEND"]:
+        length, kind = struct.unpack_from(">I4s", data, place)
+        body = data[place + 8 : place + 8 + length]
+        check = data[place + 8 + length : place + 12 + length]
+        if len(check) < 4 or zlib.crc32(kind + body) != int.from_bytes(check):
+            raise ValueError("a damaged PNG file")
+        if not kinds:
+            if kind != b"IHDR" or length != 13:
+                raise ValueError("a PNG file without a header")
+            size = struct.unpack_from(">II", body)
+        kinds.append(kind)
+        place += 12 + length
+    if kinds[-1:] != [b"IEND"] or place != len(data) or b"IDAT" not in kinds:
+        raise ValueError("a PNG file without an end, or with something after it")
+    if not all(1 <= side <= LONGEST_SIDE for side in size):
+        raise ValueError(f"a PNG file of {size[0]} x {size[1]} pixels, where a side has 1 to {LONGEST_SIDE}")
+    return size
+
+
+def _chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def encoded_png(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """Return a PNG file of 8-bit grey (height, width) or RGB (height, width, 3)."""
+    height, width = pixels.shape[:2]
+    header = struct.pack(">IIBBBBB", width, height, 8, _GREY if pixels.ndim == 2 else _RGB, 0, 0, 0)
+    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # before each row the number of its filter: none
+    body = zlib.compress(rows.tobytes(), 6)
+    return _SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", body) + _chunk(b"IEND", b"")
+
+
+# --- what is given ------------------------------------------------------------------------------------------------
+
+
+def _as_png(image: Any) -> tuple[bytes, dict[str, int]]:
+    """Return an image as a PNG file, and counts of what is odd about its values."""
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        try:
+            png_size(bytes(image))
+        except ValueError as error:
+            _refuse(str(error))
+        return bytes(image), {}
+    if hasattr(image, "detach"):  # a tensor
+        image = image.detach().cpu()
+        image = image.float() if image.is_floating_point() else image  # numpy has no bfloat16
+    try:
+        array = np.asarray(image)
+    except (ValueError, TypeError) as error:
+        _refuse(f"{type(image).__name__} ({error})")
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3):
+        channels_first = array.ndim == 3 and array.shape[0] in (1, 3)
+        _refuse(f"shape {array.shape}", "call .permute(1, 2, 0): channels come last." if channels_first else None)
+    if array.size == 0 or max(array.shape) > LONGEST_SIDE or array.size > MOST_PIXEL_BYTES:
+        _refuse(f"shape {array.shape}", "scale it down, or pass fewer samples in one grid.")
+    return _levels(array)
+
+
+def _levels(array: npt.NDArray[Any]) -> tuple[bytes, dict[str, int]]:
+    if array.dtype == np.uint8:
+        return encoded_png(array), {}
+    if array.dtype == np.bool_:
+        return encoded_png(array.astype(np.uint8) * 255), {}
+    if not np.issubdtype(array.dtype, np.floating):
+        _refuse(f"values of type {array.dtype}", "convert them to uint8, or to floats from 0 to 1.")
+    finite = np.isfinite(array)
+    outside = finite & ((array < -_HALF_A_LEVEL) | (array > 1 + _HALF_A_LEVEL))
+    odd = {"nonfinite": int((~finite).sum()), "outside_0_to_1": int(outside.sum())}
+    levels = np.nan_to_num(array, nan=0.0, posinf=1.0, neginf=0.0).clip(0.0, 1.0) * 255
+    return encoded_png(levels.round().astype(np.uint8)), {name: count for name, count in odd.items() if count}
+
+
+def _refuse(what: str, fix: str | None = None) -> NoReturn:
+    raise PolicyError(
+        f"add_image with {what}",
+        limit="an image is (height, width) or (height, width, 3), uint8 or floats from 0 to 1, of at most "
+        f"{MOST_PIXEL_BYTES:,} values and {LONGEST_SIDE} a side, or the bytes of a PNG file",
+        fix=fix or "pass an array or a tensor of that shape.",
+        rule="H105",
+    )

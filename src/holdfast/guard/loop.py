@@ -1,0 +1,160 @@
+"""The loop over batches: where the run continues, when it saves, where it stops, and what goes back after a rollback.
+
+A *boundary* is where the body of the caller's loop is finished for one batch: only there is everything that belongs
+to a batch done, also what the caller does after ``step``. Checkpoints are taken at boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from holdfast.core.errors import PolicyError
+from holdfast.guard.cursor import Cursor
+from holdfast.guard.phase import Phase
+from holdfast.guard.record import End
+from holdfast.guard.recovery import Recovery
+from holdfast.guard.schedules import advance, needs_metric
+from holdfast.guard.session import Session
+from holdfast.guard.stop import Interrupted, StopRequest
+
+# A scheduler that needs a metric, and had none in so many epochs, is reported: at the end of the loop, or after so
+# many steps. An evaluation comes after each epoch, or after 500 steps (defaults of Lightning and of the Trainer).
+_EPOCHS_WITHOUT_METRIC = 3
+_STEPS_WITHOUT_METRIC = 1000
+
+
+class Loop:
+    """Drives one run over its loader, and knows where its boundaries are."""
+
+    def __init__(self, session: Session, stop: StopRequest, recovery: Recovery) -> None:
+        self._session = session
+        self._record = session.record
+        self._stop = stop
+        self._recovery = recovery
+        self._state = session.state
+        self._postponed = False  # a save that is due waits
+        self._reported_waiting = False
+
+    def batches(
+        self, cursor: Cursor, max_epochs: int | None, max_steps: int | None, release: Callable[[End], None]
+    ) -> Iterator[Any]:
+        """Yield batches until a limit is reached or a stop was requested; save where one is due, and at the end."""
+        for name, limit in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+            if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
+                raise PolicyError(f"{name}={limit!r}", limit="it counts", fix="pass a whole number.", rule="H105")
+
+        def finished() -> bool:
+            enough = max_epochs is not None and cursor.epoch >= max_epochs
+            enough = enough or (max_steps is not None and self._record.global_step >= max_steps)
+            return enough or self._stop.reason is not None
+
+        self._stop.begin_anew()
+        self._state.in_loop = True
+        self._record.happened("loop", resume_promise=cursor.promise, epoch=cursor.epoch, batches=cursor.batches)
+        how: End = "failed"
+        try:
+            self._session.saving.save_first()
+            while not finished():
+                yield from self._epoch(cursor, finished, needs_steps=max_steps is not None)
+            if self._stop.reason is not None:
+                self._stop.honoured = True
+                self._record.happened("stop_requested", reason=self._stop.reason)
+            else:
+                self._report_waiting_schedulers(cursor.epoch)
+            self._session.saving.save()
+            how = "finished" if self._stop.reason is None else "stopped"
+        except GeneratorExit:
+            how = "left"
+            raise
+        except BaseException as error:
+            self._record.left_by(error)
+            if isinstance(error, Exception):
+                self._session.saving.save()  # the loader failed at a boundary: nothing is lost
+            raise
+        finally:
+            try:
+                if self._state.phase is Phase.REWOUND:
+                    self._recovery.go_back_again()
+            except BaseException as error:
+                how = "failed"
+                self._record.left_by(error)
+                raise
+            finally:  # whatever fails: the lock and the handlers are given back
+                self.count_batch()
+                cursor.leave()
+                self._state.in_loop = False
+                release(how)
+
+    def _epoch(self, cursor: Cursor, finished: Callable[[], bool], *, needs_steps: bool) -> Iterator[Any]:
+        """Yield the rest of an epoch; returns early when finished, interrupted or rewound."""
+        iterator = cursor.begin(self._session.random_state)
+        self._session.random_state = None
+        before = self._progress()
+        while True:
+            try:
+                with self._stop.interruptible():
+                    batch = cursor.fetch(iterator)
+            except StopIteration:
+                break
+            except Interrupted:
+                return
+            yield batch
+            if self._state.phase is Phase.REWOUND:
+                self._recovery.go_back_again()  # the rest of the loop body ran on state that was restored already
+                return
+            cursor.advance()
+            self._state.boundary()
+            if not cursor.seems_to_end:
+                self._save_if_due()
+            if finished():
+                return
+        cursor.end_epoch(needs_steps=needs_steps, stepped=before != self._progress())
+        if self._session.policy.scheduler_interval == "epoch":
+            parts = self._session.parts
+            advance(parts.schedulers, parts.optimizers, list(parts.optimizers))
+        self._save_if_due()
+        if self._record.global_step >= _STEPS_WITHOUT_METRIC:
+            self._report_waiting_schedulers(cursor.epoch)
+
+    def _report_waiting_schedulers(self, epochs: int) -> None:
+        """Report once which schedulers need a metric and were never given one, by no process of the run."""
+        schedulers = self._session.parts.schedulers
+        waiting = [name for name, each in schedulers.items() if needs_metric(each)]
+        waiting = [name for name in waiting if not getattr(schedulers[name], "last_epoch", 0)]
+        known = self._session.validated or self._reported_waiting
+        if waiting and epochs >= _EPOCHS_WITHOUT_METRIC and not known:
+            self._reported_waiting = True
+            self._record.happened("schedulers_wait", schedulers=waiting, fix="call guard.validated(loss)")
+
+    def _save_if_due(self) -> None:
+        saving = self._session.saving
+        saving.at_boundary()
+        refused = saving.take_refusal()  # of a save that was begun some steps ago
+        if refused is None:
+            self._session.keep_snapshot()
+            if saving.is_due and self._session.is_calm:
+                self._postponed = False
+                saving.save_when_due()
+                refused = saving.take_refusal()
+            elif saving.is_due and not self._postponed:
+                self._record.happened("save_postponed", why="loss or gradient norm stand out; until that is settled")
+                self._postponed = True
+        if refused is not None:
+            self._recovery.after_refused_save(refused)
+
+    def _progress(self) -> tuple[int, int]:
+        counters = self._session.counters  # a rollback may bring the global step back to where it was
+        return counters.steps, counters.skipped_steps
+
+    def count_batch(self) -> None:
+        """Count the batch that is out as trained, if a step was made with it."""
+        if self._state.batch_is_used:
+            if self._session.cursor is not None:
+                self._session.cursor.advance()
+            self._state.boundary()
+
+    def boundary_outside(self) -> None:
+        """Save where it is due, in a loop that is not ours: the next step has begun, so the last one is over."""
+        self._state.boundary()
+        self._save_if_due()

@@ -1,0 +1,168 @@
+"""What happens in a run, written into its black box and, where people should see it, into the log.
+
+Facts may come from any thread. A process that was forked from the one that records must not write: both would count
+the records by themselves, and a lock that another thread held at the fork is never given back there.
+
+The last words of a recording say how the run ended, as far as its own process can know it: `RunRecord.left_by` an
+error, or ``closed``. One without either was cut off.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from holdfast.core.clock import Clock
+from holdfast.core.errors import HoldfastError, RunDirectoryError
+from holdfast.core.events import Decision, Event
+from holdfast.core.raised import describe_exception, printable
+from holdfast.guard.stop import Interrupted
+from holdfast.recorder.black_box import BlackBox, StepMark
+from holdfast.recorder.reader import read_events
+
+_log = logging.getLogger("holdfast")
+_MOST_CALLERS = 8  # frames outside of the guard, the innermost: where the user's loop stands
+# People should see these although they did not ask; the others are for the record.
+_LOUD = {
+    "out_of_memory", "split", "recompute", "skip_step", "roll_back", "stop", "save_failed", "save_refused",
+    "checkpoint_damaged", "loss_scale_collapsed", "stop_requested", "not_restored", "recompute_impossible",
+    "cannot_split", "diagnosis_limited", "split_refused", "onednn_switched_off", "spike", "spike_clipped",
+    "samples_dropped", "micro_batch_dropped", "learning_rate_lowered", "finding", "side_effects",
+    "schedulers_wait", "rolled_back", "save_postponed", "saves_synchronous", "loader_healed",
+    "sample_quarantined", "dataset_not_deterministic", "stream_read_over", "preflight", "quarantine_full",
+    "ranks_not_divided", "changes_not_saved", "samples_taken_back", "not_saved", "begins_anew",
+    "recording_moved_aside", "rollback_failed",
+}  # fmt: skip
+
+
+End = Literal["finished", "stopped", "left", "failed"]
+"""How a run was closed: it came to its end; on request; its loop was left early, by ``break`` or by an error that the
+guard did not see; by an error that is recorded."""
+
+
+class RunRecord:
+    """The recording of one process of a run, and the step that it stands at."""
+
+    def __init__(self, directory: Path, clock: Clock) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._box: BlackBox | None = None
+        self._lock = threading.RLock()  # reentrant, for a signal handler of the caller that records
+        self._process = 0
+        self._left_by: tuple[str, str] | None = None
+        self.global_step = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether records are written; without that they are only logged."""
+        return self._box is not None
+
+    def open(self) -> None:
+        """Continue the recording.
+
+        Raises:
+            RunDirectoryError: H302 if it cannot be allocated.
+        """
+        try:
+            self._box = BlackBox(self._directory)
+            self._process = os.getpid()
+        except OSError as error:
+            raise RunDirectoryError(
+                f"the recording in {self._directory} cannot be made ({error.strerror or error})",
+                limit="3 MiB are allocated when a run starts, so that a full disk cannot silence it later",
+                fix="free some space, or choose another run directory.",
+                rule="H302",
+            ) from error
+        for what in self._box.moved_aside:
+            self.happened("recording_moved_aside", what=what)
+
+    def close(self, how: End | None = None) -> None:
+        """End the recording, with the word how the run ended. An error without a step after it stays the last word.
+
+        Args:
+            how: None: "finished", unless an error is on its way out, which is recorded then.
+        """
+        if self._box is not None:
+            error = sys.exception() if how is None else None
+            if error is not None:
+                self.left_by(error)
+            elif how in ("finished", "stopped") or (how != "failed" and self._left_by is None):
+                self.happened("closed", how=how or "finished")
+            self._box.close()
+            self._box = None
+
+    def left_by(self, error: BaseException | type[BaseException]) -> None:
+        """Record an error that leaves the run; one that passes several places is recorded once."""
+        if isinstance(error, (GeneratorExit, Interrupted)):
+            return  # these end a loop in order
+        raised = sys.exception()
+        if isinstance(error, type) and isinstance(raised, error):
+            error = raised
+        if isinstance(error, type):
+            if self._left_by is None:
+                self.happened("left_by_exception", exception=error.__name__)
+            return
+        facts = describe_exception(error, error.__traceback__)
+        seen = facts["type"], facts["message"]
+        if seen != self._left_by:
+            self._left_by = seen
+            facts["frames"] = [*_callers(), *facts["frames"]]
+            rule = error.rule if isinstance(error, HoldfastError) else None
+            self.happened("left_by_exception", exception=type(error).__name__, rule=rule, **facts)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Record an error that leaves the context."""
+        try:
+            yield
+        except BaseException as error:
+            self.left_by(error)
+            raise
+
+    def happened(self, kind: str, **facts: Any) -> None:
+        """Record a fact of the step that the run stands at."""
+        self.happened_at(self.global_step, kind, **facts)
+
+    def happened_at(self, global_step: int, kind: str, /, **facts: Any) -> None:
+        """Record a fact of an earlier step, such as a checkpoint of it that is finished now."""
+        event = Event(kind=kind, global_step=global_step, unix_seconds=self._clock.unix_seconds(), data=facts)
+        if os.getpid() == self._process:
+            with self._lock:
+                if self._box is not None:
+                    self._box.event(event)
+        if kind in _LOUD:
+            _log.warning("%s", event)
+
+    def decided(self, decision: Decision, **facts: Any) -> None:
+        """Record a decision."""
+        self.happened(decision.name(), **decision.facts(), **facts)
+
+    def step(
+        self, mark: StepMark, micro_batch_size: int | None, loss: float | None, norm: float | None, seconds: float
+    ) -> None:
+        """Record a mark of a step; None: that was not read. Cost: about 0.5 microseconds."""
+        assert self._box is not None
+        self._left_by = None  # whatever was raised before, it goes on
+        self._box.step(mark, self.global_step, micro_batch_size or 0, loss, norm, seconds)
+
+    def events(self) -> list[Event]:
+        """Return everything that was recorded in this run directory, oldest first."""
+        return read_events(self._directory)
+
+
+def _callers() -> list[list[Any]]:
+    """Return the frames that called the function which records, without those of this file; innermost last."""
+    frame: FrameType | None = sys._getframe()
+    found: list[list[Any]] = []
+    while frame is not None and len(found) < _MOST_CALLERS:
+        if frame.f_code.co_filename != __file__:
+            found.append([printable(frame.f_code.co_filename), frame.f_lineno, printable(frame.f_code.co_name)])
+        frame = frame.f_back
+    return found[::-1]

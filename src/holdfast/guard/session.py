@@ -1,0 +1,449 @@
+"""An open run directory: what belongs to a run's state, and how everything comes back from its checkpoints.
+
+Does not: write them (see ``saving``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.background import wait_for_jobs
+from holdfast.checkpoint.health import nonfinite_tensors
+from holdfast.checkpoint.saver import encode, read_components, read_state, same_tensors, saved_names
+from holdfast.checkpoint.store import Entry, Store
+from holdfast.core.clock import Clock
+from holdfast.core.errors import CheckpointError, RunDirectoryError
+from holdfast.core.policy import Policy
+from holdfast.guard.closure import called_inside
+from holdfast.guard.components import check_fits, component_names, component_of, gather, live_tensors, load
+from holdfast.guard.cursor import Cursor
+from holdfast.guard.directory import RunDirectory
+from holdfast.guard.engine import StepEngine
+from holdfast.guard.parts import Parts
+from holdfast.guard.phase import Phase, RunState
+from holdfast.guard.record import End, RunRecord
+from holdfast.guard.result import Counters, Statistics
+from holdfast.guard.saving import Saving
+from holdfast.guard.snapshots import Kept, Snapshots, copied_to_host
+from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.loader.signalled import let_through
+from holdfast.memory.host_memory import available_bytes
+from holdfast.memory.ladder import MemoryLadder
+from holdfast.numerics.spikes import SpikeDetector
+from holdfast.recorder.run_files import announce_recording
+
+
+class Session:
+    """Restores one run, and knows what its checkpoints hold."""
+
+    def __init__(
+        self,
+        *,
+        directory: RunDirectory,
+        record: RunRecord,
+        parts: Parts,
+        policy: Policy,
+        clock: Clock,
+        cursor: Cursor | None,
+        ladder: MemoryLadder,
+        engine: StepEngine,
+        state: RunState,
+    ) -> None:
+        self._directory = directory
+        self.record = record
+        self.parts = parts
+        self.policy = policy
+        self.clock = clock
+        self.cursor = cursor
+        self.ladder = ladder
+        self._engine = engine
+        self.state = state
+        self._store = Store(directory.checkpoints)
+        self._newest_id: int | None = None  # of the checkpoints when this object closed the directory
+        self.saving = Saving(
+            directory=directory,
+            store=self._store,
+            record=record,
+            policy=policy,
+            clock=clock,
+            run_state=state,
+            state=lambda: gather(parts, self.training_state()),
+            must_be_finite=self.must_be_finite,
+            position=self._position,
+            cuda=next((device for device in parts.devices() if device.type == "cuda"), None),
+        )
+        self.snapshots = Snapshots(policy.snapshot_interval_steps, clock, available_bytes)
+        engine.spare_memory = self._spare_memory
+        engine.plan_changed = lambda: directory.remember_ladder(ladder.state_dict())
+        self.spikes = SpikeDetector(objective=policy.objective)
+        self.counters = Counters()
+        self.interventions: list[dict[str, Any]] = []
+        self.validated = False  # a metric was given, for schedulers that need one
+        self._known_good = -1  # newest step that a rollback has proved to be older than any trouble
+        self.random_state: RandomState | None = None  # of a resumed run, until its loader is started
+        self._drawn_at: tuple[tuple[int, int], RandomState] | None = None  # belongs to that position for certain
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the lock is held."""
+        return self.record.is_open
+
+    def open(self) -> None:
+        """Take the lock and continue the recording.
+
+        Raises:
+            RunDirectoryError: H301 if another run holds it, H302 if the recording cannot be allocated, H306 if
+                another process has continued the run since this object closed it.
+        """
+        wait_for_jobs(self._directory.path)  # of a guard that was given up: it still holds the lock
+        self._directory.acquire()
+        try:
+            self._store.clean_up()
+            self._check_not_continued()
+            self.record.open()
+            announce_recording(self._directory.path)
+            if self.cursor is not None:
+                self.cursor.attach(self.record.happened, self._directory.path)
+        except BaseException:
+            self._directory.release()
+            raise
+        self.state.open()
+
+    def check_not_in_step(self) -> None:
+        """Raise H209 if a loss function makes a step itself."""
+        if self.state.phase is Phase.IN_STEP:
+            raise called_inside("step")
+
+    def _check_not_continued(self) -> None:
+        if self._newest_id is not None and self._store.next_save_id() - 1 != self._newest_id:
+            raise RunDirectoryError(
+                f"run directory {self._directory.path} was continued by another process",
+                limit="the state in this process is not its newest any more",
+                fix="make a new Guard: it continues from the newest checkpoint.",
+                rule="H306",
+            )
+
+    def close(self, how: End | None = None) -> None:
+        """Finish the save that is under way, end the recording, as `RunRecord.close` says, and give the lock back."""
+        try:
+            self.saving.finish()
+            self.saving.take_refusal()  # whoever opens it again may have repaired the state
+            if self.is_open:
+                self._newest_id = None
+                with contextlib.suppress(CheckpointError):  # out of reach: what is lost is said
+                    self._newest_id = self._store.next_save_id() - 1
+                self.saving.report_loss(left=how == "left")
+            self.record.close(how)
+        finally:
+            self.state.close()
+            self._directory.release()
+
+    def statistics(self) -> Statistics:
+        """Return a snapshot of the run's totals. Cost: in fp16, one host sync."""
+        counters, saving, plan = self.counters, self.saving.collected(), self.ladder.plan
+        return Statistics(
+            global_step=self.record.global_step,
+            epoch=0 if self.cursor is None else self.cursor.epoch,
+            steps=counters.steps,
+            skipped_steps=counters.skipped_steps,
+            out_of_memory=counters.out_of_memory,
+            rollbacks=counters.rollbacks,
+            resumes=counters.resumes,
+            checkpoints_saved=saving.saved,
+            checkpoints_failed=saving.failed,
+            micro_batch_size=plan.micro_batch_size,
+            recompute=bool(plan.recompute),
+            loss_scale=self._engine.loss_scale.value(),
+        )
+
+    # --- what is saved --------------------------------------------------------------------------------------
+
+    @property
+    def is_calm(self) -> bool:
+        """Return whether the state may be called good; a suspicion that is not settled yet puts a save off."""
+        return self.policy.spike_action in ("off", "warn") or self.spikes.is_calm()
+
+    def save_the_rest(self, open_again: Callable[[], None]) -> None:
+        """Save what no checkpoint holds as a run is closed: steps, or what has changed without one.
+
+        Raises:
+            HoldfastError: what `open_again` raises, if steps would be lost. Where none would, training has ended
+                well, and ``changes_not_saved`` says what is in the way.
+        """
+        self.saving.finish()
+        try:
+            if not self.saving.has_unsaved and not self._has_changed():
+                return
+            if not self.is_open:
+                open_again()
+        except Exception as error:
+            let_through(error)
+            if self.saving.has_unsaved:
+                raise
+            why = str(error) if isinstance(error, _OthersWeightsError) else f"{type(error).__name__}: {error}"[:500]
+            self.record.happened("changes_not_saved", why=why)
+            return
+        self.saving.save_again()
+
+    def _has_changed(self) -> bool:
+        """Return whether what moves without a step may be saved, and no checkpoint holds it.
+
+        Raises:
+            Exception: what is in the way of knowing or saving it.
+        """
+        entry = self.saving.saved_as
+        if entry is None or not self.saving.may_save_more or (self.cursor is not None and self.cursor.left_in_batch):
+            return False  # half of what is done with a batch belongs to no position
+        if [each.save_id for each in self._store.entries()[:1]] != [entry.save_id]:
+            return False  # another process has continued the run
+        changed = _changed_without_a_step(self.parts, entry)
+        if changed and self.cursor is not None and (self.cursor.batches or self.random_state is not None):
+            # In the middle of an epoch, or before the loop: what the caller draws here is no part of the training.
+            training = read_components(entry, ["training"])["training"]
+            self._drawn_at = self._position(), RandomState.from_tree(training["random_state"])
+        return changed
+
+    def keep_snapshot(self) -> None:
+        """Copy the state in host memory, if that is due and the state is whole and good."""
+        if self.snapshots.is_due(self.record.global_step) and self.state.may_be_saved and self.is_calm:
+            try:
+                bad, _ = nonfinite_tensors(self.must_be_finite())
+                if not bad and not self.snapshots.keep(
+                    self.record.global_step, gather(self.parts, self.training_state())
+                ):
+                    self.record.happened("snapshots_do_not_fit", promise="rollbacks return to a checkpoint")
+            except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot give its state
+                let_through(error)
+                self.snapshots.failed(self.record.global_step)
+                self.record.happened("snapshot_failed", error=f"{type(error).__name__}: {error}"[:500])
+
+    def _spare_memory(self) -> None:
+        self.snapshots.give_up()
+        self.saving.give_up_buffers()
+
+    def _position(self) -> tuple[int, int]:
+        """Return what moves with each step and each batch; the turn of an epoch in itself changes nothing."""
+        return self.record.global_step, 0 if self.cursor is None else self.cursor.trained
+
+    def must_be_finite(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what may hold neither NaN nor Inf, by name."""
+        names: dict[int, str] = {}
+        parameter: torch.Tensor
+        for name, parameter in self.parts.named_parameters():
+            names[id(parameter)] = name
+            if parameter.requires_grad:
+                yield name, parameter
+        for optimizer_name, optimizer in self.parts.optimizers.items():
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items() if isinstance(state, Mapping) else ():
+                    if isinstance(value, torch.Tensor):
+                        yield f"{optimizer_name}: {key} of {names.get(id(parameter), '?')}", value
+        yield from self._engine.buffers.running_statistics()
+
+    def training_state(self) -> dict[str, Any]:
+        """Return what the guard itself adds to a checkpoint."""
+        cursor = self.cursor
+        random_state = capture(self.parts.devices()) if cursor is None else cursor.random_state()
+        if self._drawn_at is not None and self._drawn_at[0] == self._position():
+            random_state = self._drawn_at[1]
+        return {
+            "global_step": self.record.global_step,
+            "counters": asdict(self.counters),
+            "position": None if cursor is None else cursor.state_dict(),
+            "random_state": random_state.to_tree(),
+            "ladder": self.ladder.state_dict(),
+            "loss_scale": self._engine.loss_scale.state_dict(),
+            "spikes": self.spikes.state_dict(),
+            "interventions": self.interventions,
+            "diagnosis": self._engine.diagnosis.state_dict(),
+            "save_costs": [list(pair) for pair in self.saving.chooser.costs],
+            "run": self._directory.run_id,
+        }
+
+    def intervened(self, kind: str, reason: str) -> None:
+        """Note that training was changed, for the checkpoints to come: the newest 200 are kept."""
+        self.interventions.append({"kind": kind, "global_step": self.record.global_step, "reason": reason})
+        del self.interventions[:-200]
+
+    # --- restore --------------------------------------------------------------------------------------------
+
+    def resume(self) -> Path | None:
+        """Continue from the newest good checkpoint, if there is one.
+
+        Returns:
+            Its directory, or None at the start of a run.
+
+        Raises:
+            CheckpointError: H312 if checkpoints are lost, damaged or another run's, H313 if one does not fit.
+            RunDirectoryError: H303 for a newer format, H304 for another model, H307 if the newest cannot be read now.
+        """
+        entry = self._newest_good()
+        if entry is None:
+            self._directory.check_not_lost()
+            remembered = self._directory.recall_ladder()
+            if remembered is not None:
+                try:
+                    self.ladder.load_state_dict(remembered)
+                except (KeyError, TypeError, ValueError) as error:
+                    self.record.happened("micro_batch_size_forgotten", why=repr(error))
+            return None
+        training = self._restore(entry)
+        self._directory.resumed_from(training.get("run"))
+        self._go_to_position_of(training)
+        self.ladder.load_state_dict(training["ladder"])
+        restore(RandomState.from_tree(training["random_state"]))
+        self.counters = Counters(**training["counters"])
+        self.counters.resumes += 1
+        self.spikes.load_state_dict(training["spikes"])
+        self.interventions = training["interventions"]
+        self._engine.diagnosis.load_state_dict(training["diagnosis"])
+        self.saving.chooser.costs.extend((stall, whole) for stall, whole in training.get("save_costs", []))
+        self.saving.resumed(entry)
+        self.record.happened("resumed", checkpoint=entry.path.name, trained_batches=self._position()[1])
+        return entry.path
+
+    def roll_back(
+        self, *, rewind_data: bool, before_step: int | None = None, trusted: bool = False
+    ) -> dict[str, Any] | None:
+        """Return to the newest good state: a copy in host memory, else a checkpoint.
+
+        Args:
+            rewind_data: Also go back in the data, and to the random state of then: always to a checkpoint.
+            before_step: Newest step that may be trusted; None trusts all.
+            trusted: Whether a copy so old is surely good, and may be returned to again.
+
+        Returns:
+            What the guard itself had saved in that state; None if there is none to return to.
+        """
+        self.saving.finish()
+        kept = None
+        if before_step is not None:
+            before_step = max(before_step, self._known_good)
+        if not rewind_data:
+            kept = self.snapshots.newest(self.record.global_step if before_step is None else before_step)
+        entry = None
+        if kept is None and self.policy.save_interval_steps is not None:
+            entry = self._newest_good(before_step)
+        if kept is None and entry is None:
+            return None
+        try:
+            with self.state.rolling_back():  # a read that fails half-way leaves half of it
+                training = self._load_earlier(kept, entry)
+                if entry is not None and rewind_data:
+                    self._go_to_position_of(training)
+        except BaseException as error:
+            self.record.happened("rollback_failed", error=f"{type(error).__name__}: {error}"[:500])
+            raise
+        if kept is not None and not trusted:
+            self.snapshots.distrust(kept)  # if it leads to the same trouble, the next one is older
+        self.saving.returned(to_checkpoint=kept is None)
+        self.snapshots.returned_to(self.record.global_step)
+        if trusted:
+            self._known_good = self.record.global_step  # so is all before it, whatever comes now
+        return training
+
+    def _load_earlier(self, kept: Kept | None, entry: Entry | None) -> dict[str, Any]:
+        if kept is not None:
+            return self._put_back(copied_to_host(kept.trees))
+        assert entry is not None
+        return self._restore(entry, in_place=True)
+
+    def _go_to_position_of(self, training: Mapping[str, Any]) -> None:
+        if self.cursor is not None and training["position"] is not None:
+            self.cursor.load_state_dict(training["position"])
+        self.random_state = RandomState.from_tree(training["random_state"])
+
+    def _newest_good(self, before_step: int | None = None) -> Entry | None:
+        """Return the newest checkpoint that verifies, of at most so many steps, setting those aside that do not."""
+        entries = self._store.entries()
+        if before_step is not None:
+            entries = [entry for entry in entries if entry.global_step <= before_step]
+        for entry in entries:
+            try:
+                entry.verify()
+            except CheckpointError as error:
+                self._store.set_aside(entry)
+                self.record.happened("checkpoint_damaged", checkpoint=entry.path.name, why=error.what)
+                continue
+            return entry
+        lost = entries or self._store.damaged()
+        if lost and before_step is None:
+            raise CheckpointError(
+                f"none of the {len(lost)} checkpoint(s) in {self._store.directory} verifies",
+                limit="starting from scratch without a word would hide the loss",
+                fix="bring back a copy of this directory, or start again in another run directory.",
+                rule="H312",
+            )
+        return None
+
+    def _restore(self, entry: Entry, *, in_place: bool = False) -> dict[str, Any]:
+        """Put a checkpoint back. In place, tensors are overwritten as they are read, which needs no memory beside."""
+        into = live_tensors(self.parts) if in_place else {}
+        trees = read_components(entry, component_names(self.parts), into)
+        check_fits(trees, self.parts, f"checkpoint {entry.path.name}")
+        return self._put_back(trees)
+
+    def _put_back(self, trees: dict[str, Any]) -> dict[str, Any]:
+        load(trees, self.parts)
+        training: dict[str, Any] = trees["training"]
+        self._engine.loss_scale.load_state_dict(training["loss_scale"])
+        self._engine.state_was_replaced()
+        self.record.global_step = training["global_step"]
+        return training
+
+
+def _changed_without_a_step(parts: Parts, entry: Entry) -> bool:
+    """Return whether something is to be saved.
+
+    What was done to weights or moments without a step, such as an average put in their place, another type for an
+    export, or statistics of other data, must never replace the state of the training.
+
+    Raises:
+        _OthersWeightsError: if weights, buffers or moments were changed as well.
+        Exception: what a part of the caller's raises that cannot give its state.
+
+    Cost: digests of the caller's state; of all tensors, if something has changed.
+    """
+    if not _differs(parts, entry):
+        return False
+    if not _tensors_are_those_of(parts, entry):
+        raise _OthersWeightsError
+    return True
+
+
+class _OthersWeightsError(Exception):
+    """What is here is not the state of the training."""
+
+    def __str__(self) -> str:
+        return "the weights, buffers or moments were changed without a step, so they are not those of the training"
+
+
+def _differs(parts: Parts, entry: Entry) -> bool:
+    trees: dict[str, Any] = {f"state.{name}": each.state_dict() for name, each in parts.states.items()}
+    for name, optimizer in parts.optimizers.items():
+        trees[component_of("optimizer", name)] = {"param_groups": optimizer.state_dict()["param_groups"]}
+    trees["training"] = {"schedulers": {name: each.state_dict() for name, each in parts.schedulers.items()}}
+    now, then = encode(trees), read_state(entry)
+    for component, state in now.state.items():
+        saved = then.get(component)
+        if not component.startswith("state."):
+            saved = {key: saved.get(key) for key in state} if isinstance(saved, dict) else None
+        if saved != json.loads(json.dumps(state)) or not same_tensors(entry, component, now.tensors[component]):
+            return True
+    return False
+
+
+def _tensors_are_those_of(parts: Parts, entry: Entry) -> bool:
+    for component, found in live_tensors(parts).items():
+        names = {name for name in found if not name.startswith("param_groups")}  # such as a rate that is a tensor
+        saved = {name for name in saved_names(entry, component) if not name.startswith("param_groups")}
+        if names != saved or not same_tensors(entry, component, {name: found[name] for name in names}):
+            return False
+    return True

@@ -1,0 +1,307 @@
+"""`FeatureCache`: features that are computed once, and then read from a file that verifies every item.
+
+What is stored how lies in ``files`` and ``items``, who computes in ``workers``. What the features are made from is
+stated by the caller, as a version and parameters: nothing here looks into the function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping, Sized
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.utils.data import Dataset
+
+from holdfast.core.errors import LoaderError
+from holdfast.loader.features.files import Draft, failure, missing, open_finished, read_item, require_h5py
+from holdfast.loader.features.items import decode
+from holdfast.loader.features.workers import Work, compute_here, compute_in_workers
+from holdfast.loader.tuning.machine import cpu_quota
+
+_NAMED = 5
+"""Differences or items that a message names; more are counted."""
+_DRAWN = 100
+"""Times that the progress bar is drawn in a build, at most."""
+
+
+class FeatureCache(Dataset[Any]):
+    """The features of a dataset, in a file: a map-style dataset of what ``fn`` returned for each sample.
+
+    Items are read one by one, with their types, shapes and every bit as they were; tensors are on the CPU. Any number
+    of processes may read, forked or spawned, and each item is checked against its digest when it is read.
+
+    Args:
+        path: A file that `build` has finished.
+
+    Raises:
+        LoaderError: H620 for another kind of file, H621 for one that is not finished, H622 for a damaged one, H624
+            for one that cannot be read, H625 if there is none.
+
+    Example:
+        >>> import tempfile; path = tempfile.mkdtemp() + "/squares.h5"
+        >>> build = lambda: FeatureCache.build([1, 2, 3], lambda x: x * x, path, version=1, progress=False)
+        >>> with build() as cache:
+        ...     list(cache)
+        [1, 4, 9]
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        try:
+            self._descriptor, self._contents = open_finished(self.path)
+        except FileNotFoundError as error:
+            raise missing(self.path) from error
+
+    @classmethod
+    def build(
+        cls,
+        dataset: Any,
+        fn: Callable[[Any], Any],
+        path: str | os.PathLike[str],
+        *,
+        version: int | str,
+        parameters: Mapping[str, Any] | None = None,
+        num_workers: int | None = None,
+        multiprocessing_context: str | None = None,
+        seed: int = 0,
+        progress: bool = True,
+        rebuild: bool = False,
+    ) -> Self:
+        """Compute ``fn(dataset[index])`` for each index that is not in the file yet, and open it.
+
+        Killed or stopped at any moment, the next call continues, and the file is the same to the last byte as that of
+        a build that nothing happened to. It gets its name when it is complete, and is never changed again.
+
+        A finished file is opened, and an unfinished one continued, only if it was made with the same `version`,
+        `parameters` and `seed` from as many samples. Neither the code of ``fn`` nor the samples are compared: change
+        `version` when ``fn`` changes, and name what else decides the features in `parameters`.
+
+        Args:
+            dataset: Map-style, with a length.
+            fn: Returns the features of a sample: a tensor, numpy array, number or text, or a tuple, list or dict of
+                these. Items may differ in shape.
+            path: The file; beside it, ``<path>.building`` holds what is not finished.
+            version: Of ``fn`` and of the data, such as ``1`` or ``"mel-2, corpus of May"``.
+            parameters: What decides the features, by name: numbers, text, and lists and dicts of these. For instance
+                the sample rate, or the digest of a file that ``fn`` opens.
+            num_workers: Processes that compute; 0 computes here, None takes one for each usable processor.
+            multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or None for python's default.
+            seed: Decides, with the index, the random numbers that a sample and ``fn`` draw.
+            progress: Whether to draw a bar on stderr.
+            rebuild: Throw away what is there and begin anew. The old file stays until the new one is complete. Leave
+                it out when a killed build is to be continued.
+
+        Raises:
+            LoaderError: H620 if the file was made from something else, H621 if somebody else is building it, H622 if
+                it is damaged, H623 if an item cannot be computed, H624 if the disk refuses, H625 for an argument
+                that cannot be used.
+        """
+        _check_arguments(dataset, fn, num_workers, multiprocessing_context)
+        place, draft = Path(path).absolute(), Draft(Path(path).absolute())
+        key = _key(version, parameters, seed, len(dataset))
+        if not rebuild and _is_finished(draft, key):
+            return cls(place)
+        try:
+            draft.acquire()
+            try:
+                if rebuild or not _is_finished(draft, key):  # as it may be by now, by who had the lock
+                    _prepare(draft, key, rebuild=rebuild)
+                    workers = max(1, int(cpu_quota())) if num_workers is None else num_workers
+                    _fill(draft, Work(dataset, fn, seed), workers, multiprocessing_context, shown=progress)
+                    draft.finish(key)
+            finally:
+                draft.release()
+        except OSError as error:
+            raise failure(f"feature cache {place}: {error.strerror or error}", rule="H624") from error
+        return cls(place)
+
+    @property
+    def key(self) -> Mapping[str, str]:
+        """Return what the features were made from: version, parameters, seed and length, as JSON by name."""
+        return MappingProxyType(self._contents.key)
+
+    def __len__(self) -> int:
+        return self._contents.length
+
+    def __getitem__(self, index: int) -> Any:
+        """Return an item as ``fn`` returned it.
+
+        Raises:
+            LoaderError: H622, if it is not what was written.
+            IndexError: if there is no such item.
+            TypeError: for what is no whole number, such as a slice.
+        """
+        length, place = len(self), operator.index(index)
+        if not -length <= place < length:
+            raise IndexError(f"item {place} of a feature cache of {length}")
+        return decode(read_item(self._open(), self._contents, self.path, place % length))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def verify(self) -> None:
+        """Read every item.
+
+        Raises:
+            LoaderError: H622, naming the items that are not what was written.
+
+        Cost: reads the whole file; SHA-256 at about 1.5 GB/s.
+        """
+        bad = []
+        for index in range(len(self)):
+            try:
+                read_item(self._open(), self._contents, self.path, index)
+            except LoaderError:
+                bad.append(str(index))
+        if bad:
+            named = ", ".join(bad[:_NAMED]) + (", ..." if len(bad) > _NAMED else "")
+            what = f"{len(bad)} of {len(self)} items do not match their digests (items {named})"
+            raise failure(f"feature cache {self.path}: {what}", rule="H622")
+
+    def _open(self) -> int:
+        if self._descriptor < 0:
+            try:
+                descriptor, contents = open_finished(self.path)
+            except FileNotFoundError as error:
+                raise missing(self.path) from error
+            if contents.identity != self._contents.identity:
+                os.close(descriptor)
+                raise failure(
+                    f"feature cache {self.path} was replaced by another one since it was opened", rule="H620"
+                )
+            self._descriptor = descriptor
+        return self._descriptor
+
+    def close(self) -> None:
+        """Close the file; it is opened again when an item is read."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_descriptor": -1}  # a number of this process
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"FeatureCache({str(self.path)!r}, {len(self)} items)"
+
+
+def _check_arguments(dataset: Any, fn: Any, num_workers: Any, multiprocessing_context: Any) -> None:
+    require_h5py()
+    methods = (None, *multiprocessing.get_all_start_methods())
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise _unusable(
+            f"dataset={type(dataset).__name__}", "items have numbers, so it needs __len__ and __getitem__"
+        )
+    if not len(dataset):
+        raise _unusable(
+            f"dataset={type(dataset).__name__} is empty", "there is nothing to compute; is its path right?"
+        )
+    if not callable(fn):
+        raise _unusable(f"fn={fn!r}", "it is called with each sample")
+    if num_workers is not None and (type(num_workers) is not int or num_workers < 0):
+        raise _unusable(f"num_workers={num_workers!r}", "0 or more processes can compute")
+    if multiprocessing_context not in methods:
+        raise _unusable(f"multiprocessing_context={multiprocessing_context!r}", f"it is one of {methods}")
+
+
+def _unusable(what: str, limit: str) -> LoaderError:
+    return LoaderError(what, limit=limit, fix="pass what FeatureCache.build describes.", rule="H625")
+
+
+def _key(version: Any, parameters: Any, seed: int, length: int) -> dict[str, str]:
+    """Return what decides the features, by name."""
+    if type(version) not in (int, str):
+        raise _unusable(f"version={version!r}", "a number or text says which version of fn and the data this is")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise _unusable(f"parameters={parameters!r}", 'it names values, such as {"sample_rate": 16000}')
+    key = {"version": json.dumps(version)}
+    for name, value in (parameters or {}).items():
+        try:
+            key[f"parameter {name}"] = json.dumps(value, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            limit = f"it is compared as JSON ({error}); a digest can stand for it"
+            raise _unusable(f"parameters[{name!r}] is a {type(value).__name__}", limit) from error
+    return key | {"seed": str(seed), "length of the dataset": str(length)}
+
+
+def _is_finished(draft: Draft, key: dict[str, str]) -> bool:
+    """Return whether the file is there and holds just these features.
+
+    Raises:
+        LoaderError: H620, if it holds others.
+    """
+    try:
+        descriptor, contents = open_finished(draft.path)
+    except FileNotFoundError:
+        return False
+    os.close(descriptor)
+    if draft.key() == key:
+        return False  # a rebuild that was killed: by whoever did not trust the file, although it has this key
+    _compare(f"feature cache {draft.path}", contents.key, key)
+    return True
+
+
+def _compare(which: str, there: dict[str, str], here: dict[str, str]) -> None:
+    found = [
+        f"{name} was {there.get(name, 'not there')} and is {here.get(name, 'gone')}"
+        for name in dict.fromkeys([*there, *here])
+        if there.get(name) != here.get(name)
+    ]
+    if found:
+        more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        raise failure(f"{which} was made from something else: {'; '.join(found[:_NAMED])}{more}", rule="H620")
+
+
+def _prepare(draft: Draft, key: dict[str, str], *, rebuild: bool) -> None:
+    if rebuild:
+        with contextlib.suppress(FileNotFoundError):
+            os.close(open_finished(draft.path)[0])  # nothing is replaced but a feature cache
+    elif (there := draft.key()) is not None:
+        _compare(f"the unfinished build of feature cache {draft.path}", there, key)
+        return
+    draft.begin(key)
+
+
+def _fill(draft: Draft, work: Work, workers: int, multiprocessing_context: str | None, *, shown: bool) -> None:
+    """Add every item that is not there yet. The bar has no thread of its own: that is a danger to forked workers."""
+    total = len(work.dataset)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    console = Console(stderr=True)
+    bar = Progress(
+        *columns,
+        console=console,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not shown,
+    )
+    task, every = bar.add_task(draft.path.name, total=total), max(1, total // _DRAWN)
+    with bar:
+        for done in draft.resume():
+            bar.update(task, completed=done, refresh=done % every == 0)
+        left = range(draft.length, total)
+        items = (
+            compute_in_workers(work, left, workers, multiprocessing_context) if workers else compute_here(work, left)
+        )
+        with contextlib.closing(items):
+            for data, digest in items:
+                draft.add(data, digest)
+                bar.update(task, completed=draft.length, refresh=draft.length % every == 0)

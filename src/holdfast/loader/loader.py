@@ -1,0 +1,400 @@
+"""`DataLoader`: torch's loader with an order and augmentation that resume exactly, and workers that heal.
+
+Order comes from (seed, epoch), each sample's random numbers from (seed, epoch, index), and the position counts
+what was handed out. Nothing else is state, so a run goes on at any batch, with another number of workers, another
+batch size or another number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sized
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset
+
+from holdfast.core.weak_calls import WeakCall
+from holdfast.loader.device_prefetch import prefetched
+from holdfast.loader.fetch import Fetcher
+from holdfast.loader.handing_out import Epoch, Failed, Place, Reached, as_error
+from holdfast.loader.healing import Crew, Healer
+from holdfast.loader.host_epochs import HostEpochs
+from holdfast.loader.loader_arguments import (
+    as_torch,
+    check_arguments,
+    check_length,
+    check_position,
+    check_shards,
+    plan_of,
+    ranks_now,
+    ranks_of,
+    start_method,
+    usual_start_method,
+    why_singly,
+    why_undivided,
+    without_auto,
+    workers_given,
+)
+from holdfast.loader.map_source import MapSource
+from holdfast.loader.quarantine import FILE_NAME, Ledger
+from holdfast.loader.random_state import SeededGenerator
+from holdfast.loader.ranks import steps_left
+from holdfast.loader.sampled import Drawn, Sampled
+from holdfast.loader.seeds import derive_seed
+from holdfast.loader.sharding import most_useful_workers, shards_itself
+from holdfast.loader.signalled import note_handlers
+from holdfast.loader.stream import Beginning, StreamPlan, StreamSource, keeps_state
+from holdfast.loader.tuning.autotune import Given, Tuner
+from holdfast.loader.worker_board import Board
+
+_log = logging.getLogger("holdfast")
+_QUIET = {"workers_chosen", "samples_read_singly"}
+
+
+class DataLoader(TorchDataLoader[Any]):
+    """A drop-in `torch.utils.data.DataLoader` that resumes exactly and heals itself.
+
+    Each ``iter()`` is one epoch, as with torch; the position is in `state_dict`. Workers that die, are stopped or
+    hang are replaced, and the batches go on as if nothing had happened. A sample that cannot be read is tried again
+    and then set aside: the next readable one of the epoch's order takes its place.
+
+    Under ``torch.distributed`` the samples are divided among the ranks, as they are when an epoch begins, unless you
+    give a ``batch_sampler`` or a ``sampler`` of your own, which says itself what this rank gets. Its ``set_epoch`` is
+    called for each epoch. If you have called it, and its attribute ``epoch`` shows that, the epoch you named comes
+    next: not if `load_state_dict` or `go_to` was called since, and in the middle of an epoch only a later one.
+
+    Args:
+        dataset: As torch. An ``IterableDataset`` that does not divide its items among workers is divided here, and
+            continues by its own ``state_dict`` if it has one, else by reading over. A map-style one is read by
+            ``__getitem__``, also if it has ``__getitems__``: each sample has random numbers of its own. To read many
+            at once, pass ``batch_size=None`` and a sampler of lists, such as a ``BatchSampler``. One that you have
+            divided among ranks yourself, such as a ``Subset``, is divided again unless you pass ``rank=0`` and
+            ``world_size=1``.
+        *args: As torch.
+        seed: Decides the order of every epoch and the random numbers of every sample; ``torch.manual_seed`` does not.
+            If torch's ``generator`` is given, its initial seed is used instead. Two loaders that are zipped need
+            different seeds, or equal lengths are shuffled alike.
+        quarantine: Most samples that may be set aside: a share of the dataset below 1, which allows at least one, or
+            a number. 0: none, the sample's own exception ends the epoch.
+        check_finite: Whether a sample with NaN or Inf counts as one that cannot be read.
+        repeats: Whether your sampler may yield an index more than once an epoch; None: only if it says that it draws
+            with replacement.
+        sharded: Whether an ``IterableDataset`` divides its items among workers itself; None: as its code shows. Such
+            items, and those of a dataset that asks for ranks, are divided among ranks only if you pass ``rank``.
+        rank: Which rank this is; None: as ``torch.distributed`` says.
+        world_size: Number of ranks; None likewise.
+        device: Where batches are copied to, one ahead of the loop on a stream of its own; best with
+            ``pin_memory=True``. None leaves them on the host.
+        **kwargs: As torch. ``num_workers="auto"`` makes the first batches here, times them and the steps between
+            them, and chooses workers and their ``prefetch_factor``; both change again when waits rise. With
+            ``prefetch_factor="auto"`` and a number of workers only that is chosen, once. ``timeout``
+            is how long the loop waits for a batch before workers are replaced; also without it a worker that is
+            stuck is found, after a minute or eight times the longest sample so far; while it starts, only if it does
+            not compute, and in ``worker_init_fn`` after ten minutes of that, or ten times ``timeout``. Batches
+            always come in order, since a position is one number: ``in_order=False`` is taken as True.
+
+    Raises:
+        LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used, H610 for a dataset
+            without samples.
+
+    Example:
+        >>> loader = DataLoader(list(range(4)), batch_size=2, shuffle=True, seed=1)
+        >>> first = list(loader); loader.load_state_dict({**loader.state_dict(), "epoch": 0})
+        >>> all(torch.equal(a, b) for a, b in zip(first, loader))
+        True
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *args: Any,
+        seed: int = 0,
+        quarantine: float = 0.001,
+        check_finite: bool = False,
+        repeats: bool | None = None,
+        sharded: bool | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = check_arguments(dataset, args, kwargs, seed=seed, quarantine=quarantine, check_finite=check_finite)
+        super().__init__(**without_auto(given))
+        self.seed = int(seed) if self.generator is None else self.generator.initial_seed()
+        self._iterable = isinstance(dataset, IterableDataset)
+        self.sharded = self._iterable and (
+            shards_itself(dataset, self.worker_init_fn) if sharded is None else sharded
+        )
+        self._sharding_said = sharded is not None
+        check_shards(given, sharded=self.sharded)
+        told = rank is not None
+        self._undivided = why_undivided(dataset, sharded=self.sharded) if self._iterable and not told else ""
+        self._ranks_fixed = told or bool(self._undivided)
+        self._ranks = (0, 1) if self._undivided else ranks_of(rank, world_size)
+        self._plan = None if self._iterable else plan_of(self, given, self._ranks, repeats=repeats, told=told)
+        self._singly = why_singly(dataset)
+        self._check_finite = check_finite
+        self._replaces = quarantine > 0
+        self._length = len(dataset) if isinstance(dataset, Sized) and not self._iterable else None
+        self.ledger = Ledger(quarantine, self._length, time.time)
+        """Samples that are set aside, with the evidence."""
+        self._epoch = 0
+        self._at = Place(position=0)
+        self.device = device
+        self._under_way = False
+        self._host_epochs = HostEpochs(self)
+        self._draws = 0  # generators that samples draw from, so that new workers need not find it out again
+        self._happened: Callable[..., None] | None = None
+        self._beginning = Beginning()
+        self._base_seeds = SeededGenerator()  # a private one: starting an epoch leaves the global one alone
+        keep = given.get("persistent_workers", False) and not self._iterable
+        options = as_torch(self, generator=self._base_seeds, keep=keep)
+        self.start_method = method = start_method(given.get("multiprocessing_context"))
+        """As given, also where workers are only chosen later; None: as python does."""
+        timeout = given.get("timeout", 0)
+        crew = Crew(workers=self.num_workers, method=method, options=options, timeout_seconds=timeout, keep=keep)
+        tell = WeakCall(self, "_tell")  # workers that are kept end with the loader, not when garbage is collected
+        self._healer = Healer(crew, tell)
+        chosen = Given(
+            dataset=dataset, collate_fn=self.collate_fn, worker_init_fn=self.worker_init_fn,
+            method=method or usual_start_method(), keep=keep,
+            **workers_given(given),
+            most_workers=most_useful_workers(dataset, sharded=self.sharded),
+        )  # fmt: skip
+        self._tuner = Tuner(chosen, WeakCall(self, "_use_workers"), tell, crew)
+
+    # --- what happens ---------------------------------------------------------------------------------------
+
+    def attach(self, happened: Callable[..., None], run_dir: Path) -> None:
+        """Let a run know what happens here, and keep the ledger of samples that are set aside in its directory.
+
+        Args:
+            happened: Called with the kind of an event and its facts.
+            run_dir: The directory.
+        """
+        self._happened = happened
+        self.ledger.keep_in(run_dir / FILE_NAME)
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        if self._happened is not None:
+            self._happened(kind, **facts)
+        else:
+            level = logging.INFO if kind in _QUIET else logging.WARNING
+            _log.log(level, "%s: %s", kind, ", ".join(f"{name}={value!r}" for name, value in facts.items()))
+
+    def set_aside(self, index: int, kind: str, evidence: str) -> None:
+        """Replace a sample by another one from the next epoch on.
+
+        Args:
+            index: Dataset index.
+            kind: Why, in a word or two.
+            evidence: What was seen.
+
+        Raises:
+            LoaderError: H612 if that would be one too many.
+        """
+        if self.ledger.add(index, kind, self._epoch + 1, evidence):
+            facts = {"evidence": evidence, "aside": len(self.ledger), **self.ledger.unwritten}
+            self._tell("sample_quarantined", sample=index, why=kind, **facts)
+
+    # --- batches --------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Return the batches of the next epoch; after an error in the place of one they go on, as torch's do."""
+        return Epoch(self._epoch_batches, self)
+
+    def _epoch_batches(self, reached: Reached) -> Generator[Any]:
+        """Yield the batches of the next epoch, or what is left after `reached` or `load_state_dict`.
+
+        Raises:
+            LoaderError: H608 if the dataset has another length than before, H609 for a sampler that repeats, H612 if
+                too many samples cannot be read, H614 if no remedy is left.
+        """
+        note_handlers()
+        if reached.place is not None:
+            self._epoch, self._at, self._under_way = reached.epoch, reached.place, False
+        self._move_on()
+        epoch = self._epoch
+        reached.epoch, reached.place = epoch, self._at
+        check_length(self.dataset, self._length)
+        # Drawn here, where an error of the sampler is no worker's.
+        drawn = None if self._sampler is None else self._sampler.in_short(epoch, self._at.drawn)
+        self._base_seeds.manual_seed(derive_seed(self.seed, self._epoch, "workers"))
+        source = self._stream_source() if self._plan is None else self._map_source()
+        places: deque[Place] = deque()
+        # Copies to a device run one batch ahead, so each batch's place is kept until it is handed out.
+        with contextlib.closing(prefetched(self._batches(source, places, drawn), self.device)) as batches:
+            for batch in batches:
+                if isinstance(batch, Failed):
+                    yield batch
+                    continue
+                place = places.popleft()
+                # Another iterator of this loader, such as a look at a batch, may have moved on meanwhile.
+                if self._epoch != epoch or not self._under_way:
+                    self._epoch, self._under_way = epoch, True
+                self._at = reached.place = place
+                yield batch
+        self._move_to(epoch + 1)
+
+    def _move_on(self) -> None:
+        """Go to the epoch that comes next, among the ranks that there are now."""
+        self._look_at_ranks()
+        if self._under_way:  # an epoch that was left before its end, as torch: the next one starts
+            self._move_to(self._epoch + 1)
+        told = None if self._sampler is None else self._sampler.told()
+        epoch = self._host_epochs.follow(self._epoch, told, self._tell, begun=self._at.position > 0)
+        if epoch != self._epoch:
+            self._epoch, self._at = epoch, Place(position=0)
+
+    def _look_at_ranks(self) -> None:  # anew: the process group may be younger than the loader
+        if not self._ranks_fixed:
+            self._ranks = ranks_now(self._ranks)
+            self._plan = None if self._plan is None else self._plan.among(*self._ranks)
+
+    @property
+    def _sampler(self) -> Sampled | None:
+        return None if self._plan is None else self._plan.drawn
+
+    def _batches(self, source: MapSource | StreamSource, places: deque[Place], drawn: Drawn | None) -> Generator[Any]:
+        """Yield batches, and put down where the epoch stands after each."""
+        left = None if self._plan is None else self._plan.steps(self._epoch, self._at.position)
+        if left == 0 and self._at.position:
+            self._host_epochs.nothing_left(self._epoch, self._tell)
+        self._tuner.before_workers()
+        self._under_way = True  # not before: after what raises until here, the epoch is still the next one
+        with contextlib.closing(self._tuner.passing(self._healer.batches(source), left)) as made:
+            for count, (batch, report) in enumerate(made, start=self._at.position + 1):
+                if report.fatal is not None:
+                    if isinstance(source, MapSource) and source.makes_again(report):
+                        crew = self._healer.crew
+                        self._healer.change(crew.workers, crew.options["prefetch_factor"])  # it asks for it anew
+                    else:
+                        yield Failed(as_error(report.fatal, report))
+                    continue
+                if isinstance(source, MapSource):
+                    if report.draws & ~self._draws:
+                        self._draws |= report.draws
+                    places.append(Place(source.position, report.indices, drawn=drawn))
+                else:
+                    places.append(Place(count, None, dict(source.positions), source.turn))
+                yield batch
+
+    def _use_workers(self, workers: int, prefetch_factor: int | None) -> None:
+        self.num_workers, self.prefetch_factor = workers, prefetch_factor
+        self._healer.change(workers, prefetch_factor)
+
+    def _map_source(self) -> MapSource:
+        assert self._plan is not None
+        if self._singly:
+            self._tell("samples_read_singly", why=self._singly)
+            self._singly = ""
+
+        def make_fetcher(board: Board | None) -> Fetcher:
+            return Fetcher(
+                self.dataset, self.seed, self.collate_fn, board,
+                replaces=self._replaces, check_finite=self._check_finite, draws=self._draws,
+            )  # fmt: skip
+
+        return MapSource(
+            self._plan, self._epoch, self._at.position,
+            ledger=self.ledger, make_fetcher=make_fetcher, tell=self._tell,
+        )  # fmt: skip
+
+    def _stream_source(self) -> StreamSource:
+        rank, world_size = self._ranks
+        plan = StreamPlan(
+            seed=self.seed, epoch=self._epoch, batch_size=self.batch_size, drop_last=self.drop_last,
+            sharded=self.sharded, certain=self._sharding_said, rank=rank, world_size=world_size,
+        )  # fmt: skip
+        if self._at.streamed and not keeps_state(self.dataset):
+            self._tell(
+                "stream_read_over",
+                items=max(each.items for each in self._at.streamed.values()),
+                why="the dataset has no state_dict and load_state_dict: what comes before the position is read again",
+            )
+        if self._undivided and ranks_now((0, 1))[1] > 1:
+            self._tell("ranks_not_divided", why=self._undivided)
+        at = dict(self._at.streamed), self._at.turn
+        return StreamSource(self.dataset, self.collate_fn, plan, *at, max(1, self.num_workers), self._beginning)
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch, of this rank."""
+        self._look_at_ranks()
+        if self._plan is not None:
+            return self._plan.steps(self._epoch, 0)
+        items, size = len(self.dataset), self.batch_size or 1  # type: ignore[arg-type] # as torch, if it has no length
+        return steps_left(0, items, size, self._ranks[1], drop_last=self.drop_last)
+
+    @property
+    def batch_indices(self) -> list[int] | None:
+        """Return the dataset indices of the samples in the batch that was handed out last; None if not known."""
+        found = self._at.indices or ()
+        known = bool(found) and all(isinstance(index, (int, np.integer)) for index in found)
+        return [int(index) for index in found] if known else None
+
+    # --- position -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: what was handed out so far, as numbers and text, and what a stream keeps itself."""
+        state = {"epoch": self._epoch, "consumed": self._at.position, "order": self._identity()}
+        if self._host_epochs.current not in (None, self._epoch):
+            state["named"] = self._host_epochs.current
+        if self._at.drawn is not None:
+            state["drawn"], state["drawn_rank"] = self._at.drawn
+        if self._iterable:
+            parts = [[shard, each.items, each.state, each.ended] for shard, each in sorted(self._at.streamed.items())]
+            state["stream"] = {"parts": parts, "turn": self._at.turn}
+        return state
+
+    def state_at(self, epoch: int) -> dict[str, Any]:
+        """Return the position at the beginning of an epoch."""
+        state = {"epoch": epoch, "consumed": 0, "order": self._identity()}
+        return {**state, "stream": {"parts": [], "turn": 0}} if self._iterable else state
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch the next ``iter()`` is, as you count them; earlier ones do not come again, see `go_to`.
+
+        Without it, a position that was loaded at the last batch of an epoch gives the rest of it: no batch.
+        """
+        self._host_epochs.named = int(epoch)
+
+    def go_to(self, epoch: int) -> None:
+        """Let the next ``iter()`` be the whole of this epoch."""
+        self._move_to(epoch)
+        self._host_epochs.placed(epoch)
+        if self._sampler is not None:
+            self._sampler.told()  # whatever was set on it before
+
+    def _move_to(self, epoch: int) -> None:
+        self._host_epochs.moved(epoch - self._epoch)
+        self._epoch, self._at, self._under_way = epoch, Place(position=0), False
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what must be the same for a position to point at the same samples."""
+        if self._plan is not None:
+            return {"seed": self.seed, **self._plan.identity()}
+        workers = max(1, self.num_workers) if self.sharded else None
+        return {"seed": self.seed, "counts": "batches", "kind": "stream", "workers": workers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position at the next ``iter()``.
+
+        Raises:
+            LoaderError: H604 if it is no position, or if seed, order or the length of the dataset is another one,
+                since it would then point at other samples.
+        """
+        check_position(self._identity(), state, self._sampler)
+        self.go_to(state["epoch"])
+        self._host_epochs.placed(state.get("named", state["epoch"]))
+        self._at = Place.of(state)
+
+    def close(self) -> None:
+        """End workers that ``persistent_workers`` kept."""
+        self._healer.close()

@@ -1,0 +1,71 @@
+"""The order of findings: causes first, and what they explain last."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from holdfast.explain.finding import EXPLAINS, Finding, ordered
+from holdfast.explain.learning import learning_rules
+
+
+def found(rule: str, severity: Any = "advice", kind: Any = "cause", **fields: Any) -> Finding:
+    return Finding(
+        rule=rule, severity=severity, kind=kind, **{"confidence": 0.9, **fields}, what="This.", fix="That."
+    )
+
+
+def test_a_chain_of_symptoms_is_told_by_its_root() -> None:
+    """Of a NaN sample, its loss, its gradient and its weights only the sample stays loud."""
+    chain = [found(rule, "error", "symptom") for rule in ("H804", "H802", "H801")]
+    told = ordered([*chain, found("H806", "error")])
+    assert told[0].rule == "H806"
+    assert [finding.severity for finding in told] == ["error", "note", "note", "note"]
+    assert {finding.evidence["follows_from"] for finding in told[1:]} <= {"H806", "H801", "H802"}
+
+
+def test_a_symptom_without_a_cause_stays_loud() -> None:
+    """No learning is advice as long as nothing explains it."""
+    assert ordered([found("H828", kind="symptom")])[0].severity == "advice"
+
+
+def test_a_note_explains_nothing() -> None:
+    """What is only worth knowing does not silence a symptom."""
+    told = ordered([found("H818", "note"), found("H828", kind="symptom")])
+    assert [(finding.rule, finding.severity) for finding in told] == [("H828", "advice"), ("H818", "note")]
+
+
+def test_causes_come_before_symptoms_and_errors_before_advice() -> None:
+    """The first line is what can be mended."""
+    given = [found("H844"), found("H801", "error", "symptom"), found("H836", "error"), found("H845", "note")]
+    assert [finding.rule for finding in ordered(given)] == ["H836", "H844", "H801", "H845"]
+
+
+def test_of_two_that_explain_each_other_none_is_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A circle in the table of explanations cannot hide both."""
+    monkeypatch.setattr("holdfast.explain.finding.EXPLAINS", {"H825": ("H848",), "H848": ("H825",)})
+    assert [finding.severity for finding in ordered([found("H825"), found("H848")])] == ["advice", "advice"]
+
+
+def test_the_same_rule_at_the_same_place_is_told_once() -> None:
+    """A finding of every judgement is one finding."""
+    assert len(ordered([found("H811"), found("H811"), found("H811", where="critic")])) == 2
+
+
+def test_explanations_name_rules_that_exist_and_have_no_circle() -> None:
+    """The table of explanations is made of real rules, and none explains what explains it."""
+    known = {*learning_rules(), "H829"}
+    assert {*EXPLAINS, *(rule for rules in EXPLAINS.values() for rule in rules)} <= known
+    assert not [(a, b) for a, rules in EXPLAINS.items() for b in rules if a in EXPLAINS.get(b, ())]
+
+
+def test_a_finding_can_be_written_down_and_read_aloud() -> None:
+    """It is plain data for an event, and a text with its rule for a person."""
+    finding = found("H811", evidence={"in_a_row": 3}, where="critic")
+    assert Finding(**json.loads(json.dumps(finding.as_json()))) == finding
+    assert str(finding) == "This. (critic)\nFix: That.\n[H811] run `holdfast explain H811`"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        finding.rule = "H812"  # type: ignore[misc]

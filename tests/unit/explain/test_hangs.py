@@ -1,0 +1,311 @@
+"""From stacks and facts, kind and blame are found; what cannot be told is said to be unknown."""
+
+from __future__ import annotations
+
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.explain.evidence import Frame
+from holdfast.explain.hang_evidence import Examined, ProcessLook, ThreadLook, Waits, clean, waits_for
+from holdfast.explain.hangs import KINDS, SIGNATURES_OF, Diagnosis, describe_frame, diagnose_hang
+from holdfast.explain.signatures.hangs import BY_KIND, SIGNATURES
+from holdfast.explain.standing_still import is_user_code, user_frame
+
+PYTHON = "/usr/lib/python3.11/"
+TORCH = PYTHON + "site-packages/torch/"
+TRAIN = ("/home/me/train.py", 40, "main")
+DATA = ("/home/me/data.py", 12, "Samples.__getitem__")
+LOADER = (TORCH + "utils/data/dataloader.py", 1480, "_MultiProcessingDataLoaderIter._try_get_data")
+WORKER = (TORCH + "utils/data/_utils/worker.py", 250, "_worker_loop")
+FETCH = (TORCH + "utils/data/_utils/fetch.py", 54, "_MapDatasetFetcher.fetch")
+QUEUES = (PYTHON + "multiprocessing/queues.py", 113, "Queue.get")
+BOOTSTRAP = (PYTHON + "multiprocessing/process.py", 314, "BaseProcess._bootstrap")
+ALL_REDUCE = (TORCH + "distributed/distributed_c10d.py", 2810, "all_reduce")
+BACKWARD = (TORCH + "autograd/graph.py", 829, "_engine_run_backward")
+FORKED = [TRAIN, (PYTHON + "multiprocessing/popen_fork.py", 71, "Popen._launch"), BOOTSTRAP]
+
+
+def thread(frames: list[tuple[str, int, str]], waits: Waits = "futex", **more: Any) -> ThreadLook:
+    built = tuple(Frame(file=file, line=line, function=function) for file, line, function in frames)
+    return ThreadLook(**{"tid": 1, "main": True, "frames": built, "waits": waits, "holds_gil": False, **more})
+
+
+def process(*threads: ThreadLook, second: ThreadLook | None = None, share: float = 0.0, **about: Any) -> Examined:
+    """Return a process that was looked at twice, with the same threads unless another is given."""
+    state, io = about.pop("state", "S"), about.pop("io", 0)
+    looks = (
+        ProcessLook(seconds=10.0, source="py-spy", state=state, cpu_seconds=1.0, threads=threads),
+        ProcessLook(
+            seconds=11.0, source="py-spy", state=state, cpu_seconds=1.0 + share, io_bytes=io,
+            threads=threads if second is None else (second,),
+        ),
+    )  # fmt: skip
+    return Examined(
+        **{"pid": 1, "judged": True, "phase": "forward/backward", "seconds": 31.0, "looks": looks, **about}
+    )
+
+
+def judged(*processes: Examined, suspect: int = 1, **more: Any) -> Diagnosis:
+    return diagnose_hang(processes, suspect, **more)
+
+
+@pytest.mark.parametrize(
+    ("frames", "waits", "kind"),
+    [
+        ([TRAIN], "futex", "lock"),
+        ([TRAIN, (PYTHON + "threading.py", 320, "Condition.wait")], "futex", "lock"),
+        ([TRAIN, (PYTHON + "queue.py", 171, "Queue.get"), (PYTHON + "threading.py", 320, "wait")], "futex", "queue"),
+        ([TRAIN, QUEUES], "futex", "queue"),
+        ([TRAIN], "openmp", "OpenMP"),
+        ([TRAIN], "sleep", "sleep"),
+        ([TRAIN], "signal", "sleep"),
+        ([TRAIN, (PYTHON + "subprocess.py", 1264, "Popen.wait")], "child", "process"),
+        ([TRAIN, (PYTHON + "multiprocessing/pool.py", 765, "wait")], "futex", "process"),
+        ([TRAIN], "child", "process"),
+        ([TRAIN], "pipe write", "pipe"),
+        ([TRAIN], "pipe read", "pipe"),
+        ([TRAIN, (PYTHON + "multiprocessing/connection.py", 379, "_recv")], "pipe read", "pipe"),
+        ([TRAIN], "socket", "socket"),
+        ([TRAIN, (PYTHON + "selectors.py", 468, "select")], "poll", "socket"),
+        ([TRAIN], "file", "I/O"),
+        ([TRAIN], "file lock", "I/O"),
+        ([TRAIN], "device", "I/O"),
+        ([TRAIN, (PYTHON + "socket.py", 706, "readinto")], "", "socket"),
+        ([TRAIN], "", "unknown"),
+    ],
+)
+def test_what_waits_is_called_by_what_it_waits_for(
+    frames: list[tuple[str, int, str]], waits: Waits, kind: str
+) -> None:
+    """The frames tell where they can, else the kernel; the user's line is blamed, not that of a library."""
+    found = judged(process(thread(frames, waits)))
+    assert found.kind == kind
+    assert describe_frame(found.frame) == "/home/me/train.py:40 in main"
+    assert not found.moving
+
+
+def test_a_lock_of_the_interpreter_that_is_held_while_waiting_is_native_code() -> None:
+    """Nobody waits in Python with that lock held, so who does is in C; once is not enough to say so."""
+    held, free = thread([TRAIN], "sleep", holds_gil=True), thread([TRAIN], "sleep")
+    assert judged(process(held)).kind == "native code"
+    assert judged(process(free, second=held)).kind == "sleep"
+
+
+def test_a_line_that_stays_while_a_processor_is_used_is_native_code_or_a_loop_of_one_line() -> None:
+    """Only a look into native code tells the two apart; without it the doubt is said."""
+    running = thread([TRAIN], "running")
+    assert judged(process(running, share=0.9, native=("sre_ucs1_match",))).kind == "native code"
+    assert judged(process(running, share=0.9, native=())).kind == "Python loop"
+    unsure = judged(process(running, share=0.9))
+    assert (unsure.kind, unsure.confidence) == ("native code", 0.6)
+    assert "or in a loop on one line" in unsure.sentence
+    assert unsure.moving
+
+
+def test_lines_that_move_within_one_function_are_a_loop() -> None:
+    """The newest line of the innermost function that was on each stack is blamed."""
+    moved = thread([(TRAIN[0], 41, "main"), (PYTHON + "random.py", 9, "choice")], "running")
+    found = judged(process(thread([TRAIN], "running"), second=moved, share=0.9))
+    assert (found.kind, describe_frame(found.frame)) == ("Python loop", "/home/me/train.py:41 in main")
+
+
+def test_operations_of_torch_that_move_are_merely_slow() -> None:
+    """A model that computes is no loop of the user's."""
+    inside = thread([TRAIN, (TORCH + "nn/modules/linear.py", 116, "forward")], "running")
+    found = judged(process(thread([TRAIN], "running"), second=inside, share=0.9))
+    assert (found.kind, found.moving) == ("merely slow", True)
+
+
+def test_processor_time_of_another_thread_does_not_excuse_one_that_waits() -> None:
+    """A data thread may burn while the main thread waits for a lock for ever."""
+    assert judged(process(thread([TRAIN], "futex"), share=1.5)).kind == "lock"
+
+
+def test_a_thread_that_gets_little_time_on_a_busy_machine_still_computes() -> None:
+    """It was found running each time, and others compete with it."""
+    assert judged(process(thread([TRAIN], "running"), share=0.1, native=())).kind == "Python loop"
+
+
+def test_reading_from_a_slow_disk_is_merely_slow() -> None:
+    """Bytes that move excuse a process that uses no processor; none moved do not."""
+    assert judged(process(thread([TRAIN], "file"), io=10_000_000)).kind == "merely slow"
+    assert judged(process(thread([TRAIN], "file"), io=100)).kind == "I/O"
+
+
+def test_a_wait_for_another_thread_is_blamed_on_that_thread() -> None:
+    """Who joins a thread is not to blame, but what the thread does is; a sleeping heartbeat is not taken for it."""
+    main = thread([TRAIN, (PYTHON + "threading.py", 1119, "Thread.join")])
+    other = thread([("/home/me/net.py", 5, "fetch")], "socket", tid=2, main=False, name="fetcher")
+    heart = thread([("/home/me/beat.py", 5, "beat")], "sleep", tid=3, main=False)
+    found = judged(process(main, heart, other))
+    assert (found.kind, describe_frame(found.frame)) == ("socket", "/home/me/net.py:5 in fetch")
+    assert "fetcher" in found.sentence
+
+
+def test_a_worker_that_is_stuck_is_blamed_and_not_the_loop_that_waits_for_it() -> None:
+    """Workers that wait for work are passed over; the frame is of the dataset, not of the line that forked it."""
+    trainer = process(thread([TRAIN, LOADER, (PYTHON + "queue.py", 180, "get")]), phase="data wait")
+    idle = process(thread([*FORKED, WORKER, QUEUES], "poll"), pid=2, ppid=1, role="loader worker", judged=False)
+    stuck = process(
+        thread([*FORKED, WORKER, FETCH, DATA], "socket"), pid=3, ppid=1, role="loader worker", judged=False
+    )
+    found = judged(trainer, idle, stuck)
+    assert (found.kind, found.process.pid) == ("socket", 3)
+    assert describe_frame(found.frame) == "/home/me/data.py:12 in Samples.__getitem__"
+    assert "Loader worker 3" in found.sentence
+
+
+def test_of_two_busy_workers_the_stopped_one_and_then_the_blocked_one_is_blamed() -> None:
+    """One that computes may only be slow."""
+    trainer = process(thread([TRAIN, LOADER]), phase="data wait")
+    slow = process(
+        thread([WORKER, FETCH, DATA], "running"), pid=2, ppid=1, role="loader worker", share=0.9, judged=False
+    )
+    stuck = process(thread([WORKER, FETCH, DATA], "futex"), pid=3, ppid=1, role="loader worker", judged=False)
+    stopped = process(thread([WORKER, QUEUES], ""), pid=4, ppid=1, role="loader worker", state="T", judged=False)
+    assert judged(trainer, slow, stuck).process.pid == 3
+    assert judged(trainer, slow, stuck, stopped).kind == "stopped"
+    assert judged(trainer, slow).moving
+
+
+def test_idle_workers_mean_that_a_batch_was_lost() -> None:
+    """If each worker waits for work and the loop waits for a batch, the batch is gone: the loop's line is blamed."""
+    trainer = process(thread([TRAIN, LOADER]), phase="data wait")
+    idle = process(thread([*FORKED, WORKER, QUEUES], "poll"), pid=2, ppid=1, role="loader worker", judged=False)
+    found = judged(trainer, idle)
+    assert (found.kind, describe_frame(found.frame)) == ("loader", "/home/me/train.py:40 in main")
+
+
+def test_a_loader_that_heals_itself_is_told_from_one_that_does_not() -> None:
+    """A loader of holdfast replaces a stuck worker, so nothing need be ended; a hang elsewhere is not healed."""
+    import holdfast
+
+    ours = (str(Path(holdfast.__file__).parent / "data" / "handing_out.py"), 90, "Epoch.__next__")
+    stuck = process(thread([WORKER, FETCH, DATA]), pid=3, ppid=1, role="loader worker", judged=False)
+    assert judged(process(thread([TRAIN, ours, LOADER]), phase="data wait"), stuck).heals
+    unpacks = (str(Path(holdfast.__file__).parent / "data" / "fetch.py"), 40, "_unpack")  # asks the worker for memory
+    found = judged(process(thread([TRAIN, ours, LOADER, unpacks], "socket"), phase="data wait"), stuck)
+    assert (found.process.pid, found.heals) == (3, True)
+    assert not judged(process(thread([TRAIN, LOADER]), phase="data wait"), stuck).heals
+    assert not judged(process(thread([TRAIN, ours, FETCH, DATA]), phase="data wait")).heals
+
+
+def rank(number: int, *frames: tuple[str, int, str], waits: Waits = "futex", **about: Any) -> Examined:
+    return process(thread(list(frames), waits), pid=10 + number, rank=number, step=5, **about)
+
+
+def test_the_rank_that_is_in_no_collective_is_the_odd_one_out() -> None:
+    """Whoever is noticed first is mostly a victim; the one that does something else is blamed, with its line."""
+    victims = [rank(0, TRAIN, ALL_REDUCE), rank(2, TRAIN, BACKWARD)]
+    found = judged(*victims, rank(1, TRAIN, DATA, waits="sleep"), suspect=10)
+    assert (found.kind, found.odd_one_out, found.process.pid) == ("sleep", 1, 11)
+    assert "Rank 1 is the odd one out" in found.sentence
+
+
+def test_a_rank_that_has_ended_is_named() -> None:
+    """Those that are left wait in a collective, and the verdict says for whom."""
+    found = judged(rank(0, TRAIN, BACKWARD), suspect=10, gone_ranks=[1])
+    assert (found.kind, found.odd_one_out) == ("collective", 1)
+    assert "Rank 1 has ended" in found.sentence
+
+
+def test_of_ranks_that_all_wait_the_one_behind_or_elsewhere_is_the_odd_one() -> None:
+    """A lower step tells; else another line of the script than that of most."""
+    behind = process(thread([TRAIN, ALL_REDUCE]), pid=11, rank=1, step=4)
+    assert judged(rank(0, TRAIN, ALL_REDUCE), behind, suspect=10).odd_one_out == 1
+    assert judged(rank(0, TRAIN, BACKWARD), rank(1, DATA, ALL_REDUCE), suspect=10).odd_one_out == 1
+    assert judged(rank(0, TRAIN, ALL_REDUCE), rank(1, DATA, ALL_REDUCE), suspect=10).odd_one_out is None
+    other = rank(2, (TRAIN[0], 99, "main"), ALL_REDUCE)
+    assert judged(rank(0, TRAIN, ALL_REDUCE), rank(1, TRAIN, ALL_REDUCE), other, suspect=10).odd_one_out == 2
+
+
+def test_a_rank_whose_worker_is_stuck_leads_to_the_worker() -> None:
+    """Blame goes from the victim to the odd rank, and from there to its worker."""
+    waiting = rank(1, TRAIN, LOADER, phase="data wait")
+    stuck = process(thread([WORKER, FETCH, DATA], "socket"), pid=30, ppid=11, role="loader worker", judged=False)
+    found = judged(rank(0, TRAIN, BACKWARD), waiting, stuck, suspect=10)
+    assert (found.kind, found.odd_one_out, found.process.pid) == ("socket", 1, 30)
+
+
+def test_who_waits_for_a_process_that_works_is_slow() -> None:
+    """A script that converts data by another program is no hang, as long as that program works."""
+    waits = process(thread([TRAIN, (PYTHON + "subprocess.py", 1264, "Popen.wait")], "child"))
+    works = process(thread([]), pid=3, ppid=2, share=0.9, judged=False)
+    shell = process(thread([]), pid=2, ppid=1, judged=False)
+    assert judged(waits, shell, works).kind == "merely slow"
+    assert judged(waits, shell).kind == "process"
+
+
+def test_a_gpu_that_is_waited_for_is_told_by_its_calls_or_its_device() -> None:
+    """Polling in the runtime of CUDA, or in native code of a process that uses a GPU, is waiting for the GPU."""
+    sync = [TRAIN, (TORCH + "cuda/__init__.py", 1040, "synchronize")]
+    assert judged(process(thread(sync, "running"), share=1.0)).kind == "GPU sync"
+    assert judged(process(thread([TRAIN], "running"), share=1.0, uses_gpu=True)).kind == "GPU sync"
+    assert judged(process(thread([TRAIN], "running"), share=1.0, uses_gpu=True, native=())).kind == "Python loop"
+    assert judged(process(thread([TRAIN], "running"), share=1.0, native=("cuEventSynchronize",))).kind == "GPU sync"
+
+
+def test_without_any_stack_the_kernel_alone_is_asked() -> None:
+    """No py-spy, no handler: a state and a system call still tell something, and less surely where less is known."""
+    blind = process(ThreadLook(tid=1, main=True, waits="socket"))
+    assert (judged(blind).kind, judged(blind).frame) == ("socket", None)
+    assert judged(process(ThreadLook(main=True), state="D")).kind == "I/O"
+    nothing = judged(Examined(pid=1, judged=True))
+    assert (nothing.kind, nothing.confidence) == ("unknown", 0.3)
+
+
+@given(st.text(max_size=400))
+def test_names_from_a_stranger_hold_no_control_characters(text: str) -> None:
+    """What a process calls its functions and threads cannot steer a terminal, and is not endless."""
+    cleaned = clean(text)
+    assert not any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in cleaned)
+    assert len(cleaned) <= 300
+
+
+@pytest.mark.parametrize(
+    ("facts", "waits"),
+    [
+        ({"syscall": "running"}, "running"),
+        ({"syscall": "futex", "library": "/x/libc.so.6"}, "futex"),
+        ({"syscall": "futex", "library": "/x/torch/lib/libgomp-24e2ab19.so.1.0.0"}, "openmp"),
+        ({"syscall": "read", "target": "pipe:[123]"}, "pipe read"),
+        ({"syscall": "write", "target": "pipe:[123]"}, "pipe write"),
+        ({"syscall": "read", "target": "socket:[9]"}, "socket"),
+        ({"syscall": "read", "target": "/data/x.bin", "channel": "folio_wait_bit_common"}, "file"),
+        ({"syscall": "read", "target": "/tmp/fifo", "channel": "anon_pipe_read"}, "pipe read"),
+        ({"syscall": "", "channel": "hrtimer_nanosleep"}, "sleep"),
+        ({"syscall": "", "channel": "do_wait"}, "child"),
+        ({"syscall": "", "channel": "rpc_wait_bit_killable"}, "file"),
+        ({"syscall": "", "channel": "something_new"}, ""),
+        ({"syscall": ""}, ""),
+    ],
+)
+def test_the_kernel_s_view_is_translated(facts: dict[str, str], waits: str) -> None:
+    """System call, channel, descriptor and library together say what a thread waits for."""
+    assert waits_for(**facts) == waits
+
+
+def test_user_code_is_neither_a_library_nor_ours() -> None:
+    """The blamed line is one that its reader can change, as far as there is one."""
+    import holdfast
+
+    frames = [Frame(file=file, line=1, function="f") for file in ("/home/me/a.py", "<string>", "/srv/lib/mine/b.py")]
+    assert all(map(is_user_code, frames))
+    others = [PYTHON + "json/decoder.py", TORCH + "nn/x.py", "<frozen importlib._bootstrap>", holdfast.__file__ or ""]
+    assert not any(is_user_code(Frame(file=file, line=1, function="f")) for file in others)
+    installed = Frame(file=PYTHON + "site-packages/fairseq/data.py", line=7, function="get")
+    inside = Frame(file=TORCH + "utils/data/dataset.py", line=7, function="get")
+    assert user_frame([installed, inside]) is installed
+    assert user_frame([]) is None
+
+
+def test_every_kind_has_a_signature_in_the_order_of_the_kinds() -> None:
+    """An event names the signature of its kind, and the registry knows it."""
+    assert {kind: BY_KIND[kind].id for kind in KINDS} == SIGNATURES_OF
+    assert len({signature.id for signature in SIGNATURES}) == len(KINDS)
+    assert all(signature.family == "hang" and not signature.patterns for signature in SIGNATURES)

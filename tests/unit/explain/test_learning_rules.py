@@ -1,0 +1,414 @@
+"""Every rule about learning speaks on a recording of its fault and is silent on a healthy one."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from holdfast.explain.learning import Findings, Judgement, judge, learning_rules
+from holdfast.explain.progress import progress_of
+
+FALLING = [[i, 2.3 * math.exp(-i / 60) + 0.02 * (i % 3)] for i in range(200)]
+STILL = [[i, 2.3 + 0.02 * (i % 3)] for i in range(200)]
+RISING = [[i, 1.0 + 0.1 * i] for i in range(200)]
+
+OPTIMIZER: dict[str, Any] = {
+    **dict.fromkeys(("foreign", "foreign_with_gradient", "replaced", "frozen", "zero_lr_steps", "low_lr_steps"), 0),
+    **dict.fromkeys(("no_gradient_steps", "zero_gradient_steps", "nonfinite_gradients", "nonfinite_losses"), 0),
+    **dict.fromkeys(("leaks", "reversed", "zeroed", "clipped_steps", "committed_steps"), 0),
+    "kind": "SGD",
+    "steps": 400,
+    "observed": 70,
+    "closure": False,
+    "tensors": 4,
+    "lr": 0.1,
+    "largest_lr": 0.1,
+    "weight_decay": 0.0,
+    "momentum": 0.9,
+    "maximize": False,
+    "with_gradient_steps": 70,
+    "clean_starts": 30,
+    "nonfinite_names": [],
+    "nonfinite_state": [],
+    "first_nonfinite_gradient": None,
+    "first_nonfinite_loss": None,
+    "scaled": 1.0,
+    "scaled_share": 0.0,
+    "moved": 70,
+    "losses": FALLING,
+    "gradient_norms": [1.0, 1.5, 0.8] * 30,
+}
+MODEL: dict[str, Any] = {
+    **dict.fromkeys(("outside_count", "outside_weights", "outside_with_gradient", "frozen_weights"), 0),
+    **dict.fromkeys(("never_gradient_count", "never_gradient_weights", "eval_steps"), 0),
+    **dict.fromkeys(("train_mode_validations", "validations"), 0),
+    "outside_changed": False,
+    "weights": 1000,
+    "outside": [],
+    "never_gradient": [],
+    "never_gradient_first": False,
+    "symmetric": [],
+    "changed": True,
+    "nonfinite_buffers": [],
+    "observed": 70,
+    "modal": ["drop"],
+    "dropout": 0.1,
+    "batch_norm": True,
+    "normalised_input": False,
+}
+SITE: dict[str, Any] = {
+    "function": "cross_entropy",
+    "calls": 70,
+    "values": [loss for _, loss in FALLING],
+    "baseline": 2.3,
+    "negative_signs": 0,
+    "positive_signs": 70,
+    "labelled_calls": 70,
+    "distinct_labels": 9.6,
+    "first": 2.3,
+    "expected_labels": 9.7,
+    "constant_target": None,
+    "target_scale": None,
+    "target_sizes": [1.0] * 70,
+}
+INPUT: dict[str, Any] = {
+    **dict.fromkeys(("constant", "flat", "nonfinite", "same_answers", "repeated_pairs"), 0),
+    "calls": 70,
+    "batch": 32,
+    "largest_batch": 32,
+    "different": 70,
+    "fingerprints": 70,
+    "compared_pairs": 70,
+    "longest_repeat": 1,
+    "largest": 3.0,
+    "offset": 0.1,
+    "answers": 70,
+}
+LAYER: dict[str, Any] = {
+    "elements": 100,
+    "dims": 2,
+    "steps": 70,
+    "with_gradient": 70,
+    "zero_gradient": 0,
+    "unmoved": 0,
+    "nonfinite": False,
+    "ratio": 1e-3,
+    "largest_ratio": 1e-2,
+    "gradient_rms": 1e-2,
+    "first_weight_rms": 0.1,
+    "last_weight_rms": 0.1,
+}
+SCHEDULER: dict[str, Any] = {
+    "kind": "StepLR",
+    "optimizer_steps": 400,
+    "advanced": 10,
+    "before_first": 0,
+    "every_step": 0,
+    "several": 0,
+    "patience": None,
+    "period": 30,
+}
+
+
+def recording(**changed: Any) -> dict[str, Any]:
+    """A healthy run, with some facts changed: ``optimizer=``, ``model=`` and so on merge into the one there is."""
+    parts = {"optimizer": OPTIMIZER, "model": MODEL, "site": SITE, "input": INPUT, "scheduler": SCHEDULER}
+    made = {name: {**part, **changed.pop(name, {})} for name, part in parts.items()}
+    layer = {**LAYER, **changed.pop("layer", {})}
+    return {
+        "steps": 400,
+        "total_steps": None,
+        "ended": True,
+        "objective": "minimize",
+        "backwards": 400,
+        "backwards_since_step": 0,
+        "optimizers": {"optimizer": made["optimizer"]},
+        "models": {"model": made["model"]},
+        "losses": {"cross_entropy#1": made["site"]},
+        "inputs": {"model": made["input"]},
+        "schedulers": {"scheduler": made["scheduler"]},
+        "layers": {"a.weight": layer, "b.weight": dict(LAYER), "c.weight": dict(LAYER)},
+        "dead_units": {},
+        "saturated": {},
+        "validations": [],
+        **changed,
+    }
+
+
+UNLEARNT: dict[str, Any] = {"optimizer": {"losses": STILL}, "site": {"values": [loss for _, loss in STILL]}}
+OVERFIT = [[40 * i, 1.0 / (i + 1), 1.0 - 0.1 * i if i < 4 else 0.5 + 0.2 * i] for i in range(9)]
+FIT = [[40 * i, 1.0 / (i + 1), 1.0 - 0.1 * i] for i in range(9)]
+ALIGNED = {"diagonality": 0.9, "sharpness": 0.7, "share_at_max_decoder": 0.0, "utterances": 16}
+PLAYERS = {
+    "critic": {**OPTIMIZER, "losses": [[i, max(0.001, 1 - i / 20)] for i in range(100)]},
+    "maker": {**OPTIMIZER, "gradient_norms": [1.0] * 30 + [0.001] * 60},
+}
+
+
+def with_(base: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Merge one level deeper than ``|``."""
+    return {key: {**base.get(key, {}), **more[key]} if key in more else base[key] for key in {**base, **more}}
+
+
+# rule, loud (error or advice), the faulty facts, and facts that are near the fault and healthy
+TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
+    ("H801", True, {"optimizer": {"nonfinite_losses": 2, "first_nonfinite_loss": 5}}, {}),
+    ("H802", True, {"optimizer": {"nonfinite_gradients": 1, "first_nonfinite_gradient": 5}}, {}),
+    ("H804", True, {"layer": {"nonfinite": True}}, {}),
+    ("H804", True, {"model": {"nonfinite_buffers": ["bn.running_var"]}}, {}),
+    ("H805", True, {"optimizer": {"nonfinite_state": ["exp_avg_sq"]}}, {}),
+    ("H806", True, {"input": {"nonfinite": 1}, "optimizer": {"nonfinite_losses": 1}}, {"input": {"nonfinite": 1}}),
+    (
+        "H807",
+        True,
+        {"site": {"function": "mse_loss", "target_sizes": [2.0] * 60 + [99999.0]}},
+        {"site": {"function": "mse_loss", "target_sizes": [2.0] * 60 + [200.0]}},
+    ),
+    (
+        "H808",
+        True,
+        {"model": {"outside_count": 2, "outside_weights": 800, "outside_with_gradient": 2, "outside": ["a"]}},
+        {"model": {"outside_count": 2, "outside_weights": 800, "outside_with_gradient": 2, "outside_changed": True}},
+    ),
+    ("H808", True, {"strays": 4}, {"strays": 0}),
+    ("H837", True, {"site": {"function": "mse_loss", "beyond_relu": 70}}, {"site": {"beyond_relu": 5}}),
+    ("H855", True, {"site": {"function": "mse_loss", "beyond_tanh": 70}}, {"site": {"beyond_tanh": 5}}),
+    ("H855", True, {"site": {"function": "cosine_embedding_loss", "target_out_of_range": 70}}, {}),
+    ("H809", True, {"optimizer": {"foreign": 4}}, {"optimizer": {"foreign": 2, "foreign_with_gradient": 2}}),
+    ("H809", True, {"optimizer": {"foreign": 1, "replaced": 1, "foreign_with_gradient": 1}}, {}),
+    ("H810", True, {"optimizer": {"frozen": 4, "with_gradient_steps": 0}}, {"optimizer": {"frozen": 4}}),
+    ("H811", True, {"optimizer": {"leaks": 30}}, {"optimizer": {"leaks": 30, "closure": True}}),
+    (
+        "H812",
+        True,
+        {"steps": 0, "backwards_since_step": 50, "model": {"changed": False}},
+        {"steps": 400, "backwards_since_step": 3},
+    ),
+    (
+        "H813",
+        True,
+        {"optimizer": {"no_gradient_steps": 10, "with_gradient_steps": 0}},
+        {"optimizer": {"no_gradient_steps": 10}},
+    ),
+    (
+        "H814",
+        True,
+        {"model": {"never_gradient_count": 1, "never_gradient_weights": 10, "never_gradient_first": True}},
+        {},
+    ),
+    ("H815", True, {"optimizer": {"zero_gradient_steps": 10}}, {"optimizer": {"zero_gradient_steps": 3}}),
+    ("H817", True, {"optimizer": {"reversed": 60}}, {"optimizer": {"reversed": 3}}),
+    ("H817", True, {"optimizer": {"zeroed": 60}}, {}),
+    ("H818", False, {"optimizer": {"gradient_norms": [1.0] * 60, "scaled_share": 1.0}}, {}),
+    (
+        "H818",
+        True,
+        with_(UNLEARNT, optimizer={"gradient_norms": [1e-6] * 60, "clipped_steps": 390, "committed_steps": 400}),
+        {"optimizer": {"gradient_norms": [1.0] * 60}},
+    ),
+    (
+        "H818",
+        True,
+        {"optimizer": {"gradient_norms": [0.1] * 60, "scaled_share": 1.0, "scaled": 0.001}},
+        {"optimizer": {"kind": "Adam", "gradient_norms": [0.1] * 60, "scaled_share": 1.0, "scaled": 0.001}},
+    ),
+    ("H819", True, {"optimizer": {"zero_lr_steps": 300}}, {"optimizer": {"zero_lr_steps": 1, "low_lr_steps": 20}}),
+    ("H819", True, {"total_steps": 1000, "ended": False, "optimizer": {"zero_lr_steps": 20}}, {}),
+    (
+        "H820",
+        True,
+        {"scheduler": {"before_first": 1, "every_step": 399}},
+        {"scheduler": {"every_step": 399, "period": 400, "advanced": 400}},
+    ),
+    (
+        "H820",
+        True,
+        {"scheduler": {"every_step": 399, "advanced": 400}, "optimizer": {"low_lr_steps": 300}},
+        {"scheduler": {"every_step": 399, "advanced": 400}},
+    ),
+    ("H820", True, {"scheduler": {"several": 399}}, {}),
+    (
+        "H821",
+        True,
+        {"scheduler": {"several": 8, "every_step": 390}},
+        {"scheduler": {"several": 1, "every_step": 398}},
+    ),
+    ("H822", True, {"model": {"symmetric": ["0.weight"]}}, {"steps": 10, "model": {"symmetric": ["0.weight"]}}),
+    ("H823", True, {"layer": {"unmoved": 70, "elements": 900}}, {"layer": {"unmoved": 20, "elements": 900}}),
+    (
+        "H824",
+        True,
+        {**UNLEARNT, "layers": {"a": {**LAYER, "ratio": 1e-9, "largest_ratio": 1e-8}}},
+        {"layers": {"a": {**LAYER, "ratio": 1e-9, "largest_ratio": 1e-8}}},
+    ),
+    (
+        "H825",
+        True,
+        {**UNLEARNT, "layers": {"a": {**LAYER, "largest_ratio": 4.0}}},
+        {"layers": {"a": {**LAYER, "largest_ratio": 4.0}}},
+    ),
+    ("H826", True, {"optimizer": {"losses": RISING}}, {"objective": "adversarial", "optimizer": {"losses": RISING}}),
+    ("H827", False, {"optimizer": {"losses": [*STILL[:150], [150, 400.0], *STILL[151:]]}}, {}),
+    ("H828", True, UNLEARNT, {"objective": "reinforcement", **UNLEARNT}),
+    ("H830", True, {"input": {"same_answers": 70}}, {"input": {"same_answers": 20}}),
+    ("H831", True, {"optimizer": {"maximize": True}}, {"objective": "adversarial", "optimizer": {"maximize": True}}),
+    ("H832", True, {"optimizer": {"losses": STILL}, "site": {"baseline": None}}, {"site": {"baseline": None}}),
+    (
+        "H832",
+        False,
+        {"optimizer": {"losses": [[i, loss - 2.31] for i, loss in STILL]}, "site": {"baseline": None}},
+        {},
+    ),
+    ("H833", True, {"validations": OVERFIT}, {"validations": FIT}),
+    ("H834", True, {"model": {"eval_steps": 60}}, {"model": {"eval_steps": 2}}),
+    (
+        "H834",
+        True,
+        {"model": {"validations": 5, "train_mode_validations": 5}},
+        {"model": {"validations": 5, "train_mode_validations": 1}},
+    ),
+    ("H835", True, {"input": {"largest_batch": 2}}, {"input": {"largest_batch": 2}, "model": {"batch_norm": False}}),
+    ("H836", True, {"site": {"softmax_input": 70}}, {"site": {"softmax_input": 5}}),
+    ("H837", True, {"site": {"rectified_source": 70}}, {"site": {"rectified": 10}}),
+    ("H837", True, {"site": {"rectified": 70}}, {"site": {"rectified": 70, "softmax_input": 70}}),
+    (
+        "H838",
+        True,
+        {"site": {"function": "binary_cross_entropy_with_logits", "sigmoid_source": 70}},
+        {"site": {"function": "binary_cross_entropy_with_logits", "unit_range": 30}},
+    ),
+    (
+        "H838",
+        True,
+        {"site": {"function": "binary_cross_entropy_with_logits", "unit_range": 70, "unit_spread": 40}},
+        {"site": {"function": "binary_cross_entropy_with_logits", "unit_range": 70}},
+    ),
+    ("H839", True, {"site": {"function": "nll_loss", "positive": 70}}, {"site": {"function": "nll_loss"}}),
+    ("H839", True, {"site": {"function": "nll_loss", "not_normalised": 70}}, {}),
+    (
+        "H840",
+        True,
+        {"site": {"negative_signs": 70, "positive_signs": 0}},
+        {"site": {"negative_signs": 35, "positive_signs": 35}},
+    ),
+    ("H841", True, {"site": {"broadcast": 70, "shapes": "(8, 1) and (8,)"}}, {"site": {"broadcast": 1}}),
+    ("H842", True, {"site": {"batch_axis": 70}}, {"site": {"batch_axis": 1}}),
+    ("H843", True, {"site": {"distinct_labels": 1.2}}, {"site": {"distinct_labels": 8.0}}),
+    ("H844", True, {"input": {"constant": 70}}, {"input": {"constant": 10}}),
+    (
+        "H844",
+        True,
+        {"site": {"constant_target": 1.0, "values": [2.3, 1.0, 0.001]}},
+        {"objective": "adversarial", "site": {"constant_target": 1.0, "values": [2.3, 0.001]}},
+    ),
+    (
+        "H845",
+        True,
+        {"input": {"different": 1, "longest_repeat": 70}},
+        {"input": {"different": 35, "longest_repeat": 2}},
+    ),
+    ("H845", False, {"input": {"different": 1, "longest_repeat": 70, "batch": 500}}, {}),
+    ("H846", True, {"input": {"repeated_pairs": 35, "different": 35}}, {"input": {"repeated_pairs": 5}}),
+    ("H847", False, {"dead_units": {"1": [0.6, 0.7, 0.7]}}, {"dead_units": {"1": [0.9, 0.9]}}),
+    ("H847", True, {"dead_units": {"1": [0.8, 0.9, 0.9]}, **UNLEARNT}, {"dead_units": {"1": [0.2, 0.9, 0.9]}}),
+    ("H848", False, {"layer": {"gradient_rms": 1e-7}}, {"layer": {"gradient_rms": 1e-4}}),
+    ("H848", True, {"layer": {"gradient_rms": 1e-7}, **UNLEARNT}, {}),
+    ("H848", True, {"saturated": {"1": 0.95}, **UNLEARNT}, {"saturated": {"1": 0.4}, **UNLEARNT}),
+    ("H848", True, with_(UNLEARNT, site={"first": 40.0}), {"site": {"first": 40.0}}),
+    ("H852", True, {"alignment": {**ALIGNED, "diagonality": 0.2}}, {"alignment": ALIGNED}),
+    ("H853", True, {"objective": "adversarial", "optimizers": PLAYERS}, {"optimizers": PLAYERS}),
+    (
+        "H854",
+        True,
+        {"scheduler": {"kind": "ReduceLROnPlateau", "every_step": 399}},
+        {"scheduler": {"kind": "ReduceLROnPlateau", "every_step": 10}},
+    ),
+    (
+        "H855",
+        True,
+        {"site": {"function": "binary_cross_entropy_with_logits", "target_out_of_range": 70}},
+        {"site": {"function": "binary_cross_entropy_with_logits"}},
+    ),
+    ("H855", True, {"site": {"function": "kl_div", "positive": 70}}, {"site": {"function": "kl_div"}}),
+    ("H855", True, {"site": {"function": "binary_cross_entropy", "clamped_scores": 70}}, {}),
+    ("H856", True, {"input": {"largest": 255.0}, **UNLEARNT}, {"model": {"normalised_input": True}}),
+    ("H856", False, {"input": {"largest": 255.0}}, {"input": {"largest": 60.0}}),
+    ("H857", True, {"model": {"dropout": 0.95}}, {"model": {"dropout": 0.7}}),
+    ("H858", True, {"optimizer": {"weight_decay": 10.0}}, {"optimizer": {"weight_decay": 0.1}}),
+]
+
+
+def told(facts: dict[str, Any], rule: str) -> list[str]:
+    """Return the severities with which one rule speaks."""
+    facts = json.loads(json.dumps(facts))  # rules live on plain data
+    return [finding.severity for finding in learning_rules()[rule].check(facts)]
+
+
+@pytest.mark.parametrize(("rule", "loud", "faulty", "healthy"), TABLE)
+def test_a_rule_speaks_on_its_fault_and_not_next_to_it(
+    rule: str, loud: bool, faulty: dict[str, Any], healthy: dict[str, Any]
+) -> None:
+    """Each rule finds its recording, with the right weight, and is silent on a healthy neighbour."""
+    severities = told(recording(**faulty), rule)
+    assert severities
+    assert any(severity != "note" for severity in severities) == loud
+    assert all(severity == "note" for severity in told(recording(**healthy), rule)), "a false alarm"
+
+
+def test_a_healthy_recording_is_silent() -> None:
+    """No rule says anything, not even a note, about the run that all others are made from."""
+    assert judge(recording()) == Judgement(contracts=[], windows=[])
+
+
+def test_every_rule_has_a_recording() -> None:
+    """No rule is left out of the table."""
+    assert {rule for rule, *_ in TABLE} == set(learning_rules())
+
+
+def test_the_catalogue_is_covered() -> None:
+    """At least 40 of the 52 problems of the catalogue have a rule that a run can trigger."""
+    assert sum(801 <= int(rule[1:]) <= 852 for rule in learning_rules()) >= 40
+
+
+def test_missing_facts_make_every_rule_silent() -> None:
+    """An observer that saw nothing gives no finding and no error."""
+    assert judge({"steps": 0}) == Judgement(contracts=[], windows=[])
+
+
+def test_an_ignored_rule_is_silent_and_the_others_are_not() -> None:
+    """``ignore`` works by id."""
+    facts = recording(optimizer={"leaks": 30, "zeroed": 60})
+    assert [finding.rule for finding in judge(facts, ignore=("H811",)).contracts] == ["H817"]
+
+
+def test_a_slow_starter_is_forgiven_by_the_next_judgement() -> None:
+    """Contracts stay; what a window said is replaced, and each finding is new only once."""
+    kept = Findings()
+    kept.add(judge(recording(**UNLEARNT, scheduler={"several": 399})), windows=True)
+    assert {finding.rule for finding in kept.take_fresh()} == {"H820", "H828"}
+    kept.add(judge(recording()), windows=True)
+    assert [finding.rule for finding in kept.all()] == ["H820"]
+    kept.add(judge(recording(**UNLEARNT)), windows=True)
+    assert kept.take_fresh() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [
+        ({}, "learning"),
+        (UNLEARNT, "constant"),
+        ({"optimizer": {"losses": RISING}}, "diverged"),
+        ({"optimizer": {"losses": FALLING[:20]}}, "unknown"),
+        ({"objective": "adversarial", **UNLEARNT}, "unknown"),
+        ({"optimizers": PLAYERS}, "unknown"),
+        ({"optimizer": {"losses": STILL}, "site": {"baseline": None}}, "flat"),
+    ],
+)
+def test_progress_is_read_from_losses_only_where_their_level_means_something(
+    change: dict[str, Any], state: str
+) -> None:
+    """Players with losses of their own, other objectives and short runs are not judged by the level of a loss."""
+    assert progress_of(recording(**change)).state == state

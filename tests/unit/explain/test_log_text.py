@@ -1,0 +1,290 @@
+"""Reading logs: what was raised and printed, by whom and when, from any bytes and in bounded memory."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterable
+
+import pytest
+
+from holdfast.explain.evidence import Statement
+from holdfast.explain.log_keeping import keep_lines
+from holdfast.explain.log_text import LogText, read_log
+
+PLAIN = """step 1 loss 0.5
+Traceback (most recent call last):
+  File "/home/me/train.py", line 10, in <module>
+    main()
+    ~~~~^^
+  File "/home/me/train.py", line 7, in main
+    model(x)
+ValueError: too small
+  at least 3
+"""
+
+
+def read(text: str | bytes) -> LogText:
+    return read_log(io.BytesIO(text.encode() if isinstance(text, str) else text), name="a.log")
+
+
+def raised(text: str | bytes) -> list[Statement]:
+    return [statement for statement in read(text).statements if statement.kind == "exception"]
+
+
+def really_printed(code: str, *arguments: str) -> bytes:
+    ended = subprocess.run(
+        [sys.executable, *arguments, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    return ended.stdout
+
+
+def test_a_traceback_becomes_one_statement():
+    """Class, message of several lines, frames with code, line number and place are read."""
+    (statement,) = raised(PLAIN)
+    assert (statement.exception, statement.text) == ("ValueError", "too small\n  at least 3")
+    assert [(frame.line, frame.function, frame.code) for frame in statement.frames] == [
+        (10, "<module>", "main()"),
+        (7, "main", "model(x)"),
+    ]
+    assert statement.source == "a.log:8"
+    assert statement.fatal is None
+
+
+def test_a_traceback_behind_a_progress_bar_is_found():
+    """A bar without a line end before the traceback hides nothing, and carriage returns are no lines."""
+    bar = "".join(f"\r{n}%|{'#' * n}| {n}/9 [00:0{n}<00:01, 9.0it/s]" for n in range(9))
+    log = read(bar + PLAIN.partition("\n")[2])
+    assert [statement.exception for statement in log.statements] == ["ValueError"]
+    assert log.total_lines == 8
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rank"),
+    [
+        ("[rank3]: ", 3), ("[default1]:", 1), ("[1,2]<stderr>:", 2), ("2024-05-01 12:00:00,123 ", None),
+        ("2024-05-01T12:00:00.123456789Z stderr F ", None), ("\x1b[31m", None),
+    ],
+)  # fmt: skip
+def test_what_launchers_and_loggers_put_before_a_line_is_taken_off(prefix, rank):
+    """The traceback is read under every prefix, and a rank in it is used."""
+    (statement,) = raised("".join(f"{prefix}{line}\n" for line in PLAIN.splitlines()))
+    assert statement.exception == "ValueError"
+    assert len(statement.frames) == 2
+    assert statement.rank == rank
+    assert (statement.unix_seconds is not None) == ("2024" in prefix)
+
+
+def test_lines_of_json_are_opened():
+    """A line of docker, and a traceback in a field of a logger that writes JSON, are read; junk in braces is text."""
+    docker = "".join(json.dumps({"log": f"{line}\n", "stream": "stderr"}) + "\n" for line in PLAIN.splitlines())
+    assert len(raised(docker)[0].frames) == 2
+    (statement,) = raised(json.dumps({"level": "error", "event": "failed", "exception": PLAIN}) + "\n")
+    assert (statement.exception, len(statement.frames)) == ("ValueError", 2)
+    assert read('{"error": ' + "[" * 9_000 + "\n").statements[0].kind == "line"
+
+
+def test_labels_of_srun_are_ranks_only_where_most_lines_have_them():
+    """``0: `` before all lines is a rank; before one line it is text."""
+    labelled = "".join(f"1: {line}\n" for line in PLAIN.splitlines())
+    assert raised(labelled)[0].rank == 1
+    assert read("0: error: not a label\nsomething\nelse\nentirely\n").statements[0].rank is None
+
+
+def test_interleaved_ranks_are_read_apart():
+    """Lines of two ranks that alternate give two whole tracebacks."""
+    lines = PLAIN.splitlines()[1:]
+    other = [line.replace("ValueError: too small", "KeyError: 'x'") for line in lines]
+    mixed = itertools.chain(*zip((f"[rank0]: {x}" for x in lines), (f"[rank1]: {x}" for x in other), strict=True))
+    found = raised("\n".join(mixed))
+    assert {(statement.rank, statement.exception, len(statement.frames)) for statement in found} == {
+        (0, "ValueError", 2),
+        (1, "KeyError", 2),
+    }
+
+
+@pytest.mark.parametrize("how", ["raise RuntimeError('outer') from error", "raise RuntimeError('outer')"])
+def test_the_root_of_a_chain_comes_first(how):
+    """Of a chain that Python really prints, the first exception is the cause and the last is not."""
+    found = raised(really_printed(f"try:\n  {{}}['x']\nexcept KeyError as error:\n  {how}"))
+    assert [(statement.exception, statement.cause) for statement in found] == [
+        ("KeyError", True),
+        ("RuntimeError", False),
+    ]
+
+
+def test_the_nested_traceback_of_a_loader_worker_is_its_root():
+    """The original traceback inside the message of torch is nearer to the root than what repeats it."""
+    code = (
+        "import torch\nclass D(torch.utils.data.Dataset):\n  def __len__(self): return 4\n"
+        "  def __getitem__(self, i): return {}[i]\nlist(torch.utils.data.DataLoader(D(), num_workers=1))"
+    )
+    found = raised(really_printed(code))
+    assert [(statement.exception, statement.cause) for statement in found] == [
+        ("KeyError", True),
+        ("KeyError", False),
+    ]
+    assert found[0].text == "0"
+    assert found[0].frames[-1].function == "__getitem__"
+    assert found[1].text == "Caught KeyError in DataLoader worker process 0."
+
+
+def test_exceptions_of_a_group_are_its_roots():
+    """The members of an ExceptionGroup come before the group that only holds them."""
+    code = "try:\n  raise KeyError('a')\nexcept KeyError as e:\n  raise ExceptionGroup('two', [e, ValueError('b')])"
+    found = raised(really_printed(code))
+    assert {statement.exception for statement in found} >= {"KeyError", "ExceptionGroup"}
+    assert [statement.cause for statement in found] == [True] * (len(found) - 1) + [False]
+    assert found[-1].exception == "ExceptionGroup"
+
+
+def test_a_syntax_error_has_no_header_and_is_found():
+    """The form of a syntax error, which has no line 'Traceback', is read with its place."""
+    (statement,) = raised(really_printed("def f(:\n  pass"))
+    assert statement.exception == "SyntaxError"
+    assert statement.frames[0].line == 1
+
+
+def test_a_dump_of_faulthandler_is_fatal_and_has_frames():
+    """A crash with faulthandler names the signal and the Python frame that was running."""
+    code = "import os, signal\ndef crash(): os.kill(os.getpid(), signal.SIGSEGV)\ncrash()"
+    (statement,) = read(really_printed(code, "-X", "faulthandler")).statements
+    assert statement.text == "Fatal Python error: Segmentation fault"
+    assert statement.fatal is True
+    assert statement.frames[-1].function == "crash"
+
+
+def test_a_spawned_process_is_the_root_of_what_its_parent_raises():
+    """The traceback after '-- Process 1 terminated' leads to the exception of the parent."""
+    inner = "\n".join(PLAIN.splitlines()[1:8])
+    log = (
+        'Traceback (most recent call last):\n  File "s.py", line 1, in <module>\n'
+        f"torch.multiprocessing.spawn.ProcessRaisedException: \n\n"
+        f"-- Process 1 terminated with the following error:\n{inner}\n"
+    )
+    assert [(statement.exception, statement.cause) for statement in raised(log)] == [
+        ("ValueError", True),
+        ("ProcessRaisedException", False),
+    ]
+
+
+def test_the_table_of_torchrun_tells_which_rank_failed_first():
+    """Rank, pid, exit code and time of the root cause become an ending."""
+    table = (
+        "============\ntrain.py FAILED\n------------\nRoot Cause (first observed failure):\n[0]:\n"
+        "  time      : 2024-01-01_00:00:05\n  host      : a\n  rank      : 1 (local_rank: 1)\n"
+        "  exitcode  : -9 (pid: 4711)\n  error_file: <N/A>\n  traceback : Signal 9 (SIGKILL) received by PID 4711\n"
+    )
+    (ending,) = read(table).endings
+    assert (ending.rank, ending.pid, ending.status) == (1, 4711, -9)
+
+
+def test_what_was_caught_is_told_from_what_ended_the_run():
+    """Progress after an exception shows that it was caught; a logger's message shows it too."""
+    assert raised(PLAIN + "step 2 loss 0.4\nstep 3 loss 0.3\n")[0].fatal is False
+    assert raised("ERROR:root:could not load\n" + PLAIN.partition("\n")[2])[0].logged
+    assert raised("Exception ignored in: <function f>\n" + PLAIN.partition("\n")[2])[0].fatal is False
+    assert not raised(PLAIN)[0].logged
+
+
+def test_warnings_and_information_end_nothing():
+    """A line of a lower level, and a warning, are statements that did not end the run."""
+    log = read("a.py:3: UserWarning: invalid value\n2024-05-01 12:00:00,000 - t - INFO - killed 3 processes\n")
+    assert [statement.fatal for statement in log.statements] == [False, False]
+
+
+class Endless(io.RawIOBase):
+    """A log of so many bytes, made while it is read."""
+
+    def __init__(self, blocks: Iterable[bytes]) -> None:
+        super().__init__()
+        self._blocks = iter(blocks)
+
+    def read(self, size: int = -1) -> bytes:
+        return next(self._blocks, b"")
+
+
+def test_a_large_log_is_read_in_bounded_memory():
+    """Of 50 MB the head, the tail and the traceback between are kept, with true line numbers, in below 20 MiB."""
+    block = b"step 1 loss 0.5 all is fine here and nothing is wrong at all\n" * 4096
+    count = 50_000_000 // len(block)
+    middle = count // 2
+    blocks = (PLAIN.partition("\n")[2].encode() if index == middle else block for index in range(count))
+    tracemalloc.start()
+    kept = keep_lines(Endless(blocks))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 20 << 20
+    assert not kept.complete
+    assert kept.total_lines == (count - 1) * 4096 + 8
+    (error,) = [line for line in kept.lines if line.data.startswith(b"ValueError")]
+    assert error.number == middle * 4096 + 7
+    assert [kept.lines[0].number, kept.lines[-1].number] == [1, kept.total_lines]
+
+
+def test_a_large_log_of_empty_lines_is_read_in_bounded_memory():
+    """Lines count for more than their bytes: of 20 million empty ones few are kept."""
+    tracemalloc.start()
+    kept = keep_lines(Endless(b"\n" * 100_000 for _ in range(200)))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 60 << 20
+    assert kept.total_lines == 20_000_000
+
+
+def test_long_lines_of_digits_are_read_in_linear_time():
+    """Masks of zeros and ones, 8 KiB a line, are judged before this test runs into its time limit."""
+    found = read_log(io.BytesIO((b"01" * 4000 + b"\n") * 300), name="run.log")
+    assert not found.ended_well
+
+
+def test_one_endless_line_is_cut():
+    """A line of 50 MB without an end is kept by its beginning and its end."""
+    blocks = [b"begin ", *[b"x" * (1 << 20)] * 50, b" Traceback"]
+    (line,) = keep_lines(Endless(blocks)).lines
+    assert line.data.startswith(b"begin ")
+    assert line.data.endswith(b" Traceback")
+    assert len(line.data) < 1 << 17
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_junk_is_read_without_an_error(seed):
+    """Random bytes, with pieces of tracebacks in them, give statements free of control characters."""
+    generator = random.Random(seed)
+    pieces = [PLAIN.encode(), b"Traceback (most recent call last):\n", b'  File "', b"\x1b[31m\x1b]0;x", b"\x00" * 99]
+    junk = b"".join(
+        generator.choice(pieces) if generator.random() < 0.3 else os.urandom(generator.randrange(200))
+        for _ in range(300)
+    )
+    for statement in read(junk).statements:
+        shown = statement.text.replace("\n", "").replace("\t", "")
+        assert all(character.isprintable() or ord(character) > 159 for character in shown)
+        assert "\x1b" not in shown
+
+
+def test_a_flood_of_errors_is_bounded():
+    """Of 30,000 errors the first and the newest are kept, chains whole, so that judging them has an end."""
+    flood = "".join(f"ValueError: {n}\nerror {n}\n" for n in range(15_000))
+    chain = really_printed("try:\n  {}['x']\nexcept KeyError as error:\n  raise RuntimeError('outer') from error")
+    found = read(flood.encode() + chain).statements
+    assert len(found) < 4_000
+    assert found[0].text == "0"
+    assert [(each.exception, each.cause) for each in found[-2:]] == [("KeyError", True), ("RuntimeError", False)]
+
+
+def test_hostile_characters_are_taken_out():
+    """Escape sequences, titles of terminals and characters that turn the writing do not reach a statement."""
+    (statement,) = read("error: \x1b[2J\x1b]0;title\x07\u202eevil\u2066\x9b31m end\n").statements
+    assert statement.text == "error: evil end"
+
+
+def test_empty_logs_are_empty():
+    """No bytes, and only line ends, give no statement."""
+    assert read("").total_lines == 0
+    assert read("\n\r\n\n").statements == ()

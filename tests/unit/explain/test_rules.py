@@ -1,0 +1,62 @@
+"""The catalogue: every rule explains itself, and ids are found however they are typed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import holdfast.explain.rules
+from holdfast.core.errors import PolicyError
+from holdfast.explain.rules import PAGES, Rule, all_rules, find_rule
+
+_PAGE = "\n".join(Path(holdfast.explain.rules.__file__).with_name(name).read_text(encoding="utf-8") for name in PAGES)
+
+
+@pytest.mark.parametrize("rule", all_rules().values(), ids=all_rules())
+def test_every_rule_says_what_why_and_what_to_do(rule: Rule) -> None:
+    """A rule has a title, the meaning, why it matters and a fix; one about learning also says when it errs."""
+    meaning, why, fix, *errs = rule.text.split("\n\n")
+    assert rule.title
+    assert rule.title[-1] != "."
+    assert re.match(r"[A-Z`]", meaning)
+    assert why.startswith("**Why it matters.** ")
+    assert fix.startswith("**Fix.** ")
+    assert meaning.endswith(".")
+    assert why.endswith(".")
+    assert fix.endswith((".", "`"))
+    assert len(errs) == 1 if rule.id.startswith("H8") else len(errs) <= 1
+    assert all(re.fullmatch(r"\*\*False positives\.\*\* [A-Z`].+\.", text) for text in errs)
+
+
+def test_every_section_of_the_page_is_a_rule() -> None:
+    """No heading is lost by a typing error, and no id is used twice."""
+    headings = re.findall(r"^## (.*)", _PAGE, re.MULTILINE)
+    assert [f"{rule.id}: {rule.title}" for rule in all_rules().values()] == headings
+
+
+def test_the_rules_are_in_order() -> None:
+    """A reader of the page finds an id by its number."""
+    assert list(all_rules()) == sorted(all_rules())
+
+
+def test_an_id_may_be_typed_in_lower_case() -> None:
+    """``h101`` is H101."""
+    assert find_rule("h101") is find_rule("H101") is all_rules()["H101"]
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("H1010", "H101"), ("101", "H101"), ("h702x", "H702")])
+def test_an_unknown_id_proposes_the_nearest(typed: str, meant: str) -> None:
+    """A typing error is an H702 that names what was typed and what may have been meant."""
+    with pytest.raises(PolicyError, match=f"did you mean {meant}") as caught:
+        find_rule(typed)
+    assert caught.value.rule == "H702"
+    assert repr(typed) in caught.value.what
+
+
+@pytest.mark.parametrize("typed", ["", "nonsense", "\u00df", "H999 "])
+def test_any_text_gets_an_answer(typed: str) -> None:
+    """Also what looks like no id at all is answered with an error of ours."""
+    with pytest.raises(PolicyError, match="is not a rule"):
+        find_rule(typed)

@@ -1,0 +1,136 @@
+"""Micro-batches whose gradients add up, edited from a trace with one: against the same step played with several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.unit.memory.made_steps import Layer, make_step
+
+from holdfast.forecast.accumulation import with_accumulation
+from holdfast.forecast.allocator import replay
+from holdfast.forecast.recomputation import with_recompute
+from holdfast.forecast.trace import OWNERS, PHASES, Trace, live_by_owner, live_bytes, live_peak, played
+
+BLOCKS = [(Layer("linear", 4096), Layer("relu", 4096)), (Layer("linear", 2048), Layer("dropout", 2048))]
+GRADIENTS = OWNERS.index("gradients")
+LOSS_BYTES = 4
+
+
+def gradient_bytes(trace: Trace) -> int:
+    return int(trace.size_bytes[list(trace.resident)][trace.owner[list(trace.resident)] == GRADIENTS].sum())
+
+
+def test_the_gradients_of_the_first_micro_batch_live_while_the_second_runs():
+    """Beside the gradients of the first, the second has as many activations as it, and the first's loss waits."""
+    trace = make_step(BLOCKS, 4, optimizer_bytes=1000)
+    both = with_accumulation(trace, 8)
+    alone, together = live_by_owner(trace), live_by_owner(both)
+    assert live_peak(both) > live_peak(trace)
+    half = len(both.events) // 2
+    assert int(together[GRADIENTS, half:].max()) >= gradient_bytes(trace)
+    row = OWNERS.index("activations")
+    assert together[row].max() == alone[row].max() + LOSS_BYTES
+
+
+def test_each_gradient_of_the_second_is_gone_when_it_is_added():
+    """No more than the gradients of one layer live beside the sum: a layer's own, until the next operation."""
+    trace = make_step(BLOCKS, 4)
+    sums = gradient_bytes(trace)
+    most = int(live_by_owner(with_accumulation(trace, 8))[GRADIENTS].max())
+    assert sums < most <= sums + max(16 * 4096 + 4, 16 * 2048 + 4)
+
+
+@pytest.mark.parametrize("edit", [lambda trace: trace, lambda trace: with_recompute(trace, trace.blocks)])
+@pytest.mark.parametrize("variant", [None, "foreach", "for-loop"])
+def test_steps_in_a_row_free_what_they_allocate(edit, variant):
+    """Played five times, plain or with recomputation, nothing piles up and nothing is freed twice."""
+    both = with_accumulation(edit(make_step(BLOCKS, 4, optimizer_bytes=5000)), 12)
+    ends = []
+    for steps in (1, 2, 5):
+        events, sizes = played(both, steps, variant)
+        replay(events, sizes)  # raises for what is freed twice, or lives when it is allocated
+        ends.append(int(live_bytes(events, sizes)[-1]))
+    assert len(set(ends)) == 1
+
+
+def test_variants_are_found_again():
+    """The events of each implementation of the optimizer are those of before."""
+    trace = make_step(BLOCKS, 4, optimizer_bytes=5000)
+    both = with_accumulation(trace, 8)
+    for one, moved in zip(trace.variants, both.variants, strict=True):
+        before, after = trace.events[slice(*one.events)], both.events[slice(*moved.events)]
+        assert np.array_equal(np.sign(before), np.sign(after))
+        assert np.array_equal(trace.size_bytes[np.abs(before) - 1], both.size_bytes[np.abs(after) - 1])
+
+
+def with_batch(trace: Trace, dies: int) -> Trace:
+    """Return the step with a batch of 1000 bytes, made at its beginning and freed before an event."""
+    batch = len(trace.size_bytes)
+    one = lambda array, value: np.append(array, np.array([value], dtype=array.dtype))  # noqa: E731
+
+    def later(at: int) -> int:
+        return at + 1 + (at > dies)
+
+    return replace(
+        trace,
+        events=np.insert(trace.events, [0, dies], [batch + 1, -batch - 1]).astype(np.int32),
+        event_phase=np.insert(trace.event_phase, [0, dies], [0, trace.event_phase[dies - 1]]).astype(np.int8),
+        operation_event=np.array([later(at) for at in trace.operation_event], dtype=np.int32),
+        variants=tuple(replace(one, events=(later(one.events[0]), later(one.events[1]))) for one in trace.variants),
+        size_bytes=one(trace.size_bytes, 1000),
+        owner=one(trace.owner, OWNERS.index("batch")),
+        module=one(trace.module, 0),
+        line=one(trace.line, 0),
+    )
+
+
+BATCH = OWNERS.index("batch")
+
+
+def test_the_whole_batch_waits_on_the_device():
+    """What of a batch made in the step is not in work is held too: 3 of 4 parts beside the one that is."""
+    plain = make_step(BLOCKS, 4)
+    trace = with_batch(plain, len(plain.events))
+    assert live_by_owner(with_accumulation(trace, 16))[BATCH].max() == live_by_owner(trace)[BATCH].max() + 3000
+    assert live_by_owner(with_accumulation(trace, 16))[BATCH, -1] == live_by_owner(trace)[BATCH, -1]
+
+
+def test_the_batch_is_let_go_whichever_implementation_makes_the_step():
+    """A batch freed right after the last implementation of the optimizer piles up with none of them."""
+    plain = make_step(BLOCKS, 4, optimizer_bytes=5000)
+    both = with_accumulation(with_batch(plain, plain.variants[-1].events[1]), 4000)
+    ends = set()
+    for variant in ("foreach", "for-loop"):
+        peaks = set()
+        for steps in (1, 6):
+            live = live_bytes(*played(both, steps, variant))
+            peaks.add(int(live.max()))
+            ends.add(int(live[-1]))
+        assert len(peaks) == 1
+    assert len(ends) == 1
+
+
+def test_a_batch_that_the_loss_function_moves_does_not_wait_on_the_device():
+    """Where each micro-batch is gone when its backward pass is done, the rest of the batch is on the host."""
+    plain = make_step(BLOCKS, 4)
+    backward = int(np.flatnonzero(plain.event_phase == PHASES.index("backward"))[-1])
+    trace = with_batch(plain, backward)
+    assert live_by_owner(with_accumulation(trace, 4000))[BATCH].max() == live_by_owner(trace)[BATCH].max()
+
+
+@pytest.mark.parametrize("total", [10**12, 10**18])
+def test_a_batch_beyond_all_memory_fits_nowhere(total):
+    """Sizes that no 64-bit integer holds come out as more than any device has, and not as less than nothing."""
+    plain = make_step(BLOCKS, 4)
+    both = with_accumulation(with_batch(plain, len(plain.events)), total)
+    assert live_peak(both) > 1 << 47
+    assert live_bytes(*played(both, 6)).min() >= 0
+
+
+def test_what_needs_no_accumulation_stays_as_it_is():
+    """A global batch of one micro-batch, or of fewer samples, is the step itself."""
+    trace = make_step(BLOCKS, 4)
+    assert with_accumulation(trace, 4) is trace
+    assert with_accumulation(trace, 3) is trace

@@ -1,0 +1,675 @@
+"""The simulated caching allocator: worked examples, invariants under any sequence, a slow model of it as oracle."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.core.errors import PolicyError
+from holdfast.forecast.allocator import (
+    DEFAULT_ALLOCATOR,
+    EXPANDABLE_ALLOCATOR,
+    AllocatorOptions,
+    replay,
+    round_sizes,
+)
+from holdfast.forecast.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
+from holdfast.forecast.devices import find_device
+from holdfast.forecast.fit import (
+    LEAST_MARGIN_BYTES,
+    check_fit,
+    default_margin_bytes,
+    live_peak_bytes,
+    smallest_cap_bytes,
+    with_workspaces,
+)
+from holdfast.forecast.memory_blocks import Block
+from holdfast.forecast.recorded_traces import RecordedTrace, compare, from_snapshot
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SETTINGS = settings(deadline=None, max_examples=60)
+
+
+def actions(allocator: CachingAllocator) -> list[tuple[str, int]]:
+    """Return what the driver was asked for, in MiB."""
+    assert allocator.log is not None
+    return [(done.action.removeprefix("segment_"), done.size_bytes // MIB) for done in allocator.log]
+
+
+def make(options: AllocatorOptions = DEFAULT_ALLOCATOR, **limits: Any) -> CachingAllocator:
+    return options.make(keep_log=True, **limits)
+
+
+# Rounding
+
+
+def test_requests_are_rounded_to_512_bytes() -> None:
+    """Without settings a size goes up to the next multiple of 512 bytes, and nothing stays nothing."""
+    assert round_sizes(np.array([0, 1, 512, 513, MIB - 1])).tolist() == [0, 512, 512, 1024, MIB]
+
+
+def test_divisions_of_the_power_of_two() -> None:
+    """The example of torch's documentation holds: with 4 divisions 1200 becomes 1280, and 1024 stays."""
+    options = AllocatorOptions(roundup_power2_divisions=4)
+    sizes = np.array([1200 * KIB, 1024 * KIB, 1281 * KIB, 1800 * KIB, 1000])
+    assert (round_sizes(sizes, options) / KIB).tolist() == [1280, 1024, 1536, 2048, 1]
+
+
+def test_divisions_by_interval() -> None:
+    """One division for each interval from 1 MiB on acts on the sizes of its interval alone."""
+    options = AllocatorOptions(roundup_power2_divisions=(0, 2, *(0,) * 14))
+    sizes = np.array([1200 * KIB, 2200 * KIB, 5000 * KIB])
+    assert round_sizes(sizes, options).tolist() == [1200 * KIB, 3072 * KIB, 5000 * KIB]
+
+
+@given(st.lists(st.integers(1, 200 * GIB), min_size=1), st.sampled_from([0, 1, 2, 4, 8, 16]))
+@SETTINGS
+def test_rounding_goes_up_and_stays(sizes: list[int], divisions: int) -> None:
+    """A rounded size is no less than the request, a multiple of 512, below twice of it, and rounds to itself."""
+    options = AllocatorOptions(roundup_power2_divisions=divisions)
+    asked = np.array(sizes)
+    rounded = round_sizes(asked, options)
+    assert (rounded >= asked).all()
+    assert not (rounded % 512).any()
+    assert (rounded < np.maximum(2 * asked, 513)).all()
+    assert (round_sizes(rounded, options) == rounded).all()
+
+
+# Worked examples; the rules are those of CUDACachingAllocator.cpp
+
+
+def test_small_requests_share_a_segment_of_2_mib() -> None:
+    """Up to 1 MiB a request is packed into 2 MiB segments."""
+    allocator = make()
+    first, second = allocator.allocate(512), allocator.allocate(MIB)
+    assert (first.size, second.address - first.address) == (512, 512)
+    allocator.allocate(MIB)
+    assert actions(allocator) == [("alloc", 2), ("alloc", 2)]
+    assert allocator.allocated_bytes == 2 * MIB + 512
+
+
+def test_large_requests_below_10_mib_share_20_mib() -> None:
+    """A request above 1 MiB takes 20 MiB and splits them; from 10 MiB on it gets its own, rounded to 2 MiB."""
+    allocator = make()
+    allocator.allocate(MIB + 512)
+    allocator.allocate(9 * MIB)
+    allocator.allocate(9 * MIB)  # 10 MiB - 512 are left, so it fits
+    assert actions(allocator) == [("alloc", 20)]
+    block = allocator.allocate(11 * MIB)
+    assert actions(allocator)[1:] == [("alloc", 12)]
+    assert block.size == 12 * MIB  # a remainder of 1 MiB or less is not split off, and counts as allocated
+
+
+def test_best_fit_and_the_lower_address_among_equals() -> None:
+    """The smallest free block that is large enough is taken, and the lowest of several of that size."""
+    allocator = make()
+    blocks = [allocator.allocate(size * MIB) for size in (40, 20, 30, 20)]
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.allocate(19 * MIB).address == blocks[1].address
+    assert allocator.allocate(19 * MIB).address == blocks[3].address
+    assert allocator.allocate(19 * MIB).address == blocks[2].address
+
+
+def test_neighbours_join() -> None:
+    """Freed neighbours of one segment become one block again, those of two segments never do."""
+    allocator = make()
+    blocks = [allocator.allocate(6 * MIB) for _ in range(4)]
+    assert actions(allocator) == [("alloc", 20), ("alloc", 20)]
+    for block in blocks:
+        allocator.free(block)
+    allocator.allocate(20 * MIB)
+    allocator.allocate(20 * MIB)
+    allocator.allocate(20 * MIB)
+    assert actions(allocator)[2:] == [("alloc", 20)]
+
+
+def test_cached_segments_are_given_back_before_it_fails() -> None:
+    """Under a cap all whole cached segments go back and the request is made again, which counts as a retry."""
+    allocator = make(cap_bytes=60 * MIB)
+    small, large = allocator.allocate(512), allocator.allocate(30 * MIB)
+    allocator.free(small)
+    allocator.free(large)
+    allocator.allocate(40 * MIB)
+    assert actions(allocator) == [("alloc", 2), ("alloc", 30), ("free", 30), ("free", 2), ("alloc", 40)]
+    assert (allocator.retries, allocator.peak_reserved_bytes) == (1, 40 * MIB)
+
+
+def test_a_segment_in_part_use_cannot_be_given_back() -> None:
+    """Fragmentation: 12 free MiB of a 20 MiB segment do not help 24 MiB under a cap of 40; expandable segments do."""
+    for options, fits in ((DEFAULT_ALLOCATOR, False), (EXPANDABLE_ALLOCATOR, True)):
+        allocator = make(options, cap_bytes=40 * MIB)
+        first = allocator.allocate(8 * MIB)
+        allocator.allocate(8 * MIB)
+        allocator.free(first)
+        if fits:
+            allocator.allocate(24 * MIB)  # grows the 4 MiB at the end by 20
+            assert actions(allocator) == [("map", 20), ("map", 20)]
+        else:
+            with pytest.raises(OutOfDeviceMemoryError):
+                allocator.allocate(24 * MIB)
+            assert allocator.retries == 1
+
+
+def test_blocks_above_the_split_limit_stay_whole() -> None:
+    """With max_split_size a large cached block serves no small request, and a large one only if little is wasted."""
+    allocator = make(AllocatorOptions(max_split_size_mb=32))
+    allocator.free(allocator.allocate(64 * MIB))
+    allocator.allocate(24 * MIB)
+    allocator.allocate(40 * MIB)
+    assert actions(allocator) == [("alloc", 64), ("alloc", 24), ("alloc", 40)]
+    assert allocator.allocate(46 * MIB).size == 64 * MIB
+    assert len(actions(allocator)) == 3
+
+
+def test_enough_is_given_back_first_where_splitting_is_limited() -> None:
+    """release_available_cached_blocks frees the largest oversize blocks until they suffice, and is no retry."""
+    allocator = make(AllocatorOptions(max_split_size_mb=32), cap_bytes=150 * MIB)
+    blocks = [allocator.allocate(size * MIB) for size in (34, 40, 64)]
+    for block in blocks:
+        allocator.free(block)
+    allocator.allocate(90 * MIB)
+    assert actions(allocator)[3:] == [("free", 64), ("free", 40), ("alloc", 90)]
+    assert allocator.retries == 0
+
+
+def test_one_block_is_given_back_where_one_suffices() -> None:
+    """An oversize block that is large enough goes back alone: the first from the requested size on."""
+    allocator = make(AllocatorOptions(max_split_size_mb=32), cap_bytes=170 * MIB)
+    for block in [allocator.allocate(size * MIB) for size in (60, 100)]:
+        allocator.free(block)
+    allocator.allocate(40 * MIB)  # neither may serve it: both would waste 20 MiB or more
+    assert actions(allocator)[2:] == [("free", 60), ("alloc", 40)]
+    assert allocator.retries == 0
+
+
+def test_garbage_is_collected_by_age() -> None:
+    """Above the threshold the segments that were unused for longer than the average go back first."""
+    allocator = make(AllocatorOptions(garbage_collection_threshold=0.5), allowed_bytes=100 * MIB)
+    allocator.free(allocator.allocate(30 * MIB))
+    allocator.free(allocator.allocate(40 * MIB))
+    allocator.allocate(60 * MIB)
+    assert actions(allocator) == [("alloc", 30), ("alloc", 40), ("free", 30), ("alloc", 60)]
+    assert allocator.retries == 0
+
+
+def test_garbage_collection_needs_an_allowed_sum() -> None:
+    """Where set_per_process_memory_fraction was not called, the threshold does nothing, as in torch."""
+    allocator = make(AllocatorOptions(garbage_collection_threshold=0.5), cap_bytes=200 * MIB)
+    allocator.free(allocator.allocate(90 * MIB))
+    allocator.allocate(110 * MIB)
+    assert actions(allocator) == [("alloc", 90), ("alloc", 110)]
+
+
+def test_expandable_segments_grow_at_their_end() -> None:
+    """They grow by 2 MiB or 20 MiB handles, and only by what the free end lacks."""
+    allocator = make(EXPANDABLE_ALLOCATOR)
+    allocator.allocate(512)
+    allocator.allocate(30 * MIB)
+    allocator.allocate(25 * MIB)  # 10 are free at the end
+    assert actions(allocator) == [("map", 2), ("map", 40), ("map", 20)]
+    assert allocator.allocated_bytes == 55 * MIB + 512
+
+
+def test_expandable_segments_unmap_whole_handles() -> None:
+    """Emptying the cache unmaps the handles that lie in a free block as a whole; the hole is mapped again first."""
+    allocator = make(EXPANDABLE_ALLOCATOR)
+    blocks = [allocator.allocate(25 * MIB) for _ in range(4)]  # 100 MiB, 5 handles
+    allocator.free(blocks[1])
+    allocator.free(blocks[2])  # 25 to 75 are free: the handles from 40 to 60 are whole
+    allocator.empty_cache()
+    assert actions(allocator)[-1] == ("unmap", 20)
+    assert allocator.reserved_bytes == 80 * MIB
+    assert allocator.allocate(30 * MIB).address == blocks[1].address  # 15 free, 20 mapped again
+    assert actions(allocator)[-1] == ("map", 20)
+    assert allocator.reserved_bytes == 100 * MIB
+
+
+def test_the_end_of_an_expandable_segment_is_taken_last() -> None:
+    """Best fit counts a block at the end with all that it could grow to, so a larger block within is preferred."""
+    allocator = make(EXPANDABLE_ALLOCATOR)
+    blocks = [allocator.allocate(size * MIB) for size in (17, 10, 8)]  # 5 are left of 40
+    allocator.free(blocks[0])
+    assert allocator.allocate(4 * MIB).address == blocks[0].address
+
+
+def test_the_allowed_sum_is_compared_with_whole_segments() -> None:
+    """As in torch, expandable segments map whole handles although the allowed sum was compared with less."""
+    allocator = make(EXPANDABLE_ALLOCATOR, allowed_bytes=15 * MIB)
+    allocator.allocate(12 * MIB)
+    assert allocator.reserved_bytes == 20 * MIB
+    with pytest.raises(OutOfDeviceMemoryError):
+        make(EXPANDABLE_ALLOCATOR, allowed_bytes=15 * MIB).allocate(8 * MIB)  # counts as 20
+
+
+def test_a_failed_expansion_keeps_what_it_mapped() -> None:
+    """A hole that was filled before the end could not grow stays mapped, until all is given back."""
+    allocator = make(EXPANDABLE_ALLOCATOR, cap_bytes=80 * MIB)
+    blocks = [allocator.allocate(20 * MIB) for _ in range(3)]
+    allocator.free(blocks[1])
+    allocator.empty_cache()
+    with pytest.raises(OutOfDeviceMemoryError):
+        allocator.allocate(60 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB
+    allocator.allocate(20 * MIB)
+    assert allocator.reserved_bytes == 60 * MIB
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_split_size_mb": 19},
+        {"max_non_split_rounding_mb": 1},
+        {"large_segment_size_mb": 21},
+        {"roundup_power2_divisions": 3},
+        {"roundup_power2_divisions": (1, 2)},
+        {"garbage_collection_threshold": 1.0},
+    ],
+)
+def test_settings_that_torch_refuses(wrong: dict[str, Any]) -> None:
+    """A setting that torch would refuse at start is refused with its name."""
+    with pytest.raises(PolicyError, match=next(iter(wrong))):
+        AllocatorOptions(**wrong)
+
+
+def test_the_setting_is_what_torch_parses() -> None:
+    """The text for PYTORCH_ALLOC_CONF holds what differs from the defaults, and nothing where nothing does."""
+    assert DEFAULT_ALLOCATOR.setting() == ""
+    assert EXPANDABLE_ALLOCATOR.setting() == "expandable_segments:True"
+    options = AllocatorOptions(roundup_power2_divisions=(2, *(4,) * 15), garbage_collection_threshold=0.8)
+    assert options.setting().startswith("roundup_power2_divisions:[1:2,2:4,4:4,")
+    assert options.setting().endswith("32768:4],garbage_collection_threshold:0.8")
+
+
+# Invariants under any sequence
+
+SIZES = st.sampled_from(
+    [512, 4 * KIB, 700 * KIB, MIB, MIB + 512, 3 * MIB, 9 * MIB, 10 * MIB, 13 * MIB, 21 * MIB, 48 * MIB]
+)
+STEPS = st.lists(st.tuples(st.sampled_from("aaaaffffffe"), SIZES, st.integers(0, 1000)), max_size=120)
+OPTIONS = st.sampled_from(
+    [
+        DEFAULT_ALLOCATOR,
+        EXPANDABLE_ALLOCATOR,
+        AllocatorOptions(max_split_size_mb=20),
+        AllocatorOptions(large_segment_size_mb=12),
+        AllocatorOptions(garbage_collection_threshold=0.4),
+        AllocatorOptions(expandable_segments=True, max_split_size_mb=20),
+    ]
+)
+
+
+def segments_of(allocator: CachingAllocator, live: list[Block]) -> list[list[Block]]:
+    """Return the segments, each a list of its blocks by address."""
+    pools = (allocator._small, allocator._large)
+    known = [*live, *(block for pool in pools for block in (*pool.free_blocks(), *pool.unmapped))]
+    heads = [block for block in known if block.previous is None]
+    found = []
+    for block in heads:
+        chain = [block]
+        while (following := chain[-1].following) is not None:
+            assert following.previous is chain[-1]
+            chain.append(following)
+        found.append(chain)
+    assert sorted(id(block) for chain in found for block in chain) == sorted(id(block) for block in known)
+    return found
+
+
+def check(allocator: CachingAllocator, live: list[Block]) -> None:
+    """Assert what holds at any time."""
+    mapped = 0
+    for chain in segments_of(allocator, live):
+        for left, right in itertools.pairwise(chain):
+            assert left.address + left.size == right.address
+            assert left.allocated or right.allocated or left.mapped != right.mapped, "free neighbours were not joined"
+        mapped += sum(block.size for block in chain if block.mapped)
+    assert mapped == allocator.reserved_bytes
+    assert sum(block.size for block in live) == allocator.allocated_bytes
+    assert allocator.allocated_bytes <= allocator.reserved_bytes <= allocator.peak_reserved_bytes
+    spans = sorted((block.address, block.address + block.size) for block in live)
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans)), "blocks overlap"
+
+
+@given(STEPS, OPTIONS, st.none() | st.integers(2, 200), st.none() | st.integers(2, 200))
+@SETTINGS
+def test_invariants(
+    steps: list[tuple[str, int, int]], options: AllocatorOptions, cap: int | None, allowed: int | None
+) -> None:
+    """Blocks never overlap, free neighbours are joined, sums agree, limits hold, and all comes back in the end."""
+    allocator = options.make(
+        cap_bytes=None if cap is None else cap * MIB, allowed_bytes=None if allowed is None else allowed * MIB
+    )
+    live: list[Block] = []
+    for action, size, index in steps:
+        if action == "a":
+            try:
+                block = allocator.allocate(size)
+            except OutOfDeviceMemoryError:
+                assert cap is not None or allowed is not None
+                continue
+            assert block.size >= size
+            live.append(block)
+        elif action == "f" and live:
+            allocator.free(live.pop(index % len(live)))
+        elif action == "e":
+            allocator.empty_cache()
+        check(allocator, live)
+        assert cap is None or allocator.reserved_bytes <= cap * MIB
+        if allowed is not None and not options.expandable_segments:
+            assert allocator.reserved_bytes <= allowed * MIB
+    for block in live:
+        allocator.free(block)
+    allocator.empty_cache()
+    assert (allocator.reserved_bytes, allocator.allocated_bytes) == (0, 0)
+
+
+# A slow model as oracle: lists that are searched from end to end, no joined bookkeeping
+
+
+@dataclass
+class SlowAllocator:
+    """The default allocator without anything clever: each segment is a list of [size, owner]."""
+
+    cap: int
+    segments: list[tuple[bool, list[list[int]]]] = field(default_factory=list)
+    retries: int = 0
+
+    def reserved(self) -> int:
+        return sum(size for _, parts in self.segments for size, _ in parts)
+
+    def allocated(self) -> int:
+        return sum(size for _, parts in self.segments for size, owner in parts if owner)
+
+    def allocate(self, size: int, owner: int) -> bool:
+        small = size <= MIB
+        fitting = [
+            (part[0], number, place)
+            for number, (is_small, parts) in enumerate(self.segments)
+            for place, part in enumerate(parts)
+            if is_small == small and not part[1] and part[0] >= size
+        ]
+        if fitting:
+            _, number, place = min(fitting)
+        else:
+            wanted = 2 * MIB if small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            if self.reserved() + wanted > self.cap:
+                self.retries += 1
+                self.segments = [entry for entry in self.segments if any(owner for _, owner in entry[1])]
+            if self.reserved() + wanted > self.cap:
+                return False
+            self.segments.append((small, [[wanted, 0]]))
+            number, place = len(self.segments) - 1, 0
+        parts = self.segments[number][1]
+        rest = parts[place][0] - size
+        if (rest >= 512) if small else (rest > MIB):
+            parts[place : place + 1] = [[size, owner], [rest, 0]]
+        else:
+            parts[place][1] = owner
+        return True
+
+    def free(self, owner: int) -> None:
+        for number, (small, parts) in enumerate(self.segments):
+            joined: list[list[int]] = []
+            for size, held in parts:
+                now = 0 if held == owner else held
+                if joined and not now and not joined[-1][1]:
+                    joined[-1][0] += size
+                else:
+                    joined.append([size, now])
+            self.segments[number] = (small, joined)
+
+
+@given(STEPS, st.integers(20, 300))
+@SETTINGS
+def test_it_does_what_the_slow_model_does(steps: list[tuple[str, int, int]], cap: int) -> None:
+    """Reserved and allocated bytes, retries and failures equal those of the slow model after each step."""
+    slow, fast = SlowAllocator(cap * MIB), make(cap_bytes=cap * MIB)
+    live: list[tuple[int, Block]] = []
+    for owner, (action, size, index) in enumerate(steps, start=1):
+        if action == "a":
+            could = slow.allocate(size, owner)
+            if could:
+                live.append((owner, fast.allocate(size)))
+            else:
+                with pytest.raises(OutOfDeviceMemoryError):
+                    fast.allocate(size)
+        elif action == "f" and live:
+            freed, block = live.pop(index % len(live))
+            slow.free(freed)
+            fast.free(block)
+        assert (fast.reserved_bytes, fast.allocated_bytes, fast.retries) == (
+            slow.reserved(),
+            slow.allocated(),
+            slow.retries,
+        )
+
+
+# Replay and fit
+
+
+def trace_of(steps: list[tuple[str, int, int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    events: list[int] = []
+    sizes: list[int] = []
+    live: list[int] = []
+    for action, size, index in steps:
+        if action == "f" and live:
+            events.append(-live.pop(index % len(live)) - 1)
+        else:
+            live.append(len(sizes))
+            sizes.append(size)
+            events.append(len(sizes))
+    return np.array(events, dtype=np.int32), np.array(sizes, dtype=np.int64)
+
+
+def test_replay_counts_what_torch_counts() -> None:
+    """Peaks, what is left at the end and storages of no bytes are as torch's statistics would have them."""
+    events = np.array([1, 2, 3, -2, -3, 2, -1], dtype=np.int32)
+    played = replay(events, np.array([100, 30 * MIB, 0]))
+    assert (played.peak_reserved_bytes, played.peak_allocated_bytes) == (32 * MIB, 30 * MIB + 512)
+    assert (played.reserved_bytes, played.allocated_bytes) == (32 * MIB, 30 * MIB)
+    assert (played.retries, played.failed, played.failed_at) == (0, False, None)
+
+
+def test_replay_says_where_memory_ran_out() -> None:
+    """Under a cap that is too small the replay stops at the event that could not be served."""
+    played = replay(np.array([1, 2], dtype=np.int32), np.array([30 * MIB, 40 * MIB]), cap_bytes=60 * MIB)
+    assert (played.failed, played.failed_at, played.retries) == (True, 1, 1)
+    assert played.peak_reserved_bytes == 30 * MIB
+
+
+@pytest.mark.parametrize(("events", "text"), [([1, 1], "allocates storage 0"), ([-1], "frees storage 0")])
+def test_replay_refuses_a_trace_that_cannot_be(events: list[int], text: str) -> None:
+    """A storage that is allocated twice or freed before it lives is an error, never a silent count."""
+    with pytest.raises(ValueError, match=text):
+        replay(np.array(events, dtype=np.int32), np.array([512]))
+
+
+@given(STEPS, OPTIONS)
+@SETTINGS
+def test_caps_where_they_are_monotone(steps: list[tuple[str, int, int]], options: AllocatorOptions) -> None:
+    """The peak without a cap is a cap without retries; below the live peak none suffices; the smallest found does."""
+    events, sizes = trace_of(steps)
+    free = replay(events, sizes, allocator=options)
+    assert replay(events, sizes, allocator=options, cap_bytes=free.peak_reserved_bytes) == free
+    live = live_peak_bytes(events, sizes, options)
+    assert live <= free.peak_allocated_bytes <= free.peak_reserved_bytes
+    if live:
+        assert replay(events, sizes, allocator=options, cap_bytes=live - 1).failed
+    smallest = smallest_cap_bytes(events, sizes, allocator=options, step_bytes=MIB)
+    assert not replay(events, sizes, allocator=options, cap_bytes=smallest).failed
+    assert live <= smallest <= free.peak_reserved_bytes
+
+
+def test_fit_on_a_device() -> None:
+    """A trace fits if it is played within usable memory less context and margin, the workspaces counted."""
+    device = find_device("RTX 4090")
+    room = device.available_bytes - default_margin_bytes(device) - sum(device.workspace_bytes)
+    events = np.array([1], dtype=np.int32)
+    fitting = check_fit(events, np.array([room - 64 * MIB]), device)
+    assert fitting.fits
+    assert fitting.process_bytes == fitting.replay.peak_reserved_bytes + device.context_bytes
+    assert fitting.replay.peak_allocated_bytes >= room - 64 * MIB + sum(device.workspace_bytes)
+    assert not check_fit(events, np.array([room + MIB]), device).fits
+    assert check_fit(events, np.array([room + MIB]), device, margin_bytes=0).fits
+
+
+def test_workspaces_live_for_ever_and_change_no_id() -> None:
+    """They come first, are never freed, and leave the ids of the trace as they were."""
+    device = find_device("H100")
+    events, sizes = with_workspaces(np.array([1, -1], dtype=np.int32), np.array([512]), device)
+    assert events.tolist() == [2, 3, 1, -1]
+    assert sizes.tolist() == [512, 32 * MIB, 32 * MIB]
+
+
+def test_the_margin_has_a_floor_and_keeps_all_unknown_scratch() -> None:
+    """A small device keeps 512 MiB back, a large one 4 or 10 percent, and unknown scratch comes on top of either."""
+    small, large = (replace(find_device("H100"), usable_bytes=gib * GIB) for gib in (4, 100))
+    assert default_margin_bytes(small) == LEAST_MARGIN_BYTES
+    assert default_margin_bytes(large, uncalibrated_scratch_bytes=7) == 10 * GIB + 7
+    assert default_margin_bytes(replace(large, measured=True), uncalibrated_scratch_bytes=7) == 4 * GIB + 7
+
+
+@pytest.mark.parametrize("name", ["T4", "V100-16GB", "A100-80GB", "RTX 3090", "24GiB", "80GiB"])
+def test_a_device_that_old_cuda_runs_on_keeps_its_context_free(name: str) -> None:
+    """Context and margin hold a tenth of the device and the largest context seen with CUDA 11, unless calibrated."""
+    device = find_device(name)
+    assert default_margin_bytes(device) + device.context_bytes >= 0.1 * device.usable_bytes + 1.3 * GIB
+    assert default_margin_bytes(replace(device, measured=True)) == max(
+        LEAST_MARGIN_BYTES, int(0.04 * device.usable_bytes)
+    )
+
+
+# Recorded traces
+
+
+def snapshot_of(
+    events: np.ndarray[Any, Any],
+    sizes: np.ndarray[Any, Any],
+    options: AllocatorOptions = DEFAULT_ALLOCATOR,
+    *,
+    allowed_bytes: int | None = None,
+    empty_at: int = -1,
+    begin: int = 0,
+) -> dict[str, Any]:
+    """Write what torch would record from an event on, if it did what the simulator does."""
+    allocator = make(options, allowed_bytes=allowed_bytes)
+    entries: list[dict[str, Any]] = []
+    live: dict[int, Block] = {}
+
+    def note(action: str, addr: int, size: int) -> None:
+        if at >= begin:
+            entries.append({"action": action, "addr": addr, "size": size, "stream": 0, "time_us": at})
+
+    def drain() -> None:
+        assert allocator.log is not None
+        for done in allocator.log:
+            note(done.action, done.address, done.size_bytes)
+        allocator.log.clear()
+
+    for at, event in enumerate(events.tolist()):
+        storage = abs(event) - 1
+        if at == empty_at:
+            allocator.empty_cache()
+            drain()
+        if event < 0:
+            block = live.pop(storage, None)
+            if block is not None:
+                note("free_requested", block.address, int(sizes[storage]))
+                note("free_completed", block.address, int(sizes[storage]))
+                allocator.free(block)
+            continue
+        size = int(round_sizes(sizes[storage : storage + 1], options)[0])
+        try:
+            block = live[storage] = allocator.allocate(size)
+        except OutOfDeviceMemoryError:
+            drain()
+            entries.append({"action": "oom", "device_free": 0, "size": size, "stream": 0})
+            continue
+        drain()
+        note("alloc", block.address, int(sizes[storage]))
+    segments = [
+        {
+            "device": 1,
+            "address": chain[0].address,
+            "total_size": sum(block.size for block in chain),
+            "is_expandable": False,
+            "blocks": [
+                {"size": block.size, "state": "active_allocated" if block.allocated else "inactive"}
+                for block in chain
+            ],
+        }
+        for chain in segments_of(allocator, list(live.values()))
+    ]
+    return {"device_traces": [[], entries], "segments": [] if options.expandable_segments else segments}
+
+
+@given(STEPS, OPTIONS, st.integers(40, 300))
+@SETTINGS
+def test_a_recording_of_itself_is_identical(
+    steps: list[tuple[str, int, int]], options: AllocatorOptions, allowed: int
+) -> None:
+    """What the simulator did under a fraction, written as torch writes it, is found again, out-of-memory included."""
+    events, sizes = trace_of(steps)
+    recorded = from_snapshot(snapshot_of(events, sizes, options, allowed_bytes=allowed * MIB), device=1)
+    found = compare(recorded, allocator=options, allowed_bytes=allowed * MIB)
+    assert found.identical, found.first_difference
+    assert found.agreeing == found.segments == len(recorded.segments)
+    assert found.moved in (0, None)
+    assert found.recorded_peak_bytes == found.simulated_peak_bytes
+
+
+def recorded_example() -> RecordedTrace:
+    sizes = np.array([100, 30 * MIB, 5 * MIB, 12 * MIB])
+    events = np.array([1, 2, -2, 3, 4, -3], dtype=np.int32)
+    return from_snapshot(snapshot_of(events, sizes, empty_at=3), device=1)
+
+
+def test_a_recording_with_an_emptied_cache() -> None:
+    """torch.cuda.empty_cache() stands in a recording as segments that go back; the simulator does the same there."""
+    recorded = recorded_example()
+    assert [segment.action for segment in recorded.segments].count("segment_free") == 1
+    assert recorded.events.tolist() == [1, 2, -2, 3, 4, -3]
+    found = compare(recorded)
+    assert (found.identical, found.moved, found.segments) == (True, 0, 4)
+
+
+def test_a_recording_that_began_late() -> None:
+    """What was there before is found by undoing the recording, also what was freed in it and what was given back."""
+    sizes = np.array([100, 30 * MIB, 5 * MIB, 11 * MIB, 700 * KIB, 40 * MIB, 4 * MIB, 24 * MIB])
+    events = np.array([1, 2, 3, 4, 5, -2, 6, -5, 7, -3, 8, -6], dtype=np.int32)
+    recorded = from_snapshot(snapshot_of(events, sizes, empty_at=10, begin=6), device=1)
+    assert recorded.events.tolist() == [1, -2, 3, -4, 5, -1]
+    assert [segment.size_bytes // MIB for segment in recorded.found] == [2, 30, 20]
+    assert [len(segment.allocated) for segment in recorded.found] == [2, 0, 2]
+    found = compare(recorded)
+    assert (found.identical, found.moved, found.segments) == (True, 0, 3)
+    assert found.recorded_peak_bytes == found.simulated_peak_bytes == 92 * MIB
+
+
+def test_the_first_difference_is_named() -> None:
+    """Another size of a segment is told with both sides and the event, and what agreed before it is counted."""
+    recorded = recorded_example()
+    found = compare(recorded, allocator=AllocatorOptions(large_segment_size_mb=32))
+    assert found.agreeing == 3
+    assert found.first_difference == (
+        f"recorded: segment_alloc of {20 * MIB} bytes after 3 events; "
+        f"simulated: segment_alloc of {32 * MIB} bytes after 3 events"
+    )
+
+
+def test_recordings_that_cannot_be_compared() -> None:
+    """A recording without its beginning, with two streams, or with memory pools is refused with the reason."""
+    entry = {"action": "free_completed", "addr": 1, "size": 512, "stream": 0}
+    with pytest.raises(ValueError, match="begin earlier"):
+        from_snapshot({"device_traces": [[entry]]})
+    streams = [{"action": "alloc", "addr": index, "size": 512, "stream": index} for index in range(2)]
+    with pytest.raises(ValueError, match="2 streams"):
+        from_snapshot({"device_traces": [streams]})
+    with pytest.raises(ValueError, match="memory pools"):
+        from_snapshot({"device_traces": [[{**entry, "segment_pool_id": (0, 1)}]]})

@@ -1,0 +1,188 @@
+"""The catalogue of devices: every figure with its source, names as people write them, sizes, files, clear errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast.core.errors import PolicyError
+from holdfast.forecast import devices
+from holdfast.forecast.devices import (
+    GIB,
+    configuration_directory,
+    device_file,
+    find_device,
+    known_devices,
+    load_device,
+    save_device,
+)
+from holdfast.forecast.trace import DTYPES
+
+CATALOGUE = yaml.safe_load((Path(devices.__file__).parent / "devices.yaml").read_text())
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep this user's calibrations out."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("entry", CATALOGUE["devices"], ids=lambda entry: str(entry["name"]))
+def test_every_figure_has_a_source(entry: dict[str, Any]) -> None:
+    """Each device says where usable memory, context and rates are from, and its figures are of a plausible order."""
+    device = find_device(entry["name"])
+    assert {"usable", "context", "rates", "cublas", "cublaslt"} <= device.sources.keys()
+    assert all(len(text) > 10 for text in device.sources.values())
+    assert 0.88 * device.total_bytes < device.usable_bytes < device.total_bytes
+    assert 0.1 * GIB < device.context_bytes < GIB
+    assert device.available_bytes == device.usable_bytes - device.context_bytes
+    assert 2e11 < device.bandwidth < 1e13
+    assert set(device.flops) <= set(DTYPES)
+    rates = [device.flops_per_second(dtype) for dtype in ("fp64", "fp32", "tf32", "bf16", "fp16")]
+    assert rates == sorted(rates) or device.capability < (8, 0)  # type: ignore[operator]
+    assert not device.measured
+
+
+def test_the_devices_of_the_issue_are_there() -> None:
+    """All boards that the forecast promises to know can be named."""
+    promised = (
+        "T4, L4, V100-16GB, V100-32GB, A10G, A100-40GB, A100-80GB, RTX 3060, RTX 3070, RTX 3080, RTX 3080-12GB, "
+        "RTX 3090, RTX 4060 Ti 16GB, RTX 4070, RTX 4080, RTX 4090, RTX 5080, RTX 5090, A6000, RTX 6000 Ada, L40S, "
+        "H100-SXM, H100-PCIe, H200, B200, MI250X, MI300X"
+    )
+    assert len({find_device(name).name for name in promised.split(", ")}) == 27
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("rtx4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("a100 40gb", "A100-40GB"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("h100", "H100-SXM"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_names_as_people_and_torch_write_them(text: str, name: str) -> None:
+    """Case, spaces, dashes and the vendor's words do not matter."""
+    assert find_device(text).name == name
+
+
+def test_no_name_means_two_devices() -> None:
+    """Names and aliases of different devices never coincide."""
+    names = [alias for _, aliases in devices._catalogue() for alias in aliases]
+    assert len(names) == len(set(names))
+
+
+def test_workspaces_follow_the_compute_capability() -> None:
+    """8519680 bytes before Hopper, 32 MiB from it on, 128 MiB and hipBLASLt's on MI300X; each for two threads."""
+    assert find_device("T4").workspace_bytes == (8_519_680, 8_519_680)
+    assert find_device("RTX 4090").workspace_bytes == (8_519_680, 8_519_680)
+    assert find_device("H200").workspace_bytes == (32 << 20, 32 << 20)
+    assert find_device("RTX 5090").workspace_bytes == (32 << 20, 32 << 20)
+    assert find_device("MI250X").workspace_bytes == (32 << 20, 76 << 20) * 2
+    assert find_device("MI300X").workspace_bytes == (128 << 20, 76 << 20) * 2
+
+
+def test_a_rate_that_a_device_lacks_is_that_of_fp32() -> None:
+    """A T4 has no units for bf16 and tf32."""
+    turing = find_device("T4")
+    rates = {dtype: turing.flops_per_second(dtype) for dtype in ("fp32", "tf32", "bf16", "fp16")}
+    assert rates == {"fp32": 8.1e12, "tf32": 8.1e12, "bf16": 8.1e12, "fp16": 65e12}
+
+
+def test_sizes() -> None:
+    """A size stands for all that processes can have; a name with a size has that board's rates."""
+    unknown = find_device("24GiB")
+    assert (unknown.name, unknown.usable_bytes, unknown.total_bytes) == ("24GiB", 24 * GIB, 24 * GIB)
+    assert "nearest by size" in unknown.sources["rates"]
+    part = find_device("A100-80GB:20 GiB")
+    assert (part.name, part.usable_bytes) == ("A100-80GB:20GiB", 20 * GIB)
+    assert part.bandwidth == find_device("A100-80GB").bandwidth
+    assert all((find_device(f"{size}GiB").capability or (0, 0)) >= (8, 0) for size in (14, 16, 32, 64, 192))
+    assert find_device("16GiB").context_bytes == find_device("24GiB").context_bytes > 0.5 * GIB
+    assert find_device("24GB").usable_bytes == 24 * 10**9
+    assert find_device("16384 MiB").usable_bytes == 16 * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("RTX 4900", "RTX 4090"),
+        ("A100", "A100-40GB, A100-80GB"),
+        ("V100", "V100-16GB, V100-32GB"),
+        ("NVIDIA GeForce RTX 4060 Ti", "RTX 4060 Ti-16GB"),
+        ("quantum box", "known are: T4, L4"),
+        ("A100-80GB:lots", "a number with GiB"),
+        ("100MiB", "1 GiB or more"),
+        ("", "known are"),
+    ],
+)
+def test_an_unknown_device(text: str, told: str) -> None:
+    """The error names the nearest devices, or what a size looks like, and the rule H416."""
+    with pytest.raises(PolicyError, match=told) as caught:
+        find_device(text)
+    assert caught.value.rule == "H416"
+
+
+def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
+    """What a calibration writes is read again without a difference, and can be named by its path."""
+    device = find_device("H200")
+    path = tmp_path / "sub" / "mine.json"
+    save_device(device, path)
+    assert load_device(path) == device
+    assert find_device(str(path)) == device
+
+
+def test_a_calibrated_device_comes_before_the_catalogue() -> None:
+    """A file in the configuration directory is used for each name that torch's own name for the device stands for."""
+    plain = find_device("A100-80GB")
+    measured = devices.replace(plain, name="NVIDIA A100-SXM4-80GB", bandwidth=1.7e12, measured=True)
+    save_device(measured, device_file(measured.name))
+    assert device_file(measured.name).parent == configuration_directory()
+    assert find_device("A100-80GB") == find_device("NVIDIA A100-SXM4-80GB") == measured
+    assert find_device("A100-40GB").measured is False
+    assert measured in known_devices()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (None, "No such file"),
+        ("not json", "Expecting value"),
+        ({"format": "else"}, "has no .format"),
+        ({"bandwidth": None}, "device file"),
+        ({"flops": {}}, "fp32"),
+        ({"extra": 1}, "extra"),
+        ({"context_bytes": 0}, "context_bytes=0"),
+        ({"bandwidth": 0}, "above 0"),
+    ],
+)
+def test_a_file_that_is_none_of_ours(tmp_path: Path, change: object, told: str) -> None:
+    """A missing, damaged or foreign file is an error that names the file and what is wrong with it."""
+    path = tmp_path / "device.json"
+    if isinstance(change, str):
+        path.write_text(change)
+    elif isinstance(change, dict):
+        save_device(find_device("T4"), path)
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(PolicyError, match=told) as caught:
+        find_device(str(path))
+    assert caught.value.rule == "H416"
+    assert str(path) in caught.value.what
+
+
+def test_a_broken_calibration_spoils_no_other_device() -> None:
+    """A file that nobody has named is passed over with a warning; the catalogue answers."""
+    configuration_directory().mkdir(parents=True)
+    (configuration_directory() / "old.json").write_text("{}")
+    with pytest.warns(UserWarning, match=r"old\.json"):
+        assert find_device("L4").name == "L4"

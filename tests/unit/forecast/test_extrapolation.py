@@ -1,0 +1,296 @@
+"""Tests of holdfast.forecast.extrapolation: sizes at any micro-batch and length, and what is not aligned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.memory.made_steps import LINE, SAVES, Block, Layer, make_step
+
+from holdfast.forecast.extrapolation import NotAlignedError, fit, needed_points
+from holdfast.forecast.trace import OWNERS, Trace, live_peak
+
+layers = st.builds(
+    Layer,
+    st.sampled_from(sorted(SAVES)),
+    st.integers(1, 500).map(lambda width: 4 * width),
+    st.integers(0, 300),
+    st.integers(0, 20_000),
+)
+programs = st.lists(st.lists(layers, min_size=1, max_size=4).map(tuple), min_size=1, max_size=4)
+
+
+def at_length(base: Trace, batch: int, length: int, sizes: Callable[[int, int], list[int]]) -> Trace:
+    """Return a step whose storages have these sizes."""
+    return replace(
+        base, size_bytes=np.array(sizes(batch, length), dtype=np.int64), micro_batch_size=batch, length=length
+    )
+
+
+def one_storage_each(count: int) -> Trace:
+    """Return a step that makes and frees storages one by one."""
+    base = make_step([(Layer("relu", 4),)], 2)
+    events = np.array([event for storage in range(1, count + 1) for event in (storage, -storage)], dtype=np.int32)
+    return replace(
+        base,
+        events=events,
+        event_phase=np.zeros(len(events), dtype=np.int8),
+        size_bytes=np.zeros(count, dtype=np.int64),
+        owner=np.full(count, 5, dtype=np.int8),
+        module=np.zeros(count, dtype=np.int32),
+        line=np.zeros(count, dtype=np.int32),
+        resident=(),
+        carried=(),
+        block_runs=(),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs, st.sampled_from([(2, 4), (2, 3), (3, 5)]), st.integers(1, 4000), st.integers(0, 9999))
+def test_a_step_that_grows_by_whole_bytes_is_reproduced_exactly(
+    program: list[Block], sizes: tuple[int, int], wanted: int, scratch: int
+) -> None:
+    """A step whose storages are affine in the batch is reproduced to the byte and the operation at any size."""
+    scaled = fit([make_step(program, size, optimizer_bytes=scratch) for size in sizes])
+    expected, got = make_step(program, wanted, optimizer_bytes=scratch), scaled.at(wanted)
+    for name in ("events", "size_bytes", "flops", "moved_bytes", "operation_event"):
+        assert np.array_equal(getattr(got, name), getattr(expected, name)), name
+    assert got.block_runs == expected.block_runs
+    assert got.micro_batch_size == wanted
+    assert live_peak(got) == live_peak(expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs, st.integers(5, 1000))
+def test_a_line_through_two_peaks_is_never_above_the_replayed_peak(program: list[Block], wanted: int) -> None:
+    """The peak is a convex function of the micro-batch: its own extrapolation can only fall short."""
+    two, four = make_step(program, 2, optimizer_bytes=50_000), make_step(program, 4, optimizer_bytes=50_000)
+    secant = live_peak(two) + (live_peak(four) - live_peak(two)) / 2 * (wanted - 2)
+    assert secant <= live_peak(fit([two, four]).at(wanted))
+
+
+def test_a_peak_that_moves_is_exact_where_the_secant_is_far_too_low() -> None:
+    """A step that peaks in the optimizer at small sizes and in the model at large ones is predicted exactly."""
+    program: list[Block] = [(Layer("linear", 400), Layer("gelu", 1600), Layer("linear", 400))] * 4
+    make = lambda size: make_step(program, size, optimizer_bytes=300_000)  # noqa: E731
+    scaled = fit([make(2), make(4)])
+    truth = live_peak(make(128))
+    secant = live_peak(make(2)) + (live_peak(make(4)) - live_peak(make(2))) / 2 * 126
+    assert live_peak(scaled.at(128)) == truth
+    assert secant < 0.6 * truth
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.integers(0, 5000)] * 6), min_size=1, max_size=6),
+    st.integers(1, 3000),
+    st.integers(12, 8192),
+    st.integers(-7, 3),
+)
+def test_sizes_quadratic_in_the_length_are_exact_from_six_traces(
+    coefficients: list[tuple[int, ...]], batch: int, longest: int, more: int
+) -> None:
+    """Sizes that are quadratic in the length and affine in the batch are exact at all lengths."""
+
+    def sizes(batch: int, length: int) -> list[int]:
+        powers = (1, length, length * length)
+        return [
+            sum(factor * power for factor, power in zip(six, (*powers, *(batch * p for p in powers)), strict=True))
+            for six in coefficients
+        ]
+
+    base = one_storage_each(len(coefficients))
+    scaled = fit([at_length(base, *point, sizes) for point in needed_points(longest)])  # type: ignore[arg-type]
+    got = scaled.at(batch, longest + more)
+    assert got.size_bytes.tolist() == sizes(batch, longest + more)
+    assert got.length == longest + more
+    assert scaled.at(2, longest).assumptions == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(256, 4000), st.sampled_from([2, 4, 8, 16, 32, 64]), st.integers(1, 64))
+def test_lengths_that_operations_round_are_exact_at_the_announced_one(length: int, stride: int, batch: int) -> None:
+    """A length that strides divide and paddings round is exact where it was announced, and bounded elsewhere."""
+
+    def sizes(batch: int, length: int) -> list[int]:
+        steps = math.ceil(length / stride)
+        return [4 * batch * steps * 80, batch * steps * steps, 400 * stride * steps]
+
+    scaled = fit([at_length(one_storage_each(3), *point, sizes) for point in needed_points(length)])  # type: ignore[arg-type]
+    assert scaled.at(batch, length).size_bytes.tolist() == sizes(batch, length)
+    for other in (length - 1, length - 13, length + 5):
+        got = scaled.at(batch, other)
+        said = [one.what for one in got.assumptions if one.what.startswith(f"length {other} ")]
+        assert len(said) == 1
+        margin = float(said[0].rpartition("up to ")[2].split()[0])
+        assert sum(sizes(batch, other)) <= got.size_bytes.sum() * (1 + (margin + 0.05) / 100) + 3
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3, 7, 10, 100, 256, 1000, 4096])
+def test_points_leave_out_the_sizes_that_are_special(longest: int) -> None:
+    """The points are two sizes by three lengths, none of them 1, the last of which is the longest."""
+    points = needed_points(longest)
+    lengths = sorted({length for _, length in points if length is not None})
+    step = lengths[1] - lengths[0]
+    assert [size for size, _ in points] == [2, 2, 2, 4, 4, 4]
+    assert lengths == [lengths[0], lengths[0] + step, lengths[0] + 2 * step]
+    assert lengths[0] >= 2
+    assert longest < 4 or lengths[-1] == longest
+    assert longest < 256 or (step % 64 == 0 and lengths[0] < 0.76 * longest)
+    assert needed_points() == ((2, None), (4, None))
+
+
+def test_sizes_that_grow_unevenly_are_rounded_up_and_said() -> None:
+    """A storage that grows by a fraction of a byte per sample is rounded up, and the share of such is told."""
+    base = one_storage_each(2)
+    two = replace(base, size_bytes=np.array([100, 1000]), micro_batch_size=2)
+    four = replace(base, size_bytes=np.array([101, 2000]), micro_batch_size=4)
+    got = fit([two, four]).at(5)
+    assert got.size_bytes.tolist() == [102, 2500]  # 101.5 before
+    assert any("1 storages (3.9 % of all bytes)" in one.what for one in got.assumptions)
+    assert fit([two, four]).at(4).size_bytes.tolist() == [101, 2000]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 2**44), st.integers(0, 2**30), st.integers(2, 200))
+def test_numbers_beyond_64_bits_on_the_way_do_not_spoil_the_result(size: int, growth: int, times: int) -> None:
+    """Intermediate sums that no 64-bit integer holds still give the exact size."""
+
+    def sizes(batch: int, length: int) -> list[int]:
+        return [size + growth * batch * length]
+
+    points = needed_points(256)
+    scaled = fit([at_length(one_storage_each(1), *point, sizes) for point in points])  # type: ignore[arg-type]
+    assert scaled.at(1000, 64 * times).size_bytes.tolist() == sizes(1000, 64 * times)
+
+
+@pytest.mark.parametrize("batch", [10**12, 10**18, 10**30])
+def test_a_batch_beyond_all_memory_stays_above_any_device(batch: int) -> None:
+    """A size that no 64-bit integer holds is bounded, and so is the sum of all of them."""
+    sizes = lambda batch, length: [1000 * batch, 7 * batch, 8]  # noqa: E731
+    got = fit([at_length(one_storage_each(3), size, 4, sizes) for size in (2, 4)]).at(batch)
+    assert 1 << 42 < int(got.size_bytes.sum()) < 1 << 60
+    assert got.size_bytes[2] == 8
+
+
+def test_a_single_sample_is_said_to_be_extrapolated() -> None:
+    """Micro-batch 1 is no size that was traced and may take another way, which is said."""
+    scaled = fit([make_step([(Layer("linear", 40),)], size) for size in (2, 4)])
+    assert any("1 sample is extrapolated from 2 and 4" in one.what for one in scaled.at(1).assumptions)
+    assert scaled.at(2).assumptions == ()
+
+
+def test_growth_of_a_step_is_extrapolated_too() -> None:
+    """What a step leaves behind grows with the micro-batch as its storages do."""
+    two, four = (make_step([(Layer("linear", 40),)], size) for size in (2, 4))
+    assert fit([replace(four, growth_bytes=40), replace(two, growth_bytes=20)]).at(10).growth_bytes == 100
+    margins = fit([replace(four, uncalibrated_bytes=30), replace(two, uncalibrated_bytes=20)])
+    assert [margins.at(size).uncalibrated_bytes for size in (1, 2, 10)] == [20, 20, 60]
+
+
+def test_an_operation_that_only_one_batch_has_is_named_with_its_line() -> None:
+    """A branch on the batch is found at its first operation, with the line of the user's."""
+    program: list[Block] = [(Layer("linear", 40), Layer("relu", 40)), (Layer("gelu", 40),)]
+    with pytest.raises(NotAlignedError) as raised:
+        fit([make_step(program, 2), make_step(program, 4, branch_at=0)])
+    message = str(raised.value)
+    assert raised.value.rule == "H425"
+    assert "with 4 samples than with 2 samples" in message
+    assert "operation 2 is aten.gelu (80, 4 bytes)" in message
+    assert "there aten.index_put" in message
+    assert LINE in message
+
+
+def test_an_order_of_events_that_differs_is_named_by_its_operation() -> None:
+    """Traces with the same operations, of which one frees earlier, are not aligned."""
+    two, four = (make_step([(Layer("gelu", 40), Layer("linear", 40))], size) for size in (2, 4))
+    events = four.events.copy()
+    frees = np.flatnonzero((events[:-1] < 0) & (events[1:] > 0))
+    events[[frees[0], frees[0] + 1]] = events[[frees[0] + 1, frees[0]]]
+    with pytest.raises(NotAlignedError, match=r"operation \d+ is aten\.\w+"):
+        fit([two, replace(four, events=events)])
+
+
+@pytest.mark.parametrize("field", ["blocks", "carried", "precision", "variants"])
+def test_anything_else_that_differs_is_named(field: str) -> None:
+    """Traces that agree in all events but not in what they say of them are refused with the name of that."""
+    two, four = (make_step([(Layer("linear", 40),)], size, optimizer_bytes=80) for size in (2, 4))
+    value = "bf16" if field == "precision" else ()
+    with pytest.raises(NotAlignedError, match=f"their {field} differ"):
+        fit([two, replace(four, **{field: value})])
+
+
+def test_parameters_in_another_order_are_refused() -> None:
+    """Traces whose parameters come in another order would be mixed up without a word: they are refused."""
+    two, four = (make_step([(Layer("linear", 40), Layer("linear", 80))], size) for size in (2, 4))
+    sizes = four.size_bytes.copy()
+    sizes[[0, 1]] = sizes[[1, 0]]
+    with pytest.raises(NotAlignedError, match="parameters and states that live before it differ"):
+        fit([two, replace(four, size_bytes=sizes)])
+
+
+def test_what_a_step_keeps_or_has_for_each_sample_is_said() -> None:
+    """Other numbers of storages before the step, or in its batch, are named in place of some operation."""
+    two, four = (make_step([(Layer("linear", 40),)], size) for size in (2, 4))
+    grown = replace(four, resident=(*four.resident, len(four.size_bytes)), events=four.events[1:])
+    with pytest.raises(NotAlignedError, match=r"storages live before it, there .*keeps something from step to step"):
+        fit([two, grown])
+    owner = four.owner.copy()
+    owner[len(four.resident)] = OWNERS.index("batch")
+    with pytest.raises(NotAlignedError, match="its batch is 1 tensors, there 2") as caught:
+        fit([two, replace(four, owner=owner, events=four.events[::-1])])
+    assert "collate a list of samples" in caught.value.fix
+
+
+def test_names_in_another_order_are_still_the_same_operations() -> None:
+    """Operations are compared by name, whatever their numbers are."""
+    two, four = (make_step([(Layer("linear", 40), Layer("relu", 8))], size) for size in (2, 4))
+    count = len(four.names)
+    turned = replace(four, names=four.names[::-1], operation_name=(count - 1 - four.operation_name).astype(np.int32))
+    assert np.array_equal(fit([two, turned]).at(4).size_bytes, four.size_bytes)
+
+
+def test_traces_that_leave_a_point_out_are_our_mistake() -> None:
+    """Fitting needs every size at every length; anything else is no data but a bug."""
+    traces = [make_step([(Layer("linear", 40),)], size) for size in (2, 4)]
+    for wrong in (traces[:1], [*traces, traces[0]], [replace(traces[0], micro_batch_size=1), traces[1]]):
+        with pytest.raises(AssertionError):
+            fit(wrong)
+    six = [replace(traces[0], micro_batch_size=size, length=length) for size, length in product((2, 4), (8, 16))]
+    with pytest.raises(AssertionError, match="three"):
+        fit(six)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs, st.data())
+def test_scratch_that_only_some_batches_take_is_taken_to_grow_with_the_batch(
+    program: list[Block], data: st.DataObject
+) -> None:
+    """Where an operation takes scratch in one trace only, the other gets its share, and nothing else is changed."""
+    full = [tuple(replace(layer, scratch=40 * layer.width) for layer in block) for block in program]
+
+    def part(size: int, lacks: set[tuple[int, int]]) -> Trace:
+        blocks = [
+            tuple(
+                replace(layer, scratch=0) if (number, place) in lacks else layer for place, layer in enumerate(block)
+            )
+            for number, block in enumerate(full)
+        ]
+        return make_step(blocks, size, optimizer_bytes=64)
+
+    places = [(number, place) for number, block in enumerate(full) for place in range(len(block))]
+    lacking = data.draw(st.sets(st.sampled_from(places), min_size=1))
+    in_first = data.draw(st.sets(st.sampled_from(sorted(lacking))))
+    got = fit([part(2, in_first), part(4, lacking - in_first)]).at(9)
+    expected = make_step(full, 9, optimizer_bytes=64)
+    for name in ("events", "event_phase", "size_bytes", "owner", "operation_event"):
+        assert np.array_equal(getattr(got, name), getattr(expected, name)), name
+    for name in ("block_runs", "variants", "carried", "resident"):
+        assert getattr(got, name) == getattr(expected, name), name
+    assert any("take scratch with some batches only" in one.what for one in got.assumptions)

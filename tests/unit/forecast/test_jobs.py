@@ -1,0 +1,383 @@
+"""What a forecast makes of a factory and what it returns: names, lines, losses, blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.core.errors import BatchError, PolicyError
+from holdfast.forecast import building
+from holdfast.forecast.blocks import find_blocks
+from holdfast.forecast.fake_device import forecast_device
+from holdfast.forecast.jobs import Job, StepOptions
+from holdfast.forecast.tracing import TraceRequest, trace_job
+from holdfast.forecast.user_functions import find_loss
+from holdfast.guard.loss import Loss
+
+FACTORIES = Path(__file__).with_name("forecast_factories.py")
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("broken", None)
+
+
+def called(factory: Any, **options: Any) -> building.Built:
+    given = {"size": 2, "length": None, "loading": contextlib.nullcontext, **options}
+    return building.call_factory("jobs.py:build", factory, **given)
+
+
+def parts(**other: Any) -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "batch": torch.zeros(4, 2), **other}
+
+
+def test_a_dict_with_a_loss_function_and_a_batch_is_read() -> None:
+    """Keys that a forecast does not need are passed over."""
+    built = called(lambda: parts(loss_fn=len, scheduler=object()))
+    assert (list(built.models), list(built.optimizers), built.function, built.is_step) == (
+        ["model"], ["optimizer"], len, None,
+    )  # fmt: skip
+    assert built.has_batch
+
+
+def test_a_factory_is_told_what_it_has_parameters_for() -> None:
+    """A factory with parameters for size and length gets both, one without gets neither."""
+    seen: dict[str, Any] = {}
+
+    def build(micro_batch_size: int, length: int = 7) -> dict[str, Any]:
+        seen.update(size=micro_batch_size, length=length)
+        return parts(loss_fn=len)
+
+    assert called(build, size=6, length=50).batch_size == 6
+    assert seen == {"size": 6, "length": 50}
+    assert building.takes_length(build)
+    assert not building.takes_length(lambda: None)
+
+
+def test_tuples_are_read_by_their_length() -> None:
+    """Three things end with a step of its own, four with a sample batch for a function of unknown kind."""
+    given = parts()
+    model, optimizer, batch = given["model"], given["optimizer"], given["batch"]
+    assert called(lambda: (model, optimizer, len)).is_step is True
+    assert not called(lambda: (model, optimizer, len)).has_batch
+    built = called(lambda: (model, optimizer, len, batch))
+    assert (built.is_step, built.batch is batch) == (None, True)
+
+
+def test_a_loader_gives_its_first_batch_without_workers() -> None:
+    """The batch is loaded in this process, whatever number of workers the loader has."""
+    data = torch.utils.data.TensorDataset(torch.zeros(10, 2))
+    loader = torch.utils.data.DataLoader(data, batch_size=5, num_workers=2, timeout=9)
+    given = parts(loss_fn=len, loader=loader)
+    del given["batch"]
+    built = called(lambda: given)
+    assert built.batch[0].shape == (5, 2)
+    assert built.batch_size == 5
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "returned a NoneType"),
+        (nn.Linear(1, 1), "returned a Linear"),
+        ((1, 2), "returned a tuple of 2"),
+        ({"model": nn.Linear(1, 1)}, "without 'optimizer'|without optimizer and batch"),
+        ((nn.Linear(1, 1), nn.Linear(1, 1), len), "a Linear as optimizer"),
+        ((nn.Linear(1, 1), None, len), "a NoneType as optimizer"),
+        (("net", None, len), "a str as model"),
+        ((nn.Linear(1, 1), None, 3), "a int where"),
+        (([nn.Linear(1, 1)], None, len), "a list as model; several go into a dict by name: {'a': model_a"),
+    ],
+)
+def test_what_a_factory_may_not_return_is_said(returned: Any, said: str) -> None:
+    """Each wrong return is named, with the line of the factory and what to return instead."""
+    with pytest.raises(PolicyError, match=said) as caught:
+        called(lambda: returned)
+    assert caught.value.rule == "H412"
+    assert "test_forecast_jobs.py:" in caught.value.what
+
+
+def test_a_scripted_model_is_refused() -> None:
+    """What TorchScript runs is seen by no trace: a forecast of it would have parameters and nothing else."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".*torch\.jit\.script.* is deprecated")
+        scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(PolicyError, match=r"a model made by torch\.jit, of which a trace sees nothing") as caught:
+        called(lambda: parts(model=scripted, loss_fn=len))
+    assert caught.value.rule == "H412"
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "said"),
+    [
+        ("import torch\ndef build(:\n", "H411", "SyntaxError"),
+        ("import nothing_of_that_name\n", "H411", "nothing_of_that_name.*at broken.py:1 in <module>"),
+        ("import flash_attn_9\n", "H410", "needs CUDA while it was imported.*at broken.py:1"),
+        ("raise SystemExit(2)\n", "H411", "SystemExit: 2"),
+        ("build = 3\n", "H411", "it is a int"),
+        ("x = 3\n", "H411", "no attribute 'build'"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named_with_its_line(
+    tmp_path: Path, text: str, rule: str, said: str
+) -> None:
+    """Syntax errors, missing packages, CUDA packages, exits and missing names each give their own message."""
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(PolicyError, match=said) as caught:
+        building.load_factory(f"{path}:build")
+    assert caught.value.rule == rule
+
+
+@pytest.mark.parametrize("name", ["build", "missing.py:build", "no_such_module_here:build", ":build", "x:"])
+def test_a_name_that_leads_nowhere_is_refused(name: str) -> None:
+    """A factory needs a module or a file, a colon and a function."""
+    with pytest.raises(PolicyError) as caught:
+        building.load_factory(name)
+    assert caught.value.rule == "H411"
+
+
+def test_the_line_of_an_error_is_the_users_own() -> None:
+    """An error deep in torch is told by the innermost line outside torch and holdfast."""
+    with pytest.raises(RuntimeError) as caught:
+        nn.Linear(3, 2)(torch.zeros(4, 5))
+    assert building.line_of(caught.value).endswith("in test_the_line_of_an_error_is_the_users_own")
+
+
+def test_a_loss_is_found_in_whatever_guard_takes() -> None:
+    """A tensor, a Loss, a pair, several Loss and a model's output all hold one loss."""
+    loss = torch.tensor(2.0)
+    assert find_loss(loss) is loss
+    assert find_loss(Loss(loss, 3)) is loss
+    assert find_loss((loss, 3)) is loss
+    assert find_loss({"loss": loss, "logits": torch.zeros(3)}) is loss
+    assert find_loss(SimpleNamespace(loss=loss)) is loss
+    for several in ((Loss(loss, 3), Loss(loss, 4)), {"a": Loss(loss, 3), "b": Loss(loss, 4)}):
+        found = find_loss(several)
+        assert found is not None
+        assert found.item() == 4.0
+    assert find_loss(None) is None
+    assert find_loss([]) is None
+
+
+def test_of_several_plain_terms_none_is_taken_for_the_loss() -> None:
+    """A dict or list of tensors has no loss that one could train alone, as Guard has it too."""
+    terms = [torch.tensor(2.0), torch.tensor(3.0)]
+    assert find_loss({"reconstruction": terms[0], "kl": terms[1]}) is None
+    assert find_loss(terms) is None
+
+
+def test_blocks_are_repeated_modules_or_else_the_children() -> None:
+    """Names begin with the key of the model where there are several, as Guard names them."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    repeated = nn.Sequential(nn.Linear(2, 2), Block(), Block())
+    plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    assert [name for name, _ in find_blocks({"": repeated})] == ["1", "2"]
+    assert [name for name, _ in find_blocks({"net": plain})] == ["net.0", "net.2"]
+
+
+@contextlib.contextmanager
+def job_of(returned: Any, length: int | None = None, *, as_cuda: bool = False) -> Iterator[Job]:
+    """Make a job on the fake CPU, which needs no process of its own."""
+    with forecast_device("cpu", as_cuda=as_cuda) as device:
+        built = called(returned, length=length)
+        yield Job(built, {length: built.batch} if built.has_batch else {}, device, StepOptions())
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters())
+
+
+def said_of(job: Job) -> str:
+    return " | ".join(assumption.what for assumption in job.assumptions)
+
+
+def test_of_a_step_that_accumulates_over_calls_the_last_is_made() -> None:
+    """Its gradients are never emptied, its optimizer is stepped by itself only, and a whole step ends with that."""
+    calls: list[bool] = []
+    stepped: list[int] = []
+
+    def build() -> dict[str, Any]:
+        model, optimizer = trained()
+        optimizer.register_step_post_hook(lambda *_: stepped.append(len(calls)))
+
+        def step(batch: torch.Tensor) -> None:
+            calls.append(model.weight.grad is not None)
+            model(batch).mean().backward()
+            if len(calls) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return {"model": model, "optimizer": optimizer, "step": step, "batch": torch.zeros(4, 2)}
+
+    with job_of(build) as job:
+        job.settle(2, None)
+        job.step_whole(2, None)
+        job.step(4)
+        job.step_whole(4, None)
+        assert not job.accumulates
+    assert stepped == [4, 8, 12]
+    assert len(calls) == 12
+    assert calls == [False, True, True, True] * 3
+    assert "not every call of the step steps the optimizer" in said_of(job)
+
+
+def test_an_optimizer_that_no_call_steps_is_stepped_after_each() -> None:
+    """Calls are made until it ought to have come; then its state is made of the gradients that wait for it."""
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def build() -> dict[str, Any]:
+        models = {name: nn.Linear(2, 1) for name in "ab"}
+        optimizers.extend(torch.optim.Adam(model.parameters()) for model in models.values())
+
+        def step(batch: torch.Tensor) -> None:
+            (models["a"](batch).mean() + models["b"](batch).mean()).backward()
+            optimizers[0].step()
+
+        named = {"optimizer": dict(zip("ab", optimizers, strict=True)), "model": models}
+        return {**named, "step": step, "batch": torch.zeros(4, 2)}
+
+    with job_of(build) as job:
+        job.settle(2, None)
+        assert not optimizers[1].state
+        job.step_whole(2, None)
+        assert len(optimizers[1].state) == 2
+    assert "did not step optimizer 'b': optimizer 'b' was stepped after each call" in said_of(job)
+
+
+def test_a_step_may_make_its_gradients_as_it_likes() -> None:
+    """One that sets them by ``torch.autograd.grad`` and steps its optimizer owes nobody a loss."""
+
+    def build() -> dict[str, Any]:
+        model, optimizer = trained()
+
+        def step(batch: torch.Tensor) -> None:
+            (model.weight.grad,) = torch.autograd.grad(model(batch).mean(), [model.weight])
+            optimizer.step()
+
+        return {"model": model, "optimizer": optimizer, "step": step, "batch": torch.zeros(4, 2)}
+
+    with job_of(build) as job:
+        job.settle(2, None)
+        assert not job.accumulates
+
+
+@pytest.mark.parametrize("told", ["nobody", "step", "factory"])
+def test_a_length_that_nobody_is_told_of_is_refused(told: str) -> None:
+    """A step that makes its own batch gets the length, or its factory did, or it is refused."""
+    seen: list[int | None] = []
+
+    def made(length: int | None) -> tuple[Any, ...]:
+        model, optimizer = trained()
+
+        def step(batch_size: int) -> None:
+            model(torch.zeros(batch_size, 2)).mean().backward()
+            optimizer.step()
+
+        def step_of_length(batch_size: int, seq_len: int) -> None:
+            seen.append(seq_len)
+            step(batch_size)
+
+        seen.append(length)
+        return model, optimizer, step_of_length if told == "step" else step
+
+    factory = {"nobody": lambda: made(None), "step": lambda: made(None), "factory": lambda length: made(length)}[told]
+    with job_of(factory, length=50) as job:
+        if told == "nobody":
+            with pytest.raises(BatchError, match="takes no length, and 50 was asked for") as caught:
+                job.settle(2, 50)
+            assert caught.value.rule == "H413"
+            job.settle(2, None)
+        else:
+            job.settle(2, 50)
+            assert 50 in seen
+
+
+def test_the_tensors_of_a_dataclass_are_the_batchs() -> None:
+    """Whatever can be resized is claimed as the batch, not lists and dicts only."""
+
+    @dataclasses.dataclass
+    class Pairs:
+        x: torch.Tensor
+        names: list[str]
+
+    def build() -> dict[str, Any]:
+        model, optimizer = trained()
+        batch = Pairs(torch.zeros(4, 2), ["a"] * 4)
+        return {"model": model, "optimizer": optimizer, "loss_fn": lambda b: model(b.x).mean(), "batch": batch}
+
+    claimed: list[Any] = []
+    with job_of(build) as job:
+        job.claim = claimed.extend
+        job.step(3)
+    assert [tuple(leaf.shape) for leaf in claimed if isinstance(leaf, torch.Tensor)] == [(3, 2)]
+
+
+def test_an_error_of_the_step_says_what_was_taken_for_its_batch_size() -> None:
+    """A batch without a batch dimension is not told as a mystery of shapes."""
+
+    def build() -> dict[str, Any]:
+        model, optimizer = trained()
+        return {"model": model, "optimizer": optimizer, "loss_fn": lambda b: model(b).mean(), "batch": torch.zeros(2)}
+
+    with job_of(build) as job, pytest.raises(PolicyError, match="taken to have 2 samples: batch") as caught:
+        job.settle(3, None)
+    assert caught.value.rule == "H414"
+
+
+@pytest.mark.parametrize(("half", "said"), [(True, "parameters in bfloat16,"), (False, "an autocast of its own")])
+def test_half_precision_of_the_jobs_own_is_said(half: bool, said: str) -> None:
+    """What is forecast as fp32 is the code as it is: that may be a model in bf16, or an autocast of its own."""
+
+    def build() -> dict[str, Any]:
+        model, optimizer = trained()
+        model = model.to(torch.bfloat16) if half else model
+
+        def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", dtype=torch.float16, enabled=not half):
+                return model(batch.to(model.weight.dtype)).float().mean()
+
+        return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": torch.zeros(4, 2)}
+
+    with job_of(build, as_cuda=True) as job:
+        job.settle(2, None)
+    assert said in said_of(job)
+
+
+def test_a_criterion_may_be_a_function() -> None:
+    """``F.cross_entropy`` is called with what the model makes of the first of a pair, as a module would be."""
+
+    def build() -> tuple[Any, ...]:
+        batch = torch.zeros(4, 2), torch.zeros(4, 1)
+        return (*trained(), torch.nn.functional.mse_loss, batch)
+
+    with job_of(build) as job:
+        job.settle(2, None)
+        assert job.accumulates
+
+
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_an_unknown_module_to_recompute_gives_the_nearest_name() -> None:
+    """A name that no module has is refused in the child, with a proposal."""
+    with pytest.raises(PolicyError, match=r"did you mean 'encoder\.layers\.1'"):
+        trace_job(TraceRequest(factory=f"{FACTORIES}:transformer", recompute=("encoder.layer.1",)))

@@ -1,0 +1,300 @@
+"""Plans for a device: the largest micro-batch by brute force, the order of recommendation, what is missing."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.memory.made_steps import Block, Layer, make_step
+
+from holdfast.forecast import device_plans
+from holdfast.forecast.accumulation import with_accumulation
+from holdfast.forecast.allocator import DEFAULT_ALLOCATOR, EXPANDABLE_ALLOCATOR
+from holdfast.forecast.device_plans import Order, Watcher, plan_device, verified
+from holdfast.forecast.devices import Device, find_device
+from holdfast.forecast.extrapolation import fit
+from holdfast.forecast.fit import check_fit
+from holdfast.forecast.forecasting import make_forecast
+from holdfast.forecast.planning import (
+    Question,
+    Row,
+    Steps,
+    check_row,
+    nearest_miss,
+    plan_rows,
+    recommended,
+    with_relative_times,
+)
+from holdfast.forecast.recomputation import with_recompute
+from holdfast.forecast.trace import Assumption, Trace, played
+from holdfast.forecast.traced_sizes import TracedSizes
+from holdfast.forecast.tracing import TraceRequest
+
+MIB = 1 << 20
+BLOCKS = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout", MIB))] * 4
+
+
+def device(mib: int) -> Device:
+    return replace(find_device("T4"), name=f"{mib} MiB", usable_bytes=mib * MIB, context_bytes=10 * MIB)
+
+
+def steps(blocks: list[Block] = BLOCKS, *, accumulates: bool = False, optimizer_bytes: int = MIB) -> Steps:
+    traces = [make_step(blocks, size, optimizer_bytes=optimizer_bytes) for size in (2, 4)]
+    return Steps(whole=fit(traces), accumulates=accumulates)
+
+
+def ask(mib: int, total: int | None = None) -> Question:
+    return Question(device=device(mib), global_batch_size=total, margin_bytes=0)
+
+
+def holds(step: Steps, row: Row, samples: int, question: Question) -> bool:
+    """Return whether a plan holds at a size, by the allocator alone: for long, if it had to give back its cache."""
+    trace = with_recompute(step.whole.at(samples), row.modules)
+    total = question.global_batch_size
+    trace = with_accumulation(trace, total) if step.accumulates and total else trace
+    replays = [
+        check_fit(*played(trace, count, row.optimizer), question.device, allocator=row.allocator, margin_bytes=0)
+        for count in (2, 6)
+    ]
+    if not replays[0].fits or not replays[0].replay.retries:
+        return replays[0].fits
+    return replays[1].fits and replays[0].replay.retries == replays[1].replay.retries
+
+
+layers = st.builds(
+    Layer,
+    st.sampled_from(["linear", "gelu", "relu", "dropout", "add"]),
+    st.integers(MIB // 4, 2 * MIB),
+    scratch=st.sampled_from([0, MIB]),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    blocks=st.lists(st.lists(layers, min_size=1, max_size=4).map(tuple), min_size=1, max_size=4),
+    mib=st.integers(60, 250),
+    total=st.integers(1, 12),
+    accumulates=st.booleans(),
+)
+def test_a_plan_holds_at_its_size_and_not_at_the_next(blocks, mib, total, accumulates):
+    """By brute force over sizes: each micro-batch fits, one sample more does not, none is beyond the batch."""
+    step, question = steps(blocks, accumulates=accumulates), ask(mib, total)
+    for row in plan_rows({"fp32": step}, question):
+        size = row.micro_batch_size
+        assert 0 <= size <= total
+        assert (row.missing_bytes > 0) == (size == 0)
+        assert size == 0 or holds(step, row, size, question)
+        if row.recompute != "some" and size < total:
+            assert not holds(step, row, size + 1, question)
+
+
+def test_every_combination_has_a_row():
+    """Each implementation of the optimizer meets each mode of the allocator, and each choice of recomputation."""
+    told: list[Row] = []
+    rows = plan_rows({"fp32": steps(), "bf16": steps()}, ask(200, 64), told.append)
+    assert told == rows
+    found = {(row.precision, row.optimizer, row.allocator, row.recompute) for row in rows}
+    assert len(found) == len(rows) == 2 * 2 * 2 * 3
+    assert {row.allocator for row in rows} == {DEFAULT_ALLOCATOR, EXPANDABLE_ALLOCATOR}
+    sizes = {row.recompute: row.micro_batch_size for row in rows}
+    assert 0 < sizes["none"] < sizes["some"] <= sizes["all"]
+
+
+def test_what_fits_as_it_is_is_not_recomputed():
+    """A global batch that fits at once has rows without recomputation only: others would cost time for nothing."""
+    rows = plan_rows({"fp32": steps()}, ask(2000, 8))
+    assert {row.recompute for row in rows} == {"none"}
+    assert {row.micro_batch_size for row in rows} == {8}
+
+
+def test_gradients_that_wait_leave_less_room():
+    """Where a batch is cut, gradients of earlier micro-batches live, and fewer samples fit than alone."""
+    blocks = [(Layer("linear", 2 * MIB),)] * 3  # gradients of 32 MiB each
+    alone = plan_rows({"fp32": steps(blocks)}, ask(420, 100))[0]
+    cut = plan_rows({"fp32": steps(blocks, accumulates=True)}, ask(420, 100))[0]
+    assert 0 < cut.micro_batch_size < alone.micro_batch_size < 100
+
+
+def test_a_margin_and_what_a_trace_leaves_open_are_kept_free():
+    """The default margin grows by what kernels may need beyond what was counted; a margin that is given does not."""
+    step = steps()
+    left_open = replace(step.whole.at(2), uncalibrated_bytes=7 * MIB)
+    default = Question(device=device(4000))
+    assert default.margin(left_open) == default.margin(step.whole.at(2)) + 7 * MIB
+    assert ask(4000).margin(left_open) == 0
+
+
+def test_nothing_fits_says_how_much_is_missing():
+    """With what is missing added to the device one sample fits; without recomputation more is missing."""
+    step = steps()
+    rows = plan_rows({"fp32": step}, ask(40, 8))
+    assert recommended(rows) is None
+    miss = nearest_miss(rows)
+    assert miss is not None
+    assert miss.missing_bytes == min(row.missing_bytes for row in rows) > 0
+    larger = ask(40 + -(-miss.missing_bytes // MIB), 8)
+    assert any(row.fits for row in plan_rows({"fp32": step}, larger))
+
+
+def test_the_last_smaller_micro_batch_is_not_counted_as_a_full_one():
+    """9 samples in micro-batches of 8 take as long as 8 and 1, not as 16."""
+    rows = plan_rows({"fp32": steps([(Layer("linear", 8 * MIB),)])}, ask(4000, 9))
+    (whole, *_) = rows
+    assert whole.micro_batch_size == 9
+    cut = plan_rows({"fp32": steps([(Layer("linear", 8 * MIB),)])}, ask(480, 9))[0]
+    assert 4 < cut.micro_batch_size < 9
+    assert cut.sample_seconds < 1.6 * whole.sample_seconds
+
+
+def row(**changes: object) -> Row:
+    plain = {
+        "device": "T4", "precision": "fp32", "optimizer": "foreach", "recompute": "none", "modules": (),
+        "allocator": DEFAULT_ALLOCATOR, "micro_batch_size": 4, "live_bytes": 1, "process_bytes": 1,
+        "margin_bytes": 0, "missing_bytes": 0, "retries": 0, "sample_seconds": 1.0,
+    }  # fmt: skip
+    return Row(**{**plain, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ({"sample_seconds": 0.9}, {"sample_seconds": 1.0}),
+        ({"sample_seconds": 1.01}, {"sample_seconds": 1.0, "modules": ("a",), "recompute": "some"}),
+        ({"sample_seconds": 1.01}, {"sample_seconds": 1.0, "allocator": EXPANDABLE_ALLOCATOR}),
+        ({"sample_seconds": 1.01, "allocator": EXPANDABLE_ALLOCATOR}, {"retries": 2}),
+        ({"sample_seconds": 5.0}, {"sample_seconds": 1.0, "micro_batch_size": 0, "missing_bytes": 1}),
+        ({"micro_batch_size": 8}, {"micro_batch_size": 4}),
+    ],
+)
+def test_the_fastest_is_recommended_and_of_equals_the_smallest_change(better, worse):
+    """Faster by more than a roofline can tell wins; within that, fewer changes do; what does not fit never does."""
+    for rows in ([row(**better), row(**worse)], [row(**worse), row(**better)]):
+        assert recommended(rows) == row(**better)
+
+
+def test_times_are_told_as_multiples_of_the_fastest_that_fits():
+    """A plan that does not fit is no measure."""
+    rows = [row(sample_seconds=2.0), row(sample_seconds=1.0, micro_batch_size=0), row(sample_seconds=3.0)]
+    assert [relative for _, relative in with_relative_times(rows)] == [1.0, 0.5, 1.5]
+
+
+def test_a_plan_is_a_policy():
+    """What is recomputed are names of modules; with none, recomputation stays as a remedy."""
+    chosen = row(modules=("layers.0", "layers.3"), recompute="some", optimizer="fused")
+    assert chosen.policy()["recompute"] == ["layers.0", "layers.3"]
+    assert chosen.policy()["forecast_micro_batch_size"] == 4
+    assert chosen.optimizer_keyword() == "fused=True"
+    assert row().policy()["recompute"] is True
+    assert row(optimizer="as written").optimizer_keyword() == ""
+
+
+def test_a_trace_of_the_plan_itself_is_held_against_it():
+    """The same step fits by itself, one of twice the size does not."""
+    step, question = steps(), ask(200, 64)
+    found = plan_rows({"fp32": step}, question)[0]
+    traced = make_step(BLOCKS, found.micro_batch_size, optimizer_bytes=MIB)
+    fits, live = check_row(found, traced, question)
+    assert fits.fits
+    assert live == found.live_bytes
+    larger: Trace = make_step(BLOCKS, 2 * found.micro_batch_size, optimizer_bytes=MIB)
+    assert not check_row(found, larger, question)[0].fits
+
+
+def test_a_device_without_bf16_is_not_planned_for_with_it():
+    """A T4 gets rows in fp16 only, unless bf16 is all that was asked for; an L4 gets both."""
+    order = Order(factory="train.py:build", devices=(), margin_bytes=0)
+    traced = {"fp16": steps(), "bf16": steps()}
+    turing, ada = device(400), replace(device(400), capability=(8, 9))
+    assert {row.precision for row in plan_device(order, turing, traced).rows} == {"fp16"}
+    assert {row.precision for row in plan_device(order, ada, traced).rows} == {"fp16", "bf16"}
+    assert {row.precision for row in plan_device(order, turing, {"bf16": steps()}).rows} == {"bf16"}
+
+
+@settings(max_examples=15, deadline=None)
+@given(mib=st.integers(60, 250), sizes=st.sets(st.integers(1, 40), min_size=1, max_size=5))
+def test_sizes_that_were_traced_are_the_only_ones_that_are_planned(mib: int, sizes: set[int]) -> None:
+    """Of a step that is another program at each size, a plan holds at a size that was traced, and not at the next."""
+    known = sorted(sizes)
+    step = Steps(whole=TracedSizes(traces=tuple(make_step(BLOCKS, size, optimizer_bytes=MIB) for size in known)))
+    question = ask(mib, 64)
+    for found in plan_rows({"fp32": step}, question):
+        fitting = [size for size in known if holds(step, found, size, question)]
+        assert found.micro_batch_size in (fitting or [0])
+        if found.recompute != "some":
+            assert next((size for size in known if size > found.micro_batch_size), None) not in fitting
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_a_list_of_samples_is_planned_as_it_was_traced() -> None:
+    """Each size of a list is traced itself, the largest that fits is recommended, and one more trace agrees."""
+    order = Order(
+        factory=f"{Path(__file__).with_name('forecast_factories.py')}:listed",
+        devices=(device(400),),
+        precisions=("fp32",),
+        global_batch_size=12,
+        margin_bytes=0,
+    )
+    found = make_forecast(order)
+    (plan,) = found.plans
+    assert [one.micro_batch_size for one in found.traced["fp32"].traces] == [1, 2, 4, 8, 12]
+    assert plan.best is not None
+    assert plan.verification is not None
+    assert (plan.best.micro_batch_size, plan.verification.error) == (12, 0.0)
+    assert any("planned for no others, since otherwise" in said.what for said in found.assumptions)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_precisions_are_traced_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build() that opens a port opens it for each precision: no process still has it, and none is built twice."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        monkeypatch.setenv("FORECAST_PORT", str(free.getsockname()[1]))
+    factory = f"{Path(__file__).with_name('forecast_factories.py')}:opens_a_port"
+    found = make_forecast(Order(factory=factory, devices=(device(400),), global_batch_size=4, verify=False))
+    assert {name: traced.weights for name, traced in found.traced.items()} == {"fp32": "fake", "bf16": "fake"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_a_job_with_its_own_autocast_gets_one_set_of_plans() -> None:
+    """What is asked of precision does not reach its kernels: plans that differ in it would be the same run twice."""
+    factory = f"{Path(__file__).with_name('forecast_factories.py')}:casts_itself"
+    precisions = ("bf16", "fp32")
+    found = make_forecast(Order(factory=factory, devices=(device(400),), precisions=precisions, verify=False))
+    assert {row.precision for plan in found.plans for row in plan.rows} == {"fp32"}
+    assert any("sets its own precision" in said.what for said in found.assumptions)
+
+
+@pytest.mark.parametrize("more", [1.0, 1.3], ids=["blocks lie otherwise", "more is needed"])
+def test_a_plan_that_does_not_hold_raises_the_margin(more: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another plan, with a smaller micro-batch, is traced and taken; that a trace needs more is played here."""
+    order = Order(factory="train.py:build", devices=(device(800),), precisions=("fp32",), global_batch_size=64)
+    order = replace(order, margin_bytes=4 * MIB)
+    step = {"fp32": steps()}
+    heavier = [tuple(replace(layer, width=int(layer.width * more)) for layer in block) for block in BLOCKS]
+    tried: list[int] = []
+
+    def trace_job(request: TraceRequest) -> SimpleNamespace:
+        (size,) = request.sizes
+        tried.append(size)
+        if more == 1.0 and len(tried) == 1:
+            return SimpleNamespace(traces=[make_step(BLOCKS, 2 * size, optimizer_bytes=MIB)])
+        return SimpleNamespace(
+            traces=[with_recompute(make_step(heavier, size, optimizer_bytes=MIB), request.recompute)]
+        )
+
+    monkeypatch.setattr(device_plans, "trace_job", trace_job)
+    said: list[Assumption] = []
+    plan = verified(order, plan_device(order, device(800), step), step, Watcher(), said)
+    assert plan.best is not None
+    assert plan.verification is not None
+    assert plan.verification.fits
+    assert tried[-1] == plan.best.micro_batch_size < tried[0]
+    assert plan.best.margin_bytes > 4 * MIB
+    assert all("did not fit when it was traced, so that" in one.what for one in said)

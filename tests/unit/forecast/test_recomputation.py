@@ -1,0 +1,488 @@
+"""Tests of holdfast.forecast.recomputation and recompute_choice, against steps played with checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.memory.made_steps import SAVES, Block, Layer, make_step
+from torch import nn
+
+from holdfast.forecast.extrapolation import fit
+from holdfast.forecast.recomputation import dropped_bytes, with_recompute
+from holdfast.forecast.recompute_choice import choose
+from holdfast.forecast.trace import (
+    OWNERS,
+    PHASES,
+    BlockRun,
+    Trace,
+    events_played,
+    live_bytes,
+    live_peak,
+    played,
+)
+from holdfast.forecast.tracer import Tracer
+from holdfast.memory.recompute import recomputing
+
+TRANSFORMER: Block = (
+    Layer("gelu", 400),
+    Layer("linear", 1600),
+    Layer("gelu", 1600),
+    Layer("linear", 400),
+    Layer("add", 400),
+)
+layers = st.builds(Layer, st.sampled_from(sorted(SAVES)), st.integers(1, 400), st.integers(0, 200))
+programs = st.lists(st.lists(layers, min_size=1, max_size=5).map(tuple), min_size=1, max_size=5)
+
+
+def names(blocks: set[int] | frozenset[int] | tuple[int, ...]) -> frozenset[str]:
+    return frozenset(f"blocks.{number}" for number in blocks)
+
+
+def check_whole(trace: Trace, like: Trace) -> None:
+    """Check that a trace is one: each storage begins and ends once, in order, and the step ends as another does."""
+    alive = set(trace.resident)
+    for event in trace.events.tolist():
+        storage = abs(event) - 1
+        assert (storage in alive) == (event < 0)
+        alive ^= {storage}
+    assert len(np.unique(trace.events)) == len(trace.events)
+    assert len(trace.size_bytes) == len(trace.owner) == len(trace.module) == len(trace.line)
+    assert len(trace.events) == len(trace.event_phase)
+    assert set(np.abs(trace.events) - 1) | set(trace.resident) == set(range(len(trace.size_bytes)))
+    assert live_bytes(*played(trace, 1))[-1] == live_bytes(*played(like, 1))[-1]
+    assert (np.diff(trace.operation_event) >= 0).all()
+    assert trace.operation_event.max(initial=0) <= len(trace.events)
+    for name in ("operation_event", "operation_phase", "flops", "moved_bytes", "dtype"):
+        assert len(getattr(trace, name)) == len(trace.operation_name)
+    for run in trace.block_runs:
+        made = trace.events[slice(*run.forward)]
+        assert set(run.kept) <= set(made[made > 0] - 1)
+    for before, after in zip(like.variants, trace.variants, strict=True):
+        assert np.array_equal(like.events[slice(*before.events)], trace.events[slice(*after.events)])
+        operations = slice(*before.operations), slice(*after.operations)
+        assert np.array_equal(like.operation_name[operations[0]], trace.operation_name[operations[1]])
+
+
+def test_nothing_to_recompute_leaves_the_trace_alone() -> None:
+    """Without blocks, and with blocks that have no backward pass, the very same trace comes back."""
+    trace = make_step([TRANSFORMER] * 2, 2)
+    assert with_recompute(trace, frozenset()) is trace
+    frozen = replace(trace, block_runs=tuple(replace(run, backward=-1) for run in trace.block_runs))
+    assert with_recompute(frozen, frozenset(trace.blocks)) is frozen
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_transformer_blocks_are_exact(count: int) -> None:
+    """For every choice among the blocks of a transformer the edited step peaks where the checkpointed one does."""
+    blocks = [TRANSFORMER] * count
+    trace = make_step(blocks, 8, optimizer_bytes=100)
+    for size in range(count + 1):
+        for chosen in combinations(range(count), size):
+            edited = with_recompute(trace, names(chosen))
+            truth = make_step(blocks, 8, optimizer_bytes=100, recompute=chosen)
+            check_whole(edited, trace)
+            assert live_peak(edited) == live_peak(truth), chosen
+
+
+@settings(max_examples=150, deadline=None)
+@given(programs, st.data())
+def test_an_edited_step_is_never_below_the_checkpointed_one(program: list[Block], data: st.DataObject) -> None:
+    """Whatever the blocks save, hold or reuse, the edited step is whole and peaks no lower than the true one."""
+    numbers = range(len(program))
+    chosen = frozenset(data.draw(st.sets(st.sampled_from(list(numbers)))))
+    runs = data.draw(st.one_of(st.none(), st.lists(st.sampled_from(list(numbers)), min_size=1, max_size=6)))
+    holds = data.draw(st.booleans())
+    arguments = {"holds_output": holds, "runs": runs, "optimizer_bytes": 64}
+    trace = make_step(program, 3, **arguments)  # type: ignore[arg-type]
+    truth = make_step(program, 3, recompute=chosen, **arguments)  # type: ignore[arg-type]
+    if data.draw(st.booleans()):
+        trace = replace(trace, block_runs=tuple(replace(run, saved=None) for run in trace.block_runs))
+    edited = with_recompute(trace, names(chosen))
+    check_whole(edited, trace)
+    assert live_peak(edited) >= live_peak(truth)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs, st.data())
+def test_at_every_backward_pass_of_a_block_no_less_lives_than_in_truth(
+    program: list[Block], data: st.DataObject
+) -> None:
+    """Not only the peak but the memory at the beginning of each block's backward pass is never too low."""
+    chosen = frozenset(data.draw(st.sets(st.sampled_from(range(len(program))), min_size=1)))
+    trace = make_step(program, 3)
+    edited, truth = with_recompute(trace, names(chosen)), make_step(program, 3, recompute=chosen)
+    before = len(trace.resident)
+    live, true_live = live_bytes(*played(edited, 1)), live_bytes(*played(truth, 1))
+    for ours, theirs in zip(edited.block_runs, truth.block_runs, strict=True):
+        assert live[before + ours.backward - 1] >= true_live[before + theirs.backward - 1]
+
+
+def test_outputs_that_the_block_saves_itself_are_not_counted_twice() -> None:
+    """A block that ends in a ReLU saves its output: the second copy takes over, and the first is gone by then."""
+    blocks: list[Block] = [(Layer("linear", 400), Layer("gelu", 400), Layer("relu", 400))] * 4
+    trace = make_step(blocks, 8)
+    edited = with_recompute(trace, names((0, 1, 2, 3)))
+    assert live_peak(edited) == live_peak(make_step(blocks, 8, recompute=range(4)))
+
+
+def test_an_input_that_nobody_saves_is_held_by_the_checkpoint() -> None:
+    """The input of a recomputed block lives to the end of its backward pass, although only the block needs it."""
+    blocks: list[Block] = [(Layer("linear", 4000), Layer("add", 4000)), (Layer("relu", 40), Layer("linear", 40))]
+    trace = make_step(blocks, 8)
+    edited = with_recompute(trace, names((1,)))
+    given_to = trace.block_runs[1].inputs[0]
+    free = int(np.flatnonzero(edited.events == -given_to - 1)[0])
+    assert np.flatnonzero(trace.events == -given_to - 1)[0] <= trace.block_runs[1].forward[1]
+    assert free > edited.block_runs[1].backward
+    assert live_peak(edited) == live_peak(make_step(blocks, 8, recompute=(1,)))
+
+
+def test_what_others_hold_is_not_dropped() -> None:
+    """A storage that outlives the backward pass is held from elsewhere: it stays, and its copy is counted too."""
+    trace = make_step([TRANSFORMER] * 2, 8)
+    run = trace.block_runs[0]
+    stashed = next(
+        storage for storage in _made(trace, run) if storage not in run.kept and _is_saved(trace, run, storage)
+    )
+    at = int(np.flatnonzero(trace.events == -stashed - 1)[0])
+    events = np.append(np.delete(trace.events, at), np.int32(-stashed - 1))
+    phases = np.append(np.delete(trace.event_phase, at), np.int8(PHASES.index("other")))
+    held = replace(trace, events=events.astype(np.int32), event_phase=phases)
+    edited = with_recompute(held, names((0,)))
+    check_whole(edited, held)
+    assert np.flatnonzero(edited.events == -stashed - 1)[0] == len(edited.events) - 1
+    assert live_peak(edited) >= live_peak(with_recompute(trace, names((0,))))
+    copies = np.flatnonzero(
+        (edited.size_bytes == trace.size_bytes[stashed]) & (edited.module == trace.module[stashed])
+    )
+    assert len(copies) >= 2
+
+
+def _made(trace: Trace, run: BlockRun) -> list[int]:
+    window = trace.events[slice(*run.forward)]
+    return (window[window > 0] - 1).tolist()
+
+
+def _is_saved(trace: Trace, run: BlockRun, storage: int) -> bool:
+    return bool(np.flatnonzero(trace.events == -storage - 1)[0] > run.backward)
+
+
+def test_a_block_that_runs_twice_is_recomputed_twice() -> None:
+    """Each pass of a block drops and makes again what is its own."""
+    runs = (0, 1, 0)
+    trace = make_step([TRANSFORMER, TRANSFORMER], 8, runs=runs)
+    edited = with_recompute(trace, names((0,)))
+    check_whole(edited, trace)
+    truth = make_step([TRANSFORMER, TRANSFORMER], 8, runs=runs, recompute=(0,))
+    assert live_peak(edited) == live_peak(truth)
+    passes = [run for run in trace.block_runs if run.block == 0]
+    forward = sum(int(trace.flops[slice(*run.operations)].sum()) for run in passes)
+    assert edited.flops.sum() - trace.flops.sum() == forward
+    assert len(passes) == 2
+
+
+def around(trace: Trace, first: int, last: int) -> Trace:
+    """Return the trace with one more block, which contains the passes of these."""
+    runs = trace.block_runs
+    outer = BlockRun(
+        block=len(trace.blocks),
+        forward=(runs[first].forward[0], runs[last].forward[1]),
+        backward=runs[last].backward,
+        kept=runs[last].kept,
+        operations=(runs[first].operations[0], runs[last].operations[1]),
+        inputs=runs[first].inputs,
+        saved=runs[last].saved,
+    )
+    passes = (*runs[:first], outer, *runs[first:])
+    return replace(trace, blocks=(*trace.blocks, "blocks"), block_runs=passes)
+
+
+def test_a_block_around_others_is_recomputed_as_one() -> None:
+    """A block that contains blocks drops what they keep for each other, and is exact."""
+    trace = around(make_step([TRANSFORMER] * 4, 8), 1, 2)
+    truth = make_step([TRANSFORMER, TRANSFORMER + TRANSFORMER, TRANSFORMER], 8, recompute=(1,))
+    edited = with_recompute(trace, {"blocks"})
+    check_whole(edited, trace)
+    assert live_peak(edited) == live_peak(truth)
+
+
+def test_blocks_within_recomputed_blocks_are_recomputed_once_more() -> None:
+    """Nested checkpoints: the inner block runs forward three times, and its second drop is dropped too."""
+    trace = around(make_step([TRANSFORMER] * 4, 8), 1, 2)
+    outer, both = with_recompute(trace, {"blocks"}), with_recompute(trace, {"blocks", "blocks.1", "blocks.2"})
+    check_whole(both, trace)
+    block = int(trace.flops[slice(*trace.block_runs[0].operations)].sum())
+    assert outer.flops.sum() - trace.flops.sum() == 2 * block
+    assert both.flops.sum() - trace.flops.sum() == 4 * block
+    assert live_peak(both) <= live_peak(outer)
+
+
+def test_recomputed_operations_are_backward_work_of_the_same_size() -> None:
+    """The operations of the forward pass are repeated where the backward pass of the block begins."""
+    trace = make_step([TRANSFORMER] * 2, 8)
+    edited = with_recompute(trace, names((0,)))
+    run = trace.block_runs[0]
+    added = len(edited.flops) - len(trace.flops)
+    assert added == run.operations[1] - run.operations[0]
+    begin = int(np.searchsorted(edited.operation_event, edited.block_runs[0].backward))
+    repeated = slice(begin, begin + added)
+    forward = slice(*run.operations)
+    assert np.array_equal(edited.operation_name[repeated], trace.operation_name[forward])
+    assert np.array_equal(edited.flops[repeated], trace.flops[forward])
+    assert (edited.operation_phase[repeated] == PHASES.index("backward")).all()
+    offsets = edited.operation_event[repeated] - edited.operation_event[begin]
+    assert np.array_equal(offsets, trace.operation_event[forward] - trace.operation_event[run.operations[0]])
+
+
+def test_buffers_of_a_block_are_copied_for_the_second_time() -> None:
+    """A recomputed block's buffers are cloned at its forward pass, and again while it is recomputed."""
+    trace = make_step([TRANSFORMER] * 2, 8)
+    owner, module = trace.owner.copy(), trace.module.copy()
+    buffer = 0  # a parameter, taken for a buffer
+    owner[buffer], module[buffer] = OWNERS.index("buffers"), trace.modules.index("blocks.0")
+    marked = replace(trace, owner=owner, module=module)
+    edited = with_recompute(marked, names((0,)))
+    check_whole(edited, marked)
+    copies = edited.size_bytes[(edited.owner == OWNERS.index("buffers"))]
+    assert copies.tolist() == [trace.size_bytes[buffer]] * 3
+    assert len(with_recompute(marked, names((1,))).size_bytes) < len(edited.size_bytes)
+
+
+def with_cast(runs: tuple[int, ...] = (0, 1, 2)) -> tuple[Trace, int]:
+    """Return a step under autocast whose first pass makes a copy of a weight, and that copy."""
+    block: Block = (Layer("linear", 40), Layer("gelu", 500), Layer("linear", 40))
+    trace = make_step([block] * 3, 2, runs=runs)
+    cast = trace.block_runs[0].kept[0] - 1  # the output of the gelu, which the second linear saves
+    maker = int(np.searchsorted(trace.operation_event, np.flatnonzero(trace.events == cast + 1)[0], side="right")) - 1
+    operation_name, sizes = trace.operation_name.copy(), trace.size_bytes.copy()
+    operation_name[maker] = len(trace.names)
+    sizes[cast] = trace.size_bytes[0] // 2
+    names_ = (*trace.names, "aten._to_copy")
+    return replace(trace, names=names_, operation_name=operation_name, size_bytes=sizes, precision="bf16"), cast
+
+
+def test_cast_weights_live_as_long_as_autocast_caches_them() -> None:
+    """Under autocast the copies of trained weights stay to the end of the forward pass, dropped or not."""
+    trace, cast = with_cast()
+    edited = with_recompute(trace, names((0,)))
+    check_whole(edited, trace)
+    free = int(np.flatnonzero(edited.events == -cast - 1)[0])
+    assert edited.block_runs[2].forward[1] <= free < edited.block_runs[2].backward
+    at_once = with_recompute(replace(trace, precision="fp32"), names((0,)))
+    assert np.flatnonzero(at_once.events == -cast - 1)[0] <= at_once.block_runs[1].forward[0]
+
+
+def test_a_second_pass_casts_its_weights_again() -> None:
+    """A block that runs twice casts its weights once, but again in each recomputation."""
+    trace, _ = with_cast(runs=(0, 0))
+    edited = with_recompute(trace, names((0,)))
+    check_whole(edited, trace)
+    assert len(edited.size_bytes) == len(with_recompute(replace(trace, precision="fp32"), names((0,))).size_bytes) + 1
+
+
+def test_a_backward_pass_within_autocast_finds_the_cast_weights() -> None:
+    """Copies of weights that outlive the backward pass are in autocast's cache and are not made again."""
+    trace, cast = with_cast()
+    events = np.append(trace.events[trace.events != -cast - 1], np.int32(-cast - 1))
+    free = int(np.flatnonzero(trace.events == -cast - 1)[0])
+    phases = np.append(np.delete(trace.event_phase, free), np.int8(PHASES.index("other")))
+    cached = replace(trace, events=events.astype(np.int32), event_phase=phases)
+    edited = with_recompute(cached, names((0,)))
+    check_whole(edited, cached)
+    assert len(edited.size_bytes) == len(with_recompute(trace, names((0,))).size_bytes) - 1
+
+
+def test_other_variants_of_the_optimizer_stay_where_they_were() -> None:
+    """Each variant of the optimizer's step still covers the same events after the edit."""
+    trace = make_step([TRANSFORMER] * 3, 8, optimizer_bytes=4000)
+    edited = with_recompute(trace, names((0, 2)))
+    for name in ("foreach", "for-loop"):
+        inserted = int(events_played(edited, name).sum()) - int(events_played(trace, name).sum())
+        assert inserted == len(edited.events) - len(trace.events)
+        assert live_peak(edited, name) <= live_peak(trace, name)
+
+
+def test_recomputation_and_extrapolation_give_the_same_in_either_order() -> None:
+    """A step that is scaled and then edited peaks as one that is edited and then scaled."""
+    small, large = (make_step([TRANSFORMER] * 3, size) for size in (2, 4))
+    chosen = names((0, 1))
+    scaled_first = with_recompute(fit([small, large]).at(64), chosen)
+    edited_first = fit([with_recompute(small, chosen), with_recompute(large, chosen)]).at(64)
+    assert live_peak(scaled_first) == live_peak(edited_first)
+    assert np.array_equal(scaled_first.events, edited_first.events)
+
+
+# The choice.
+
+
+def seconds(trace: Trace) -> float:
+    return float(trace.flops.sum())
+
+
+def test_a_step_that_fits_recomputes_nothing() -> None:
+    """What fits as it is needs no recomputation, and one question is enough."""
+    asked: list[Trace] = []
+    trace = make_step([TRANSFORMER] * 3, 8)
+    assert choose(trace, lambda one: not asked.append(one), seconds) == frozenset()  # type: ignore[func-returns-value]
+    assert asked == [trace]
+
+
+def test_a_step_that_cannot_fit_is_said_not_to() -> None:
+    """If not even recomputing everything fits there is no choice."""
+    trace = make_step([TRANSFORMER] * 3, 8)
+    assert choose(trace, lambda one: False, seconds) is None
+    assert choose(make_step([(Layer("add", 8),)], 8), lambda one: False, seconds) is None
+
+
+def test_alike_blocks_are_taken_from_the_first_on_and_few_questions_are_asked() -> None:
+    """Of blocks that do the same as few as are needed are recomputed, the earliest, found by bisection."""
+    trace = make_step([TRANSFORMER] * 32, 256)
+    asked: list[int] = []
+
+    def fits_under(cap: int):
+        def fits(one: Trace) -> bool:
+            asked.append(1)
+            return live_peak(one) <= cap
+
+        return fits
+
+    for wanted in (1, 7, 31):
+        cap = live_peak(with_recompute(trace, names(range(wanted))))  # type: ignore[arg-type]
+        asked.clear()
+        assert choose(trace, fits_under(cap), seconds) == names(range(wanted))  # type: ignore[arg-type]
+        assert len(asked) <= 12
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(layers, min_size=2, max_size=4).map(tuple), min_size=2, max_size=4), st.floats(0, 1))
+def test_a_choice_fits_and_nothing_of_it_can_be_left_out(program: list[Block], share: float) -> None:
+    """The choice fits, each of its blocks is needed, and it costs no more than recomputing everything."""
+    trace = make_step(program, 16)
+    every = [frozenset(one) for size in range(len(program) + 1) for one in combinations(trace.blocks, size)]
+    peaks = {one: live_peak(with_recompute(trace, one)) for one in every}
+    cap = min(peaks.values()) + int(share * (peaks[frozenset()] - min(peaks.values())))
+    chosen = choose(trace, lambda one: live_peak(one) <= cap, seconds)
+    if chosen is None:
+        assert peaks[frozenset(trace.blocks)] > cap
+        return
+    assert peaks[chosen] <= cap
+    alone = [block for number, block in enumerate(trace.blocks) if program.count(program[number]) == 1]
+    assert all(
+        peaks[chosen - {block}] > cap for block in chosen & frozenset(alone)
+    )  # of alike ones the last is tried
+    cheapest = min(seconds(with_recompute(trace, one)) for one in every if peaks[one] <= cap)
+    cost, without, everything = (seconds(with_recompute(trace, one)) for one in (chosen, (), trace.blocks))
+    assert cheapest <= cost <= everything
+    assert cost - without <= 2 * (cheapest - without) + 0.34 * (everything - without)
+
+
+def test_a_dear_block_is_exchanged_for_a_cheaper_one() -> None:
+    """Where the greedy order ends with more than is needed, leaving out and exchanging makes it cheaper."""
+    small: Block = (Layer("gelu", 100), Layer("gelu", 100), Layer("add", 100))
+    large: Block = (Layer("gelu", 4000), Layer("gelu", 4000), Layer("gelu", 100))
+    trace = make_step([small, small, large, small], 8)
+    cap = live_peak(with_recompute(trace, names((0,))))
+    assert cap < live_peak(trace)
+    chosen = choose(trace, lambda one: live_peak(one) <= cap, seconds)
+    assert chosen is not None
+    assert seconds(with_recompute(trace, chosen)) <= seconds(with_recompute(trace, names((0,))))
+
+
+def test_blocks_within_blocks_are_no_candidates() -> None:
+    """Of nested blocks the outer one is chosen: recomputing both costs three forward passes."""
+    trace = around(make_step([TRANSFORMER] * 4, 256), 1, 2)
+    everything = live_peak(with_recompute(trace, {"blocks"}))
+    assert choose(trace, lambda one: live_peak(one) <= everything, seconds) == {"blocks"}
+
+
+def test_what_a_block_saves_is_what_only_its_graph_holds() -> None:
+    """The saving of a block is its saved tensors without its output."""
+    trace = make_step([TRANSFORMER] * 2, 8)
+    # The inputs of the first linear, the second gelu and the second linear; the first gelu's is that of the block.
+    assert dropped_bytes(trace, "blocks.0") == 8 * (400 + 1600 + 1600)
+
+
+# Real modules, traced as they are and as `memory.recompute` runs them.
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.norm(self.second(self.first(x).relu()))).relu_()
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        make = {
+            "encoder": lambda: nn.TransformerEncoderLayer(32, 2, 128, batch_first=True, norm_first=True),
+            "residual": Residual,
+        }[kind]
+        self.body = nn.ModuleList(make() for _ in range(3))
+        self.head = nn.Linear(32 if kind == "encoder" else 8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.body:
+            x = block(x)
+        return self.head(x)
+
+
+def trace_real(kind: str, precision: str = "fp32", chosen: tuple[int, ...] = (), batch: int = 8) -> Trace:
+    """Return the second step of a real model on the CPU, with some blocks recomputed for real."""
+
+    def step() -> None:
+        data = torch.randn(batch, 16, 32) if kind == "encoder" else torch.randn(batch, 4, 8, 8)
+        optimizer.zero_grad()
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+            recomputing([model.body[one] for one in chosen], torch.get_rng_state, torch.set_rng_state),
+        ):
+            out = model(data)
+        out.float().square().mean().backward()
+        optimizer.step()
+
+    with Tracer(torch.device("cpu")) as tracer:
+        model = Model(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        blocks = [(f"body.{number}", block) for number, block in enumerate(model.body)]
+        tracer.watch(models={"": model}, optimizers=[optimizer], blocks=blocks)
+        step()
+        with tracer.recording():
+            step()
+    return tracer.trace(micro_batch_size=batch, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "above"),
+    [
+        ("encoder", "fp32", 0.0005),
+        pytest.param("encoder", "bf16", 0.005, marks=pytest.mark.slow),
+        ("residual", "fp32", 0.0005),
+    ],
+)
+def test_real_models_that_are_recomputed_for_real_need_what_was_said(kind: str, precision: str, above: float) -> None:
+    """An edited trace of a real model peaks where a trace of the model with checkpoints does, and never lower."""
+    trace = trace_real(kind, precision)
+    for chosen in ((1,), (0, 1, 2)):
+        said = live_peak(with_recompute(trace, {f"body.{number}" for number in chosen}))
+        truth = live_peak(trace_real(kind, precision, chosen))
+        assert 0 <= said / truth - 1 <= above, chosen
+
+
+@pytest.mark.slow
+def test_a_real_model_is_extrapolated_and_recomputed_at_once() -> None:
+    """Two small traces tell the peak of a large batch with recomputed blocks."""
+    scaled = fit([trace_real("encoder", batch=size) for size in (2, 4)])
+    said = live_peak(with_recompute(scaled.at(24), {"body.0", "body.1", "body.2"}))
+    truth = live_peak(trace_real("encoder", chosen=(0, 1, 2), batch=24))
+    assert 0 <= said / truth - 1 <= 0.0005

@@ -1,0 +1,193 @@
+"""Whether a sample batch is made again in any size and length, and refused where nobody can say how."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from holdfast.core.errors import BatchError
+from holdfast.forecast.sample_batch import Leaf, SampleBatch
+
+
+def make(leaf: Leaf) -> torch.Tensor:
+    if leaf.values is None:
+        return torch.full(leaf.shape, 7, dtype=leaf.dtype)
+    return torch.from_numpy(np.ascontiguousarray(leaf.values)).reshape(leaf.shape)
+
+
+def read(tensor: torch.Tensor) -> Any:
+    return tensor.numpy()
+
+
+def sample(batch: Any, **options: Any) -> SampleBatch:
+    return SampleBatch(batch, read=read, make=make, **options)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclasses.dataclass
+class Utterances:
+    frames: torch.Tensor
+    names: list[str]
+    rate: int
+
+
+class Encoding(collections.UserDict[str, Any]):
+    """Stands for Hugging Face's BatchEncoding, a UserDict whose tensors are read as items."""
+
+
+def test_all_kinds_of_containers_are_resized_and_keep_their_types() -> None:
+    """Dicts, named tuples, lists, dataclasses and user dicts come back as themselves, with the size asked for."""
+    batch = {
+        "a": Pair(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long)),
+        "b": [torch.zeros(8, 5), np.zeros((8, 2))],
+        "c": Utterances(torch.zeros(8, 80, 11), [f"u{i}" for i in range(8)], 16000),
+        "d": Encoding(ids=torch.zeros(8, 20, dtype=torch.long)),
+        "e": None,
+    }
+    made = sample(batch).resized(3)
+    assert isinstance(made["a"], Pair)
+    assert [tuple(leaf.shape) for leaf in (*made["a"], *made["b"])] == [(3, 3), (3,), (3, 5), (3, 2)]
+    assert isinstance(made["c"], Utterances)
+    assert (tuple(made["c"].frames.shape), made["c"].names, made["c"].rate) == (
+        (3, 80, 11),
+        ["u0", "u1", "u2"],
+        16000,
+    )
+    assert isinstance(made["d"], Encoding)
+    assert tuple(made["d"]["ids"].shape) == (3, 20)
+    assert made["e"] is None
+    assert tuple(batch["b"][0].shape) == (8, 5), "the sample batch itself stays as it was"
+
+
+def test_token_ids_masks_and_lengths_get_the_new_length() -> None:
+    """The length is that of the token ids; masks and lengths follow it, an embedding that is as wide does not."""
+    ids = torch.arange(4 * 6).reshape(4, 6)
+    mask = torch.tensor([[1, 1, 0, 0, 0, 0], [1] * 6, [1, 0, 0, 0, 0, 0], [1] * 5 + [0]])
+    lengths = mask.sum(1)
+    batch = {"ids": ids, "mask": mask, "lengths": lengths, "bias": torch.zeros(4, 1, 6, 6), "x": torch.zeros(4, 6, 6)}
+    found = sample(batch)
+    assert (found.size, found.length) == (4, 6)
+    made = found.resized(2, 9)
+    assert {key: tuple(value.shape) for key, value in made.items()} == {
+        "ids": (2, 9), "mask": (2, 9), "lengths": (2,), "bias": (2, 1, 9, 9), "x": (2, 9, 6),
+    }  # fmt: skip
+    assert made["lengths"].tolist() == [9, 9]
+    assert made["mask"].min() == 1, "every sample is like the longest, the second"
+    assert made["ids"][0].tolist() == [6, 7, 8, 9, 10, 11, 6, 7, 8]
+
+
+class Graph:
+    """Stands for torch_geometric's Data, which is no mapping and keeps its tensors in a store of its own."""
+
+    def __init__(self) -> None:
+        self.store = {"x": torch.zeros(4, 3)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"graph": Graph(), "y": torch.zeros(4)}, r"holds a Graph with tensors in it: batch\['graph'\]"),
+        ({"x": torch.zeros(0, 3), "i": torch.zeros(0, dtype=torch.long)}, r"the sample batch is empty: batch\['x'\]"),
+    ],
+)
+def test_a_batch_that_would_keep_its_size_is_refused(batch: Any, said: str) -> None:
+    """Tensors that nobody could make larger, and samples that are not there, are named before a step is made."""
+    with pytest.raises(BatchError, match=said) as caught:
+        sample(batch)
+    assert caught.value.rule == "H413"
+
+
+def test_samples_of_a_list_are_all_like_the_largest() -> None:
+    """A detection batch, with a list of images and one of dicts, grows by copies of its largest samples."""
+    images = [torch.zeros(3, 32, 32), torch.zeros(3, 40, 32)]
+    targets = [{"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(5, 4)}]
+    made = sample((images, targets)).resized(3)
+    assert [tuple(image.shape) for image in made[0]] == [(3, 40, 32)] * 3
+    assert [tuple(target["boxes"].shape) for target in made[1]] == [(5, 4)] * 3
+
+
+def test_ragged_tensors_take_the_length_in_dimension_0() -> None:
+    """A list of waveforms of different lengths is a batch of that many samples, and can be made longer."""
+    found = sample({"waves": [torch.zeros(100), torch.zeros(70), torch.zeros(90)], "labels": torch.zeros(3)})
+    assert (found.size, found.length) == (3, 100)
+    made = found.resized(2, 160)
+    assert [tuple(wave.shape) for wave in made["waves"]] == [(160,), (160,)]
+    assert made["labels"].shape == (2,)
+
+
+def test_sequence_first_batches_are_resized_along_dimension_1() -> None:
+    """With split=1 the batch is dimension 1 and the length dimension 0."""
+    found = sample((torch.zeros(12, 4, dtype=torch.long), torch.zeros(12, 4, 8)), split=1)
+    assert (found.size, found.length) == (4, 12)
+    assert [tuple(leaf.shape) for leaf in found.resized(2, 30)] == [(30, 2), (30, 2, 8)]
+
+
+def test_packed_sequences_are_made_anew() -> None:
+    """A packed batch becomes one in which all samples have the full length."""
+    packed = pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)])
+    made = sample(packed).resized(4, 6)
+    assert isinstance(made, PackedSequence)
+    assert made.batch_sizes.tolist() == [4] * 6
+    assert made.data.shape == (24, 3)
+
+
+def test_what_does_not_depend_on_the_batch_stays_and_is_written_down() -> None:
+    """A table among batch tensors is kept, and named in an assumption."""
+    found = sample(
+        {"x": torch.zeros(8, 4), "y": torch.zeros(8), "weights": torch.zeros(10), "scale": torch.tensor(1.0)}
+    )
+    assert found.resized(2)["weights"].shape == (10,)
+    assert any("batch['weights'] (10,)" in assumption.what for assumption in found.assumptions())
+
+
+def test_parts_are_views_of_equal_size() -> None:
+    """A batch for gradient accumulation is cut as Guard cuts it, without copies."""
+    found = sample({"x": torch.zeros(8, 4), "names": [str(i) for i in range(8)]})
+    batch = found.resized(6)
+    parts = found.parts(batch, 3)
+    assert [(tuple(part["x"].shape), len(part["names"])) for part in parts] == [((2, 4), 2)] * 3
+    assert parts[1]["x"].untyped_storage().data_ptr() == batch["x"].untyped_storage().data_ptr()
+
+
+def test_a_size_that_nothing_has_is_found_by_looking() -> None:
+    """A loader says batch_size=64, but its only batch has 10 samples: 10 it is."""
+    assert sample((torch.zeros(10, 3), torch.zeros(10)), size=64).size == 10
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [torch.tensor(1.0), {"scale": 1.0, "name": "x"}, [], (torch.zeros(3, 4), torch.zeros(5, 6, 7))],
+    ids=["scalar", "numbers", "empty", "tie"],
+)
+def test_a_batch_without_a_batch_dimension_is_refused(batch: Any) -> None:
+    """Where no batch dimension can be found, the error shows the shapes and how to say it."""
+    with pytest.raises(BatchError, match="micro_batch_size") as caught:
+        sample(batch)
+    assert caught.value.rule == "H413"
+
+
+def test_a_length_that_the_batch_does_not_have_is_refused() -> None:
+    """A batch of single numbers cannot be made longer."""
+    with pytest.raises(BatchError, match="nothing to be 9 long"):
+        sample((torch.zeros(4), torch.zeros(4))).resized(2, 9)
+
+
+@given(size=st.integers(2, 9), length=st.integers(2, 20), new=st.tuples(st.integers(1, 12), st.integers(1, 30)))
+def test_bytes_grow_evenly_with_size_and_length(size: int, length: int, new: tuple[int, int]) -> None:
+    """A new batch holds exactly size x length elements of each tensor, whatever the sample batch was like."""
+    ids = torch.zeros(size, length, dtype=torch.long)
+    made = sample({"ids": ids, "x": torch.zeros(size, length, 5), "y": torch.zeros(size)}, size=size).resized(*new)
+    shapes = {key: tuple(value.shape) for key, value in made.items()}
+    assert shapes == {"ids": new, "x": (*new, 5), "y": (new[0],)}

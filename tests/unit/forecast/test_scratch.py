@@ -1,0 +1,263 @@
+"""What operators need while they run: CUDA's table against its sources, the CPU's against the real allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.memory.allocations import real_allocations
+from tests.unit.memory.running import run_host_comparison
+
+from holdfast.forecast import recurrent_cpu
+from holdfast.forecast.scratch import NO_SCRATCH, ScratchEstimate, Uncalibrated, scratch_bytes
+
+aten = torch.ops.aten
+META = torch.device("meta")
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+def cuda(op: Any, *args: Any, out: Any = None, **kwargs: Any) -> ScratchEstimate:
+    return scratch_bytes(op, args, kwargs, out, "privateuse1")
+
+
+def flash_backward(heads: int, key_heads: int, length: int, size: int, *, by_rows: bool) -> ScratchEstimate:
+    def tensor(count: int) -> torch.Tensor:
+        if by_rows:
+            return meta(2, length, count, size, dtype=torch.bfloat16).transpose(1, 2)
+        return meta(2, count, length, size, dtype=torch.bfloat16)
+
+    query, key = tensor(heads), tensor(key_heads)
+    sums, state = meta(2, heads, length), meta(2, dtype=torch.uint64)
+    given = (query, query, key, key, query, sums, None, None, length, length, 0.0, False, state, state)
+    return cuda(aten._scaled_dot_product_flash_attention_backward.default, *given)
+
+
+def test_flash_attention_sums_gradients_in_single_precision() -> None:
+    """Flash attention's backward pass sums in fp32 over rounded lengths and head sizes, and expands grouped keys."""
+    plain = flash_backward(8, 8, 200, 60, by_rows=True)
+    assert plain.calibrated
+    assert plain.bytes == 2 * 256 * 8 * (64 + 1) * 4
+    grouped = flash_backward(8, 2, 200, 60, by_rows=True)
+    assert grouped.bytes == plain.bytes + 2 * (2 * 200 * 8 * 60 * 2)
+    copied = flash_backward(8, 8, 200, 60, by_rows=False)
+    assert copied.bytes == plain.bytes + 2 * (2 * 200 * 8 * 60 * 2)  # the output and its gradient, by rows
+
+
+def test_efficient_attention_needs_a_workspace() -> None:
+    """The efficient kernel's workspace holds the query's gradient in fp32, tile by tile."""
+    query = meta(2, 100, 4, 64).transpose(1, 2)
+    sums = meta(2, 4, 128)
+    seed = meta(1, dtype=torch.int64)
+    given = (query, query, query, query, None, query, sums, seed, seed, 0.0, [True, True, True, False])
+    need = cuda(aten._scaled_dot_product_efficient_attention_backward.default, *given)
+    assert need.bytes == 2 * 4 * 100 * 4 + 2 * 4 * (128 * 64 * 4 + 2 * 16)
+    assert need.upper_bytes >= need.bytes
+
+
+def test_embedding_gradient_sorts_and_sums_pieces() -> None:
+    """An embedding's gradient keeps a row of sums for each piece of a segment, counted for small batches too."""
+    many = meta(40, 100, dtype=torch.int64)
+    out = meta(3000, 64)
+    need = cuda(aten.embedding_dense_backward.default, meta(40, 100, 64), many, 3000, -1, False, out=out)
+    pieces = 4000 // 10 + 3000
+    assert need.bytes == 2 * 4000 * 8 + (4000 + 2 * 3000 + pieces) * 8 + pieces * 64 * 4
+    few = meta(3, 100, dtype=torch.int64)
+    small = cuda(aten.embedding_dense_backward.default, meta(3, 100, 64), few, 3000, -1, False, out=out)
+    assert small.bytes == 2 * 300 * 8 + (300 + 2 * 300 + 330) * 8 + 330 * 64 * 4
+
+
+def test_closed_libraries_are_not_calibrated() -> None:
+    """What cuDNN needs for a convolution is an assumption with an upper bound; channels last spares the copies."""
+    x, w, out = meta(4, 16, 32, 32), meta(32, 16, 3, 3), meta(4, 32, 32, 32)
+    rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    need = cuda(aten.convolution.default, x, w, *rest, out=out)
+    assert not need.calibrated
+    assert need.bytes == x.nbytes + w.nbytes + out.nbytes
+    assert need.upper_bytes > need.bytes
+    last = x.to(memory_format=torch.channels_last)
+    assert cuda(aten.convolution.default, last, w, *rest, out=out).bytes == 0
+
+
+@torch.library.custom_op("forecast_test::unheard_of", mutates_args=())
+def unheard_of(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def test_an_unknown_operator_counts_as_nothing_and_widens_the_margin() -> None:
+    """An operator that no table knows needs 0 bytes, is counted, and its tensors' sizes are the upper bound."""
+    x = meta(100)
+    op = torch.ops.forecast_test.unheard_of.default
+    need = cuda(op, x, out=x)
+    assert need == ScratchEstimate(bytes=0, upper_bytes=800, calibrated=False)
+    step = Uncalibrated()
+    step.note("forecast_test.unheard_of", need)
+    step.note("forecast_test.unheard_of", need)
+    step.note_kept("cuDNN lstm", 50)
+    assert step.excess_bytes == 800 + 50  # one operator runs at a time, what is kept adds up
+    assert step.calls == {"forecast_test.unheard_of": 2, "cuDNN lstm": 1}
+    step.clear()
+    assert step.excess_bytes == 0
+
+
+def test_common_operators_need_nothing() -> None:
+    """Pointwise functions and their gradients, views, products and the host's tensors cost one look-up."""
+    x = meta(4, 4)
+    for op, args in ((aten.relu.default, (x,)), (aten.gelu_backward.default, (x, x)), (aten.t.default, (x,))):
+        assert cuda(op, *args, out=x) is NO_SCRATCH
+    assert cuda(aten.mm.default, x, x, out=x) is NO_SCRATCH
+    assert scratch_bytes(unheard_of, (x,), {}, x, "privateuse1", "cpu") is NO_SCRATCH
+
+
+def test_a_rule_that_does_not_fit_the_signature_counts_as_unknown() -> None:
+    """If another torch names its arguments otherwise, the operator counts as unknown and nothing breaks."""
+    need = cuda(aten.convolution.default, meta(2, 2))
+    assert not need.calibrated
+    assert need.bytes == 0
+
+
+CONVOLUTIONS: list[tuple[str, tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
+    ("3 channels in", (4, 3, 20, 20), (64, 3, 3, 3), {"padding": 1}),
+    ("as many out as in", (4, 64, 20, 20), (64, 64, 3, 3), {"padding": 1}),
+    ("channels that do not fill a block", (4, 17, 20, 20), (20, 17, 3, 3), {"padding": 1}),
+    ("strided", (4, 32, 32, 32), (48, 32, 3, 3), {"stride": 2, "padding": 1}),
+    ("size 1", (4, 32, 28, 28), (48, 32, 1, 1), {}),
+    ("size 1, many samples", (16, 32, 28, 28), (48, 32, 1, 1), {}),
+    ("size 1, strided", (16, 128, 16, 16), (256, 128, 1, 1), {"stride": 2}),
+    ("depthwise", (4, 32, 32, 32), (32, 1, 3, 3), {"padding": 1, "groups": 32}),
+    ("depthwise, large kernel", (4, 96, 28, 28), (96, 1, 7, 7), {"padding": 3, "groups": 96}),
+    ("grouped", (4, 32, 32, 32), (64, 8, 3, 3), {"padding": 1, "groups": 4}),
+    ("patches", (8, 3, 64, 64), (96, 3, 16, 16), {"stride": 16}),
+    ("one dimension", (8, 80, 100), (512, 80, 5), {"padding": 2}),
+    ("a long kernel", (8, 2, 100), (32, 2, 31), {"padding": 15}),
+    ("three dimensions", (2, 16, 8, 8, 8), (32, 16, 3, 3, 3), {"padding": 1}),
+    ("transposed", (8, 128, 8, 8), (128, 64, 4, 4), {"stride": 2, "padding": 1, "transposed": True}),
+    ("double precision", (4, 16, 20, 20), (32, 16, 3, 3), {"padding": 1, "dtype": torch.float64}),
+]
+
+
+def convolution(x_shape: tuple[int, ...], w_shape: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
+    dimensions = len(x_shape) - 2
+    dtype = options.get("dtype", torch.float32)
+    x, w = torch.randn(x_shape).to(dtype), torch.randn(w_shape).to(dtype)
+    numbers = [[options.get(name, default)] * dimensions for name, default in (("stride", 1), ("padding", 0))]
+    transposed = options.get("transposed", False)
+    return [x, w, *numbers, [1] * dimensions, transposed, [0] * dimensions, options.get("groups", 1)]
+
+
+def agreement(op: Any, args: tuple[Any, ...]) -> tuple[int, int, int]:
+    """The peak of a call on the real CPU above its beginning, the one forecast, and the bytes of its results."""
+    with torch.no_grad():
+        out = op(*args)
+        peak, kept = real_allocations(lambda: op(*args))
+    return peak, kept + scratch_bytes(op, args, {}, out, "cpu").bytes, kept
+
+
+@pytest.fixture
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="measured with AVX-512")
+@pytest.mark.parametrize(
+    ("x", "w", "options"), [row[1:] for row in CONVOLUTIONS], ids=[row[0] for row in CONVOLUTIONS]
+)
+def test_convolutions_on_the_host(x: tuple[int, ...], w: tuple[int, ...], options: dict[str, Any]) -> None:
+    """A convolution's peak on the real CPU, forward and backward, comes out within 2 percent, and never 2 % under."""
+    data, weight, *rest = convolution(x, w, options)
+    peak, forecast, _ = agreement(aten.convolution.default, (data, weight, None, *rest))
+    assert forecast == pytest.approx(peak, rel=0.02)
+    gradient = torch.randn_like(aten.convolution(data, weight, None, *rest))
+    masks = [True, True, False]
+    peak, forecast, _ = agreement(aten.convolution_backward.default, (gradient, data, weight, None, *rest, masks))
+    assert forecast == pytest.approx(peak, rel=0.02)
+
+
+def attention_gradient() -> tuple[Any, ...]:
+    query = torch.randn(4, 8, 256, 64)
+    out, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, query, query)
+    return torch.randn_like(out), query, query, query, out, sums, 0.0, False
+
+
+OPERATORS: list[tuple[str, Any, Callable[[], tuple[Any, ...]]]] = [
+    (
+        "batch norm's gradient",
+        aten.native_batch_norm_backward.default,
+        lambda: (
+            *(torch.randn(8, 32, 28, 28), torch.randn(8, 32, 28, 28)),
+            *(torch.ones(32), torch.zeros(32), torch.ones(32), torch.zeros(32), torch.ones(32)),
+            *(True, 1e-5, [True] * 3),
+        ),
+    ),
+    ("upsampling", aten.upsample_nearest2d.default, lambda: (torch.randn(4, 16, 28, 28), [56, 56])),
+    (
+        "attention",
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        lambda: (torch.randn(2, 8, 1024, 64),) * 3,
+    ),
+    ("attention's gradient", aten._scaled_dot_product_flash_attention_for_cpu_backward.default, attention_gradient),
+    ("sums of exponentials", aten.logsumexp.default, lambda: (torch.randn(64, 64, 64), [-1])),
+    (
+        "cross entropy of logits",
+        aten.binary_cross_entropy_with_logits.default,
+        lambda: (torch.randn(100_000), torch.rand(100_000)),
+    ),
+    ("Huber's loss", aten.huber_loss.default, lambda: (torch.randn(100_000), torch.rand(100_000))),
+    ("softmax of masked scores", aten._safe_softmax.default, lambda: (torch.randn(64, 64, 64), -1)),
+    ("a sorted vector", aten.sort.default, lambda: (torch.randn(200_000),)),
+    ("layer norm's gradient", aten.native_layer_norm_backward.default, lambda: layer_norm_gradient()),
+    ("columns", aten.im2col.default, lambda: (torch.randn(4, 8, 28, 28), [3, 3], [1, 1], [1, 1], [1, 1])),
+    ("a strided product", aten.mm.default, lambda: (torch.randn(512, 512)[::2, ::2], torch.randn(256, 256))),
+]
+
+
+def layer_norm_gradient() -> tuple[Any, ...]:
+    x, row = torch.randn(16, 64, 256), torch.ones(16, 64, 1)
+    return x, x.clone(), [256], row, row.clone(), torch.ones(256), torch.zeros(256), [True] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("op", "arguments"), [row[1:] for row in OPERATORS], ids=[row[0] for row in OPERATORS])
+def test_operators_on_the_host(op: Any, arguments: Callable[[], tuple[Any, ...]]) -> None:
+    """The peak of an operator on the real CPU comes out within 1 percent of its own size."""
+    peak, forecast, _ = agreement(op, arguments())
+    assert forecast == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("shape", [(5, 4, 16, 32), (50, 16, 80, 100), (100, 8, 512, 256)])
+def test_the_lstm_of_the_host(shape: tuple[int, int, int, int]) -> None:
+    """What oneDNN's LSTM keeps and needs comes out to the byte."""
+    steps, batch, features, hidden = shape
+    weights = [torch.randn(4 * hidden, features), torch.randn(4 * hidden, hidden), *torch.randn(2, 4 * hidden)]
+    state = torch.randn(1, batch, hidden)
+    rest = (False, [], 2, hidden, 1, True, False, False, True)
+    args = (torch.randn(steps, batch, features), *weights, state, state.clone(), *rest)
+    out = aten.mkldnn_rnn_layer(*args)
+    kept = recurrent_cpu.workspace_bytes(steps=steps, batch=batch, features=features, hidden=hidden, element_bytes=4)
+    assert out[3].nbytes == kept
+    peak, live = real_allocations(lambda: aten.mkldnn_rnn_layer(*args))
+    assert live + scratch_bytes(aten.mkldnn_rnn_layer.default, args, {}, out, "cpu").bytes == peak
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="measured with AVX-512")
+def test_whole_steps_on_the_host() -> None:
+    """Two training steps peak as forecast: convolutions within 2 percent, a Tacotron-like model within 3."""
+    peaks = run_host_comparison()
+    assert len(peaks) == 6
+    for name, (real, forecast) in peaks.items():
+        assert forecast == pytest.approx(real, rel=0.03 if name == "speech" else 0.02), name
+    real, forecast = peaks["transformer"]
+    assert forecast == pytest.approx(real, rel=1e-4)

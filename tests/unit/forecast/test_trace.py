@@ -1,0 +1,271 @@
+"""Playing a traced step: invariants on random steps, and figures that can be worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.forecast.recording import FORWARD, OPTIMIZER, Ledger, Recording, as_trace
+from holdfast.forecast.trace import (
+    OWNERS,
+    Assumption,
+    BlockRun,
+    Trace,
+    Variant,
+    events_played,
+    live_by_owner,
+    live_bytes,
+    live_peak,
+    operations_played,
+    owners_at_peak,
+    played,
+    variants_played,
+)
+
+DESCRIBED = {"micro_batch_size": 2, "length": None, "precision": "fp32", "route": "cpu"}
+
+
+class Memory:
+    """A step that is written down by hand: storages by name."""
+
+    def __init__(self, resident: dict[str, int]) -> None:
+        self.ledger = Ledger()
+        self.live: dict[str, int] = {}
+        for name, size in resident.items():
+            self.live[name] = self.ledger.add(size, 0, 0, FORWARD)
+        self.record = Recording(resident=list(self.live.values()))
+
+    def allocate(self, name: str, size: int, phase: int = FORWARD) -> None:
+        self.live[name] = self.ledger.add(size, 0, 0, phase)
+        self.record.allocate(self.live[name], phase)
+
+    def free(self, name: str, phase: int = FORWARD) -> None:
+        self.record.free(self.live.pop(name), phase)
+
+    def trace(self) -> Trace:
+        self.record.survivors = frozenset(self.live.values())
+        return as_trace(
+            self.record, self.ledger, modules=["", "net"], lines=["", "a.py:1 in f"], names=["aten.mm"], blocks=[],
+            **DESCRIBED,
+        )  # fmt: skip
+
+
+@st.composite
+def steps(draw: st.DrawFn, *, steady: bool) -> Trace:
+    """A random step; a steady one ends with sizes, in order, like those that it has freed of what it found."""
+    sizes = st.integers(1, 5000)
+    memory = Memory({f"r{number}": size for number, size in enumerate(draw(st.lists(sizes, max_size=6)))})
+    replaced = [name for name in list(memory.live) if draw(st.booleans())]
+    wanted = [memory.ledger.size_bytes[memory.live[name]] for name in replaced]
+    ends = [("free", name) for name in replaced] + [("left", number) for number in range(len(wanted))]
+    made = 0
+    while ends or draw(st.booleans()):
+        actions = ["allocate"] + (["end"] if ends else [])
+        temporary = [name for name in memory.live if name.startswith("t")]
+        action = draw(st.sampled_from(actions + (["drop"] if temporary else [])))
+        if action == "allocate":
+            memory.allocate(f"t{made}", draw(sizes))
+            made += 1
+        elif action == "drop":
+            memory.free(draw(st.sampled_from(temporary)))
+        else:
+            kind, which = ends.pop(0)
+            if kind == "free":
+                memory.free(str(which))
+            else:
+                memory.allocate(f"left{which}", wanted[int(which)])
+    for name in [name for name in memory.live if name.startswith("t")]:
+        if steady or draw(st.booleans()):
+            memory.free(name)
+    return memory.trace()
+
+
+@given(steps(steady=False), st.integers(0, 4))
+def test_each_storage_is_allocated_once_and_freed_at_most_once_and_later(trace: Trace, count: int) -> None:
+    """However a step leaves memory behind, playing it never frees what does not live nor allocates what does."""
+    events, sizes = played(trace, count)
+    live: set[int] = set()
+    allocated: set[int] = set()
+    for event in events.tolist():
+        if event > 0:
+            assert event not in allocated
+            allocated.add(event)
+            live.add(event)
+        else:
+            live.remove(-event)
+    assert all(0 < event <= len(sizes) for event in allocated)
+
+
+@given(steps(steady=True), st.integers(2, 5))
+def test_a_steady_step_needs_the_same_in_each_round(trace: Trace, count: int) -> None:
+    """A step that replaces what it frees ends where it began and has the same peak however often it is played."""
+    assert trace.growth_bytes == 0
+    live = live_bytes(*played(trace, count))[len(trace.resident) :].reshape(count, -1)
+    assert (live == live[0]).all()
+    assert live_bytes(*played(trace, count)).max(initial=0) == live_peak(trace)
+
+
+@given(steps(steady=False))
+def test_what_is_played_grows_by_what_the_trace_says(trace: Trace) -> None:
+    """After one step exactly `growth_bytes` more live than before it."""
+    before = int(trace.size_bytes[list(trace.resident)].sum())
+    events, sizes = played(trace, 1)
+    after = int(live_bytes(events, sizes)[-1]) if len(events) else 0
+    assert after - before == trace.growth_bytes
+
+
+@given(steps(steady=False))
+def test_carried_pairs_are_of_one_size_and_used_once(trace: Trace) -> None:
+    """What takes the place of something is as large, was left by the step, and nothing is paired twice."""
+    left, found = [pair[0] for pair in trace.carried], [pair[1] for pair in trace.carried]
+    assert (trace.size_bytes[left] == trace.size_bytes[found]).all()
+    assert len(set(left)) == len(left)
+    assert len(set(found)) == len(found)
+    assert all(number >= len(trace.resident) for number in left)
+    assert all(number < len(trace.resident) for number in found)
+
+
+@given(steps(steady=False))
+def test_owners_add_up_to_what_lives(trace: Trace) -> None:
+    """At each event the owners' bytes add up to the live bytes, and at the peak to the peak."""
+    live = live_by_owner(trace).sum(axis=0)
+    assert live.shape == (1 + len(trace.events),)
+    assert live.max() == live_peak(trace)
+    for by in ("owner", "module", "line"):
+        assert sum(owners_at_peak(trace, by).values()) == live_peak(trace)
+
+
+def small_trace() -> Trace:
+    """Weights of 1000 bytes, gradients that the next step frees, an activation of 300, two ways of an optimizer."""
+    memory = Memory({"weight": 1000, "gradient": 1000})
+    memory.allocate("activation", 300)
+    memory.record.operate(0, 0, FORWARD, 10, 20, 0)
+    memory.record.backward_starts.append(len(memory.record.events))
+    memory.free("gradient")
+    memory.allocate("new gradient", 1000)
+    memory.free("activation")
+    for name, size in (("foreach", 2000), ("fused", 4)):
+        events, operations = len(memory.record.events), len(memory.record.operation_name)
+        memory.allocate(name, size, OPTIMIZER)
+        memory.record.operate(0, events, OPTIMIZER, 0, size, 0)
+        memory.free(name, OPTIMIZER)
+        memory.record.variants.append(
+            Variant(name=name, call=0, events=(events, events + 2), operations=(operations, operations + 1))
+        )
+    memory.ledger.own(0, "parameters", 1)
+    memory.ledger.own(1, "gradients", 1)
+    memory.ledger.own(memory.live["new gradient"], "gradients", 1)
+    return memory.trace()
+
+
+def test_the_peak_is_that_of_the_chosen_optimizer() -> None:
+    """By default the user's own implementation is played; another has its own peak, and an unknown one is the own."""
+    trace = small_trace()
+    assert live_peak(trace) == 4000
+    assert live_peak(trace, "foreach") == 4000
+    assert live_peak(trace, "fused") == 2300
+    assert live_peak(trace, "unheard of") == 4000
+    assert [one.name for one in variants_played(trace, "fused")] == ["fused"]
+    assert operations_played(trace, "fused").tolist() == [True, False, True]
+    assert events_played(trace, "fused").sum() == len(trace.events) - 2
+
+
+def test_who_owns_the_peak_is_said_largest_first() -> None:
+    """Parameters, gradients, activations and what an optimizer takes are told apart at the peak of each variant."""
+    trace = small_trace()
+    assert dict(owners_at_peak(trace)) == {"other": 2000, "parameters": 1000, "gradients": 1000}
+    assert list(owners_at_peak(trace, variant="fused").items()) == [
+        ("parameters", 1000),
+        ("gradients", 1000),
+        ("activations", 300),
+    ]
+    assert dict(owners_at_peak(trace, "module", "fused")) == {"net": 2000, "": 300}
+    assert OWNERS[int(live_by_owner(trace)[:, -1].argmax())] == "parameters"
+
+
+def test_rounding_is_by_storage() -> None:
+    """Live bytes in granules of 512 round each storage up, as CUDA's caching allocator counts them."""
+    assert live_peak(small_trace(), "fused", 512) == 1024 + 1024 + 512
+
+
+def test_gradients_are_carried_from_step_to_step() -> None:
+    """The gradient that a step leaves is the one that the next frees, under a new number each time."""
+    trace = small_trace()
+    assert len(trace.carried) == 1
+    events, sizes = played(trace, 3, "fused")
+    assert (events > 0).sum() - (events < 0).sum() == 2
+    assert live_bytes(events, sizes)[-1] == 2000
+    freed = (-events[events < 0]).tolist()
+    assert len(freed) == len(set(freed))
+
+
+def test_a_leak_grows_and_what_is_freed_for_good_stays_away() -> None:
+    """What has no counterpart of its size is growth; played again, the leak grows and the freed stays gone."""
+    memory = Memory({"weight": 100, "table": 700})
+    memory.free("table")
+    memory.allocate("history", 40)
+    trace = memory.trace()
+    assert trace.carried == ()
+    assert trace.growth_bytes == 40 - 700
+    assert live_bytes(*played(trace, 3))[-1] == 100 + 3 * 40
+
+
+def test_other_implementations_leave_nothing_behind() -> None:
+    """A state that is made anew by each implementation is one storage in the trace, whichever is played."""
+    memory = Memory({"state": 64})
+    first = len(memory.record.events)
+    memory.allocate("own", 64, OPTIMIZER)
+    memory.free("state", OPTIMIZER)
+    second = len(memory.record.events)
+    memory.allocate("kept", 8, OPTIMIZER)
+    memory.allocate("temporary", 16, OPTIMIZER)
+    memory.record.operate(0, second + 2, OPTIMIZER, 0, 0, 0)
+    memory.allocate("again", 64, OPTIMIZER)
+    memory.free("own", OPTIMIZER)
+    memory.free("temporary", OPTIMIZER)
+    renamed, forgotten = memory.record.close(second, memory.ledger.size_bytes.__getitem__)
+    assert renamed == {memory.live["again"]: 1}
+    assert forgotten == [memory.live["kept"]]
+    assert [abs(event) - 1 for event in memory.record.events[second:]] == [3, 3]
+    assert memory.record.operation_event == [second + 1]
+    memory.live = {"own": 1}
+    memory.record.variants = [
+        Variant(name="foreach", call=0, events=(first, second), operations=(0, 0)),
+        Variant(name="for-loop", call=0, events=(second, second + 2), operations=(0, 1)),
+    ]
+    assert live_peak(memory.trace(), "foreach") == 128
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Every field of a trace comes back from its file, with its type."""
+    trace = dataclasses.replace(
+        small_trace(),
+        assumptions=(Assumption(what="taken", line="a.py:1 in f"),),
+        blocks=("layers.0",),
+        block_runs=(
+            BlockRun(block=0, forward=(0, 1), backward=-1, kept=(2,), operations=(0, 1)),
+            BlockRun(block=0, forward=(0, 1), backward=2, kept=(), operations=(0, 1), inputs=(1,), saved=(2,)),
+        ),
+    )
+    trace.save(tmp_path / "step")
+    again = Trace.load(tmp_path / "step")
+    for field in dataclasses.fields(Trace):
+        one, other = getattr(trace, field.name), getattr(again, field.name)
+        if isinstance(one, np.ndarray):
+            assert one.dtype == other.dtype
+            assert one.tolist() == other.tolist()
+        else:
+            assert one == other
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    """A file of numpy's that is no trace says so."""
+    with (tmp_path / "other.npz").open("wb") as file:
+        np.savez(file, numbers=np.zeros(2))
+    with pytest.raises(ValueError, match="is no trace"):
+        Trace.load(tmp_path / "other.npz")

@@ -1,0 +1,805 @@
+"""The tracer against torch's own CPU allocator, and what it says of phases, owners, lines, blocks and optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from holdfast.forecast.scratch import Uncalibrated, scratch_bytes
+from holdfast.forecast.trace import (
+    DTYPES,
+    OWNERS,
+    PHASES,
+    Trace,
+    live_bytes,
+    live_peak,
+    operations_played,
+    owners_at_peak,
+    played,
+    variants_played,
+)
+from holdfast.forecast.tracer import Tracer
+
+CPU = torch.device("cpu")
+Step = Callable[[], None]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.dropout(self.down(functional.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 48, depth: int = 3, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            # The state of the host's generator, 5056 bytes each, would be allocated past the dispatcher.
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            x = checkpoint(layer, x, **options) if self.recompute else layer(x)
+        return self.head(x)
+
+
+def classify(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(x), y)
+
+
+def plain(samples: int = 64, **options: Any) -> tuple[dict[str, Any], Step]:
+    model = Net(**options)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        x, y = torch.randn(samples, 48), torch.randint(0, 10, (samples,))
+        optimizer.zero_grad()
+        classify(model, x, y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return {"models": {"model": model}, "optimizers": [optimizer]}, step
+
+
+def recomputed() -> tuple[dict[str, Any], Step]:
+    return plain(recompute=True)
+
+
+def reentrant() -> tuple[dict[str, Any], Step]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        x = torch.randn(64, 48, requires_grad=True)
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=True, preserve_rng_state=False)
+        optimizer.zero_grad()
+        model.head(x).sum().backward()
+        optimizer.step()
+
+    return {"models": {"model": model}, "optimizers": [optimizer]}, step
+
+
+def accumulated() -> tuple[dict[str, Any], Step]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step() -> None:
+        for _ in range(3):
+            (classify(model, torch.randn(32, 48), torch.randint(0, 10, (32,))) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return {"models": {"model": model}, "optimizers": [optimizer]}, step
+
+
+def frozen() -> tuple[dict[str, Any], Step]:
+    model = Net()
+    model.requires_grad_(requires_grad=False)
+    adapters = nn.ModuleList(nn.Linear(48, 48) for _ in model.layers)
+    optimizer = torch.optim.Adam(adapters.parameters())
+
+    def step() -> None:
+        x = torch.randn(64, 48)
+        for layer, adapter in zip(model.layers, adapters, strict=True):
+            x = layer(x) + adapter(x)
+        optimizer.zero_grad()
+        model.head(x).square().mean().backward()
+        optimizer.step()
+
+    return {"models": {"model": model, "adapters": adapters}, "optimizers": [optimizer]}, step
+
+
+def two_networks() -> tuple[dict[str, Any], Step]:
+    generator, critic = nn.Sequential(nn.Linear(16, 96), nn.Tanh(), nn.Linear(96, 48)), Net()
+    optimizers = {
+        "generator": torch.optim.Adam(generator.parameters()),
+        "critic": torch.optim.RMSprop(critic.parameters()),
+    }
+
+    def step() -> None:
+        fake = generator(torch.randn(64, 16))
+        optimizers["critic"].zero_grad()
+        (critic(fake.detach()).mean() - critic(torch.randn(64, 48)).mean()).backward()
+        optimizers["critic"].step()
+        optimizers["generator"].zero_grad()
+        (-critic(fake).mean()).backward()
+        optimizers["generator"].step()
+
+    return {"models": {"generator": generator, "critic": critic}, "optimizers": optimizers.values()}, step
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * gradient
+
+
+def own_function() -> tuple[dict[str, Any], Step]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        Cube.apply(model(torch.randn(64, 48))).mean().backward()
+        optimizer.step()
+
+    return {"models": {"model": model}, "optimizers": [optimizer]}, step
+
+
+def autocast() -> tuple[dict[str, Any], Step]:
+    model = Net(depth=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = classify(model, torch.randn(64, 48), torch.randint(0, 10, (64,)))
+        loss.backward()
+        optimizer.step()
+
+    return {"models": {"model": model}, "optimizers": [optimizer]}, step
+
+
+def penalized() -> tuple[dict[str, Any], Step]:
+    model = nn.Sequential(nn.Linear(48, 96), nn.Softplus(), nn.Linear(96, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        x = torch.randn(64, 48, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        optimizer.zero_grad()
+        (slope.square().sum(1) - 1).square().mean().backward()
+        optimizer.step()
+
+    return {"models": {"model": model}, "optimizers": [optimizer]}, step
+
+
+JOBS = [plain, recomputed, reentrant, accumulated, frozen, two_networks, own_function, autocast, penalized]
+
+
+class Answers(TorchDispatchMode):
+    """Answers to ``.item()`` on tensors without data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+class KeptMode(FakeTensorMode):
+    """A fake mode that copies of fake parameters share."""
+
+    def __deepcopy__(self, memo: object) -> KeptMode:
+        return self
+
+
+@contextlib.contextmanager
+def without_data() -> Iterator[None]:
+    with KeptMode(), Answers():
+        yield
+
+
+def trace_of(
+    build: Callable[[], tuple[dict[str, Any], Step]], *, fake: bool = False, blocks: Any = (), warm: int = 2
+) -> Trace:
+    with without_data() if fake else contextlib.nullcontext(), Tracer(CPU) as tracer:
+        watched, step = build()
+        tracer.watch(**watched, blocks=blocks(watched) if callable(blocks) else blocks)
+        for _ in range(warm):
+            step()
+        with tracer.recording():
+            step()
+        return tracer.trace(micro_batch_size=64)
+
+
+@functools.cache
+def traced(build: Callable[[], tuple[dict[str, Any], Step]], *, fake: bool = True) -> Trace:
+    return trace_of(build, fake=fake)
+
+
+def measured_growth(build: Callable[[], tuple[dict[str, Any], Step]]) -> int:
+    """Return by how much the real CPU allocator's live bytes rise at most within a step, by kineto's events."""
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profile:
+            _, step = build()
+            step()
+            step()
+            with torch.profiler.record_function("the step"):
+                step()
+    finally:
+        gc.enable()
+    tree = profile.profiler.kineto_results.experimental_event_tree()
+    changes, begun = [], 0
+    while tree:
+        event = tree.pop()
+        tree += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+        begun = event.start_time_ns if event.name == "the step" else begun
+    changes.sort(key=lambda change: change[0])
+    live = np.cumsum([size for _, size in changes])
+    before = sum(time < begun for time, _ in changes)
+    return int(live[before:].max() - live[before - 1])
+
+
+def growth(trace: Trace) -> int:
+    """Return by how much live bytes rise at most within the traced step."""
+    return live_peak(trace) - int(trace.size_bytes[list(trace.resident)].sum())
+
+
+@pytest.mark.parametrize("build", JOBS, ids=lambda build: build.__name__)
+def test_live_bytes_are_those_of_the_real_allocator(build: Callable[[], tuple[dict[str, Any], Step]]) -> None:
+    """On real tensors, the rise of live bytes in a step is the CPU allocator's, up to scalars inside operations."""
+    uses_onednn = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # it repacks bfloat16 matrices for each product
+    try:
+        real = measured_growth(build)
+    finally:
+        torch._C._set_mkldnn_enabled(uses_onednn)
+    assert growth(traced(build, fake=False)) == pytest.approx(real, rel=0, abs=64)
+
+
+@pytest.mark.parametrize("build", JOBS, ids=lambda build: build.__name__)
+def test_tensors_without_data_need_what_real_ones_need(build: Callable[[], tuple[dict[str, Any], Step]]) -> None:
+    """Traced without data, a step has the peak that it has with data, and leaves nothing behind."""
+    real, fake = traced(build, fake=False), traced(build)
+    own = variants_played(fake)[0].name
+    assert {one.name for one in real.variants} == {own}
+    assert growth(fake) == growth(real)
+    assert fake.growth_bytes == real.growth_bytes == 0
+
+
+@pytest.mark.parametrize("build", JOBS, ids=lambda build: build.__name__)
+def test_a_trace_is_the_same_another_time(build: Callable[[], tuple[dict[str, Any], Step]]) -> None:
+    """Two traces of one job agree in every event, owner and operation, one step later too: the step is steady."""
+    one, other = traced(build), trace_of(build, fake=True, warm=3)
+    assert one.events.tolist() == other.events.tolist()
+    assert one.size_bytes.tolist() == other.size_bytes.tolist()
+    assert one.owner.tolist() == other.owner.tolist()
+    assert one.operation_name.tolist() == other.operation_name.tolist()
+    assert one.names == other.names
+
+
+def by_owner(trace: Trace, owner: str) -> int:
+    return int(trace.size_bytes[trace.owner == OWNERS.index(owner)].sum())
+
+
+def test_owners_have_their_exact_bytes() -> None:
+    """Parameters, gradients, state and batch are owned to the byte; activations are what backward waits for."""
+    fake = traced(plain)
+    parameters = sum(p.numel() * 4 for p in Net().parameters())
+    assert by_owner(fake, "parameters") == parameters
+    assert by_owner(fake, "gradients") == 2 * parameters  # those found and those left
+    assert by_owner(fake, "optimizer state") >= 2 * parameters
+    assert by_owner(fake, "optimizer state") <= 2 * parameters + 4 * len(list(Net().parameters()))
+    # Per block: two normalizations' means and deviations, four inputs of operations, GELU's input, dropout's mask.
+    assert by_owner(fake, "activations") > 3 * 64 * 48 * 4 * 9
+    largest = max(owners_at_peak(fake, "module"), key=lambda path: owners_at_peak(fake, "module")[path])
+    assert largest.startswith("model.layers.")
+
+
+def test_parameters_and_what_belongs_to_them_are_at_their_module() -> None:
+    """A weight, its gradients and its state carry the path of the module that holds the weight."""
+    fake = traced(plain)
+    up = fake.modules.index("model.layers.1.up")
+    for owner, expected in (("parameters", 1), ("gradients", 2)):
+        mine = (fake.module == up) & (fake.owner == OWNERS.index(owner))
+        assert fake.size_bytes[mine].sum() == expected * (48 * 192 + 192) * 4
+
+
+def test_activations_and_backward_carry_line_and_module_of_the_forward_pass() -> None:
+    """What backward allocates for an operation is told by the line and the module that ran its forward pass."""
+    fake = traced(plain)
+    births = fake.events[fake.events > 0] - 1
+    backward = births[fake.event_phase[fake.events > 0] == PHASES.index("backward")]
+    lines = {fake.lines[fake.line[one]] for one in backward}
+    assert any(line.startswith("test_forecast_tracer.py:") and line.endswith(" in forward") for line in lines)
+    modules = {fake.modules[fake.module[one]] for one in backward}
+    assert {"model.layers.0.up", "model.layers.2.down", "model.head"} <= modules
+    assert not any(
+        "torch" in line or "tracer.py" in line.replace("test_forecast_tracer.py", "") for line in fake.lines
+    )
+
+
+def test_phases_follow_each_other() -> None:
+    """Forward, then backward, then clipping (other), then the optimizer, with the frees in between."""
+    fake = traced(plain)
+    played_phases = fake.operation_phase[operations_played(fake)]
+    changes = [PHASES[p] for p in played_phases[np.insert(np.diff(played_phases) != 0, 0, True)]]
+    assert changes == ["forward", "backward", "other", "optimizer"]
+
+
+def test_recomputation_is_backward_that_makes_activations() -> None:
+    """With checkpointing the blocks' insides are made in backward, and fewer of them live at once."""
+    full, less = traced(plain), traced(recomputed)
+    made = np.zeros(len(less.size_bytes), dtype=int)
+    made[less.events[less.events > 0] - 1] = less.event_phase[less.events > 0]
+    activations = less.owner == OWNERS.index("activations")
+    assert (made[activations] == PHASES.index("backward")).sum() > 10
+    assert any("gelu" in less.names[name] for name in less.operation_name[less.operation_phase == 1])
+    assert live_peak(less) < live_peak(full)
+    assert {"model.layers.0.up", "model.layers.2.up"} <= {
+        less.modules[less.module[one]] for one in np.where(activations)[0]
+    }
+
+
+def test_all_implementations_of_the_optimizer_are_tried() -> None:
+    """On tensors without data AdamW is stepped as foreach, fused and for-loop, and each leaves memory as it was."""
+    fake = traced(plain)
+    names = [one.name for one in fake.variants]
+    assert sorted(names) == ["for-loop", "foreach", "fused"]
+    parameters = by_owner(fake, "parameters")
+    ends = set()
+    for name in names:
+        events, sizes = played(fake, 2, name)
+        ends.add(int(live_bytes(events, sizes)[-1]))
+    assert len(ends) == 1
+    at_step = {one.name: _rise(fake, *one.events) for one in fake.variants}
+    assert at_step["fused"] < 0.01 * parameters
+    assert at_step["foreach"] == pytest.approx(parameters, rel=0.01)
+    assert at_step["fused"] < at_step["for-loop"] < at_step["foreach"]
+    assert not any("left out" in one.what for one in fake.assumptions)
+
+
+def _rise(trace: Trace, begin: int, end: int) -> int:
+    return int(live_bytes(trace.events[begin:end], trace.size_bytes).max(initial=0))
+
+
+def test_the_users_own_implementation_comes_first() -> None:
+    """An optimizer that was built as fused is traced as fused first."""
+
+    def build() -> tuple[dict[str, Any], Step]:
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.randn(8, 48)).sum().backward()
+            optimizer.step()
+
+        return {"models": {"model": model}, "optimizers": [optimizer]}, step
+
+    fake = trace_of(build, fake=True)
+    assert [one.name for one in fake.variants] == ["fused", "foreach", "for-loop"]
+    assert {one.call for one in fake.variants} == {0}
+
+
+def test_an_implementation_that_refuses_is_left_out_and_said() -> None:
+    """Foreach does not take a learning rate in a tensor: it is no variant, leaves no event, and it is said why."""
+
+    def build() -> tuple[dict[str, Any], Step]:
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1), fused=True)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.randn(8, 48)).sum().backward()
+            optimizer.step()
+
+        return {"models": {"model": model}, "optimizers": [optimizer]}, step
+
+    fake = trace_of(build, fake=True)
+    assert [one.name for one in fake.variants] == ["fused", "for-loop"]
+    assert fake.variants[1].events[0] == fake.variants[0].events[1]
+    assert ["lr as a Tensor" in one.what for one in fake.assumptions] == [True]
+    assert fake.growth_bytes == 0
+
+
+def test_each_call_of_a_step_has_its_variants() -> None:
+    """Two optimizers in one step are two calls, each with what that optimizer offers."""
+    fake = traced(two_networks)
+    offered = {call: {one.name for one in fake.variants if one.call == call} for call in (0, 1)}
+    assert offered == {0: {"foreach", "for-loop"}, 1: {"foreach", "for-loop", "fused"}}
+    assert [one.name for one in variants_played(fake, "fused")] == ["for-loop", "fused"]
+
+
+def test_an_optimizer_without_choice_is_as_written() -> None:
+    """An optimizer of the user's is traced once."""
+
+    class Sign(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad.sign(), alpha=0.01)
+
+    def build() -> tuple[dict[str, Any], Step]:
+        model = Net()
+        optimizer = Sign(model.parameters(), {})
+
+        def step() -> None:
+            model(torch.randn(8, 48)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return {"models": {"model": model}}, step
+
+    fake = trace_of(build, fake=True)
+    assert [one.name for one in fake.variants] == ["as written"]
+
+
+def test_real_parameters_are_stepped_once() -> None:
+    """On real tensors no other implementation is tried: the parameters come out as without a tracer."""
+    torch.manual_seed(3)
+    watched, step = plain()
+    step()
+    torch.manual_seed(3)
+    again, same_step = plain()
+    with Tracer(CPU) as tracer:
+        tracer.watch(**again)
+        with tracer.recording():
+            same_step()
+    pairs = zip(watched["models"]["model"].parameters(), again["models"]["model"].parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def layers(watched: dict[str, Any]) -> list[tuple[str, nn.Module]]:
+    return [(f"layers.{number}", layer) for number, layer in enumerate(watched["models"]["model"].layers)]
+
+
+def test_block_runs_have_their_ranges() -> None:
+    """Each block's pass has its forward events, one output, one input, and a backward that comes in reverse order."""
+    fake = trace_of(plain, fake=True, blocks=layers)
+    assert fake.blocks == ("layers.0", "layers.1", "layers.2")
+    assert [run.block for run in fake.block_runs] == [0, 1, 2]
+    ends = [run.backward for run in fake.block_runs]
+    assert ends == sorted(ends, reverse=True)
+    assert all(fake.event_phase[run.forward[0] : run.forward[1]].max() == 0 for run in fake.block_runs)
+    for run, following in zip(fake.block_runs, fake.block_runs[1:], strict=False):
+        assert len(run.kept) == 1
+        assert fake.size_bytes[run.kept[0]] == 64 * 48 * 4
+        assert following.inputs == run.kept
+        assert following.forward[0] >= run.forward[1]
+        assert run.forward[1] < following.backward < run.backward
+        assert run.saved == ()  # an addition saves nothing
+        names = {fake.names[name] for name in fake.operation_name[slice(*run.operations)]}
+        assert {"aten.gelu", "aten.native_layer_norm", "aten.addmm"} <= names
+
+
+def test_an_output_that_the_block_itself_saves_is_told() -> None:
+    """A block that ends in a ReLU holds its own output, for the gradient."""
+
+    def build() -> tuple[dict[str, Any], Step]:
+        model = nn.Sequential(nn.Sequential(nn.Linear(48, 48), nn.ReLU()), nn.Linear(48, 1))
+        return {"models": {"model": model}}, lambda: model(torch.randn(8, 48)).sum().backward()
+
+    fake = trace_of(build, fake=True, blocks=lambda watched: [("0", watched["models"]["model"][0])])
+    assert fake.block_runs[0].saved == fake.block_runs[0].kept
+
+
+def test_a_block_in_a_checkpoint_of_the_users_is_left_alone() -> None:
+    """What it saves is not unpacked, which would recompute it, and it has no backward pass of its own."""
+    inside = trace_of(recomputed, fake=True, blocks=layers)
+    assert [(run.block, run.backward) for run in inside.block_runs] == [(0, -1), (1, -1), (2, -1)]
+    assert inside.operation_name.tolist() == traced(recomputed).operation_name.tolist()
+
+    def build() -> tuple[dict[str, Any], Step]:
+        watched, step = plain()
+        for layer in watched["models"]["model"].layers:
+            layer.forward = functools.partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
+        return watched, step
+
+    within = trace_of(build, fake=True, blocks=layers)
+    assert [(run.block, run.backward) for run in within.block_runs] == [(0, -1), (1, -1), (2, -1)]
+
+
+def test_blocks_without_gradients_have_no_backward() -> None:
+    """A pass under no_grad is a run without a backward pass."""
+
+    def build() -> tuple[dict[str, Any], Step]:
+        watched, _ = plain()
+        model = watched["models"]["model"]
+
+        def step() -> None:
+            with torch.no_grad():
+                model(torch.randn(8, 48))
+
+        return watched, step
+
+    assert [run.backward for run in trace_of(build, fake=True, blocks=layers).block_runs] == [-1, -1, -1]
+
+
+def test_recomputation_stops_early_under_the_tracer() -> None:
+    """Non-reentrant checkpointing ends a recomputation by an exception; modules are told apart after it as before."""
+    fake = traced(recomputed)
+    recomputations = fake.operation_phase == PHASES.index("backward")
+    names = [fake.names[name] for name in fake.operation_name[recomputations & operations_played(fake)]]
+    forward = [fake.names[name] for name in fake.operation_name[fake.operation_phase == 0]]
+    assert 0 < names.count("aten.native_layer_norm") == forward.count("aten.native_layer_norm")
+    assert names.count("aten.add") < forward.count("aten.add") + 3  # the last one of each block is not made again
+
+
+def test_flops_moved_bytes_and_types() -> None:
+    """A product counts two operations for each multiplication and moves its three matrices, in its own type."""
+
+    def build() -> tuple[dict[str, Any], Step]:
+        left, right = torch.randn(30, 20, dtype=torch.bfloat16), torch.randn(20, 10, dtype=torch.bfloat16)
+        return {}, lambda: (left @ right, left.t().contiguous())[0]
+
+    fake = trace_of(build, fake=True)
+    assert [fake.names[name] for name in fake.operation_name] == ["aten.mm", "aten.clone"]
+    assert fake.flops.tolist() == [2 * 30 * 20 * 10, 0]
+    assert fake.moved_bytes.tolist() == [2 * (600 + 200 + 300), 2 * 2 * 600]
+    assert [DTYPES[number] for number in fake.dtype] == ["bf16", "bf16"]
+
+
+def test_sparse_gradients_are_counted_by_their_parts() -> None:
+    """An embedding with sparse gradients is traced: the storages of its gradient are its indices and values."""
+
+    def build() -> tuple[dict[str, Any], Step]:
+        model = nn.Embedding(100, 16, sparse=True)
+        optimizer = torch.optim.SparseAdam(list(model.parameters()))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.arange(50)).sum().backward()
+            optimizer.step()
+
+        return {"models": {"model": model}, "optimizers": [optimizer]}, step
+
+    trace = trace_of(build)
+    assert growth(trace) == pytest.approx(measured_growth(build), rel=0.1)
+    assert trace.growth_bytes == 0
+    assert [one.name for one in trace.variants] == ["as written"]
+
+
+def test_attention_on_the_cpu_has_its_products() -> None:
+    """The CPU's attention kernel counts its two products forward and its five backward, as torch counts CUDA's."""
+
+    def build() -> tuple[dict[str, Any], Step]:
+        query = torch.randn(2, 4, 32, 16, requires_grad=True)
+        return {}, lambda: functional.scaled_dot_product_attention(query, query, query).sum().backward()
+
+    fake = trace_of(build, fake=True)
+    products = [flops for flops in fake.flops.tolist() if flops]
+    assert products == [2 * 2 * 2 * 4 * 32 * 32 * 16, 5 * 2 * 2 * 4 * 32 * 32 * 16]
+
+
+def test_forward_and_backward_flops_of_a_step() -> None:
+    """The backward pass costs twice the forward pass: six operations for each weight and sample in all."""
+    fake = traced(plain)
+    weights = sum(p.numel() for p in Net().parameters() if p.dim() == 2)
+    forward = int(fake.flops[fake.operation_phase == 0].sum())
+    backward = int(fake.flops[fake.operation_phase == 1].sum())
+    assert forward == 2 * 64 * weights
+    assert backward == 4 * 64 * weights  # the first layer's input needs a gradient too, for its norm's weight
+
+
+def test_resized_storages_are_followed() -> None:
+    """Memory that a storage is resized to or from counts, through the dispatcher or past it."""
+
+    def build() -> tuple[dict[str, Any], Step]:
+        kept = torch.zeros(100)
+
+        def step() -> None:
+            kept.untyped_storage().resize_(0)
+            kept.untyped_storage().resize_(4000)
+            kept.resize_(3000)
+            kept.resize_(100)
+            kept.untyped_storage().resize_(400)
+            torch.mul(torch.ones(50), 2, out=torch.empty(0))
+
+        return {}, step
+
+    trace = trace_of(build)
+    sizes = trace.size_bytes[np.abs(trace.events) - 1] * np.sign(trace.events)
+    assert sizes.tolist()[:7] == [-400, 4000, 12000, -4000, 400, -12000, 200]
+    assert sizes.tolist()[7:].count(200) == 1
+    assert trace.growth_bytes == 0
+    assert len(trace.carried) == 1
+
+
+def test_scratch_lies_on_top_of_what_the_operation_returns() -> None:
+    """What the table says of an operation is allocated after its output and freed at once, and owned as scratch."""
+    images, weights = torch.randn(4, 3, 32, 32), torch.randn(8, 3, 3, 3)
+    args = (images, weights, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    out = torch.ops.aten.convolution.default(*args)
+    expected = scratch_bytes(torch.ops.aten.convolution.default, args, {}, out, "cpu")
+    assert expected.bytes > 0
+    uncalibrated = Uncalibrated()
+    with Tracer(CPU, route="cpu", uncalibrated=uncalibrated) as tracer:
+        with tracer.recording():
+            made = functional.conv2d(images, weights, padding=1)
+        trace = tracer.trace(micro_batch_size=4)
+    sizes = (trace.size_bytes[np.abs(trace.events) - 1] * np.sign(trace.events)).tolist()
+    assert sizes == [made.nbytes, expected.bytes, -expected.bytes]
+    assert by_owner(trace, "scratch") == expected.bytes
+    assert trace.uncalibrated_bytes == uncalibrated.excess_bytes == expected.upper_bytes - expected.bytes
+
+
+def test_what_is_claimed_is_the_batch() -> None:
+    """Tensors that are claimed, in nested containers, are the batch's."""
+    with without_data(), Tracer(CPU) as tracer:
+        batch = {"x": torch.randn(10), "more": [torch.randn(5)]}
+        with tracer.recording():
+            tracer.claim(batch)
+            (batch["x"] * 2).sum()
+        trace = tracer.trace(micro_batch_size=10)
+    assert by_owner(trace, "batch") == 60
+
+
+def test_a_leak_is_growth() -> None:
+    """What the user keeps of every step is growth, by its bytes."""
+
+    def build() -> tuple[dict[str, Any], Step]:
+        watched, inner = plain()
+        history: list[torch.Tensor] = []
+
+        def step() -> None:
+            inner()
+            history.append(torch.zeros(250))
+
+        return watched, step
+
+    trace = trace_of(build, fake=True)
+    assert trace.growth_bytes == 1000
+
+
+def test_reference_cycles_live_to_the_end_of_the_step() -> None:
+    """Garbage in a cycle is freed after the step and not at a moment of the collector's choice."""
+
+    def build() -> tuple[dict[str, Any], Step]:
+        def step() -> None:
+            for _ in range(3):
+                cycle: list[Any] = [torch.zeros(1000)]
+                cycle.append(cycle)
+                del cycle
+                [[] for _ in range(5000)]
+
+        return {}, step
+
+    trace = trace_of(build, fake=True)
+    assert growth(trace) == 12000
+    assert trace.growth_bytes == 0
+
+
+def test_a_failed_module_does_not_shift_the_paths() -> None:
+    """After an exception that the user catches, operations are at their own modules again."""
+
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError
+
+    def build() -> tuple[dict[str, Any], Step]:
+        model = nn.ModuleDict({"bad": nn.Sequential(Fails()), "good": nn.Linear(48, 7)})
+
+        def step() -> None:
+            x = torch.randn(8, 48)
+            with contextlib.suppress(ValueError):
+                model["bad"](x)
+            (x + 1).sum()
+            model["good"](x)
+
+        return {"models": {"m": model}}, step
+
+    trace = trace_of(build, fake=True)
+    paths = {
+        int(trace.size_bytes[one]): trace.modules[trace.module[one]] for one in trace.events[trace.events > 0] - 1
+    }
+    assert paths[8 * 7 * 4] == "m.good"
+    assert paths[8 * 48 * 4] == ""
+
+
+@pytest.mark.slow
+def test_peaks_are_those_of_torchs_memory_tracker() -> None:
+    """Where torch's own MemTracker runs, it finds the same peak."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    def peak_of_theirs() -> int:
+        with KeptMode():
+            watched, step = plain()
+            tracker = MemTracker()
+            tracker.track_external(*watched["models"].values(), *watched["optimizers"])
+            with Answers(), tracker:
+                step()
+                tracker.reset_mod_stats()
+                step()
+            return int(tracker.get_tracker_snapshot("peak")[CPU]["Total"])
+
+    trace = traced(plain)
+    assert live_peak(trace) == pytest.approx(peak_of_theirs(), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_accelerators_route_is_traced_too() -> None:
+    """On the fake accelerator backward runs in another thread: phases, lines, modules and owners are found there."""
+    source = """
+        import torch
+        from holdfast.forecast.fake_device import forecast_device
+        from holdfast.forecast.tracer import Tracer
+        from holdfast.forecast.trace import OWNERS, PHASES, live_peak, owners_at_peak
+        from tests.unit.forecast.test_tracer import Net, classify
+
+        with forecast_device("privateuse1", "bf16") as device, Tracer(device.device, route="privateuse1") as tracer:
+            with device.device:
+                model = Net(recompute=True)
+            optimizer = torch.optim.AdamW(model.parameters())
+            tracer.watch(models={"model": model}, optimizers=[optimizer])
+            def step():
+                x = torch.randn(64, 48).to(device.device)
+                y = torch.randint(0, 10, (64,)).to(device.device)
+                with device.autocast():
+                    loss = classify(model, x, y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            step(); step()
+            with tracer.recording():
+                step()
+            trace = tracer.trace(micro_batch_size=64, precision="bf16", route="privateuse1")
+        print(trace.assumptions, [one.name for one in trace.variants], owners_at_peak(trace))
+        births = trace.events[trace.events > 0] - 1
+        backward = births[trace.event_phase[trace.events > 0] == PHASES.index("backward")]
+        assert {"model.layers.0.up", "model.head"} <= {trace.modules[trace.module[one]] for one in backward}
+        lines = {trace.lines[trace.line[one]] for one in backward}
+        assert any(line.endswith("in forward") for line in lines), lines
+        assert trace.variants[0].name == "foreach" and len(trace.variants) == 3
+        (fused,) = [one for one in trace.variants if one.name == "fused"]
+        names = [trace.names[name] for name in trace.operation_name[slice(*fused.operations)]]
+        assert names == ["aten._foreach_add_", "aten._fused_adamw_"], names
+        assert fused.events[0] == fused.events[1]
+        assert trace.growth_bytes == 0
+        batch = trace.size_bytes[trace.owner == OWNERS.index("batch")]
+        assert batch.tolist() == [64 * 48 * 4, 64 * 8], batch
+        parameters = sum(p.numel() * 4 for p in model.parameters())
+        assert trace.size_bytes[trace.owner == 0].sum() == parameters
+        assert trace.size_bytes[trace.owner == OWNERS.index("gradients")].sum() == 2 * parameters
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,350 @@
+"""Traces of small jobs through real child processes, and what is said when one cannot be traced."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.core.errors import BatchError, HoldfastError, OutOfMemoryError, PolicyError
+from holdfast.forecast.extrapolation import fit
+from holdfast.forecast.trace import OWNERS, live_peak
+from holdfast.forecast.tracing import Progress, TraceRequest, TraceResult, trace_job
+
+FACTORIES = Path(__file__).with_name("forecast_factories.py")
+
+
+def traced(name: str, **options: Any) -> TraceResult:
+    return trace_job(TraceRequest(factory=f"{FACTORIES}:{name}", **options), timeout_seconds=300)
+
+
+def refused(name: str, kind: type[HoldfastError], rule: str, **options: Any) -> HoldfastError:
+    with pytest.raises(kind) as caught:
+        traced(name, **options)
+    assert caught.value.rule == rule
+    return caught.value
+
+
+def bytes_of(trace: Any, owner: str) -> int:
+    return int(
+        trace.size_bytes[: len(trace.resident)][trace.owner[: len(trace.resident)] == OWNERS.index(owner)].sum()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+@pytest.mark.parametrize("route", ["cpu", "privateuse1"])
+def test_values_of_the_sample_batch_answer_questions_about_them(route: str) -> None:
+    """A mask of ones is known to be one of ones at every size, so nothing has to be assumed about it."""
+    result = traced("asks_its_mask", sizes=(2, 4), route=route)
+    assert not any("taken as" in one.what for one in result.assumptions), result.assumptions
+    assert all(live_peak(trace) < 2**20 for trace in result.traces), "the way of a mask with holes takes 4 MiB"
+
+
+def test_a_small_job_is_traced_on_the_fake_accelerator() -> None:
+    """Two traces come back whose parameters, state and growth with the batch are those of the job."""
+    told: list[Progress] = []
+    request = TraceRequest(factory=f"{FACTORIES}:mlp", sizes=(2, 4, 6))
+    result = trace_job(request, told.append)
+    assert (result.route, result.weights, result.optimizers) == ("privateuse1", "fake", {"optimizer": "AdamW"})
+    assert result.parameters == result.trainable_parameters == 64 * 256 + 256 + 256 * 10 + 10
+    assert (result.sample_size, result.host_bytes < 2**30) == (8, True)
+    assert [trace.micro_batch_size for trace in result.traces] == [2, 4, 6]
+    small, middle, large = result.traces
+    for trace in result.traces:
+        assert bytes_of(trace, "parameters") == 4 * result.parameters
+        assert bytes_of(trace, "optimizer state") == 2 * 4 * result.parameters
+        assert trace.growth_bytes == 0
+        assert (trace.blocks, trace.route, trace.precision) == (("0", "3"), "privateuse1", "fp32")
+    assert np.array_equal(small.events, large.events), "the same events at every size"
+    assert np.array_equal(middle.size_bytes - small.size_bytes, large.size_bytes - middle.size_bytes)
+    assert [progress.done for progress in told] == [*range(len(told))]
+    assert {progress.total for progress in told} == {len(told)}
+
+
+JOBS = ("mlp", "mlp_on_cuda", "transformer", "conv_net", "lstm", "gan", "gan_by_guard", "frozen")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+@pytest.mark.parametrize(
+    ("name", "route", "precision"),
+    [
+        *((name, route, "fp32") for name in JOBS for route in ("privateuse1", "cpu")),
+        *((name, "privateuse1", "bf16") for name in ("transformer", "lstm", "conv_net", "gan_by_guard", "gan")),
+        *(("transformer", route, "fp16") for route in ("privateuse1", "cpu")),
+    ],
+)
+def test_every_kind_of_job_is_traced_on_both_routes(name: str, route: str, precision: str) -> None:
+    """Each job runs through without a fallback, leaves nothing behind, and has the same events at every size."""
+    result = traced(name, precision=precision, route=route)
+    small, large = result.traces
+    assert (result.route, small.growth_bytes, large.growth_bytes) == (route, 0, 0)
+    assert np.array_equal(small.events, large.events)
+    assert bytes_of(small, "parameters") == 4 * result.parameters
+    assert live_peak(large) > live_peak(small) or name == "mlp_on_cuda"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+@pytest.mark.parametrize(
+    ("name", "size"), [("own_step_of_a_size", None), ("four_things", 8), ("loader_with_workers", 5), ("prints", 8)]
+)
+def test_all_that_a_factory_may_return_is_traced(name: str, size: int | None) -> None:
+    """A step that makes its own batch, a criterion, a loader with workers, and one that prints and reads stdin."""
+    result = traced(name)
+    assert (result.route, result.sample_size) == ("privateuse1", size)
+    assert live_peak(result.traces[1]) > live_peak(result.traces[0])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_lengths_come_from_the_sample_batch_or_from_the_factory() -> None:
+    """Each length is traced at each size; activations of an encoder grow with both."""
+    result = traced("transformer", sizes=(2, 4), lengths=(16, 32, 64))
+    assert [(trace.micro_batch_size, trace.length) for trace in result.traces] == [
+        (2, 16), (4, 16), (2, 32), (4, 32), (2, 64), (4, 64),
+    ]  # fmt: skip
+    peaks = [live_peak(trace) for trace in result.traces]
+    assert peaks[1] < peaks[3] < peaks[5]
+    told = traced("of_length", sizes=(2, 4), lengths=(10, 20))
+    batch = [int(trace.size_bytes[trace.owner == OWNERS.index("batch")].sum()) for trace in told.traces]
+    assert batch == [size * 3 * length * 8 * 4 for length in (10, 20) for size in (2, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_recomputation_is_traced_as_it_will_run() -> None:
+    """With all blocks recomputed the peak is lower and more is computed; no block keeps its activations."""
+    options: dict[str, Any] = {"sizes": (32,), "lengths": (128,)}
+    plain = traced("transformer", **options).traces[0]
+    blocks = plain.blocks
+    assert blocks == ("encoder.layers.0", "encoder.layers.1", "encoder.layers.2")
+    recomputed = traced("transformer", recompute=blocks, **options).traces[0]
+    assert live_peak(recomputed) < live_peak(plain)
+    assert recomputed.flops.sum() > plain.flops.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_a_step_that_never_asks_its_guard_is_a_step_of_its_own() -> None:
+    """It is traced as the same step without one, in half precision too, and both optimizers count as stepped."""
+    for precision in ("fp32", "bf16"):
+        named, own = (traced(name, precision=precision) for name in ("gan_beside_a_guard", "gan"))
+        assert [live_peak(trace) for trace in named.traces] == [live_peak(trace) for trace in own.traces]
+        assert not any("optimizer" in said.what for said in named.assumptions)
+        assert not named.accumulates
+        put_around = any("autocast to bf16 was put around" in said.what for said in named.assumptions)
+        assert put_around == (precision == "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_a_step_that_takes_no_small_batch_is_traced_with_the_sample_batch() -> None:
+    """The sizes are its own and twice that, and why is said; an error at that size too is that of the small one."""
+    found = traced("cuts_by_itself")
+    assert [trace.micro_batch_size for trace in found.traces] == [16, 32]
+    (said,) = [said.what for said in found.assumptions if said.what.startswith("batches of 16 and 32 samples")]
+    assert "since with 2 the step raised IndexError" in said
+    assert live_peak(fit(found.traces).at(64)) == live_peak(traced("cuts_by_itself", sizes=(64,)).traces[0])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_accumulation_keeps_gradients_while_the_next_part_runs() -> None:
+    """Two micro-batches take two forward passes, and a peak that is not lower than that of one."""
+    one, two = (traced("transformer", gradient_accumulation_steps=steps).traces[1] for steps in (1, 2))
+    assert len(two.block_runs) == 2 * len(one.block_runs)
+    assert live_peak(two) > live_peak(one)
+    assert two.growth_bytes == 0
+    by_guard = traced("gan_by_guard", gradient_accumulation_steps=2)
+    assert by_guard.accumulates
+    assert len(by_guard.traces[0].block_runs) == 20, "of each forward pass of ten layers there are two"
+    own = traced("gan", gradient_accumulation_steps=2)
+    assert not own.accumulates
+    assert len(own.traces[0].block_runs) == 8
+    assert any("accumulates gradients by itself" in assumption.what for assumption in own.assumptions)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+@pytest.mark.parametrize("name", ["real_weights", "real_weights_on_cuda"])
+def test_a_build_that_needs_values_runs_with_real_weights(name: str) -> None:
+    """The second child builds for real, and both the reason and the memory that it took are said."""
+    result = traced(name)
+    assert (result.weights, result.route) == ("real", "privateuse1")
+    assert bytes_of(result.traces[0], "parameters") == 4 * result.parameters
+    said = " ".join(assumption.what for assumption in result.assumptions)
+    assert "ValueError: these are no weights, at forecast_factories.py:" in said
+    assert "GiB of host memory" in said
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_both_answers_of_a_branch_are_traced() -> None:
+    """Where the way depends on values, the other way is traced too, and how much less or more it needs is said."""
+    (assumption,) = [one for one in traced("branches").assumptions if "bool(tensor)" in one.what]
+    assert re.fullmatch(r"bool\(tensor\) was taken as True; False needs \d+\.\d\d% less", assumption.what)
+    assert re.fullmatch(r"forecast_factories\.py:\d+ in loss_fn", assumption.line)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_the_answer_that_needs_more_is_planned_for() -> None:
+    """Where it is not the one that was given, all is traced with it, and another process can be told to give it."""
+    found = traced("branches_to_less")
+    (assumption,) = [one for one in found.assumptions if "bool(tensor)" in one.what]
+    assert re.fullmatch(
+        r"bool\(tensor\) was taken as False, the answer that needs more \(True; False needs \d+\.\d\d% more\)",
+        assumption.what,
+    )
+    assert found.answers == ((assumption.line, False),)
+    again = traced("branches_to_less", sizes=(6,), answers=found.answers)
+    lighter = traced("branches_to_less", sizes=(6,))
+    assert live_peak(again.traces[0]) == live_peak(fit(found.traces).at(6)) > 2 * live_peak(lighter.traces[0])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_a_crash_on_the_accelerator_falls_back_to_the_cpu() -> None:
+    """A step that aborts there is traced as the CPU would run it, and the signal and its last words are said."""
+    result = traced("crashes_on_the_accelerator")
+    assert result.route == "cpu"
+    reason = result.assumptions[0].what
+    assert "ended by SIGABRT while making a first step" in reason
+    assert "terminate called" in reason
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+@pytest.mark.parametrize(
+    ("name", "kind", "rule", "said"),
+    [
+        ("needs_cuda", PolicyError, "H410", "forecast_factories.py:"),
+        ("raises", PolicyError, "H411", "KeyError: 'hidden_size', at forecast_factories.py:"),
+        ("returns_a_model", PolicyError, "H412", "returned a Linear"),
+        ("returns_no_optimizer", PolicyError, "H412", "without optimizer"),
+        ("detached_loss", PolicyError, "H412", "a loss without a graph"),
+        ("no_batch_dimension", BatchError, "H413", "no batch dimension"),
+        ("wrong_shapes", PolicyError, "H414", "at forecast_factories.py:"),
+        ("is_data_parallel", PolicyError, "H427", "calls DistributedDataParallel"),
+        ("is_sharded", PolicyError, "H427", "calls fully_shard"),
+        ("exits", PolicyError, "H415", "ended with exit code 3 while building"),
+        ("is_killed", OutOfMemoryError, "H415", "was killed while building"),
+        ("no_such_function", PolicyError, "H411", "no attribute 'no_such_function'"),
+    ],
+)
+def test_bad_input_is_refused_with_the_users_own_line(
+    name: str, kind: type[HoldfastError], rule: str, said: str
+) -> None:
+    """Each kind of mistake gives its own rule, and names what was found and where."""
+    assert said in refused(name, kind, rule).what
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("prepared_forecasts")
+def test_bitsandbytes_is_imported_as_without_cuda(tmp_path: Path) -> None:
+    """A job that has it imported, as peft does, and never uses it, is traced on the fake accelerator.
+
+    The package is a stand-in: its import looks for CUDA's version, a library and a GPU's properties as that of
+    bitsandbytes does where ``torch.cuda`` answers, and makes a table whose values it reads.
+    """
+    (tmp_path / "bitsandbytes").mkdir()
+    (tmp_path / "bitsandbytes" / "__init__.py").write_text(
+        "import ctypes, torch\n"
+        "table = torch.linspace(0, 1, 4)\n"
+        "assert table.numpy().tolist()[-1] == 1\n"
+        "if torch.cuda.is_available():\n"
+        "    major, minor = torch.version.cuda.split('.')\n"
+        "    capabilities = [torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count())]\n"
+        "    ctypes.CDLL(f'libbitsandbytes_cuda{major}{minor}.so')\n"
+    )
+    job = tmp_path / "adapters.py"
+    job.write_text(
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import bitsandbytes\n"
+        "from torch import nn\n"
+        "def build():\n"
+        "    assert torch.cuda.is_available()\n"
+        "    model = nn.Linear(8, 4)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "    batch = torch.zeros(4, 8)\n"
+        "    return {'model': model, 'optimizer': optimizer, 'loss_fn': lambda x: model(x).mean(), 'batch': batch}\n"
+    )
+    found = trace_job(TraceRequest(factory=f"{job}:build"))
+    assert (found.route, found.weights) == ("privateuse1", "fake")
+
+
+def test_a_child_that_takes_too_long_is_ended() -> None:
+    """The time limit holds for a build that never returns, there is no second attempt, and no process is left."""
+    before = children_of(os.getpid())  # such as multiprocessing's resource tracker
+    with pytest.raises(PolicyError, match=r"took more than 1 s while") as caught:
+        trace_job(TraceRequest(factory=f"{FACTORIES}:sleeps"), timeout_seconds=1)
+    assert caught.value.rule == "H415"
+    assert set(children_of(os.getpid())) <= set(before)
+
+
+def test_what_goes_wrong_here_ends_the_child() -> None:
+    """An exception in the callback comes through, and no process is left."""
+
+    def interrupt(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    before = children_of(os.getpid())
+    with pytest.raises(KeyboardInterrupt):
+        trace_job(TraceRequest(factory=f"{FACTORIES}:sleeps"), interrupt)
+    assert set(children_of(os.getpid())) <= set(before)
+
+
+def test_the_child_dies_with_its_parent() -> None:
+    """A parent that is killed leaves no tracing process behind, even one that is stuck in user code."""
+    code = (
+        "import sys; from holdfast.forecast.tracing import TraceRequest, trace_job\n"
+        "trace_job(TraceRequest(factory=sys.argv[1]), lambda progress: print(progress.text, flush=True))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, f"{FACTORIES}:sleeps"], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        for line in parent.stdout:
+            if b"building" in line:
+                break
+        (child,) = children_of(parent.pid)
+        parent.send_signal(signal.SIGKILL)
+    for _ in range(200):
+        if not is_running(child):
+            break
+        time.sleep(0.05)
+    assert not is_running(child)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] not in "ZX":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_importing_the_parents_side_does_not_import_torch() -> None:
+    """What asks for a trace stays light: torch is only in the child."""
+    code = "import sys, holdfast.forecast.tracing; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

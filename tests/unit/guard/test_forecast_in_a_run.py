@@ -1,0 +1,92 @@
+"""What a forecast means for a run: its modules are recomputed, its size is where it starts, its peak is compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast import Guard, Policy, PolicyError
+from holdfast.guard import engine
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 1))
+
+
+def _guard(model: nn.Module, run_dir: Path, **policy: object) -> Guard:
+    return Guard(run_dir, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), **policy)
+
+
+def _steps(guard: Guard, model: nn.Module, count: int) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(8, 8, generator=generator) for _ in range(count)]
+    with guard:
+        return [guard.step(batch, lambda part: model(part).square().mean()).loss for batch in batches]
+
+
+def test_named_modules_are_recomputed_from_the_first_step_on_and_nothing_changes(tmp_path: Path) -> None:
+    """The forward pass of each named module runs twice a step, of no other; losses are the same bit for bit."""
+    plain, recomputed = _model(), _model()
+    calls = {"0": 0, "1": 0, "2": 0}
+    for name in calls:
+        recomputed.get_submodule(f"{name}.0").register_forward_hook(
+            lambda *_, name=name: calls.__setitem__(name, calls[name] + 1)
+        )
+    wanted = _steps(_guard(plain, tmp_path / "a"), plain, 3)
+    guard = _guard(recomputed, tmp_path / "b", recompute=["0", "2"], diagnose=False, check_split=False)
+    assert _steps(guard, recomputed, 3) == wanted
+    assert calls == {"0": 6, "1": 3, "2": 6}
+    assert guard.statistics().recompute
+
+
+def test_a_name_of_no_module_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    """The error proposes the nearest names."""
+    with pytest.raises(PolicyError, match=r"recompute names '0\.00'"):
+        _guard(_model(), tmp_path, recompute=["0.00"])
+
+
+def test_a_policy_from_a_plan_starts_with_its_size(tmp_path: Path) -> None:
+    """YAML as `holdfast plan --out` writes it gives a run that starts with the size that was forecast."""
+    file = tmp_path / "plan.yaml"
+    file.write_text(
+        "precision: fp32\nrecompute: ['0', '1']\nmicro_batch_size: auto\n"
+        "forecast_micro_batch_size: 2\nforecast_peak_bytes: 1000000\n"
+    )
+    model = _model()
+    guard = _guard(model, tmp_path / "run", policy=file)
+    assert (guard.policy.recompute, guard.statistics().micro_batch_size) == (("0", "1"), 2)
+
+
+def test_a_forecast_excludes_a_size_that_is_given() -> None:
+    """Two sizes contradict each other."""
+    with pytest.raises(PolicyError, match="a size that is given is not forecast"):
+        Policy(micro_batch_size=4, forecast_micro_batch_size=8)
+
+
+class _PlayedMeter:
+    """Plays a GPU's memory, which CI has not: 100 bytes a sample above 1,000, of 1,000,000."""
+
+    def __init__(self, _: object) -> None:
+        self.begun = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def look(self) -> engine.Headroom:
+        return engine.Headroom(used_bytes=200, free_bytes=1_000_000, peak_bytes=1_200)
+
+
+def test_the_forecast_is_compared_once_and_headroom_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the third step the measured peak stands beside the forecast (played memory), and a larger size is tried."""
+    monkeypatch.setattr(engine, "HeadroomMeter", _PlayedMeter)
+    model = _model()
+    guard = _guard(model, tmp_path, forecast_micro_batch_size=2, forecast_peak_bytes=1_500)
+    _steps(guard, model, 6)
+    (compared,) = [event for event in guard.events() if event.kind == "forecast_compared"]
+    assert compared.data == {"forecast_bytes": 1_500, "peak_bytes": 1_200, "off_by": 0.25}
+    assert [event.kind for event in guard.events() if event.kind == "grow"] == ["grow"]
+    assert guard.statistics().micro_batch_size is None

@@ -1,0 +1,227 @@
+"""The observer: sampling, guided steps, state, and facts that can be written down."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.checkpoint import checkpoint
+
+from holdfast.guard.observer import Observer
+
+X, Y = torch.randn(64, 6), torch.randint(3, (64,))
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def observed(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Observer:
+    observer = Observer({"model": model}, {"optimizer": optimizer}, guided=True, **options)
+    observer.install()
+    return observer
+
+
+def guided_step(observer: Observer, model: nn.Module, optimizer: torch.optim.Optimizer, parts: int = 1) -> list[Any]:
+    """Make a step as a guard does: passes inside the context, then the optimizer, then the end."""
+    optimizer.zero_grad()
+    losses = []
+    with observer.begin_step():
+        for x, y in zip(X.chunk(parts), Y.chunk(parts), strict=True):
+            loss = F.cross_entropy(model(x), y)
+            (loss / parts).backward()
+            losses.append(loss.item())
+    optimizer.step()
+    return observer.end_step(sum(losses) / parts)
+
+
+def test_the_first_steps_are_observed_and_later_one_in_ten() -> None:
+    """30 steps fully, then about a tenth, at no fixed distance, and a fiftieth after the first window."""
+    model, optimizer = small()
+    observer = observed(model, optimizer)
+    due = []
+    for _ in range(2000):
+        due.append(observer.due())
+        guided_step(observer, model, optimizer)
+    later = [i for i, each in enumerate(due) if each and 30 <= i < 400]
+    assert all(due[:30])
+    assert 30 <= len(later) <= 45
+    assert 20 <= sum(due[400:]) <= 45
+    assert len({b - a for a, b in itertools.pairwise(later)}) > 1
+    assert observer.failure is None
+    observer.close()
+
+
+class Listed(nn.Module):
+    """Layers in a plain list, and a frozen network that is kept out of the state on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(6, 16)]
+        self.kept_out = [nn.Linear(3, 3).requires_grad_(False)]
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kept_out[0](self.head(self.layers[0](x).relu()))  # type: ignore[no-any-return]
+
+
+def test_layers_in_a_plain_list_are_seen() -> None:
+    """Weight and bias of a layer that no module owns count as two; frozen ones, and those of a loss, do not."""
+    model = Listed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    observer = observed(model, optimizer)
+    guided_step(observer, model, optimizer)
+    assert observer.facts()["strays"] == 2
+    observer.close()
+
+
+def test_micro_batches_are_one_place_and_no_leak() -> None:
+    """A step in four parts has one call site, one optimizer step, and clean gradients."""
+    model, optimizer = small()
+    observer = observed(model, optimizer)
+    for _ in range(12):
+        guided_step(observer, model, optimizer, parts=4)
+    facts = observer.facts()
+    assert list(facts["losses"]) == ["cross_entropy#1"]
+    assert facts["losses"]["cross_entropy#1"]["calls"] == 48
+    assert facts["optimizers"]["optimizer"]["steps"] == 12
+    assert facts["optimizers"]["optimizer"]["leaks"] == 0
+    assert len(facts["optimizers"]["optimizer"]["losses"]) == 12
+    observer.close()
+
+
+def test_facts_and_state_are_plain_data() -> None:
+    """Both can be written as JSON; a new observer takes up where the old one was, and tells nothing twice."""
+    model, optimizer = small()
+    observer = observed(model, optimizer)
+    found = []
+    for _ in range(12):
+        with observer.begin_step():
+            F.cross_entropy(model(X), Y).backward()  # never cleared
+        optimizer.step()
+        found += observer.end_step(1.5)
+    observer.validated(0.5)
+    json.dumps(observer.facts())
+    state = json.loads(json.dumps(observer.state_dict()))
+    observer.close()
+    assert [finding.rule for finding in found] == ["H811"]
+
+    again = observed(model, optimizer)
+    again.load_state_dict(state)
+    assert again.steps == 12
+    assert again.state_dict() == state
+    told = []
+    for _ in range(12):
+        with again.begin_step():
+            F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        told += again.end_step(1.5)
+    assert told == []
+    assert [finding.rule for finding in again.findings()] == ["H811"]
+    again.close()
+
+
+def test_it_can_be_closed_and_installed_again() -> None:
+    """A guard that is released and opened goes on; while closed nothing is counted."""
+    model, optimizer = small()
+    observer = observed(model, optimizer)
+    guided_step(observer, model, optimizer)
+    observer.close()
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    assert observer.steps == 1
+    observer.install()
+    guided_step(observer, model, optimizer)
+    assert observer.steps == 2
+    observer.close()
+
+
+def test_recomputed_activations_are_not_counted_twice() -> None:
+    """Activation checkpointing runs a block again in backward; its units and losses count once."""
+
+    class Recomputing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(6, 16), nn.ReLU())
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint(self.block, x, use_reentrant=False))
+
+    model = Recomputing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    observer = observed(model, optimizer)
+    for _ in range(25):
+        guided_step(observer, model, optimizer)
+    facts = observer.facts()
+    assert facts["inputs"]["model"]["calls"] == facts["losses"]["cross_entropy#1"]["calls"] == 25
+    assert list(facts["dead_units"]) == ["block.1"]
+    observer.close()
+
+
+def test_a_scheduler_before_the_first_step_and_one_fed_with_batches_are_seen() -> None:
+    """The counts of schedulers are compared with those of the optimizer, without wrapping anything."""
+    model, optimizer = small()
+    ahead = LambdaLR(optimizer, lambda _: 1.0)
+    plateau = ReduceLROnPlateau(optimizer, patience=10)
+    observer = observed(model, optimizer, schedulers={"ahead": ahead, "plateau": plateau})
+    for _ in range(30):
+        optimizer._opt_called = True  # type: ignore[attr-defined] # torch would only warn
+        ahead.step()
+        guided_step(observer, model, optimizer)
+        plateau.step(1.0)
+    observer.finish()
+    assert {(finding.rule, finding.where) for finding in observer.findings() if finding.severity != "note"} == {
+        ("H820", "ahead"),
+        ("H854", "plateau"),
+    }
+    observer.close()
+
+
+def test_players_are_not_blamed_for_each_other() -> None:
+    """The gradients that a generator leaves in the discriminator are no leak where they are cleared before use."""
+    maker, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizers = {
+        "maker": torch.optim.SGD(maker.parameters(), lr=0.01),
+        "critic": torch.optim.SGD(critic.parameters(), lr=0.01),
+    }
+    observer = Observer({"maker": maker, "critic": critic}, optimizers, objective="adversarial")
+    observer.install()
+    for _ in range(25):
+        for name in ("critic", "maker"):
+            with observer.begin_step():
+                optimizers[name].zero_grad()
+                made = critic(maker(torch.randn(8, 2)))
+                loss = F.binary_cross_entropy_with_logits(made, torch.full((8, 1), float(name == "maker")))
+                loss.backward()
+            optimizers[name].step()
+            assert observer.end_step(loss.item()) == []
+    facts = observer.facts()["optimizers"]
+    assert facts["maker"]["leaks"] == facts["critic"]["leaks"] == 0
+    assert facts["critic"]["clean_starts"] == 25
+    observer.close()
+
+
+@pytest.mark.parametrize("evaluates_in", [True, False])
+def test_the_mode_of_an_evaluation_is_seen(evaluates_in: bool) -> None:
+    """A model with dropout that is evaluated in training mode is told, one in evaluation mode is not."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    observer = Observer({"model": model}, {"optimizer": optimizer})
+    observer.install()
+    for _ in range(3):
+        guided_step(observer, model, optimizer)
+        model.train(evaluates_in)
+        with torch.no_grad():
+            observer.validated(F.cross_entropy(model(X), Y).item())
+        model.train()
+    observer.finish()
+    assert [finding.rule for finding in observer.findings()] == (["H834"] if evaluates_in else [])
+    observer.close()

@@ -1,0 +1,231 @@
+"""Where a run stands: which transitions there are, and that no other one is possible."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import signal
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.guard import accumulation, components, loop, session, steps
+from holdfast.guard.buffers import BufferKeeper
+from holdfast.guard.phase import Phase, RunState
+
+
+def at(*transitions: str) -> RunState:
+    state = RunState()
+    for name in transitions:
+        getattr(state, name)()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("transitions", "phase"),
+    [
+        (["open"], Phase.AT_BOUNDARY),
+        (["open", "begin"], Phase.IN_STEP),
+        (["open", "begin", "take_back"], Phase.AT_BOUNDARY),
+        (["open", "begin", "take_back", "skipped"], Phase.AFTER_STEP),
+        (["open", "begin", "take_back", "begin", "commit", "committed"], Phase.AFTER_STEP),
+        (["open", "begin", "commit"], Phase.COMMITTING),
+        (["open", "begin", "commit", "committed", "boundary"], Phase.AT_BOUNDARY),
+        (["open", "begin", "commit", "committed", "close"], Phase.CLOSED),
+        (["open", "begin", "take_back", "step_failed"], Phase.AT_BOUNDARY),
+        (["open", "begin", "step_failed"], Phase.BROKEN),
+        (["open", "begin", "commit", "step_failed"], Phase.BROKEN),
+        (["open", "begin", "commit", "committed", "begin", "take_back", "step_failed"], Phase.BROKEN),
+        (["open", "begin", "commit", "step_failed", "boundary"], Phase.BROKEN),
+        (["open", "begin", "commit", "step_failed", "close", "open"], Phase.BROKEN),
+        (["open", "spoil", "begin", "commit", "committed"], Phase.BROKEN),
+        (["open", "begin", "take_back", "skipped", "rewound"], Phase.REWOUND),
+        (["open", "begin", "take_back", "skipped", "rewound", "begin", "commit", "committed"], Phase.REWOUND),
+        (["open", "begin", "take_back", "skipped", "rewound", "begin", "commit", "step_failed"], Phase.REWOUND),
+        (["open", "begin", "take_back", "skipped", "rewound", "close", "open"], Phase.REWOUND),
+    ],
+)
+def test_each_transition_leads_to_its_phase(transitions: list[str], phase: Phase) -> None:
+    """A step that is taken back leaves the phase as it was; half of a step belongs to no boundary."""
+    state = at(*transitions)
+    assert state.phase is phase
+    assert state.may_be_saved == (phase in (Phase.CLOSED, Phase.AT_BOUNDARY, Phase.AFTER_STEP))
+
+
+@pytest.mark.parametrize(
+    ("before", "transition"),
+    [
+        ([], "begin"),
+        (["open"], "commit"),
+        (["open"], "take_back"),
+        (["open"], "committed"),
+        (["open"], "rewound"),
+        (["open", "begin"], "begin"),
+        (["open", "begin"], "boundary"),
+        (["open", "begin"], "skipped"),
+        (["open", "begin", "commit"], "take_back"),
+        (["open", "begin", "commit"], "begin"),
+        (["open", "begin", "commit"], "boundary"),
+        (["open", "begin", "take_back"], "commit"),
+        (["open", "begin", "commit", "committed"], "take_back"),
+    ],
+)
+def test_no_other_transition_is_possible(before: list[str], transition: str) -> None:
+    """What has moved weights cannot be taken back, and nothing is committed that was not begun."""
+    state = at(*before)
+    phase = state.phase
+    with pytest.raises(AssertionError, match="cannot go to"):
+        getattr(state, transition)()
+    assert state.phase is phase
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (["open"], Phase.AT_BOUNDARY),
+        (["open", "begin", "take_back", "skipped"], Phase.AFTER_STEP),
+        (["open", "begin", "commit"], Phase.AFTER_STEP),
+        (["open", "begin", "take_back", "skipped", "rewound"], Phase.AT_BOUNDARY),
+        (["open", "spoil"], Phase.AFTER_STEP),
+    ],
+)
+def test_a_rollback_makes_the_state_whole_or_breaks_it(before: list[str], after: Phase) -> None:
+    """Inside it nothing may be saved; an error half-way leaves a state that never is."""
+    state = at(*before)
+    with state.rolling_back():
+        assert state.phase is Phase.ROLLING_BACK
+        assert not state.may_be_saved
+    assert state.phase is after
+    state = at(*before)
+    with pytest.raises(OSError, match="half"), state.rolling_back():
+        raise OSError("half of it was read")
+    assert state.phase is Phase.BROKEN
+
+
+@pytest.mark.parametrize("module", [accumulation, loop, steps])
+def test_who_drives_the_engine_uses_no_private_attribute_of_another(module: ModuleType) -> None:
+    """``begin``, ``attempt``, ``keep``, ``skip``, ``commit`` and ``take_back`` are all that is needed."""
+    private = [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and ast.unparse(node.value) not in ("self", "torch")
+    ]
+    assert not private
+
+
+def test_a_rollback_cannot_begin_in_a_step() -> None:
+    """The attempt is taken back first."""
+    with pytest.raises(AssertionError), at("open", "begin").rolling_back():
+        pass
+
+
+class FailsHalfWay(torch.optim.SGD):
+    """Moves its weights and then has no memory left, at one call."""
+
+    fails_at = 0
+    calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        super().step(closure)
+        if self.calls == self.fails_at:
+            raise MemoryError("played")
+
+
+def make(run_dir: Path, **fields: Any) -> tuple[holdfast.Guard, nn.Module, FailsHalfWay]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = FailsHalfWay(model.parameters(), lr=0.1)
+    loader = [torch.randn(8, 3) for _ in range(4)]
+    made = {"loader": loader, "save_interval_steps": 1, "async_save": False, "check_split": False, **fields}
+    return holdfast.Guard(run_dir, model=model, optimizer=optimizer, **made), model, optimizer
+
+
+def kinds(guard: holdfast.Guard) -> list[str]:
+    return [event.kind for event in guard.events()]
+
+
+def test_a_rollback_that_fails_half_way_gives_back_lock_and_handlers(tmp_path, monkeypatch):
+    """The error comes out, an event says what failed, another guard can open the run, and nothing of it is saved."""
+    handler, loads = signal.getsignal(signal.SIGTERM), []
+    guard, model, optimizer = make(tmp_path)
+    optimizer.fails_at = 2
+
+    def load_once(*given: Any) -> None:
+        loads.append(given)
+        if len(loads) == 2:
+            raise OSError("the disk is gone")
+        components.load(*given)
+
+    monkeypatch.setattr(session, "load", load_once)
+
+    batches = guard.batches(max_epochs=1)
+    assert not guard.step(next(batches), lambda x: model(x).square().mean()).skipped
+    assert guard.step(next(batches), lambda x: model(x).square().mean()).skipped
+    with pytest.raises(OSError, match="is gone"):
+        batches.close()  # what followed the step in the loop body is to be taken back
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert "rollback_failed" in kinds(guard)
+    assert guard._session.state.phase is Phase.BROKEN
+    guard.close()
+    again, _, _ = make(tmp_path)
+    assert again.resumed_from is not None
+    assert again.resumed_from.name.endswith("step00000001")
+    again.close()
+
+
+def test_what_fails_before_a_weight_moves_is_taken_back(tmp_path, monkeypatch):
+    """An error in the look at the buffers comes before the optimizers: weights and statistics are as before."""
+    guard, model, _ = make(tmp_path, save_interval_steps=None)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def learn(_: Any) -> Any:
+        raise RuntimeError("no memory for a look")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BufferKeeper, "learn", learn)
+        with pytest.raises(RuntimeError, match="for a look"):
+            guard.step(torch.randn(8, 3), lambda x: model(x).square().mean())
+    assert guard.global_step == 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    guard.step(torch.randn(8, 3), lambda x: model(x).square().mean())
+    assert guard.global_step == 1
+    guard.close()
+
+
+def test_a_step_whose_end_fails_is_in_no_checkpoint(tmp_path):
+    """Weights have moved and the schedule has not: the run goes on from the state before it."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (2 - step))
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": [torch.randn(8, 3)] * 4}
+    guard = holdfast.Guard(tmp_path, **parts, save_interval_steps=1, async_save=False)
+    with pytest.raises(ZeroDivisionError):
+        for batch in guard.batches(max_epochs=1):
+            guard.step(batch, lambda x: model(x).square().mean())
+    guard.close()
+    saved = [event.global_step for event in guard.events() if event.kind == "checkpoint_saved"]
+    assert saved[-1] == 1
+    assert guard._session.state.phase is Phase.BROKEN
+
+
+def test_a_loss_function_that_makes_a_step_is_refused(tmp_path):
+    """A step inside a step could not be taken back."""
+    guard, model, _ = make(tmp_path, save_interval_steps=None)
+
+    def nested(x: torch.Tensor) -> torch.Tensor:
+        guard.step(x, lambda y: model(y).square().mean())
+        return model(x).square().mean()
+
+    with pytest.raises(holdfast.BatchError, match="called step") as raised:
+        guard.step(torch.randn(8, 3), nested)
+    assert raised.value.rule == "H209"
+    assert guard._session.state.phase is Phase.AT_BOUNDARY
+    guard.close()

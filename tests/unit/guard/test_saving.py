@@ -1,0 +1,429 @@
+"""Saves beside the training: a true snapshot, one at a time, errors as events, and nobody reads a store half-way."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.checkpoint.saver import read_components
+from holdfast.checkpoint.saver import write as really_write
+from holdfast.checkpoint.store import Store
+from holdfast.guard import saving
+from holdfast.guard.record import RunRecord
+from holdfast.testing import FakeClock
+
+
+class Disk:
+    """A disk that takes its time: writes in other threads wait until it is let go."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.clock: FakeClock | None = None
+        self.seconds = 0.0
+
+    def write(self, *arguments: Any, **facts: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.free.wait(60)
+        if self.clock is not None:
+            self.clock.advance(self.seconds)
+        return really_write(*arguments, **facts)
+
+    def let_go_soon(self) -> None:
+        """Let writes go on while the main thread waits for them."""
+        threading.Timer(0.2, self.free.set).start()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    slow = Disk()
+    monkeypatch.setattr(saving, "write", slow.write)
+    yield slow
+    slow.free.set()
+
+
+class Memory:
+    """State of the caller's own, of every kind, that changes in place."""
+
+    def __init__(self) -> None:
+        self.average, self.history = torch.zeros(3), [0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average, "history": self.history}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average.copy_(state["average"])
+        self.history[:] = state["history"]
+
+
+def make_parts() -> dict[str, Any]:
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+
+
+def tensors_of(parts: dict[str, Any]) -> list[torch.Tensor]:
+    found = [*parts["model"].state_dict().values()]
+    for state in parts["optimizer"].state.values():
+        found += state.values()
+    return [tensor.detach().clone() for tensor in found]
+
+
+def step(guard: holdfast.Guard, parts: dict[str, Any]) -> None:
+    guard.step(torch.randn(4, 4), lambda x: parts["model"](x).square().mean())
+
+
+def events(guard: holdfast.Guard, kind: str) -> list[Any]:
+    return [event for event in guard.events() if event.kind == kind]
+
+
+def saved_steps(guard: holdfast.Guard) -> list[int]:
+    return [event.global_step for event in events(guard, "checkpoint_saved")]
+
+
+def test_what_changes_after_the_boundary_is_saved_as_it_was(tmp_path, disk):
+    """Weights, moments and the caller's state move on while the writer waits: the file has the old ones."""
+    parts, memory = make_parts(), Memory()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=1, state=memory, **parts)
+    step(guard, parts)
+    expected = tensors_of(parts)
+    step(guard, parts)  # the boundary between the two has begun the save
+    memory.average += 1
+    memory.history.append(1)
+    assert saved_steps(guard) == [0], "the writer has not begun"
+    disk.free.set()
+    guard._session.saving.finish()
+    (entry, *_) = Store(tmp_path / "checkpoints").entries()
+    assert entry.global_step == 1
+    found = read_components(entry, ["model", "optimizer", "state.state"])
+    tensors = list(found["model"].values())
+    for state in found["optimizer"]["state"].values():
+        tensors += state.values()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+    assert found["state.state"]["average"].tolist() == [0, 0, 0]
+    assert found["state.state"]["history"] == [0]
+    guard.close()
+
+
+def test_one_save_at_a_time_and_the_next_one_waits_for_a_boundary(tmp_path, disk):
+    """What is due meanwhile is put off, said once, and made at the first boundary after; training never waits."""
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=2, **parts)
+    for _ in range(8):
+        step(guard, parts)
+    assert guard.global_step == 8, "nothing was waited for"
+    assert len(events(guard, "save_put_off")) == 1
+    assert guard.statistics().checkpoints_saved == 1
+    disk.free.set()
+    guard._session.saving.finish()
+    step(guard, parts)
+    guard._session.saving.finish()
+    assert saved_steps(guard) == [0, 2, 8]
+    guard.close()
+    assert saved_steps(guard) == [0, 2, 8, 9]
+    assert guard.statistics().checkpoints_saved == 4
+    for event in events(guard, "checkpoint_saved"):
+        assert 0 <= event.data["stall_seconds"] <= event.data["seconds"]
+
+
+def test_state_that_cannot_be_told_for_a_moment_does_not_end_training(tmp_path):
+    """As with a save, so with the copy for rollbacks: an event, and training goes on."""
+
+    class Changing(Memory):
+        asked = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            self.asked += 1
+            if self.asked == 4:  # the first save and two steps come before
+                raise RuntimeError("dictionary changed size during iteration")
+            return super().state_dict()
+
+    parts = make_parts()
+    loader = holdfast.DataLoader(torch.randn(24, 4), batch_size=4)
+    options = {"save_interval_steps": 100, "snapshot_interval_steps": 2, "async_save": False}
+    guard = holdfast.Guard(tmp_path, loader=loader, state=Changing(), **options, **parts)
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, lambda x: parts["model"](x).square().mean())
+    (event,) = events(guard, "snapshot_failed")
+    assert "dictionary changed size" in event.data["error"]
+    assert guard.global_step == 6
+    guard.close()
+
+
+def test_a_save_that_fails_is_an_event_of_its_step_and_training_goes_on(tmp_path, disk):
+    """The system refuses the bytes: an event at once, with the step of the save, and later saves succeed."""
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=1, **parts)
+    step(guard, parts)
+    step(guard, parts)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        disk.free.set()
+        guard._session.saving._job.result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (failed,) = events(guard, "save_failed")
+    assert (failed.global_step, guard.global_step) == (1, 2)
+    assert "File too large" in failed.data["error"]
+    guard.close()
+    assert saved_steps(guard) == [0, 2]
+    statistics = guard.statistics()
+    assert (statistics.checkpoints_saved, statistics.checkpoints_failed) == (2, 1)
+
+
+def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path, disk):
+    """The writer refuses the copies, no checkpoint appears, and the run returns to the last good one by itself."""
+    parts = make_parts()
+    data = [torch.randn(4, 4) for _ in range(12)]
+    guard = holdfast.Guard(tmp_path, loader=data, save_interval_steps=3, nonfinite_patience=None, **parts)
+    spoilt = False
+    disk.free.set()
+    for batch in guard.batches(max_epochs=1):
+        guard.step(batch, lambda x: parts["model"](x).square().mean())
+        if guard.global_step == 3 and not spoilt:
+            spoilt = True
+            with torch.no_grad():
+                parts["model"][0].weight[0, 0] = torch.nan
+    (refused,) = events(guard, "save_refused")
+    assert (refused.global_step, refused.data["nonfinite"], refused.data["count"]) == (3, ["0.weight"], 1)
+    assert len(events(guard, "roll_back")) == 1
+    assert all(torch.isfinite(tensor).all() for tensor in tensors_of(parts))
+    for entry in Store(tmp_path / "checkpoints").entries():
+        entry.verify()
+        found = read_components(entry, ["model"])["model"]
+        assert all(torch.isfinite(tensor.float()).all() for tensor in found.values()), entry.path.name
+
+
+def test_what_no_checkpoint_holds_as_it_is_must_be_finite_too(tmp_path):
+    """A complex weight, which is stored in another form, is looked at in the loop."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = holdfast.Guard(tmp_path, model=model, optimizer=optimizer, save_interval_steps=1, check_split=False)
+    loss = lambda x: (model.weight * x).abs().square().mean()  # noqa: E731
+    guard.step(torch.ones(3), loss)
+    with torch.no_grad():
+        model.weight[0] = complex(float("nan"), 0)
+    guard._boundaries.boundary_outside()
+    (refused,) = events(guard, "save_refused")
+    assert refused.data["nonfinite"] == ["weight"]
+    assert torch.isfinite(model.weight.abs()).all(), "the run has returned to the checkpoint"
+    guard.close()
+
+
+@pytest.mark.parametrize("how", ["too little", "refused"])
+def test_without_memory_for_the_copies_the_loop_waits_for_its_saves(tmp_path, monkeypatch, how):
+    """Saving is synchronous then, as it was, and that is said once."""
+    if how == "too little":
+        monkeypatch.setattr(saving, "available_bytes", lambda: 1000)
+    else:
+        monkeypatch.setattr(saving, "_SPARE", 2.0**38)
+        monkeypatch.setattr(saving, "available_bytes", lambda: None)
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=2, **parts)
+    for _ in range(7):
+        step(guard, parts)
+    assert saved_steps(guard) == [0, 2, 4, 6]
+    assert all(event.data["stall_seconds"] == event.data["seconds"] for event in events(guard, "checkpoint_saved"))
+    assert len(events(guard, "saves_synchronous")) == 1
+    guard.close()
+
+
+def test_out_of_memory_takes_the_copies_back(tmp_path, disk):
+    """The writer is waited for, the memory of the copies goes back for good, and the run goes on saving."""
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=2, **parts)
+    for _ in range(4):
+        step(guard, parts)
+    disk.let_go_soon()
+    guard._engine.spare_memory()
+    assert saved_steps(guard) == [0, 2]
+    assert guard._session.saving._buffers is None
+    for _ in range(3):
+        step(guard, parts)
+    assert saved_steps(guard) == [0, 2, 4, 6]
+    assert len(events(guard, "saves_synchronous")) == 1
+    guard.close()
+
+
+def test_a_larger_state_gets_larger_buffers(tmp_path):
+    """An optimizer that makes its state late does not keep the run from being saved."""
+    parts = make_parts()
+    late = Memory()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=1, state=late, **parts)
+    for size in (3, 10_000, 3_000_000, 3_000_000, 3_000_000, 3):
+        late.average = torch.full((size,), float(size))
+        step(guard, parts)
+        guard._session.saving.finish()
+    guard.close()
+    sizes = []
+    for entry in sorted(Store(tmp_path / "checkpoints").entries(), key=lambda entry: entry.save_id):
+        entry.verify()
+        average = read_components(entry, ["state.state"])["state.state"]["average"]
+        assert average.unique().tolist() == [average.numel()]
+        sizes.append(average.numel())
+    assert 3_000_000 in sizes
+    assert sizes[-1] == 3
+
+
+def test_closing_waits_for_the_writer_and_saves_what_it_lacks(tmp_path, disk):
+    """After `close` the save under way is finished, the last step is saved, and the numbers say so."""
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=2, **parts)
+    for _ in range(4):
+        step(guard, parts)
+    disk.let_go_soon()
+    guard.close()
+    assert saved_steps(guard) == [0, 2, 4]
+    assert guard.statistics().checkpoints_saved == 3
+    again_parts = make_parts()
+    again = holdfast.Guard(tmp_path, **again_parts)
+    assert again.global_step == 4
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(parts), tensors_of(again_parts), strict=True))
+    again.close()
+
+
+def test_a_rollback_waits_for_the_writer(tmp_path, disk):
+    """The newest good checkpoint is the one that was being written when the way back was asked for."""
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=2, snapshot_interval_steps=None, **parts)
+    for _ in range(4):
+        step(guard, parts)
+    disk.let_go_soon()
+    assert guard._session.roll_back(rewind_data=False) is not None
+    assert guard.global_step == 2
+    guard.close()
+
+
+def test_a_guard_that_was_given_up_finishes_its_save_first(tmp_path, disk):
+    """Without `close`, as in a notebook: the next guard waits for the writer, and goes on from what it wrote."""
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=2, **parts)
+    for _ in range(3):
+        step(guard, parts)
+    del guard
+    disk.let_go_soon()
+    again = holdfast.Guard(tmp_path, **make_parts())
+    assert again.global_step == 2
+    again.close()
+
+
+def test_workers_that_are_forked_while_a_save_is_written_do_their_work(tmp_path, disk):
+    """A loader starts its workers while the writer is in the middle of a save, and all samples come."""
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, save_interval_steps=1, **parts)
+    for _ in range(2):
+        step(guard, parts)
+    assert guard._session.saving._job is not None
+    loader = torch.utils.data.DataLoader(list(range(20)), batch_size=2, num_workers=2, timeout=60)
+    assert sorted(int(each) for batch in loader for each in batch) == list(range(20))
+    disk.free.set()
+    guard.close()
+    assert saved_steps(guard) == [0, 1, 2]
+
+
+def test_a_forked_process_records_nothing_and_does_not_hang(tmp_path):
+    """A lock that another thread holds at the fork does not stop the child, whose events would spoil the ring."""
+    record = RunRecord(tmp_path, FakeClock())
+    record.open()
+    held, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with record._lock:
+            held.set()
+            go.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        record.happened("in the child")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    go.set()
+    thread.join()
+    record.happened("in the parent")
+    assert [event.kind for event in record.events()] == ["in the parent"]
+    record.close()
+
+
+def test_events_of_two_threads_stay_whole(tmp_path):
+    """Long events that two threads record at the same time are all read back."""
+    record = RunRecord(tmp_path, FakeClock())
+    record.open()
+
+    def tell(name: str) -> None:
+        for number in range(100):
+            record.happened_at(number, name, text="x" * 1500)
+
+    threads = [threading.Thread(target=tell, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [(event.kind, event.global_step) for event in record.events()]
+    assert sorted(found) == [(name, number) for name in ("a", "b") for number in range(100)]
+    record.close()
+
+
+def test_the_interval_is_chosen_from_what_saves_and_steps_cost(tmp_path, disk):
+    """Steps of 0.1 s, saves of 4 s and a day between failures give 835 s, in an event; one comes sooner, early on."""
+    clock = disk.clock = FakeClock()
+    disk.seconds = 4.0
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, clock=clock, async_save=False, diagnose=False, **parts)
+    for _ in range(600):
+        step(guard, parts)
+        clock.advance(0.1)
+    (decision,) = events(guard, "save_interval")
+    assert decision.data["seconds"] == pytest.approx(4 + (2 * 86_400 * 4 + 16) ** 0.5, rel=1e-3)
+    assert decision.data["steps"] == pytest.approx(8354, abs=2)
+    first, early = saved_steps(guard)
+    assert (first, 350 <= early <= 410) == (0, True), (
+        "500 steps would be too often; one comes after what ten saves take"
+    )
+    guard.close()
+
+
+def test_a_resumed_run_remembers_what_saves_cost(tmp_path, disk):
+    """The costs are part of the checkpoint: the interval is decided anew as soon as steps were timed."""
+    clock = disk.clock = FakeClock()
+    disk.seconds = 4.0
+    parts = make_parts()
+    guard = holdfast.Guard(tmp_path, clock=clock, save_interval_steps=5, async_save=False, **parts)
+    for _ in range(12):
+        step(guard, parts)
+    guard.close()
+    again = holdfast.Guard(tmp_path, clock=clock, async_save=False, **parts)
+    for _ in range(20):
+        step(again, parts)
+        clock.advance(0.1)
+    assert events(again, "save_interval")[-1].data["save_costs_seconds"] == 4.0
+    again.close()
+
+
+def test_a_state_that_cannot_be_told_later_is_an_event(tmp_path):
+    """A part of the caller's that fails in the middle of a run costs a checkpoint, not the run."""
+    parts, memory = make_parts(), Memory()
+    guard = holdfast.Guard(tmp_path, state=memory, save_interval_steps=2, **parts)
+    step(guard, parts)
+    memory.history.append(object())
+    for _ in range(4):
+        step(guard, parts)
+    assert [event.global_step for event in events(guard, "save_failed")] == [2, 4]
+    del memory.history[1:]
+    guard.close()
+    assert Path(tmp_path, "checkpoints").is_dir()
+    assert saved_steps(guard)[-1] == 5

@@ -1,0 +1,99 @@
+"""Copies of good states in host memory: when they are made, what they hold, and when they are given up."""
+
+from __future__ import annotations
+
+import collections
+
+import torch
+
+from holdfast.guard.snapshots import Snapshots, copied_to_host
+from holdfast.testing import FakeClock
+
+
+def snapshots(interval: int | None = 10, available: int | None = None, clock: FakeClock | None = None) -> Snapshots:
+    return Snapshots(interval, clock or FakeClock(), lambda: available)
+
+
+def test_a_copy_is_due_after_each_interval() -> None:
+    """A copy is due once a multiple of the interval was passed, and never without an interval."""
+    kept = snapshots(10)
+    assert [step for step in range(25) if kept.is_due(step)] == list(range(10, 25))
+    kept.keep(10, {})
+    assert not kept.is_due(19)
+    assert kept.is_due(20)
+    assert not snapshots(None).is_due(1000)
+
+
+def test_a_copy_shares_nothing_with_the_live_state() -> None:
+    """Training on changes no copy, and restoring from a copy leaves it whole for another time."""
+    weight, history = torch.ones(3), [1.0]
+    live = {"model": {"weight": weight}, "training": {"history": history, "pair": (1, torch.zeros(1))}}
+    copy = copied_to_host(live)
+    weight.fill_(7.0)
+    history.append(2.0)
+    assert copy["model"]["weight"].tolist() == [1.0, 1.0, 1.0]
+    assert copy["training"]["history"] == [1.0]
+    assert copy["training"]["pair"] == (1, torch.zeros(1))
+
+
+def test_a_copy_has_the_types_of_the_live_state() -> None:
+    """What a rollback puts back goes on counting as it did."""
+    counts = collections.defaultdict(int, a=1)
+    copy = copied_to_host({"state": {"counts": counts, "seen": collections.Counter("aab")}})["state"]
+    counts["a"] += 1
+    copy["counts"]["new"] += 1
+    assert copy == {"counts": {"a": 1, "new": 1}, "seen": collections.Counter("aab")}
+    assert type(copy["seen"]) is collections.Counter
+
+
+def test_a_copy_that_fails_is_tried_again_and_costs_none_that_is_there() -> None:
+    """A few times in a row; then no more are made."""
+    kept = snapshots(10)
+    kept.keep(10, {"step": 10})
+    for step in (20, 30):
+        kept.failed(step)
+        assert not kept.is_due(step + 9)
+        assert kept.is_due(step + 10)
+    assert kept.newest(before_step=100) is not None
+    kept.failed(40)
+    assert not kept.is_due(1000)
+
+
+def test_the_newest_copy_from_before_a_step_is_chosen() -> None:
+    """Two copies are kept; one from after the first sign of trouble is passed over, and dropped on the return."""
+    kept = snapshots(10)
+    for step in (10, 20, 30):
+        kept.keep(step, {"step": step})
+    found = kept.newest(before_step=29)
+    assert found is not None
+    assert found.global_step == 20
+    kept.returned_to(20)
+    assert kept.newest(before_step=100) is found
+    kept.distrust(found)
+    assert kept.newest(before_step=100) is None
+
+
+def test_a_state_that_takes_too_much_of_the_memory_is_not_copied() -> None:
+    """What would take more than a quarter of the available memory is left alone, and not asked for again."""
+    state = {"weight": torch.zeros(1000)}
+    assert snapshots(available=16001).keep(10, state)
+    tight = snapshots(available=15000)
+    assert not tight.keep(10, state)
+    assert not tight.is_due(20)
+
+
+def test_copies_that_cost_too_much_time_are_made_less_often() -> None:
+    """A copy that takes more than 1 % of the time since the last one doubles the interval."""
+
+    class SlowClock(FakeClock):
+        def monotonic_seconds(self) -> float:
+            self.advance(1.0)
+            return super().monotonic_seconds()
+
+    kept = snapshots(10, clock=SlowClock())
+    kept.keep(10, {})
+    assert not kept.is_due(19)
+    assert kept.is_due(20)
+    kept.keep(20, {})
+    assert not kept.is_due(39)
+    assert kept.is_due(40)

@@ -1,0 +1,294 @@
+"""A loss that compares samples is split exactly in two passes: same gradient, random numbers, buffers, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import holdfast
+from holdfast.core.clock import SystemClock
+from holdfast.core.policy import Policy
+from holdfast.guard.buffers import BufferKeeper
+from holdfast.guard.mixed_precision import LossScale
+from holdfast.guard.parts import gather_parts
+from holdfast.guard.passes import Passed, Passes
+from holdfast.guard.promises import Promises
+from holdfast.guard.record import RunRecord
+from holdfast.guard.two_pass import TwoPass
+from holdfast.loader.splitting import micro_batches
+
+SIZES = (3, 4, 1, 4)  # of the parts of 12 samples
+
+
+class Encoder(nn.Module):
+    """Embeds samples, with dropout and a parameter that only the loss uses."""
+
+    def __init__(self, *middle: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), *middle, nn.Linear(8, 4))
+        self.log_scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def passes_of(model: nn.Module, run_dir: Path) -> Passes:
+    """Return what runs forward and backward of a step, alone."""
+    policy = Policy()
+    parts = gather_parts(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
+    promises = Promises(parts, policy, BufferKeeper(parts.models), RunRecord(run_dir, SystemClock()))
+    return Passes(promises, LossScale("cpu", enabled=False), "cpu", policy.precision)
+
+
+def pieces(batch: Any) -> list[tuple[Any, int]]:
+    """Return parts of 12 samples, of unequal sizes."""
+    cut = [part for part, _ in micro_batches(batch, 12, 1)]
+    found, start = [], 0
+    for size in SIZES:
+        group = cut[start : start + size]
+        found.append((tuple(torch.cat(column) for column in zip(*group, strict=True)), size))
+        start += size
+    return found
+
+
+def run(model: nn.Module, run_dir: Path, loss: Any, batch: Any, inputs: Any = None) -> Passed:
+    model.zero_grad()
+    parameters = list(model.parameters())
+    return passes_of(model, run_dir).parted(pieces(batch), 12, loss, parameters, lambda: inputs, batch=batch)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def contrast(model: Any) -> Callable[[Any, Any], torch.Tensor]:
+    def loss(outputs: Any, batch: Any) -> torch.Tensor:
+        left, right = (F.normalize(each, dim=1) for each in outputs)
+        return F.cross_entropy(left @ right.T * model.log_scale.exp(), torch.arange(len(left)))
+
+    return loss
+
+
+def variance(model: Any) -> Callable[[Any, Any], torch.Tensor]:
+    return lambda outputs, batch: F.relu(1 - (outputs[0].var(dim=0) + 1e-4).sqrt()).mean()
+
+
+def root_of_mean(model: Any) -> Callable[[Any, Any], torch.Tensor]:
+    return lambda outputs, batch: (outputs[0] - batch[1][:, :4]).square().mean().sqrt()
+
+
+def soft_dice(model: Any) -> Callable[[Any, Any], torch.Tensor]:
+    def loss(outputs: Any, batch: Any) -> torch.Tensor:
+        found, wanted = outputs[0].sigmoid(), (batch[1][:, :4] > 0).double()
+        return 1 - 2 * (found * wanted).sum() / (found.sum() + wanted.sum())
+
+    return loss
+
+
+def balance_of_experts(model: Any) -> Callable[[Any, Any], torch.Tensor]:
+    def loss(outputs: Any, batch: Any) -> torch.Tensor:
+        chances = outputs[0].softmax(dim=1)
+        share = F.one_hot(chances.argmax(dim=1), 4).double().mean(dim=0)
+        return 4 * (share * chances.mean(dim=0)).sum()
+
+    return loss
+
+
+def hard_triplets(model: Any) -> Callable[[Any, Any], torch.Tensor]:
+    def loss(outputs: Any, batch: Any) -> torch.Tensor:
+        same = torch.arange(12) % 3 == torch.arange(12).unsqueeze(1) % 3
+        apart = torch.cdist(outputs[0], outputs[0])
+        return F.relu(apart.where(same, -1.0).amax(1) - apart.where(~same, 1e9).amin(1) + 0.5).mean()
+
+    return loss
+
+
+LOSSES = [contrast, variance, root_of_mean, soft_dice, balance_of_experts, hard_triplets]
+
+
+@pytest.mark.parametrize("make_loss", LOSSES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("rate", [0.0, 0.4])
+def test_two_passes_give_the_gradient_of_one(tmp_path, make_loss, rate):
+    """For six losses that compare samples, with dropout too, the gradient is that of one graph over all parts."""
+    model = Encoder(nn.Dropout(rate)).double()
+    batch = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 5, dtype=torch.float64)
+    loss = make_loss(model)
+
+    def embed(part: Any) -> Any:
+        return [model(each) for each in part]
+
+    torch.manual_seed(3)
+    columns = zip(*(embed(part) for part, _ in pieces(batch)), strict=True)  # the masks that the parts draw
+    whole = loss([torch.cat(column) for column in columns], batch)
+    whole.backward()
+    expected, random_after = gradients(model), torch.get_rng_state()
+    torch.manual_seed(3)
+    found = run(model, tmp_path, TwoPass(embed, loss), batch)
+    for each, other in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found[0], whole.detach(), rtol=1e-12, atol=0)
+    assert found[1] == 12
+    assert torch.equal(torch.get_rng_state(), random_after)
+
+
+def test_part_by_part_such_a_loss_is_another_one(tmp_path):
+    """The trap that two passes avoid: the same loss of each part, weighted by samples, has another gradient."""
+    model = Encoder().double()
+    batch = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 5, dtype=torch.float64)
+    loss = contrast(model)
+    run(model, tmp_path, TwoPass(lambda part: [model(each) for each in part], loss), batch)
+    exact = torch.cat([g.flatten() for g in gradients(model)])
+    run(model, tmp_path, lambda part: loss([model(each) for each in part], part), batch)
+    assert (torch.cat([g.flatten() for g in gradients(model)]) - exact).norm() > 0.1 * exact.norm()
+
+
+def test_buffers_move_once_for_each_part(tmp_path):
+    """Running statistics, replaced tensors and what the loss itself counts end as after one pass over the parts."""
+
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("used", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.used = self.used * 0.5 + x.detach().mean()
+            return x + self.used
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = Encoder(nn.BatchNorm1d(8), Codes()).double()
+        model.register_buffer("losses", torch.zeros(1))
+        return model
+
+    def loss_of(model: Any) -> Callable[[Any, Any], torch.Tensor]:
+        def loss(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+            model.losses += 1
+            return outputs.square().mean().sqrt()
+
+        return loss
+
+    batch = (torch.randn(12, 5, dtype=torch.float64),)
+    parts = [(batch[0][start : start + 4],) for start in (0, 4, 8)]
+    model, twin = make(), make()
+    outputs = torch.cat([twin(part[0]) for part in parts])
+    loss_of(twin)(outputs, batch).backward()
+    split_loss = TwoPass(lambda part: model(part[0]), loss_of(model))
+    passes_of(model, tmp_path).parted(
+        [(part, 4) for part in parts], 12, split_loss, list(model.parameters()), lambda: None, batch=batch
+    )
+    for name, buffer in twin.named_buffers():
+        torch.testing.assert_close(dict(model.named_buffers())[name], buffer, rtol=1e-12, atol=0)
+    assert model.body[2].num_batches_tracked == 3
+    assert model.losses == 1
+    for found, expected in zip(gradients(model), gradients(twin), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_reach_only_where_they_may_go(tmp_path):
+    """With `inputs=`, a parameter that is used by outputs or loss but not stepped gets no gradient."""
+    model = Encoder().double()
+    batch = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 5, dtype=torch.float64)
+    mine = list(model.body[0].parameters())
+    loss = TwoPass(lambda part: [model(each) for each in part], contrast(model))
+    loss(batch).backward(inputs=mine)
+    expected = gradients(model)
+    run(model, tmp_path, loss, batch, mine)
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == {"body.0.weight", "body.0.bias"}
+    for found, other in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        (lambda x: x.mean(), "shape () for 3 sample(s)"),
+        (lambda x: x[:2], "shape (2, 5) for 3 sample(s)"),
+        (lambda x: [x, 3], "hold a int"),
+        (lambda x: x[:, : len(x)], "different shapes for two parts"),
+        (lambda x: [x] * len(x), "tensors for one part"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_named(tmp_path, outputs, words):
+    """Whatever has no batch dimension, or not the same shape in each part, is an error that says what it is."""
+    model = Encoder()
+    with pytest.raises(holdfast.HoldfastError, match="H201") as caught:
+        run(model, tmp_path, TwoPass(lambda part: outputs(part[0]), variance(model)), (torch.randn(12, 5),))
+    assert words in str(caught.value)
+
+
+def guard_for(model: Any, run_dir: Any, **policy: Any) -> holdfast.Guard:
+    return holdfast.Guard(
+        run_dir,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        save_interval_steps=None,
+        **policy,
+    )
+
+
+@pytest.mark.parametrize("way", ["number", "out of memory", "recompute", "fp16", "bf16"])
+def test_a_guard_splits_it_in_every_way_that_it_splits(tmp_path, way):
+    """By number, after out-of-memory, with recompute and in half precision, the update is that of the whole batch."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    def train(name: str, **policy: Any) -> tuple[list[torch.Tensor], holdfast.StepResult]:
+        torch.manual_seed(5)
+        model: Any = Encoder(Block(), Block()) if way == "recompute" else Encoder()
+        model = model if way in ("fp16", "bf16") else model.double()
+        short = way in ("out of memory", "recompute") and name == "parted"
+
+        def embed(part: Any) -> Any:
+            if short and len(part[0]) > 4:
+                torch.empty(2**50, dtype=torch.uint8)
+            return [model(each.to(model.log_scale.dtype)) for each in part]
+
+        with guard_for(model, tmp_path / name, **policy) as guard:
+            result = guard.step(batch, TwoPass(embed, contrast(model)))
+            assert guard.step(batch, TwoPass(embed, contrast(model))).skipped is False
+        return [p.detach().clone() for p in model.parameters()], result
+
+    batch = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 5, dtype=torch.float64)
+    half: Any = {"precision": way} if way in ("fp16", "bf16") else {}
+    whole, expected = train("whole", **half)
+    parted, found = train("parted", **half, **({"micro_batch_size": 5} if way in ("number", "fp16", "bf16") else {}))
+    assert found.micro_batch_size < 12
+    tolerance = {"fp16": 1e-3, "bf16": 1e-2}.get(way, 1e-12)
+    for each, other in zip(parted, whole, strict=True):
+        torch.testing.assert_close(each, other, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=tolerance, atol=0)
+
+
+def test_a_whole_batch_is_an_ordinary_step_bit_for_bit(tmp_path):
+    """Unsplit, `TwoPass(outputs, loss)` is `loss(outputs(batch), batch)`, to the last bit."""
+    batch = torch.randn(12, 5), torch.randn(12, 5)
+    found = []
+    for number, form in enumerate((TwoPass, lambda f, g: lambda batch: g(f(batch), batch))):
+        torch.manual_seed(5)
+        model = Encoder(nn.Dropout(0.3))
+        with guard_for(model, tmp_path / str(number)) as guard:
+            guard.step(batch, form(lambda part, model=model: [model(each) for each in part], contrast(model)))
+        found.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("layer", "rule"), [(nn.BatchNorm1d(8), "H206"), (nn.Softmax(dim=0), "H207")])
+def test_outputs_that_mix_samples_are_refused(tmp_path, layer, rule):
+    """Batch normalisation by its name, and any other mixing by the gradient that it changes, are refused."""
+    model = Encoder(layer).double()
+    batch = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 5, dtype=torch.float64)
+    with guard_for(model, tmp_path, micro_batch_size=4) as guard, pytest.raises(holdfast.HoldfastError) as caught:
+        guard.step(batch, TwoPass(lambda part: [model(each) for each in part], contrast(model)))
+    assert caught.value.rule == rule

@@ -1,0 +1,358 @@
+"""`watch` names faults in loops of one's own, changes no result, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from holdfast.core.errors import PolicyError
+from holdfast.guard.watch import watch
+from holdfast.testing import FakeClock
+
+X = torch.randn(256, 10, generator=torch.Generator().manual_seed(1))
+Y = (X @ torch.randn(10, 4, generator=torch.Generator().manual_seed(2))).argmax(1)
+
+
+class Net(nn.Module):
+    """A classifier with everything that has a state: dropout, batch norm, a rectifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def train(
+    *,
+    watched: bool = True,
+    steps: int = 60,
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    clear: bool = True,
+    lr: float = 1e-2,
+    scaler: Any = None,
+    **options: Any,
+) -> tuple[list[Any], nn.Module]:
+    """Train the net in an ordinary loop; return what was found, and the net."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    with watch(model, optimizer, **options) if watched else contextlib.nullcontext() as watching:
+        for _ in range(steps):
+            rows = torch.randint(256, (32,))
+            if clear:
+                optimizer.zero_grad()
+            value = loss(model(X[rows]), Y[rows])
+            if scaler is None:
+                value.backward()
+                optimizer.step()
+            else:
+                scaler.scale(value).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    if watching is None:
+        return [], model
+    assert watching._observer.failure is None
+    return watching.findings(), model
+
+
+def rules(found: list[Any]) -> list[str]:
+    return [finding.rule for finding in found if finding.severity != "note"]
+
+
+@pytest.mark.parametrize("steps", [3, 31, 120])
+def test_watching_changes_no_bit(steps: int) -> None:
+    """Weights, running statistics and random numbers are the same with and without, dropout included."""
+    _, bare = train(watched=False, steps=steps)
+    after_bare = torch.rand(1)
+    _, watched = train(steps=steps)
+    assert torch.equal(after_bare, torch.rand(1))
+    for key, value in bare.state_dict().items():
+        assert torch.equal(value, watched.state_dict()[key]), key
+
+
+def test_a_healthy_run_is_silent() -> None:
+    """Nothing is said about a net that learns."""
+    assert train(steps=450)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"loss": lambda z, y: F.cross_entropy(z.softmax(1), y)}, "H836"),
+        ({"loss": lambda z, y: -F.cross_entropy(z, y)}, "H840"),
+        ({"clear": False}, "H811"),
+        ({"lr": 0.0, "steps": 120}, "H819"),
+        ({"loss": lambda z, y: F.cross_entropy(z, y[torch.randperm(32)]), "steps": 400, "lr": 1e-3}, "H828"),
+    ],
+)
+def test_a_fault_is_named(options: dict[str, Any], rule: str) -> None:
+    """The first of the findings names what was planted."""
+    assert rules(train(**options)[0])[0] == rule
+
+
+def test_a_finding_is_logged_once_and_in_time(caplog: pytest.LogCaptureFixture) -> None:
+    """The log holds each finding once, with its fix and its rule, in the level of its severity."""
+    with caplog.at_level(logging.INFO, logger="holdfast"):
+        train(loss=lambda z, y: F.cross_entropy(z.softmax(1), y))
+    assert [(record.levelname, "[H836]" in record.message) for record in caplog.records] == [("ERROR", True)]
+
+
+def test_an_ignored_rule_and_a_frozen_parameter_are_not_told() -> None:
+    """What the caller declares is believed."""
+    assert train(clear=False, ignore=("H811",))[0] == []
+
+    def cut(**options: Any) -> list[str]:
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters())
+        with watch(model, optimizer, **options) as watching:
+            for _ in range(40):
+                optimizer.zero_grad()
+                F.cross_entropy(model.head(model.body(X).detach()), Y).backward()
+                optimizer.step()
+        return rules(watching.findings())
+
+    assert "H814" in cut()
+    assert "H814" not in cut(frozen=("body.*",))
+
+
+@pytest.mark.parametrize("leaves", ["normally", "by an error", "never entered"])
+def test_no_hook_stays_behind(leaves: str) -> None:
+    """However it is left, the model, the optimizer and torch are as they were."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = watch(model, optimizer)
+    with contextlib.suppress(ZeroDivisionError):
+        if leaves != "never entered":
+            with made:
+                F.cross_entropy(model(X), Y).backward()
+                optimizer.step()
+                if leaves == "by an error":
+                    raise ZeroDivisionError
+    assert torch._C._len_torch_function_stack() == 0
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    for parameter in model.parameters():
+        assert not parameter._backward_hooks
+        assert not parameter._post_accumulate_grad_hooks
+
+
+def test_a_mode_of_the_callers_own_stays_where_it_is() -> None:
+    """A function mode that is entered and left around each step is not disturbed by ours."""
+
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watching:
+        for _ in range(50):
+            with Counting():
+                optimizer.zero_grad()
+                F.cross_entropy(model(X), Y).backward()
+                optimizer.step()
+            assert torch._C._len_torch_function_stack() <= 1
+    assert watching._observer.failure is None
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_failure_of_the_diagnosis_does_not_reach_the_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged once, nothing is observed any more, and the weights are those of the bare loop."""
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("holdfast.numerics.flow.Flow.before_step", fail)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watching:
+        for _ in range(5):
+            optimizer.zero_grad()
+            F.cross_entropy(model(X), Y).backward()
+            optimizer.step()
+    assert watching._observer.failure == "RuntimeError: planted"
+    assert sum("switched itself off" in record.message for record in caplog.records) == 1
+
+
+def test_a_loss_scaler_does_not_look_like_divergence() -> None:
+    """The scale, which doubles again and again, is not part of the loss."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=20)
+    found, _ = train(scaler=scaler, steps=300, lr=1e-5)
+    assert scaler.get_scale() == 2.0**23
+    assert "H826" not in [finding.rule for finding in found]
+
+
+def test_lbfgs_is_watched_through_its_closure() -> None:
+    """Losses inside a closure are seen, and the closure's repeated gradients are no leak."""
+    model = nn.Linear(10, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X).softmax(1), Y)
+        loss.backward()
+        return loss
+
+    with watch(model, optimizer) as watching:
+        for _ in range(5):
+            optimizer.step(closure)
+    assert rules(watching.findings()) == ["H836"]
+
+
+def test_a_compiled_model_keeps_its_graph() -> None:
+    """Neither a mode nor hooks on modules are used, and what the optimizer sees is still judged."""
+    model = Net()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(compiled, optimizer) as watching:
+        assert torch._C._len_torch_function_stack() == 0
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        for _ in range(5):
+            F.cross_entropy(compiled(X), Y).backward()
+            optimizer.step()
+    assert rules(watching.findings()) == ["H811"]
+
+
+def test_overfitting_is_found_from_validations() -> None:
+    """A validation loss that rises while the training loss falls is told with the best step."""
+    torch.manual_seed(0)
+    noisy = torch.randint(4, (20,))
+    model = nn.Sequential(nn.Linear(10, 256), nn.ReLU(), nn.Linear(256, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with watch(model, optimizer) as watching:
+        for step in range(200):
+            optimizer.zero_grad()
+            F.cross_entropy(model(X[:20]), noisy).backward()
+            optimizer.step()
+            if step % 20 == 19:
+                with torch.no_grad():
+                    watching.validated(F.cross_entropy(model(X[20:]), Y[20:]).item())
+    assert "H833" in rules(watching.findings())
+
+
+def test_arguments_of_the_wrong_kind_are_refused() -> None:
+    """A list of parameters is no optimizer, and the error says what is."""
+    with pytest.raises(PolicyError, match="a torch optimizer is needed") as caught:
+        watch(Net(), [nn.Parameter(torch.ones(1))])  # type: ignore[arg-type]
+    assert caught.value.rule == "H105"
+
+
+def test_time_comes_from_the_clock_that_is_passed_in() -> None:
+    """The duration of the watch is read from it."""
+    clock = FakeClock()
+    model = Net()
+    with watch(model, torch.optim.SGD(model.parameters(), lr=0.1), clock=clock) as watching:
+        clock.advance(5.0)
+    assert watching.elapsed_seconds == 5.0
+
+
+def test_watches_that_overlap_leave_nothing_behind() -> None:
+    """Left in the order in which they were entered, both are gone; and a watch is entered once at a time."""
+    before = torch._C._len_torch_function_stack()
+    first_model, second_model = Net(), Net()
+    first = watch(first_model, torch.optim.SGD(first_model.parameters(), lr=0.1))
+    second = watch(second_model, torch.optim.SGD(second_model.parameters(), lr=0.1))
+    first.__enter__()
+    second.__enter__()
+    with pytest.raises(PolicyError, match="H105"):
+        first.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert torch._C._len_torch_function_stack() == before
+
+
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [({"objective": "gan"}, "H102"), ({"ignore": "H9999"}, "H702"), ({"ignore": ("H811", "H9999")}, "H702")],
+)
+def test_options_that_mean_nothing_are_errors(option: dict[str, Any], rule: str) -> None:
+    """A misspelt objective or rule is not passed over."""
+    model = Net()
+    with pytest.raises(PolicyError, match=rule):
+        watch(model, torch.optim.SGD(model.parameters(), lr=0.1), **option)
+
+
+def test_one_pattern_and_one_rule_may_be_plain_text() -> None:
+    """A text is one pattern, and not one for each of its letters."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    with watch(model, torch.optim.SGD(model[1].parameters(), lr=0.1), frozen="encoder.*", ignore="H828") as watching:
+        pass
+    assert watching._observer.facts()["models"]["model"]["outside_count"] == 2
+
+
+@pytest.mark.parametrize(("failed", "told"), [(True, True), (False, False)])
+def test_an_attention_that_is_not_aligned_is_told(failed: bool, told: bool) -> None:
+    """Uniform attention of a synthesiser is H852, a diagonal one is not."""
+    attention = torch.full((8, 12, 12), 1 / 12) if failed else torch.eye(12).expand(8, 12, 12)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer) as watching:
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        watching.aligned(attention, torch.full((8,), 12), torch.full((8,), 12), max_decoder_steps=100)
+    assert ("H852" in {finding.rule for finding in watching.findings()}) == told
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_state_that_a_checkpoint_makes_is_no_step(kind: type[torch.optim.Optimizer]) -> None:
+    """torch.distributed.checkpoint steps with gradients and a rate of 0, and none of that is counted."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    facts = []
+    for saves in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = kind(model.parameters(), lr=0.01)
+        with watch(model, optimizer) as watching:
+            for step in range(12):
+                if saves and step % 4 == 0:
+                    get_optimizer_state_dict(model, optimizer)
+                optimizer.zero_grad()
+                F.cross_entropy(model(X[:32]), Y[:32]).backward()
+                optimizer.step()
+        assert watching._observer.failure is None
+        found = watching.facts()["optimizers"]["optimizer"]
+        counts = ("steps", "observed", "zero_lr_steps", "zero_gradient_steps", "no_gradient_steps", "moved", "leaks")
+        facts.append({name: found[name] for name in counts} | {"losses": len(found["losses"])})
+    assert facts[0] == facts[1]
+    assert facts[1]["steps"] == facts[1]["observed"] == facts[1]["losses"] == 12
+
+
+def test_traces_and_transforms_are_not_looked_into() -> None:
+    """Gradients by sample with torch.func, and a trace of the model, are as without: their values cannot be read."""
+    model = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, weights, (x[None],)), y[None])
+
+    def by_sample() -> dict[str, Tensor]:
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, X[:8], Y[:8])
+
+    expected, graph = by_sample(), str(make_fx(model)(X[:8]).graph)
+    with watch(model, optimizer) as watching:
+        assert all(torch.equal(gradient, expected[name]) for name, gradient in by_sample().items())
+        assert str(make_fx(model)(X[:8]).graph) == graph
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+        assert watching.facts()["inputs"]["model"]["calls"] == 1
+    assert watching._observer.failure is None

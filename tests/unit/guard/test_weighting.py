@@ -1,0 +1,271 @@
+"""The split test finds what a bare mean is over, and refuses to split where nothing reproduces the gradient."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import holdfast
+from holdfast.guard.weighting import SAMPLES, Weighting, find_weightings, shares
+
+Model = nn.Module
+LENGTHS = torch.tensor([5, 1, 6, 2, 3, 6, 1, 4, 2, 2])
+
+
+def ragged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return frames, labels padded with -100, and a mask; shapes (10, 6, 5), (10, 6), (10, 6)."""
+    torch.manual_seed(1)
+    x = torch.randn(10, 6, 5, dtype=torch.float64)
+    mask = torch.arange(6) < LENGTHS.unsqueeze(1)
+    return x, torch.randint(0, 3, (10, 6)).where(mask, torch.tensor(-100)), mask
+
+
+def step(
+    run_dir: Any, batch: Any, make_loss: Callable[[Model], Any], **policy: Any
+) -> tuple[torch.Tensor, Any, dict]:
+    """Return the gradient that a first step leaves, its result, and what was promised."""
+    torch.manual_seed(2)
+    model = nn.Linear(5, 3).double()
+    guard = holdfast.Guard(
+        run_dir,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        save_interval_steps=None,
+        **policy,
+    )
+    split = policy.pop("split", None)
+    with guard:
+        result = guard.step(batch, make_loss(model), split=split)
+        (said,) = [event.data for event in guard.events() if event.kind == "promises"]
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), result, said
+
+
+def errors(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum(dim=-1)
+
+
+def over(count: Callable[[Any], torch.Tensor]) -> Callable[[Model], Any]:
+    """Return a loss that is a mean over the frames that `count` says."""
+    return lambda model: lambda batch: (errors(model, batch[0]) * count(batch)).sum() / count(batch).sum()
+
+
+X, Y, MASK = ragged()
+CASES = {
+    "samples": ((X, Y), lambda m: lambda b: errors(m, b[0]).mean(), "samples"),
+    "ignore_index": (
+        (X, Y),
+        lambda m: lambda b: F.cross_entropy(m(b[0]).mT, b[1]),
+        "valid labels of batch[1] (not -100)",
+    ),
+    "padding": (
+        {"x": X, "ids": Y.masked_fill(~MASK, 7)},
+        lambda m: lambda b: F.cross_entropy(m(b["x"]).mT, b["ids"], ignore_index=7),
+        "valid labels of batch['ids'] (not 7)",
+    ),
+    "next token": (
+        {"x": X, "labels": Y},
+        lambda m: lambda b: F.cross_entropy(m(b["x"])[:, :-1].mT, b["labels"][:, 1:]),
+        "valid labels of batch['labels'] without the first of each row (not -100)",
+    ),
+    "mask": ((X, MASK), over(lambda b: b[1]), "entries of the mask batch[1] (not 0)"),
+    "padding mask": ((X, ~MASK), over(lambda b: ~b[1]), "entries of the mask batch[1] (not 1)"),
+    "lengths": ((X, LENGTHS), over(lambda b: torch.arange(6) < b[1].unsqueeze(1)), "sum of batch[1]"),
+    "weights": ((X[:, 0], LENGTHS.double() / 7), over(lambda b: b[1]), "sum of batch[1]"),
+    "sum": ((X, Y), lambda m: lambda b: errors(m, b[0]).sum(), "a sum, not a mean"),
+    "CTC sum": (
+        (X, Y.clamp(1, 2), LENGTHS.clamp(max=2)),
+        lambda m: lambda b: ctc(m, b, "sum"),
+        "a sum, not a mean",
+    ),
+    "CTC mean": ((X, Y.clamp(1, 2), LENGTHS.clamp(max=2)), lambda m: lambda b: ctc(m, b, "mean"), "samples"),
+}
+
+
+def ctc(model: Model, batch: Any, reduction: str) -> torch.Tensor:
+    """Return the loss of torch, whose "mean" is over samples, each divided by the length of its target."""
+    x, targets, lengths = batch
+    scores = model(x).log_softmax(2).transpose(0, 1)
+    return F.ctc_loss(scores, targets, torch.full((len(x),), 6), lengths, reduction=reduction)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_bare_mean_is_over_is_found_out_and_used(tmp_path, case, micro_batch_size):
+    """For each thing that a mean may be over, the first batch shows which it is, and the split is exact."""
+    batch, loss, weighting = CASES[case]
+    whole, expected, _ = step(tmp_path / "a", batch, loss)
+    parted, found, said = step(tmp_path / "b", batch, loss, micro_batch_size=micro_batch_size)
+    assert said["weighting"] == weighting
+    torch.testing.assert_close(parted, whole, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=0)
+    assert found.items == expected.items == 10
+
+
+def test_ragged_lists_are_weighted_by_their_elements(tmp_path):
+    """A batch of one tensor per sample, of any length, is split by how much each holds."""
+    frames = [torch.randn(int(length), 5, dtype=torch.float64) for length in LENGTHS]
+
+    def loss(model: Model) -> Any:
+        return lambda batch: errors(model, torch.cat(batch["x"])).mean()
+
+    split = {"x": "items"}
+    whole, *_ = step(tmp_path / "a", {"x": frames}, loss, split=split)
+    parted, _, said = step(tmp_path / "b", {"x": frames}, loss, split=split, micro_batch_size=3)
+    assert said["weighting"] == "elements of batch['x']"
+    torch.testing.assert_close(parted, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_what_is_declared_is_never_guessed(tmp_path):
+    """`Loss(mean, items)` wins over everything that the batch would suggest."""
+    _, _, said = step(
+        tmp_path,
+        (X, Y),
+        lambda m: lambda b: holdfast.Loss(F.cross_entropy(m(b[0]).mT, b[1]), (b[1] != -100).sum()),
+        micro_batch_size=3,
+    )
+    assert (said["weighting"], said["rehearsal"]["held"]) == ("as declared", [])
+
+
+def test_wrongly_declared_items_are_refused(tmp_path):
+    """Items that do not fit the mean are found out, although they were declared."""
+    with pytest.raises(holdfast.HoldfastError, match=r"(?s)by \d+\.\d%; .*H207"):
+        step(
+            tmp_path,
+            (X, Y),
+            lambda m: lambda b: holdfast.Loss(F.cross_entropy(m(b[0]).mT, b[1]), len(b[0])),
+            micro_batch_size=3,
+        )
+
+
+def test_a_loss_that_no_weights_reproduce_is_refused_and_the_reason_says_what_was_tried(tmp_path):
+    """The error says by how much the parts miss the whole, what was tried, and the two ways out."""
+    with pytest.raises(holdfast.HoldfastError) as caught:
+        step(
+            tmp_path,
+            (X, Y),
+            lambda m: lambda b: F.cross_entropy(m(b[0]).mT, b[1]).sqrt(),
+            micro_batch_size=3,
+        )
+    text = str(caught.value)
+    assert caught.value.rule == "H207"
+    for words in ("over 4 samples differs", "%", "as a mean over samples", "valid labels of batch[1] (not -100)"):
+        assert words in text
+    assert "TwoPass(outputs, loss)" in text
+    assert "Loss(mean, items)" in text
+
+
+def test_of_what_is_equal_the_plainest_is_kept_until_a_batch_tells_them_apart(tmp_path):
+    """With equal lengths samples are kept; the first ragged batch is tried before it is split, and is exact."""
+    torch.manual_seed(2)
+    model = nn.Linear(5, 3).double()
+    guard = holdfast.Guard(
+        tmp_path,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        save_interval_steps=None,
+        micro_batch_size=3,
+    )
+    full = Y.masked_fill(~MASK, 1)
+
+    def loss(batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]).mT, batch[1])
+
+    for _ in range(3):  # the 3rd split step is not one that is tried anyway
+        guard.step((X, full.clamp(min=1)), loss)
+    guard.step((X, full.clamp(min=1)), loss)
+    for _ in range(3):
+        guard.step((X, Y), loss)
+    said = [event.data["weighting"] for event in guard.events() if event.kind == "promises"]
+    assert said == ["samples", "valid labels of batch[1] (not -100)"]
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    loss((X, Y)).backward()
+    torch.testing.assert_close(found, torch.cat([p.grad.flatten() for p in model.parameters()]), rtol=1e-12, atol=0)
+
+
+def test_half_precision_finds_the_weighting_too(tmp_path):
+    """Under bf16 autocast the gradients of weights are really compared, not lost in autocast's cache."""
+    torch.manual_seed(2)
+    for number, (loss_of, weighting) in enumerate(
+        [(lambda loss: loss, "valid labels of batch[1] (not -100)"), (lambda loss: loss.square(), None)]
+    ):
+        model = nn.Linear(5, 3)
+        model.register_buffer("constant", torch.ones(1))  # so that a pass without a graph comes first
+        guard = holdfast.Guard(
+            tmp_path / str(number),
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            save_interval_steps=None,
+            precision="bf16",
+        )
+
+        def loss(batch: Any, model: Model = model, loss_of: Any = loss_of) -> torch.Tensor:
+            return loss_of(F.cross_entropy(model(batch[0]).float().mT, batch[1]))
+
+        guard.step((X.float(), Y), loss)
+        (said,) = [event.data for event in guard.events() if event.kind == "promises"]
+        assert said["rehearsal"]["difference"] > 0
+        if weighting is None:
+            assert said["rehearsal"]["outcome"] == "coupled"
+        else:
+            assert said["weighting"] == weighting
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        torch.full((4, 3), torch.inf),
+        torch.full((4, 3), torch.nan),
+        torch.arange(12, dtype=torch.uint8).reshape(4, 3),
+        torch.arange(12, dtype=torch.int8).reshape(3, 4),
+        torch.full((4, 3), 2**62),
+        torch.zeros(4, 0),
+        torch.zeros(4, 3, dtype=torch.complex64),
+        torch.zeros(4, 3, 2, dtype=torch.bfloat16),
+        torch.rand(4, 3, dtype=torch.float16),
+        torch.zeros(4, dtype=torch.bool),
+        torch.zeros(4, 3).to_sparse(),
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+        [torch.zeros(2), torch.zeros(3), torch.zeros(0), torch.zeros(1)],
+        ["a", "b", "c", "d"],
+        pytest.param(object(), id="object"),
+        None,
+    ],
+    ids=str,
+)
+def test_no_leaf_of_a_batch_is_too_strange_to_look_at(leaf):
+    """Whatever a batch holds, the search for weightings ends, and each of them can be counted in it."""
+    batch = {"leaf": leaf, 3: [torch.ones(4)], (1, 2): torch.ones(4)}
+    found = find_weightings(batch, 4)
+    assert found[0] == SAMPLES
+    assert all(float(weighting.count(batch, 4)) >= 0 or weighting.kind == "total" for weighting in found)
+    assert shares(Weighting(kind="labels", keys=("absent", 0)), [(batch, 4)]) is None
+    with pytest.raises(holdfast.HoldfastError, match=r"(?s)valid labels of batch\['absent'\].*H207"):
+        Weighting(kind="labels", keys=("absent",)).count(batch, 4)
+
+
+def test_a_compiled_model_is_tried_as_it_is_written(tmp_path):
+    """The trial of a split compiles nothing: in a copy of the process that would never end."""
+    ours = os.getpid()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        if os.getpid() != ours:
+            time.sleep(1000)  # as inductor does, whose own processes are not copied
+        return graph.forward
+
+    model = torch.compile(nn.Linear(4, 1), backend=backend)
+    features, targets = torch.randn(8, 4), torch.randn(8, 1)
+    F.mse_loss(model(features), targets).backward()  # it is compiled for batches of 8
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = holdfast.Policy(micro_batch_size=3)
+    with holdfast.Guard(tmp_path, model=model, optimizer=optimizer, policy=policy) as guard:
+        guard.step((features, targets), lambda batch: F.mse_loss(model(batch[0]), batch[1]))
+        (promises,) = (event for event in guard.events() if event.kind == "promises")
+    assert promises.data["rehearsal"]["outcome"] == "exact"

@@ -1,0 +1,412 @@
+"""Programs that run with torch's loader run with ours, and positions stay right whatever they do: a trap each."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import json
+import pickle
+import random
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from holdfast import DataLoader, Guard, LoaderError
+from holdfast.loader import worker_processes
+from holdfast.loader.orders import LengthBucketed, TokenBatches, Weighted
+
+
+def _items(batches: Any) -> list[Any]:
+    return [item for batch in batches for item in batch.tolist()]
+
+
+def _guarded(run_dir: Path, *, looks: bool, steps: int | None) -> list[int]:
+    """Train over 40 samples, maybe looking at a batch on the way; return the samples of the steps."""
+    model = torch.nn.Linear(1, 1)
+    loader = DataLoader(list(range(40)), batch_size=2, shuffle=True)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    guard = Guard(run_dir, model=model, optimizer=optimizer, loader=loader, save_interval_steps=5)
+    seen = []
+    for number, batch in enumerate(guard.batches(max_epochs=1)):
+        seen += batch.tolist()
+        guard.step(batch.float()[:, None], lambda x: model(x).square().mean())
+        if looks and number == 3:
+            next(iter(loader))
+        if number == steps:
+            guard.request_stop()
+    return seen
+
+
+def test_a_look_at_a_batch_inside_the_loop_moves_no_position(tmp_path: Path) -> None:
+    """A loop that looks at another iterator of its loader, is stopped and resumed sees each sample once."""
+    seen = _guarded(tmp_path, looks=True, steps=9) + _guarded(tmp_path, looks=False, steps=None)
+    assert sorted(seen) == list(range(40))
+
+
+def test_a_batch_that_cannot_be_made_does_not_end_the_epoch_for_who_goes_on() -> None:
+    """Torch's way of passing over a batch, catching its error around ``next``, passes over this one batch."""
+
+    def collate(samples: list[int]) -> torch.Tensor:
+        if 4 in samples:
+            raise ValueError("cannot be collated")
+        return torch.tensor(samples)
+
+    for workers in (0, 2):
+        iterator, found = iter(DataLoader(list(range(10)), batch_size=2, collate_fn=collate, num_workers=workers)), []
+        while True:
+            try:
+                found.append(next(iterator).tolist())
+            except ValueError:
+                found.append(None)
+            except StopIteration:
+                break
+        assert found == [[0, 1], [2, 3], None, [6, 7], [8, 9]]
+
+
+class OwnChance:
+    """A sampler with a generator of its own, which nobody can seed."""
+
+    def __init__(self) -> None:
+        self.chance = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.chance.permutation(20).tolist())
+
+
+def test_a_sampler_that_draws_another_order_after_a_restart_is_told() -> None:
+    """Instead of losing samples without a word, going on in the middle of such an epoch is an H604."""
+    loader = DataLoader(list(range(20)), batch_size=4, sampler=OwnChance())
+    list(loader)
+    next(iter(loader))
+    restarted = DataLoader(list(range(20)), batch_size=4, sampler=OwnChance())
+    restarted.load_state_dict(loader.state_dict())
+    with pytest.raises(LoaderError, match="another order") as caught:
+        next(iter(restarted))
+    assert caught.value.rule == "H604"
+
+
+def test_what_a_sampler_yields_counts_not_what_it_tells() -> None:
+    """A length that is too small loses nothing, one that is too large makes no empty batch, as with torch."""
+
+    class Liar(OwnChance):
+        def __init__(self, tells: int) -> None:
+            super().__init__()
+            self.tells = tells
+
+        def __len__(self) -> int:
+            return self.tells
+
+    for tells in (7, 30):
+        assert sorted(_items(DataLoader(list(range(20)), batch_size=4, sampler=Liar(tells)))) == list(range(20))
+
+
+def test_keys_that_are_tuples_are_no_repeated_indices() -> None:
+    """A sampler of (video, frame) pairs is no sampler that repeats."""
+    keys = [(0, 0), (0, 1), (1, 0)]
+    data = {key: number for number, key in enumerate(keys)}
+    assert _items(DataLoader(data, batch_size=2, sampler=keys)) == [0, 1, 2]  # type: ignore[arg-type]
+
+
+_KEYS: dict[str, Callable[[], Any]] = {
+    "tensors": lambda: torch.arange(12).split(3),
+    "arrays": lambda: np.arange(12).reshape(4, 3),
+    "slices": lambda: [slice(first, first + 3) for first in (0, 3, 6, 9)],
+    "lists": lambda: BatchSampler(SequentialSampler(range(12)), 3, drop_last=False),
+}
+
+
+@pytest.mark.parametrize("keys", _KEYS.values(), ids=_KEYS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_key_may_name_many_samples(keys: Callable[[], Any], workers: int, tmp_path: Path) -> None:
+    """With ``batch_size=None`` a sampler's arrays, slices and lists reach the dataset; a bad one is set aside."""
+
+    class Tens:
+        bad = False
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, key: Any) -> torch.Tensor:
+            found = 10 * torch.arange(12)[key]
+            if self.bad and 40 in found:
+                raise ValueError("unreadable")
+            return found
+
+    def loader() -> DataLoader:
+        return DataLoader(Tens(), batch_size=None, sampler=keys(), num_workers=workers)
+
+    assert _items(loader()) == list(range(0, 120, 10))
+    Tens.bad = True
+    for _ in range(2):  # the second time it is known from the file
+        hurt = loader()
+        hurt.ledger.keep_in(tmp_path / "ledger")
+        assert _items(hurt) == [0, 10, 20, *([60, 70, 80] * 2), 90, 100, 110]
+        assert len(hurt.ledger) == 1
+
+
+def test_an_error_of_a_sampler_is_no_workers() -> None:
+    """A sampler whose list is gone raises its own error at once, and no worker is replaced for it."""
+
+    class Listed(OwnChance):
+        def __iter__(self) -> Iterator[int]:
+            raise FileNotFoundError("the list is gone")
+
+    loader = DataLoader(list(range(20)), sampler=Listed(), num_workers=2)
+    events: list[str] = []
+    loader._happened = lambda kind, **facts: events.append(kind)
+    with pytest.raises(FileNotFoundError, match="the list is gone"):
+        next(iter(loader))
+    assert "loader_healed" not in events
+
+
+def test_a_sampler_without_an_end_is_told() -> None:
+    """Instead of filling the memory there is an H603 that says what to change."""
+
+    class Endless(OwnChance):
+        def __iter__(self) -> Iterator[int]:
+            return itertools.cycle(range(20))
+
+    with pytest.raises(LoaderError, match="Endless") as caught:
+        next(iter(DataLoader(list(range(20)), sampler=Endless(), repeats=True)))
+    assert caught.value.rule == "H603"
+
+
+def test_a_loader_can_be_copied_and_sent_to_a_process() -> None:
+    """As torch's; a dataset that reads through a loader of its own works in workers that are started, not forked."""
+    loader = DataLoader(Normal(), batch_size=2, seed=np.int64(3))
+    expected = torch.cat(list(loader))
+    for made in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert json.loads(json.dumps(made.state_dict()))["epoch"] == 1
+        made.go_to(0)
+        assert torch.equal(torch.cat(list(made)), expected)
+    outer = DataLoader(Through(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+    events: list[str] = []
+    outer._happened = lambda kind, **facts: events.append(kind)
+    assert _items(outer) == [6, 6]
+    assert "loader_healed" not in events
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}, {"num_workers": "auto"}])
+def test_a_loader_is_gone_with_its_last_reference(options: dict[str, Any]) -> None:
+    """And its kept workers with it, as torch's: garbage may not be collected for a long time."""
+    gc.collect()
+    gc.disable()
+    try:
+        loader = DataLoader(list(range(8)), batch_size=2, **options)
+        list(loader)
+        kept = loader._healer._kept
+        processes = [] if kept is None else list(kept._processes)
+        del kept
+        gone = weakref.ref(loader)
+        del loader
+        assert gone() is None
+        for process in processes:
+            process.join(30)
+        assert not any(process.is_alive() for process in processes)
+    finally:
+        gc.enable()
+
+
+class Through(Dataset[int]):
+    """Reads through a loader."""
+
+    def __init__(self) -> None:
+        self.loader = DataLoader(list(range(4)), batch_size=2)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return sum(_items(self.loader))
+
+
+def test_an_iterator_knows_its_length() -> None:
+    """Programs that count with ``len(iter(loader))`` go on working."""
+    assert len(iter(DataLoader(list(range(5)), batch_size=2))) == 3  # type: ignore[arg-type] # torch's says so too
+
+
+def test_a_generator_that_is_none_is_refused() -> None:
+    """A number in its place is told with the argument that takes one."""
+    with pytest.raises(LoaderError, match="seed="):
+        DataLoader([1, 2], generator=3)
+
+
+class Normal:
+    """Samples that draw one number each from generators that make normal numbers in pairs."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([np.random.randn(), random.gauss(0, 1)])
+
+
+def test_the_kept_half_of_a_normal_pair_is_nobodys_noise() -> None:
+    """What training has left in the generators of python and numpy comes in no sample."""
+    expected = torch.cat(list(DataLoader(Normal(), batch_size=1)))
+    np.random.randn()
+    random.gauss(0, 1)
+    found = torch.cat(list(DataLoader(Normal(), batch_size=1)))
+    assert torch.equal(found, expected)
+    assert len(found.unique()) == 8
+
+
+@pytest.mark.parametrize("sampler", [Weighted([1.0, 1.0], 16), WeightedRandomSampler([1.0, 1.0], 16)])
+def test_a_sample_that_comes_often_is_augmented_anew_each_time(sampler: Any) -> None:
+    """Drawn with replacement, 16 draws of 2 samples have 16 augmentations, also after a cut and with another size."""
+    data = Subscripted()
+    whole = torch.cat(list(DataLoader(data, batch_size=3, sampler=sampler)))
+    assert len(whole.unique()) == 16
+    loader = DataLoader(data, batch_size=3, sampler=sampler)
+    iterator = iter(loader)
+    head = [next(iterator), next(iterator)]
+    rest = DataLoader(data, batch_size=5, sampler=sampler)
+    rest.load_state_dict(loader.state_dict())
+    assert torch.equal(torch.cat([*head, *rest]), whole)
+
+
+class Subscripted:
+    """Two samples that are a random number each."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(())
+
+
+class Opened(Dataset[int]):
+    """A dataset whose file each worker opens for itself."""
+
+    file: Any = None
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.file[index])
+
+
+def _open(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.file = range(100, 108)  # type: ignore[attr-defined]
+
+
+def test_worker_init_fn_finds_the_users_dataset() -> None:
+    """``get_worker_info().dataset`` is what the program gave, so that it can open its files there."""
+    loader = DataLoader(Opened(), batch_size=4, num_workers=2, worker_init_fn=_open)
+    assert _items(loader) == list(range(100, 108))
+
+
+class Asking(IterableDataset[int]):
+    """Divides its items among workers, by a function that the loader cannot see in its code."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(*_part()))
+
+
+def _part() -> tuple[int, int, int]:
+    info = get_worker_info()
+    return (0, 16, 1) if info is None else (info.id, 16, info.num_workers)
+
+
+def test_a_stream_that_divides_itself_out_of_sight_is_not_divided_again() -> None:
+    """Instead of half of its items without a word there is an error that says what to pass; with that, all come."""
+    with pytest.raises(LoaderError, match="sharded=True") as caught:
+        list(DataLoader(Asking(), batch_size=2, num_workers=2))
+    assert caught.value.rule == "H607"
+    assert sorted(_items(DataLoader(Asking(), batch_size=2, num_workers=2, sharded=True))) == list(range(16))
+
+
+def test_workers_are_chosen_for_a_stream_that_is_said_not_to_divide_itself() -> None:
+    """The way out that the error names is one."""
+
+    class Looks(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            get_worker_info()
+            return iter(range(6))
+
+    with pytest.raises(LoaderError, match="sharded=False"):
+        DataLoader(Looks(), batch_size=2, num_workers="auto")
+    assert _items(DataLoader(Looks(), batch_size=2, num_workers="auto", sharded=False)) == list(range(6))
+
+
+class Nested(IterableDataset[int]):
+    """Reads through a loader of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in DataLoader(list(range(8)), batch_size=2):
+            yield int(batch.sum())
+
+
+def test_a_loader_may_be_used_inside_a_worker() -> None:
+    """A dataset that iterates a loader of ours works in a worker of torch's."""
+    assert _items(TorchDataLoader(Nested(), batch_size=2, num_workers=1)) == [1, 5, 9, 13]
+
+
+def test_an_order_that_was_made_for_other_data_is_refused() -> None:
+    """Too few lengths would leave samples out, too many would name some that are not there: H607."""
+    for given in (
+        {"sampler": LengthBucketed([1.0, 2.0])},
+        {"sampler": Weighted([1.0] * 5, 3)},
+        {"batch_sampler": TokenBatches(LengthBucketed([1.0] * 5), 10)},
+        {"batch_sampler": LengthBucketed([1.0] * 3)},
+        {"sampler": TokenBatches(LengthBucketed([1.0] * 3), 10)},
+    ):
+        with pytest.raises(LoaderError) as caught:
+            DataLoader([1, 2, 3], **given)
+        assert caught.value.rule == "H607"
+
+
+def test_torch_raises_about_no_worker_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its SIGCHLD handler is kept quiet about our processes from before they run, and about no others.
+
+    Raised inside a queue, it leaves a lock locked for ever, once in some hundred early deaths: the process numbers
+    are made up here, since that moment cannot be had at will.
+    """
+    ours = worker_processes.Started([SimpleNamespace(pid=123)])
+    monkeypatch.setattr(worker_processes, "_started", {ours})
+    raised: list[str] = []
+
+    def handler(number: int, frame: Any) -> None:
+        if raised:
+            raise RuntimeError(raised.pop())
+
+    monkeypatch.setattr(worker_processes, "_previous", handler)
+    raised.append("DataLoader worker (pid 123) is killed by signal: Killed.")
+    worker_processes._on_child(signal.SIGCHLD, None)
+    raised.append("DataLoader worker (pid 1234) is killed by signal: Killed.")
+    with pytest.raises(RuntimeError, match="1234"):
+        worker_processes._on_child(signal.SIGCHLD, None)
+
+
+@pytest.mark.parametrize(
+    ("workers", "kind"), [(0, "_SingleProcessDataLoaderIter"), (1, "_MultiProcessingDataLoaderIter")]
+)
+def test_a_profiler_sees_the_waits_for_batches(workers: int, kind: str) -> None:
+    """Under the name that torch's loader gives them, one for each batch and for the end."""
+    with torch.profiler.profile() as profiler:
+        assert len(list(DataLoader(list(range(6)), batch_size=2, num_workers=workers))) == 3
+    waits = {event.key: event.count for event in profiler.key_averages()}
+    assert waits[f"enumerate(DataLoader)#{kind}.__next__"] in (3, 4)

@@ -1,0 +1,454 @@
+"""`FeatureCache`: computed once, read back exactly, and never mistaken for the features of something else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from holdfast.core.errors import LoaderError
+from holdfast.loader.features import workers as feature_workers
+from holdfast.loader.features.cache import FeatureCache
+from holdfast.loader.features.files import Draft
+from holdfast.loader.features.workers import Work, compute_in_workers
+from holdfast.loader.loader import DataLoader
+from holdfast.testing import flip_bit
+
+VALUES: list[Any] = [
+    torch.randn(3, 4),
+    torch.randn(5, 2).to(torch.bfloat16),
+    torch.tensor(7, dtype=torch.int8),
+    torch.empty(0, 3, dtype=torch.float64),
+    torch.tensor([True, False]),
+    torch.randn(2, 3, dtype=torch.complex64).conj(),
+    torch.randn(4).to(torch.float8_e4m3fn),
+    torch.arange(12).reshape(3, 4).T,
+    np.arange(6, dtype="<f4").reshape(2, 3),
+    np.array([], dtype=np.int16),
+    np.float16(0.1),
+    1,
+    -0.0,
+    float("inf"),
+    2**70,
+    True,
+    None,
+    "text \ud800 é",
+    (torch.ones(2), {"label": 3, "names": ["a", ("b", 1.5)]}, []),
+    {1: "one", "x": np.zeros((0, 2)), None: ()},
+]
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        bits = [t.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for t in (a, b) if t.numel()]
+        return a.dtype == b.dtype and a.shape == b.shape and (not bits or torch.equal(*bits))
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return repr(a) == repr(b)
+
+
+def build(dataset: Any, fn: Any, path: Path, **options: Any) -> FeatureCache:
+    return FeatureCache.build(dataset, fn, path, **{"version": 1, "num_workers": 0, "progress": False, **options})
+
+
+def noisy(sample: int) -> dict[str, Any]:
+    return {"mel": torch.randn(sample % 5 + 1, 3), "chance": (random.random(), np.random.random())}
+
+
+def identity(sample: Any) -> Any:
+    return sample
+
+
+def doubled(sample: int) -> int:
+    """Double, or fail as the environment says: what lies there is not part of the function."""
+    if sample == int(os.environ.get("FAIL_AT", "-1")):
+        raise StopIteration("spoilt")
+    return 2 * sample
+
+
+def test_every_kind_of_value_comes_back_with_type_shape_and_every_bit(tmp_path):
+    """Tensors of any type, arrays, scalars, text and containers are what fn returned, one by one."""
+    with build(VALUES, identity, tmp_path / "f.h5") as cache:
+        assert len(cache) == len(VALUES)
+        assert all(map(same, cache, VALUES))
+        cache[0].add_(1)  # what is read belongs to the reader
+        assert same(cache[0], VALUES[0])
+        with pytest.raises(IndexError):
+            cache[len(VALUES)]
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"a": [torch.ones(2).to_sparse()]}, r"features\['a'\]\[0\]"),
+        ((1, {1, 2}), r"features\[1\] is a builtins.set"),
+        (np.array([object()]), "numpy.ndarray"),
+        (np.ma.masked_array([1], [True]), "MaskedArray"),
+        (types.SimpleNamespace(), "SimpleNamespace"),
+    ],
+    ids=["sparse", "set", "objects", "masked", "namespace"],
+)
+def test_a_value_that_needs_pickle_is_refused_by_its_place(tmp_path, value, place):
+    """What cannot be stored is an error that names the item and the place in it."""
+    with pytest.raises(LoaderError, match=f"item 1 of the dataset raised TypeError: .*{place}") as caught:
+        build([0, value], identity, tmp_path / "f.h5")
+    assert caught.value.rule == "H623"
+
+
+@pytest.mark.parametrize("how", [{"num_workers": 1}, {"num_workers": 3}], ids=str)
+def test_the_file_is_the_same_whoever_computes_it(tmp_path, how):
+    """Random numbers and all, the file does not depend on the number of workers, to the last byte."""
+    build(range(40), noisy, tmp_path / "a.h5").close()
+    build(range(40), noisy, tmp_path / "b.h5", **how).close()
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.h5", "b.h5"]
+
+
+@pytest.mark.slow
+def test_the_file_is_the_same_from_spawned_workers(tmp_path):
+    """Workers that are spawned, with a dataset and a function that are pickled, compute the same file."""
+    build(range(10), noisy, tmp_path / "a.h5").close()
+    build(range(10), noisy, tmp_path / "b.h5", num_workers=1, multiprocessing_context="spawn").close()
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+
+
+def test_a_build_leaves_the_random_state_alone(tmp_path):
+    """Building in this process draws nothing from its own random numbers, nor does it change its threads."""
+    before = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
+    build(range(5), noisy, tmp_path / "f.h5")
+    after = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+
+
+@pytest.mark.parametrize("loader", [TorchDataLoader, DataLoader])
+def test_a_loader_reads_it_with_workers(tmp_path, loader):
+    """As the dataset of a loader with workers it gives what it gives without."""
+    with build(range(30), identity, tmp_path / "f.h5") as cache:
+        assert [batch.tolist() for batch in loader(cache, batch_size=4, num_workers=2)] == [
+            list(range(first, min(first + 4, 30))) for first in range(0, 30, 4)
+        ]
+
+
+@pytest.mark.slow
+def test_a_spawned_reader_opens_the_file_itself(tmp_path):
+    """A cache that is pickled into another process carries no descriptor and reads there."""
+    with build(range(30), identity, tmp_path / "f.h5") as cache:
+        loader = TorchDataLoader(cache, batch_size=30, num_workers=1, multiprocessing_context="spawn")
+        assert next(iter(loader)).tolist() == list(range(30))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 99, "key": {}}', "3"])
+def test_a_draft_without_a_readable_key_is_begun_anew(tmp_path, text):
+    """Whatever a damaged disk has made of it."""
+    draft = Draft(tmp_path / "f.h5")
+    draft.directory.mkdir()
+    draft.begin({})
+    (draft.directory / "key.json").write_text(text)
+    assert draft.key() is None
+    assert list(build([1, 2], identity, tmp_path / "f.h5")) == [1, 2]
+
+
+def test_an_item_is_asked_for_by_a_whole_number(tmp_path):
+    """As of a list: numpy's and torch's whole numbers, also from the end; all else is a TypeError that names it."""
+    with build([1, 2, 3], identity, tmp_path / "f.h5") as cache:
+        assert [cache[index] for index in (0, -1, np.int64(1), torch.tensor(2))] == [1, 3, 2, 3]
+        for index in (slice(0, 2), 1.0, "1", None, [0, 1]):
+            with pytest.raises(TypeError, match=type(index).__name__):
+                cache[index]
+        for index in (3, -4):
+            with pytest.raises(IndexError):
+                cache[index]
+
+
+def test_any_hdf5_tool_can_look_into_it(tmp_path):
+    """The finished file is plain HDF5: items, an index of their places, and what they were made from."""
+    build(VALUES, identity, tmp_path / "f.h5").close()
+    with h5py.File(tmp_path / "f.h5") as file:
+        begin, end = file["index"][0, :2]
+        assert VALUES[0].numpy().tobytes() in file["data"][begin:end].tobytes()
+        assert b"length of the dataset" in file["about"][:].tobytes()
+
+
+def test_a_finished_cache_is_not_computed_again(tmp_path):
+    """With the same function and dataset the file is opened, by builds and by `FeatureCache` alike."""
+    calls = multiprocessing.get_context("fork").Value("i", 0)
+    environment = {"calls": calls}
+
+    class Counted:
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __len__(self) -> int:
+            return 12
+
+    def fn(sample: int) -> int:
+        with environment["calls"].get_lock():
+            environment["calls"].value += 1
+        return sample
+
+    for _ in range(2):
+        assert list(build(Counted(), fn, tmp_path / "f.h5", num_workers=2)) == list(range(12))
+    assert list(FeatureCache(tmp_path / "f.h5")) == list(range(12))
+    assert calls.value == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"version": 2}, "version was 1 and is 2"),
+        ({"version": "1"}, 'version was 1 and is "1"'),
+        ({"dataset": [1, 2, 3]}, "length of the dataset was 4 and is 3"),
+        ({"parameters": {"n_mels": 40}}, "parameter n_mels was 80 and is 40"),
+        ({"parameters": None}, "parameter n_mels was 80 and is gone"),
+        ({"parameters": {"n_mels": 80, "rate": [8, 16]}}, r"parameter rate was not there and is \[8, 16\]"),
+        ({"seed": 1}, "seed was 0 and is 1"),
+    ],
+    ids=str,
+)
+def test_a_stale_cache_is_an_error_that_names_what_differs(tmp_path, change, named):
+    """Features of another version, parameter, seed or length are never returned; ``rebuild`` replaces them."""
+    build([1, 2, 3, 4], round, tmp_path / "f.h5", parameters={"n_mels": 80}).close()
+    how = {"dataset": [1, 2, 3, 4], "fn": round, "parameters": {"n_mels": 80}} | change
+    with pytest.raises(LoaderError, match=named) as caught:
+        build(path=tmp_path / "f.h5", **how)
+    assert caught.value.rule == "H620"
+    assert len(build(path=tmp_path / "f.h5", rebuild=True, **how)) == len(how["dataset"])
+
+
+def test_a_failing_item_is_named_and_what_came_before_is_kept(tmp_path, monkeypatch):
+    """The error names the item, also for StopIteration; the next build computes from there on."""
+    for workers in (0, 2):
+        path = tmp_path / f"f{workers}.h5"
+        monkeypatch.setenv("FAIL_AT", "17")
+        with pytest.raises(LoaderError, match=r"item 17 of the dataset raised StopIteration: spoilt") as caught:
+            build(range(40), doubled, path, num_workers=workers)
+        assert caught.value.rule == "H623"
+        told = "".join(getattr(caught.value, "__notes__", [])) or repr(caught.value.__cause__)
+        assert "spoilt" in told
+        with pytest.raises(LoaderError, match="not finished: its build was stopped") as caught:
+            FeatureCache(path)
+        assert caught.value.rule == "H621"
+        monkeypatch.delenv("FAIL_AT")
+        assert list(build(range(40), doubled, path, num_workers=workers)) == [2 * index for index in range(40)]
+    assert (tmp_path / "f0.h5").read_bytes() == (tmp_path / "f2.h5").read_bytes()
+
+
+def test_an_unfinished_build_is_not_continued_as_another_version(tmp_path, monkeypatch):
+    """Half of one version's features and half of another's is an error, or with ``rebuild`` a new start."""
+    monkeypatch.setenv("FAIL_AT", "3")
+    with pytest.raises(LoaderError, match="item 3"):
+        build(range(5), doubled, tmp_path / "f.h5")
+    with pytest.raises(LoaderError, match=r"the unfinished build of .* version was 1 and is 2") as caught:
+        build(range(5), identity, tmp_path / "f.h5", version=2)
+    assert caught.value.rule == "H620"
+    assert list(build(range(5), identity, tmp_path / "f.h5", version=2, rebuild=True)) == list(range(5))
+
+
+def test_the_old_cache_can_be_read_until_a_rebuild_is_complete(tmp_path, monkeypatch):
+    """A rebuild that fails leaves the old file; the next build continues it; who had the old one open keeps it."""
+    old = build(range(5), identity, tmp_path / "f.h5")
+    monkeypatch.setenv("FAIL_AT", "3")
+    with pytest.raises(LoaderError, match="item 3"):
+        build(range(5), doubled, tmp_path / "f.h5", version=2, rebuild=True)
+    assert list(FeatureCache(tmp_path / "f.h5")) == list(range(5))
+    monkeypatch.setenv("FAIL_AT", "0")  # items 0 to 2 are not computed again
+    assert list(build(range(5), doubled, tmp_path / "f.h5", version=2)) == [0, 2, 4, 6, 8]
+    assert list(old) == list(range(5))
+    old.close()
+    with pytest.raises(LoaderError, match="was replaced by another one") as caught:
+        old[0]
+    assert caught.value.rule == "H620"
+
+
+def test_a_rebuild_of_the_same_features_that_is_killed_is_continued(tmp_path, monkeypatch):
+    """Who rebuilds does not trust the old file, although its key is the same: the next build does not return it."""
+    build(range(5), doubled, tmp_path / "f.h5").close()
+    old = (tmp_path / "f.h5").stat().st_ino
+    monkeypatch.setenv("FAIL_AT", "3")
+    with pytest.raises(LoaderError, match="item 3"):
+        build(range(5), doubled, tmp_path / "f.h5", rebuild=True)
+    monkeypatch.setenv("FAIL_AT", "0")  # items 0 to 2 are not computed again
+    assert list(build(range(5), doubled, tmp_path / "f.h5")) == [0, 2, 4, 6, 8]
+    assert (tmp_path / "f.h5").stat().st_ino != old
+
+
+def test_a_cache_that_is_being_written_has_one_writer_and_no_reader(tmp_path):
+    """While it is built, a reader and a second builder are told who builds, in this process and in another."""
+    path, found = tmp_path / "f.h5", []
+
+    def told() -> list[tuple[str, str]]:
+        answers = []
+        for attempt in (lambda: FeatureCache(path), lambda: build([1], identity, path)):
+            with pytest.raises(LoaderError) as caught:
+                attempt()
+            answers.append((caught.value.rule, caught.value.what))
+        return answers
+
+    class Curious:
+        def __call__(self, sample: int) -> int:
+            if sample == 2:
+                found.extend(told())
+                with multiprocessing.get_context("fork").Pool(1) as pool:
+                    found.extend(pool.apply(_in_a_child, (path, os.getpid())))
+            return sample
+
+    curious: Callable[[int], int] = Curious()
+    assert list(build([1, 2, 3], curious, path)) == [1, 2, 3]
+    assert len(found) == 4
+    assert all(rule == "H621" and f"process {os.getpid()}" in what for rule, what in found), found
+
+
+def _in_a_child(path: Path, parent: int) -> list[tuple[str, str]]:
+    from holdfast.core.lock import _held
+
+    _held.clear()  # what a process that was not forked in the middle of a build would have
+    assert os.getpid() != parent
+    answers = []
+    for attempt in (lambda: FeatureCache(path), lambda: build([1], identity, path)):
+        try:
+            attempt()
+        except LoaderError as error:
+            answers.append((error.rule, error.what))
+    return answers
+
+
+def test_a_flipped_bit_is_found_when_its_item_is_read(tmp_path):
+    """The other items can be read; `verify` names the bad ones."""
+    cache = build([torch.randn(50) for _ in range(6)], identity, tmp_path / "f.h5")
+    cache.verify()
+    flip_bit(tmp_path / "f.h5", 8 * (65536 + 900))
+    bad = []
+    for index in range(6):
+        try:
+            cache[index]
+        except LoaderError as error:
+            bad.append(index)
+            rule = error.rule
+    assert (len(bad), rule) == (1, "H622")
+    with pytest.raises(LoaderError, match=rf"1 of 6 items do not match their digests \(items {bad[0]}\)"):
+        cache.verify()
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [(b"", "H622"), (b"no HDF5", "H622"), (None, "H625"), ("cut", "H622"), ("other", "H620")],
+    ids=str,
+)
+def test_a_file_that_is_no_whole_cache_is_neither_read_nor_replaced(tmp_path, content, rule):
+    """Empty, cut off, missing, or HDF5 of another kind: a clear error, and ``rebuild`` overwrites nothing foreign."""
+    path = tmp_path / "f.h5"
+    if content == "cut":
+        build(list(range(9)), identity, path).close()
+        os.truncate(path, path.stat().st_size - 1)
+    elif content == "other":
+        with h5py.File(path, "w") as file:
+            file["x"] = 1
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(LoaderError) as caught:
+        FeatureCache(path)
+    assert caught.value.rule == rule
+    if content is not None:
+        before = path.read_bytes()
+        with pytest.raises(LoaderError) as caught:
+            build([1], identity, path, rebuild=True)
+        assert caught.value.rule == rule
+        assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"dataset": []}, "is empty"),
+        ({"dataset": iter([1])}, "list_iterator"),
+        ({"fn": 3}, "fn=3"),
+        ({"num_workers": -1}, "num_workers=-1"),
+        ({"parameters": [1]}, "parameters="),
+        ({"parameters": {"window": torch.ones(2)}}, r"parameters\['window'\] is a Tensor"),
+        ({"version": None}, "version=None"),
+        ({"multiprocessing_context": "threads"}, "multiprocessing_context='threads'"),
+        ({"num_workers": 1, "multiprocessing_context": "spawn", "fn": lambda sample: sample}, "cannot be started"),
+    ],
+    ids=["dataset", "iterator", "fn", "num_workers", "parameters", "tensor", "version", "context", "spawn"],
+)
+def test_arguments_that_cannot_be_used_are_clear_errors(tmp_path, change, named):
+    """Each is named, with what is expected."""
+    with pytest.raises(LoaderError, match=named) as caught:
+        build(**{"dataset": [1], "fn": identity, "path": tmp_path / "f.h5", **change})
+    assert caught.value.rule == "H625"
+
+
+def test_without_h5py_the_error_names_the_extra(tmp_path, monkeypatch):
+    """Who has not installed h5py is told how."""
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(LoaderError, match=r"pip install 'holdfast\[features\]'"):
+        build([1], identity, tmp_path / "f.h5")
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
+    """The system's reason is told."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LoaderError, match="Not a directory") as caught:
+        build([1], identity, tmp_path / "file" / "f.h5")
+    assert caught.value.rule == "H624"
+
+
+def test_memory_is_bounded_by_the_window_and_not_by_the_dataset():
+    """Workers run ahead of the reader by a window, however long the dataset is."""
+    started = multiprocessing.get_context("fork").Value("i", 0)
+
+    def fn(sample: int) -> int:
+        with started.get_lock():
+            started.value += 1
+        return sample
+
+    items = compute_in_workers(Work(range(100_000), fn, 0), range(100_000), 2, "fork")
+    for _ in range(5):
+        next(items)
+    items.close()
+    assert started.value <= 5 + 2 * feature_workers._WINDOW
+
+
+def test_the_progress_is_shown_on_stderr(tmp_path, capfd):
+    """The bar names the file and ends with all items; stdout stays clean."""
+    build(range(12), identity, tmp_path / "f.h5", progress=True)
+    captured = capfd.readouterr()
+    assert "f.h5" in captured.err
+    assert "12/12" in captured.err
+    assert not captured.out
+
+
+@pytest.mark.parametrize("at", ["_write_twin", "fsync", "rename"])
+def test_a_build_that_is_stopped_while_it_is_finished_can_be_finished_later(tmp_path, monkeypatch, at):
+    """With the structure half written around the items, nothing is lost and the file is the same."""
+    build(range(20), noisy, tmp_path / "whole.h5").close()
+
+    def refuse(*_: Any) -> None:
+        raise (RuntimeError if at == "_write_twin" else OSError)(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr({"_write_twin": Draft, "fsync": os, "rename": Path}[at], at, refuse)
+        with pytest.raises(LoaderError, match="No space left on device") as caught:
+            build(range(20), noisy, tmp_path / "f.h5")
+    assert caught.value.rule == "H624"
+    assert not (tmp_path / "f.h5").exists()
+    build(range(20), noisy, tmp_path / "f.h5").close()
+    assert (tmp_path / "f.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()

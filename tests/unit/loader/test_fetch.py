@@ -1,0 +1,247 @@
+"""What is done for one batch: seeds for each sample, replacements, collation, and a report of all that went wrong."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset
+
+from holdfast.loader.fetch import Entry, Fetcher, shortage_in
+from holdfast.loader.inspection import find_nonfinite, first_difference
+from holdfast.loader.random_state import capture
+
+
+class Noise:
+    """A dataset that draws from all three generators."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        return index, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class BatchedNoise(Noise):
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, float, float, float]]:
+        return [self[index] for index in indices]
+
+
+def _fetch(dataset: Any, *indices: int, epoch: int = 0, seed: int = 5) -> Any:
+    """Return the samples of a batch, or None if there is no batch."""
+    return Fetcher(dataset, seed, list)[Entry(0, epoch, indices)][0]
+
+
+def test_samples_do_not_depend_on_their_neighbours() -> None:
+    """A sample is the same alone, in a batch, and at another place of it."""
+    batch = _fetch(Noise(), 7, 1, 3, epoch=2)
+    assert _fetch(Noise(), 1, epoch=2) == [batch[1]]
+    assert _fetch(Noise(), 3, 7, epoch=2) == [batch[2], batch[0]]
+
+
+def test_samples_differ_between_epochs_seeds_and_indices() -> None:
+    """Augmentation is drawn anew for each epoch, each sample and each seed."""
+    draws = {
+        _fetch(Noise(), index, epoch=epoch, seed=seed)[0][1:]
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for index in (0, 1)
+    }
+    assert len(draws) == 8
+    assert all(len({draw[place] for draw in draws}) == 8 for place in range(3))
+
+
+def test_loading_leaves_the_random_state_of_training_alone() -> None:
+    """In the main process nothing is drawn from the global generators, also when a sample fails."""
+
+    class Broken(Noise):
+        def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+            super().__getitem__(index)
+            raise LookupError("broken sample")
+
+    before = capture()
+    _fetch(Noise(), 1, 2)
+    assert _fetch(Broken(), 1) is None
+    after = capture()
+    assert after.python == before.python
+    assert np.array_equal(after.numpy[1], before.numpy[1])
+    assert after.numpy[2:] == before.numpy[2:]
+    assert torch.equal(after.cpu, before.cpu)
+
+
+def test_a_dataset_that_reads_batches_is_still_seeded_for_each_sample() -> None:
+    """Subset and others with ``__getitems__`` give the same samples as any dataset, whatever the batch."""
+    assert _fetch(BatchedNoise(), 4, 2) == [*_fetch(Noise(), 4), *_fetch(Noise(), 2)]
+    subset = Subset(BatchedNoise(), [9, 8, 7])  # type: ignore[arg-type]
+    assert _fetch(subset, 1, 2) == [*_fetch(subset, 1), *_fetch(subset, 2)]
+    assert [sample[0] for sample in _fetch(subset, 1, 2)] == [8, 7]
+
+
+def test_a_dataset_that_reads_nothing_but_batches_is_read() -> None:
+    """As with torch's loader ``__getitems__`` is enough, for a `Dataset` too; samples are those of any dataset."""
+
+    class OnlyBatches(Dataset[Any]):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [Noise()[index] for index in indices]
+
+    assert _fetch(OnlyBatches(), 4, 2) == _fetch(Noise(), 4, 2)
+
+
+def test_generators_that_are_drawn_from_late_are_noticed() -> None:
+    """A dataset that draws from python or numpy only now and then gets the same numbers as if always seeded."""
+
+    class Rare(Noise):
+        def __getitem__(self, index: int) -> Any:
+            drawn = random.random() if index == 3 else float(np.random.rand()) if index == 5 else 0.0
+            return index, drawn
+
+    together = _fetch(Rare(), *range(8))
+    alone = [_fetch(Rare(), index)[0] for index in range(8)]
+    assert together == alone
+    assert together[3][1]
+    assert together[5][1]
+
+
+def test_a_sampler_of_all_words_is_noticed_too() -> None:
+    """A sample that draws exactly as many words as a generator holds, so that its position is the same, is seen."""
+
+    class Whole(Noise):
+        def __getitem__(self, index: int) -> Any:
+            return [random.getrandbits(32) for _ in range(624)][:3], np.random.bytes(624 * 4)[:8]
+
+    assert _fetch(Whole(), 1, 2) == [*_fetch(Whole(), 1), *_fetch(Whole(), 2)]
+
+
+class Patchy:
+    """Samples of which some raise."""
+
+    def __init__(self, *bad: int, error: Exception | None = None) -> None:
+        self.bad = bad
+        self.error = error or ValueError("bad sample")
+        self.asked: list[int] = []
+
+    def __getitem__(self, index: int) -> int:
+        self.asked.append(index)
+        if index in self.bad:
+            raise self.error
+        return index
+
+
+def test_a_bad_sample_is_tried_again_and_the_next_of_the_order_takes_its_place() -> None:
+    """The batch keeps its size, and the report names the sample, the traceback and who stands in."""
+    dataset = Patchy(1)
+    batch, report = Fetcher(dataset, 0, list)[Entry(0, 0, (0, 1, 2), spares=(7, 8))]
+    assert batch == [0, 2, 2]
+    assert report.indices == (0, 2, 2)
+    assert dataset.asked == [0, 1, 1, 2, 2]
+    assert [(each.index, each.kind) for each in report.failures] == [(1, "raised")]
+    assert "ValueError: bad sample" in report.failures[0].text
+
+
+def test_the_last_of_a_batch_is_replaced_by_a_spare_that_is_not_bad_itself() -> None:
+    """Behind the end of the batch come the spares, and those that are bad or set aside are passed over."""
+    batch, report = Fetcher(Patchy(2, 7), 0, list)[Entry(0, 0, (0, 1, 2), spares=(6, 7, 8), aside=(6,))]
+    assert batch == [0, 1, 8]
+    assert [each.index for each in report.failures] == [2, 7]
+
+
+def test_a_sample_that_is_set_aside_is_not_touched() -> None:
+    """What is known to be bad is not read, so one that hangs cannot hang again."""
+    dataset = Patchy()
+    batch, report = Fetcher(dataset, 0, list)[Entry(0, 0, (4, 5), spares=(6,), aside=(4,))]
+    assert (batch, report.failures) == ([5, 5], ())
+    assert 4 not in dataset.asked
+
+
+def test_without_replacement_the_error_itself_is_reported() -> None:
+    """With quarantine off a sample is read once, and its exception is the outcome of the batch."""
+    dataset = Patchy(1, error=LookupError("gone"))
+    batch, report = Fetcher(dataset, 0, list, replaces=False)[Entry(0, 0, (0, 1, 2), spares=(7,))]
+    assert batch is None
+    assert report.fatal is not None
+    assert "LookupError: gone" in report.fatal.text
+    assert dataset.asked.count(7) == 0
+
+
+class SpeechlessError(Exception):
+    """An exception that cannot even be printed."""
+
+    errno = (1,)
+
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+class EvasiveError(Exception):
+    """An exception that says something about itself only in an exception."""
+
+    @property
+    def errno(self) -> int:
+        raise ValueError("not known")
+
+
+@pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), KeyError("x"), SpeechlessError(), EvasiveError()])
+def test_no_exception_leaves_a_fetch(error: Any) -> None:
+    """StopIteration, which would end the epoch, SystemExit, which would end the worker, and broken ones come back."""
+    batch, report = Fetcher(Patchy(0, error=error), 0, list)[Entry(0, 0, (0, 1))]
+    assert batch == [1, 1]
+    assert report.failures[0].index == 0
+
+
+def test_values_that_are_not_finite_are_bad_if_asked_for() -> None:
+    """With the check a sample with NaN anywhere in it is replaced, and the report says where the NaN is."""
+
+    class Holes:
+        def __getitem__(self, index: int) -> Any:
+            return {"x": torch.tensor([1.0, float("nan") if index == 1 else 0.0]), "name": "a"}
+
+    batch, report = Fetcher(Holes(), 0, list, check_finite=True)[Entry(0, 0, (0, 1, 2))]
+    assert report.failures[0].kind == "non-finite"
+    assert "sample['x']" in report.failures[0].text
+    assert report.indices == (0, 2, 2)
+    assert all(find_nonfinite(sample) is None for sample in batch)
+    assert find_nonfinite([np.array([1, 2]), float("inf")]) == "sample[1] holds 1 NaN or Inf"
+
+
+def test_a_dataset_that_is_not_deterministic_shows_when_it_is_read_twice() -> None:
+    """What differs between two reads is named; random numbers that are seeded do not differ."""
+
+    class Counting:
+        count = 0
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            self.count += 1
+            return torch.tensor([index, self.count])
+
+    twice = Entry(0, 0, (1, 2), twice=True)
+    assert Fetcher(Counting(), 0, torch.stack)[twice][1].differs == "batch has other values"
+    assert Fetcher(Noise(), 0, list)[twice][1].differs is None
+    nan = torch.tensor([float("nan")])
+    assert first_difference([nan, 1.0], [nan.clone(), 1.0]) is None
+    assert first_difference(nan, torch.zeros(2)) == "batch has shape (1,) and then (2,)"
+    assert first_difference({"a": "x"}, {"a": "y"}) == "batch['a'] is 'x' and then 'y'"
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (OSError(24, "Too many open files"), "file descriptors"),
+        (RuntimeError("received 0 items of ancdata"), "file descriptors"),
+        (RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left"), "shared memory"),
+        (MemoryError(), "memory"),
+        (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), "shared memory"),
+        (OSError(28, "No space left on device"), "shared memory"),
+        (OSError(28, "No space left on device", "/cache/7.npy"), None),
+        (ValueError("bad sample"), None),
+        (KeyError("freshman"), None),
+        (ValueError("a picture of shared memory"), None),
+        (FileNotFoundError(2, "No such file", "/dev/shm/data/7.png"), None),
+        (OSError(2, "No such file"), None),
+    ],
+)
+def test_what_a_machine_is_short_of_is_told_from_what_a_sample_lacks(error: Exception, what: str | None) -> None:
+    """An error that more room would cure does not count against the sample."""
+    assert shortage_in(error) == what

@@ -1,0 +1,287 @@
+"""Which remedy follows which loss: new workers, fewer, none, files instead of descriptors, or an honest end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from holdfast.core.errors import LoaderError
+from holdfast.loader.healing import Crew, Healer
+from holdfast.loader.loader import DataLoader
+from holdfast.loader.worker_board import PREPARING, STARTING, Showing
+from holdfast.loader.worker_watch import Loss
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Numbers:
+    """The numbers up to a length; in a worker something may happen at one of them."""
+
+    def __init__(self, length: int = 40) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if get_worker_info() is not None:
+            self.in_worker(index)
+        return index
+
+    def in_worker(self, index: int) -> None:
+        """Do nothing."""
+
+
+def _events(loader: DataLoader) -> list[dict[str, Any]]:
+    """Let a loader tell what happens to a list."""
+    found: list[dict[str, Any]] = []
+
+    def happened(kind: str, **facts: Any) -> None:
+        if kind in {"loader_healed", "sample_quarantined"}:
+            found.append({"kind": kind, **facts})
+
+    loader._happened = happened
+    return found
+
+
+def _read(loader: DataLoader) -> list[int]:
+    return [number for batch in loader for number in batch.tolist()]
+
+
+def test_workers_that_never_start_are_done_without() -> None:
+    """If workers exit at every start, fewer are tried, and at last the main process reads by itself."""
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=2, worker_init_fn=lambda worker: os._exit(4))
+    events = _events(loader)
+    assert _read(loader) == list(range(40))
+    assert [event["workers"] for event in events] == [2, 1, 0]
+    assert all(event["cause"] for event in events)
+
+
+def test_memory_that_runs_out_halves_the_workers() -> None:
+    """A MemoryError in a worker is a shortage: fewer workers at once, and the sample is not blamed."""
+
+    class Hungry(Numbers):
+        def in_worker(self, index: int) -> None:
+            info = get_worker_info()
+            assert info is not None
+            if info.num_workers > 1:
+                raise MemoryError("can't allocate memory")
+
+    loader = DataLoader(Hungry(), batch_size=4, num_workers=4)
+    events = _events(loader)
+    assert _read(loader) == list(range(40))
+    assert [(event["workers_before"], event["workers"]) for event in events] == [(4, 2), (2, 1)]
+    assert all(event["kind"] == "loader_healed" for event in events)
+
+
+def test_one_sample_that_asks_for_too_much_costs_no_workers() -> None:
+    """A sample with a wrong size in it runs short without workers too: it is set aside, and all workers come back."""
+
+    class Huge(Numbers):
+        def __getitem__(self, index: int) -> int:
+            return np.zeros(2**50 if index == 5 else 1).size * index
+
+    loader = DataLoader(Huge(), batch_size=4, num_workers=2)
+    events = _events(loader)
+    assert _read(loader) == [6 if index == 5 else index for index in range(40)]
+    assert [event["workers"] for event in events if event["kind"] == "loader_healed"] == [1, 0, 2]
+    assert [event["sample"] for event in events if event["kind"] == "sample_quarantined"] == [5]
+
+
+def test_the_cause_of_a_loss_between_epochs_is_told() -> None:
+    """A worker that was kept and is killed before the next epoch begins is named with what killed it."""
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=2, persistent_workers=True)
+    events = _events(loader)
+    _read(loader)
+    killed = multiprocessing.active_children()[0]
+    os.kill(killed.pid or 0, signal.SIGKILL)
+    assert _read(loader) == list(range(40))
+    loader.close()
+    assert [event["cause"][1 + len("worker ") :] for event in events] == [" was killed by SIGKILL"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch, at the first one of a process
+def test_texts_in_a_batch_do_not_keep_it_from_being_read_twice(tmp_path: Path) -> None:
+    """The batch after a loss is compared with itself, whatever is in it."""
+    marker = tmp_path / "struck"
+
+    class Names(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 6 and get_worker_info() is not None and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return np.array([f"name {index}"]), torch.eye(2).to_sparse()
+
+    loader = DataLoader(Names(12), batch_size=4, num_workers=2, collate_fn=list)
+    events = _events(loader)
+    assert [str(name[0]) for batch in loader for name, _ in batch] == [f"name {index}" for index in range(12)]
+    assert [event["kind"] for event in events] == ["loader_healed"]
+
+
+def test_many_deaths_in_few_batches_halve_the_workers(tmp_path: Path) -> None:
+    """Four deaths within fifty batches count as repeated, although batches come between."""
+
+    class Mortal(Numbers):
+        def in_worker(self, index: int) -> None:
+            marker = tmp_path / str(index)
+            if index % 16 == 2 and not marker.exists():
+                marker.touch()
+                time.sleep(0.1)  # until earlier batches are on their way
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    loader = DataLoader(Mortal(120), batch_size=1, num_workers=1)
+    events = _events(loader)
+    assert _read(loader) == list(range(120))
+    deaths = [event for event in events if "SIGKILL" in event["cause"]]
+    assert len(deaths) >= 4
+    assert "sample_quarantined" not in {event["kind"] for event in events}
+
+
+def test_a_collate_function_that_hangs_is_an_honest_end() -> None:
+    """No sample can be set aside for it, and without workers it would block training: H614 after the second time."""
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=1, timeout=0.3, collate_fn=lambda _: time.sleep(1e6))
+    events = _events(loader)
+    with pytest.raises(LoaderError, match="stuck at batch 0") as caught:
+        list(loader)
+    assert caught.value.rule == "H614"
+    assert len(events) == 1
+
+
+class Own(IterableDataset[int]):
+    """A stream that divides its items among its workers, which die at once."""
+
+    def __iter__(self) -> Iterator[int]:
+        if get_worker_info() is not None:
+            os._exit(9)
+        return iter(range(8))
+
+
+def test_a_stream_that_shards_itself_is_never_given_fewer_workers() -> None:
+    """The items of a worker that is missing would be missing too, so it ends with H614."""
+    loader = DataLoader(Own(), batch_size=2, num_workers=2)
+    _events(loader)
+    with pytest.raises(LoaderError, match="needs all 2") as caught:
+        list(loader)
+    assert caught.value.rule == "H614"
+
+
+def test_the_first_batch_after_a_loss_is_read_twice(tmp_path: Path) -> None:
+    """A dataset that answers differently each time is found, and told, when workers are replaced."""
+    marker = tmp_path / "struck"
+
+    class Moody(Numbers):
+        def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+            if index == 9 and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return torch.tensor([index, time.monotonic_ns()])
+
+    loader = DataLoader(Moody(), batch_size=4, num_workers=2)
+    told: list[dict[str, Any]] = []
+    loader._happened = lambda kind, **facts: told.append({"kind": kind, **facts})
+    assert len(list(loader)) == 10
+    (found,) = (event for event in told if event["kind"] == "dataset_not_deterministic")
+    assert "has other values" in found["what"]
+
+
+# --- the table of remedies, loss by loss --------------------------------------------------------------------------
+
+
+class Idle:
+    """A source of which only the sample that is set aside matters."""
+
+    needs_all_workers = False
+
+    def __init__(self) -> None:
+        self.aside: list[Any] = []
+
+    def set_aside(self, index: Any, kind: str, evidence: str) -> None:
+        self.aside.append((index, kind))
+
+
+def _remedies(losses: list[tuple[Loss, Any]], workers: int = 4) -> tuple[list[int], list[Any], Crew]:
+    """Return the workers after each loss in a row, what was set aside, and the crew."""
+    crew = Crew(workers=workers, method=None, options={"pin_memory": True}, timeout_seconds=0.0)
+    healer, source, after = Healer(crew, lambda kind, **facts: None), Idle(), []
+    for loss, index in losses:
+        healer._in_a_row += 1
+        healer._decide(loss, index, source)  # type: ignore[arg-type] # it decides, and does nothing else
+        after.append(crew.workers)
+    return after, source.aside, crew
+
+
+def _died(*, fine: bool | None, done: int = 0, shortage: str | None = None) -> Loss:
+    return Loss(
+        cause="worker 0 was killed by SIGKILL", kind="died", worker=0, showing=Showing(3, 0, done), others_fine=fine,
+        shortage=shortage,
+    )  # fmt: skip
+
+
+def _hung(*, fine: bool | None, done: int = 0, offset: int = 0) -> Loss:
+    return Loss(cause="worker 0 hung", kind="hung", worker=0, showing=Showing(3, offset, done), others_fine=fine)
+
+
+def test_a_sample_is_set_aside_at_its_second_strike() -> None:
+    """While other workers do well, the sample that loses a worker twice goes, and the number of workers stays."""
+    assert _remedies([(_died(fine=True), 7)] * 2)[:2] == ([4, 4], [(7, "killed its worker")])
+    assert _remedies([(_hung(fine=True), 7)] * 2)[:2] == ([4, 4], [(7, "hung")])
+    assert not _remedies([(_died(fine=True), 7), (_died(fine=True), 8)])[1]
+
+
+def test_a_worker_that_has_read_another_sample_is_a_witness_after_a_loss() -> None:
+    """Without another worker to compare with, its own work since it was started blames the sample."""
+    after, aside, _ = _remedies(
+        [(_died(fine=None), 7), (_died(fine=None, done=1), 7), (_died(fine=None, done=1), 7)], 1
+    )
+    assert after == [1, 1, 1]
+    assert aside == [(7, "killed its worker")]
+
+
+def test_if_every_worker_is_blocked_there_are_none_from_then_on() -> None:
+    """Workers that hang at whatever they read blame no sample; the main process goes on."""
+    after, aside, _ = _remedies([(_hung(fine=False), 7)] * 3)
+    assert after[-1] == 0
+    assert not aside
+    for offset in (STARTING, PREPARING):
+        starting = _hung(fine=False, offset=offset)
+        assert _remedies([(starting, None)] * 2)[0] == [4, 0]
+
+
+def test_a_sample_that_takes_its_worker_down_is_never_left_to_the_main_process() -> None:
+    """A want of memory at one sample leaves a worker for the second look, which then sets the sample aside."""
+    for workers in (1, 4):
+        short = _died(fine=True, done=1, shortage="memory")
+        after, aside, _ = _remedies([(short, 7)] * 2, workers)
+        assert min(after) >= 1
+        assert aside == [(7, "killed its worker")]
+
+
+def test_descriptors_that_run_out_are_spared() -> None:
+    """First tensors go through files and the limit is raised to the hard one, then there are fewer workers."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    loss = Loss(cause="too many files", kind="machinery", shortage="file descriptors")
+    after, _, crew = _remedies([(loss, None)] * 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert crew.share_by_file
+    assert soft == hard
+    assert after == [4, 2]
+
+
+def test_a_pinning_thread_that_dies_twice_is_done_without() -> None:
+    """Batches then come from memory that is not pinned, from as many workers."""
+    loss = Loss(cause="Pin memory thread exited unexpectedly", kind="machinery")
+    after, _, crew = _remedies([(loss, None)] * 2)
+    assert after == [4, 4]
+    assert crew.options["pin_memory"] is False

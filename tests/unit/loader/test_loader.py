@@ -1,0 +1,392 @@
+"""`holdfast.DataLoader`: torch's loader in every argument, with an order that resumes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from holdfast.core.errors import LoaderError
+from holdfast.loader.loader import DataLoader
+from holdfast.testing import check_resumable
+
+
+class Augmented(Dataset[Any]):
+    """Samples with an index and noise from all three generators."""
+
+    def __init__(self, length: int = 11) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        noise = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        return index, torch.tensor(noise, dtype=torch.float64)
+
+
+class Stream(IterableDataset[int]):
+    """The numbers up to a length, shared out among workers."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(first, self.length, step))
+
+
+class NoisyStream(IterableDataset[torch.Tensor]):
+    """Random numbers that a stream draws as it goes, from all three generators."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(7):
+            yield torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))], dtype=torch.float64)
+
+
+class ReverseByEpoch(SequentialSampler):
+    """A sampler that wants to be told the epoch, as a distributed one does."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = range(len(self.data_source))
+        return iter(order if self.epoch % 2 == 0 else reversed(order))
+
+
+def _same(first: Any, second: Any) -> bool:
+    pairs = zip(first, second, strict=True)
+    return type(first) is type(second) and all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
+
+
+def _indices(batches: Any) -> list[list[int]]:
+    return [batch[0].tolist() for batch in batches]
+
+
+def _as_list(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def _draw_in_worker(worker: int) -> None:
+    random.seed(worker)
+    torch.manual_seed(worker)
+
+
+_MAP_STYLE: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "batch_size": {"batch_size": 4},
+    "drop_last": {"batch_size": 4, "drop_last": True},
+    "no batches": {"batch_size": None},
+    "collate_fn": {"batch_size": 3, "collate_fn": _as_list},
+    "sampler": {"batch_size": 4, "sampler": SequentialSampler(range(7))},
+    "sampler without batches": {"batch_size": None, "sampler": SequentialSampler(range(7))},
+    "batch_sampler": {"batch_sampler": BatchSampler(SequentialSampler(range(11)), 5, drop_last=False)},
+    "list as sampler": {"sampler": [3, 1, 2], "batch_size": 2},
+}
+
+
+@pytest.mark.parametrize("options", _MAP_STYLE.values(), ids=_MAP_STYLE)
+def test_batches_are_those_of_torch(options: dict[str, Any]) -> None:
+    """Where nothing is random, the batches, their types and the length are torch's own."""
+    dataset = list(range(100, 111))
+    ours, theirs = DataLoader(dataset, **options), TorchDataLoader(dataset, **options)
+    assert len(ours) == len(theirs)
+    found, expected = list(ours), list(theirs)
+    assert [type(batch) for batch in found] == [type(batch) for batch in expected]
+    assert [torch.as_tensor(batch).tolist() for batch in found] == [torch.as_tensor(b).tolist() for b in expected]
+
+
+def test_it_is_a_loader_of_torch() -> None:
+    """Code that checks for torch's loader, or reads its attributes, finds what was given."""
+    loader = DataLoader(list(range(10)), 4, True, drop_last=True)
+    assert isinstance(loader, TorchDataLoader)
+    assert (loader.batch_size, loader.drop_last, loader.num_workers, len(loader)) == (4, True, 0, 2)
+    assert isinstance(loader.sampler, RandomSampler)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 0},
+        {"num_workers": -1},
+        {"shuffle": True, "sampler": SequentialSampler(range(3))},
+        {"batch_size": 2, "batch_sampler": BatchSampler(SequentialSampler(range(3)), 1, drop_last=False)},
+    ],
+)
+def test_what_torch_refuses_is_refused_in_the_same_way(options: dict[str, Any]) -> None:
+    """Wrong arguments raise torch's own error, type and text."""
+    with pytest.raises((ValueError, TypeError)) as ours:
+        DataLoader([1, 2, 3], **options)
+    with pytest.raises((ValueError, TypeError)) as theirs:
+        TorchDataLoader([1, 2, 3], **options)
+    assert type(ours.value) is type(theirs.value)
+    assert str(ours.value) == str(theirs.value)
+
+
+_RESUMABLE: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: DataLoader(Augmented(), batch_size=3, shuffle=True, seed=4),
+    "drop_last": lambda: DataLoader(Augmented(), batch_size=3, shuffle=True, drop_last=True),
+    "in order": lambda: DataLoader(Augmented(), batch_size=4),
+    "no batches": lambda: DataLoader(Augmented(4), batch_size=None, shuffle=True),
+    "one batch": lambda: DataLoader(Augmented(3), batch_size=8, shuffle=True),
+    "random sampler": lambda: DataLoader(Augmented(), batch_size=3, sampler=RandomSampler(range(11))),
+    "sampler with generator": lambda: DataLoader(
+        Augmented(), batch_size=3, sampler=RandomSampler(range(11), generator=torch.Generator())
+    ),
+    "weighted": lambda: DataLoader(Augmented(), batch_size=3, sampler=WeightedRandomSampler([1.0] * 11, 7)),
+    "set_epoch": lambda: DataLoader(Augmented(), batch_size=3, sampler=ReverseByEpoch(range(11))),
+    "batch_sampler": lambda: DataLoader(
+        Augmented(), batch_sampler=BatchSampler(RandomSampler(range(11)), 4, drop_last=False)
+    ),
+    "generator": lambda: DataLoader(
+        Augmented(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(7)
+    ),
+}
+
+
+@pytest.mark.parametrize("make_loader", _RESUMABLE.values(), ids=_RESUMABLE)
+def test_it_resumes_exactly_after_any_batch(make_loader: Callable[[], Any]) -> None:
+    """Order and augmentation continue exactly, whatever decides the order."""
+    check_resumable(make_loader, _same)
+
+
+def test_a_stream_resumes_by_reading_over() -> None:
+    """An IterableDataset continues at the right batch, with torch's own batches and length."""
+    check_resumable(lambda: DataLoader(Stream(7), batch_size=2), torch.equal)
+    ours, theirs = DataLoader(Stream(7), batch_size=2), TorchDataLoader(Stream(7), batch_size=2)
+    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
+
+
+def test_what_a_stream_draws_resumes_too() -> None:
+    """Augmentation in a stream depends neither on where the run was stopped nor on what training draws."""
+
+    def make_loader() -> DataLoader:
+        return DataLoader(NoisyStream(), batch_size=2, seed=3)
+
+    check_resumable(make_loader, torch.equal)
+    quiet = list(make_loader())
+    random.seed(5)
+    disturbed = []
+    for batch in make_loader():
+        before = random.getstate()
+        random.random()
+        torch.rand(3)
+        disturbed.append(batch)
+        assert random.getstate() != before
+    assert all(torch.equal(a, b) for a, b in zip(quiet, disturbed, strict=True))
+    torch.manual_seed(6)
+    expected = torch.rand(2)
+    torch.manual_seed(6)
+    list(make_loader())
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_workers_give_the_same_samples_and_augmentation() -> None:
+    """Zero and two workers give equal batches in two epochs, and a cut may change the number of workers."""
+    alone = DataLoader(Augmented(), batch_size=4, shuffle=True, seed=2)
+    with_workers = DataLoader(
+        Augmented(), batch_size=4, shuffle=True, seed=2, num_workers=2, worker_init_fn=_draw_in_worker
+    )
+    expected = [batch for _ in range(2) for batch in alone]
+    found = [batch for _ in range(2) for batch in with_workers]
+    assert len(found) == len(expected)
+    assert all(_same(a, b) for a, b in zip(found, expected, strict=True))
+
+    iterator = iter(DataLoader(Augmented(), batch_size=4, shuffle=True, seed=2, num_workers=2))
+    next(iterator)
+    position = DataLoader(Augmented(), batch_size=4, shuffle=True, seed=2)
+    position.load_state_dict({**position.state_dict(), "consumed": 4})
+    assert all(_same(a, b) for a, b in zip(iterator, position, strict=True))
+
+
+def test_the_position_counts_what_was_handed_out_not_what_workers_fetched() -> None:
+    """Batches that workers have ready are not counted, so none is lost at a restart."""
+    loader = DataLoader(Augmented(40), batch_size=4, num_workers=2, prefetch_factor=4, persistent_workers=True)
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    assert loader.state_dict()["consumed"] == 8
+    del iterator
+
+
+def test_a_stream_with_workers_resumes() -> None:
+    """With two workers a stream continues at the same batch of their fixed turns."""
+    whole = [batch.tolist() for batch in DataLoader(Stream(9), batch_size=2, num_workers=2)]
+    for cut in range(len(whole) + 1):
+        loader = DataLoader(Stream(9), batch_size=2, num_workers=2)
+        iterator = iter(loader)
+        head = [next(iterator).tolist() for _ in range(cut)]
+        del iterator
+        rest = DataLoader(Stream(9), batch_size=2, num_workers=2)
+        rest.load_state_dict(loader.state_dict())
+        assert head + [batch.tolist() for batch in rest] == whole
+
+
+def test_epochs_are_shuffled_differently_and_seeds_too() -> None:
+    """Every epoch and every seed has an order of its own, and each is a permutation."""
+    first, second = (DataLoader(list(range(50)), batch_size=None, shuffle=True, seed=seed) for seed in (1, 2))
+    orders = [tuple(first), tuple(first), tuple(second), tuple(second)]
+    assert len(set(orders)) == 4
+    assert all(sorted(order) == list(range(50)) for order in orders)
+
+
+def test_the_order_does_not_depend_on_the_global_random_state() -> None:
+    """Whatever the program drew before, an epoch is the same, and it draws nothing itself."""
+    loader = DataLoader(Augmented(), batch_size=3, shuffle=True, sampler=None)
+    first = list(loader)
+    torch.manual_seed(99)
+    random.seed(99)
+    before = (torch.get_rng_state(), random.getstate())
+    again = list(DataLoader(Augmented(), batch_size=3, shuffle=True))
+    assert all(_same(a, b) for a, b in zip(first, again, strict=True))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_the_seed_of_a_generator_is_used() -> None:
+    """Torch's ``generator=`` decides the order by its initial seed, also when it was drawn from since."""
+    generator = torch.Generator().manual_seed(7)
+    torch.rand(3, generator=generator)
+    by_generator = DataLoader(list(range(20)), batch_size=None, shuffle=True, generator=generator)
+    assert list(by_generator) == list(DataLoader(list(range(20)), batch_size=None, shuffle=True, seed=7))
+
+
+def test_another_batch_size_goes_on_at_the_same_sample() -> None:
+    """After a restart with larger batches no sample of the epoch is seen twice or left out."""
+    loader = DataLoader(Augmented(), batch_size=2, shuffle=True)
+    iterator = iter(loader)
+    head = _indices([next(iterator), next(iterator)])
+    larger = DataLoader(Augmented(), batch_size=5, shuffle=True)
+    larger.load_state_dict(loader.state_dict())
+    tail = _indices(larger)
+    assert sorted(itertools.chain(*head, *tail)) == list(range(11))
+    assert [len(batch) for batch in tail] == [5, 2]
+
+
+def test_an_epoch_that_was_left_is_over() -> None:
+    """A new ``iter()`` after a ``break`` is the next epoch, as with torch."""
+    loader = DataLoader(list(range(20)), batch_size=5, shuffle=True)
+    next(iter(loader))
+    second = [batch.tolist() for batch in loader]
+    whole = DataLoader(list(range(20)), batch_size=5, shuffle=True)
+    list(whole)
+    assert second == [batch.tolist() for batch in whole]
+
+
+def test_the_position_is_plain_json_and_starts_at_zero() -> None:
+    """The state is numbers and text, so it can be read in a checkpoint and written by any tool."""
+    state = DataLoader(list(range(3)), batch_size=2, seed=5).state_dict()
+    assert json.loads(json.dumps(state)) == state
+    assert (state["epoch"], state["consumed"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("seed", lambda: DataLoader(list(range(10)), shuffle=True, seed=6)),
+        ("kind", lambda: DataLoader(list(range(10)), seed=5)),
+        ("length", lambda: DataLoader(list(range(9)), shuffle=True, seed=5)),
+    ],
+)
+def test_a_position_of_another_order_is_refused(name: str, other: Callable[[], DataLoader]) -> None:
+    """A changed seed, shuffling or dataset is an H604 that names it, and the position is not taken over."""
+    state = {**DataLoader(list(range(10)), shuffle=True, seed=5).state_dict(), "consumed": 4}
+    loader = other()
+    with pytest.raises(LoaderError, match=f"{name}=") as caught:
+        loader.load_state_dict(state)
+    assert caught.value.rule == "H604"
+    assert loader.state_dict()["consumed"] == 0
+
+
+def test_a_position_in_batches_is_refused_by_a_loader_that_counts_otherwise() -> None:
+    """With a batch sampler the position counts batches, so other batches, or none, are an H604."""
+    loader = DataLoader(list(range(12)), batch_sampler=BatchSampler(SequentialSampler(range(12)), 2, drop_last=False))
+    next(iter(loader))
+    for other in (
+        DataLoader(list(range(12)), batch_sampler=BatchSampler(SequentialSampler(range(12)), 4, drop_last=False)),
+        DataLoader(list(range(12)), batch_size=2),
+    ):
+        with pytest.raises(LoaderError, match="position was saved with") as caught:
+            other.load_state_dict(loader.state_dict())
+        assert caught.value.rule == "H604"
+
+
+def test_an_epoch_can_be_named() -> None:
+    """Whatever was handed out before, the next ``iter()`` is the whole of the epoch that was asked for."""
+    undisturbed = DataLoader(list(range(9)), batch_size=3, shuffle=True)
+    epochs = [[batch.tolist() for batch in undisturbed] for _ in range(3)]
+    for epoch in (2, 0):
+        loader = DataLoader(list(range(9)), batch_size=3, shuffle=True)
+        next(iter(loader))
+        other = DataLoader(list(range(9)), batch_size=3, shuffle=True)
+        other.load_state_dict(loader.state_at(epoch))
+        loader.go_to(epoch)
+        assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in other] == epochs[epoch]
+
+
+def test_a_sampler_without_a_length_is_refused() -> None:
+    """Where an epoch has no known end, an exact resume is impossible, and that is said at once."""
+
+    class Endless:
+        def __iter__(self) -> Iterator[int]:
+            return iter([1, 2])
+
+    with pytest.raises(LoaderError, match="Endless has no length") as caught:
+        DataLoader([1, 2, 3], sampler=Endless())
+    assert caught.value.rule == "H603"
+    with pytest.raises(LoaderError, match="Endless"):
+        DataLoader([1, 2, 3], batch_sampler=Endless())
+
+
+def test_what_is_no_position_or_no_seed_is_refused() -> None:
+    """The state of another loader is an H604 that names what it lacks, and a seed that is no whole number an H607."""
+    with pytest.raises(LoaderError, match="no consumed, order") as caught:
+        DataLoader([1, 2, 3]).load_state_dict({"epoch": 0})
+    assert caught.value.rule == "H604"
+    with pytest.raises(LoaderError, match="seed=") as caught:
+        DataLoader([1, 2, 3], seed=1.5)
+    assert caught.value.rule == "H607"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_drawn_from_is_found_out_once(num_workers: int) -> None:
+    """A first batch that draws from numpy is read twice; with that known, no batch of later epochs is."""
+
+    class Counts:
+        def __init__(self) -> None:
+            self.reads = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> float:
+            self.reads += 1
+            return float(np.random.random())
+
+    dataset = Counts()
+    loader = DataLoader(dataset, batch_size=2, num_workers=num_workers)
+    epochs = []
+    for expected in (8, 14):
+        epochs.append([batch.tolist() for batch in loader])
+        assert dataset.reads.item() == expected
+    assert epochs[0] != epochs[1]

@@ -1,0 +1,319 @@
+"""Samplers and datasets of the user's that a loader has to take as they are, and arguments that contradict them."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
+
+from holdfast.core.errors import LoaderError
+from holdfast.loader.loader import DataLoader
+from holdfast.loader.loader_arguments import check_position
+from holdfast.loader.orders import LengthBucketed, TokenBatches, Weighted
+from holdfast.loader.sampled import Sampled
+
+_DATA = list(range(60))
+
+
+def _cut(order: list[int], seed: int) -> list[list[int]]:
+    chance, batches = random.Random(seed), []
+    while order:
+        size = chance.randint(1, 6)
+        batches.append(order[:size])
+        order = order[size:]
+    return batches
+
+
+class ByEpoch:
+    """Batches of samples that fit together, other ones and other many in each epoch, as `set_epoch` says."""
+
+    def __init__(self, length: int = 60) -> None:
+        self.length = length
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.batches = _cut(random.Random(epoch).sample(range(self.length), self.length), epoch)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+class ByDraw:
+    """The same, but drawn when it is iterated, from python's generator."""
+
+    def __init__(self) -> None:
+        self.batches = _cut(list(range(60)), 0)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.batches = _cut(random.sample(range(60), 60), random.randrange(1000))
+        return iter(self.batches)
+
+
+class Indices:
+    """The samples of such batches one by one: a sampler whose length depends on the epoch."""
+
+    def __init__(self) -> None:
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.indices = random.Random(epoch).sample(range(60), 40 + 4 * epoch)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+
+_MAKE: dict[str, Callable[[], DataLoader]] = {
+    "set_epoch": lambda: DataLoader(_DATA, batch_sampler=ByEpoch()),
+    "drawn": lambda: DataLoader(_DATA, batch_sampler=ByDraw()),
+    "sampler": lambda: DataLoader(_DATA, batch_size=4, sampler=Indices()),
+}
+
+
+@pytest.mark.parametrize("make", _MAKE.values(), ids=_MAKE)
+@pytest.mark.parametrize("made", [0, 1, 5])
+def test_a_length_that_depends_on_the_epoch_resumes_and_rolls_back(make: Callable[[], DataLoader], made: int) -> None:
+    """In a new process and in the same one, at the beginning of an epoch and within it, in any epoch."""
+    undisturbed = make()
+    epochs = [[batch.tolist() for batch in undisturbed] for _ in range(5)]
+    assert len({len(epoch) for epoch in epochs}) > 2
+    loader, states = make(), []
+    for epoch in range(5):
+        states.append((epoch, loader.state_dict()))
+        for number, _ in enumerate(loader, 1):
+            if number == made:
+                states.append((epoch, loader.state_dict()))
+    assert len(states) == (10 if made else 5)
+    for other in (make, lambda: loader):
+        for epoch, state in states:
+            continued = other()
+            continued.load_state_dict(json.loads(json.dumps(state)))
+            assert [batch.tolist() for batch in continued] == epochs[epoch][state["consumed"] and made :]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_another_order_of_such_a_kind_is_still_refused(begun: bool) -> None:
+    """By its length where that is fixed, and in the middle of an epoch by what is drawn."""
+    loader = DataLoader(_DATA, batch_sampler=ByEpoch())
+    list(loader)
+    next(iter(loader))
+    with pytest.raises(LoaderError, match="position was saved with") as caught:
+        DataLoader(_DATA, batch_sampler=ByEpoch(59)).load_state_dict(loader.state_dict())
+    assert caught.value.rule == "H604"
+    fixed = DataLoader(_DATA, batch_size=4, sampler=RandomSampler(range(60)))
+    if begun:
+        next(iter(fixed))
+    with pytest.raises(LoaderError, match="length=50"):
+        DataLoader(_DATA, batch_size=4, sampler=RandomSampler(range(50))).load_state_dict(fixed.state_dict())
+
+
+def test_a_position_without_a_digest_is_known_by_its_length() -> None:
+    """States that were written before what a sampler draws was noted can be loaded, and others are refused."""
+    loader = DataLoader(_DATA, batch_sampler=ByEpoch())
+    list(loader)
+    next(iter(loader))
+    state = {name: value for name, value in loader.state_dict().items() if not name.startswith("drawn")}
+    DataLoader(_DATA, batch_sampler=ByEpoch()).load_state_dict(state)
+    wrong = {**state, "order": {**state["order"], "length": state["order"]["length"] + 1}}
+    with pytest.raises(LoaderError, match="length="):
+        DataLoader(_DATA, batch_sampler=ByEpoch()).load_state_dict(wrong)
+    with pytest.raises(LoaderError, match="kind="):
+        check_position(
+            state["order"], {**state, "order": {**state["order"], "kind": "other"}}, Sampled([1], 0, repeats=None)
+        )
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"sampler": WeightedRandomSampler([1.0] * 60, 60)},
+        {"sampler": [3, 1, 2]},
+        {"batch_sampler": BatchSampler(SequentialSampler(range(60)), 4, drop_last=False)},
+    ],
+    ids=["weighted", "list", "batches"],
+)
+def test_ranks_with_a_sampler_that_does_not_divide_are_refused(own: dict[str, Any]) -> None:
+    """All ranks would train on the same batches without a word: H607 says who divides."""
+    with pytest.raises(LoaderError, match="leave rank= and world_size= out") as caught:
+        DataLoader(_DATA, rank=1, world_size=2, **own)
+    assert caught.value.rule == "H607"
+    assert len(DataLoader(_DATA, rank=0, world_size=1, **own))
+
+
+def test_ranks_with_what_divides_are_not_refused() -> None:
+    """Torch's distributed sampler divides itself, and an order of holdfast is divided here."""
+    divided = DistributedSampler(_DATA, num_replicas=2, rank=1)  # type: ignore[arg-type,var-annotated]
+    assert len(list(DataLoader(_DATA, sampler=divided, rank=1, world_size=2))) == 30
+    inside = BatchSampler(divided, 3, drop_last=False)
+    assert len(list(DataLoader(_DATA, batch_sampler=inside, rank=1, world_size=2))) == 10
+    assert len(list(DataLoader(_DATA, sampler=Weighted([1.0] * 60), rank=1, world_size=2))) == 30
+    tokens = TokenBatches(LengthBucketed([1.0] * 60), max_tokens=3)
+    assert len(list(DataLoader(_DATA, batch_sampler=tokens, rank=1, world_size=2))) == 10
+
+
+# --- indices that come twice ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampler", "batches"),
+    [
+        (torch.tensor([0, 0, 1, 1]), False),
+        ([torch.tensor(0), torch.tensor(1), torch.tensor(0)], False),
+        ([np.int64(1), 1], False),
+        ([(torch.tensor(0), 1), (0, 1)], False),
+        ([np.array([0, 0]), np.array([0, 1])], True),
+        ([torch.tensor([0, 1]), torch.tensor([2, 0])], True),
+        ([[torch.tensor(0), torch.tensor(0)]], True),
+    ],
+)
+def test_repeated_indices_are_found_whatever_holds_them(sampler: Any, batches: bool) -> None:
+    """Two tensors of the same number are the same index."""
+    with pytest.raises(LoaderError, match="more than once") as caught:
+        Sampled(sampler, 1, repeats=None, batches=batches).drawn(0)
+    assert caught.value.rule == "H609"
+
+
+def test_keys_that_differ_are_no_repeated_indices() -> None:
+    """Places in an array as tensors, rows of two batches, slices: each is another sample."""
+    for sampler, batches in (
+        ([np.array([0, 0]), np.array([0, 1]), torch.tensor([1, 0])], False),
+        ([np.array([[0, 0], [0, 1]]), np.array([[1, 0]])], True),
+        ([slice(0, 2), slice(2, 4)], False),
+        ([torch.tensor(0), 1, np.int64(2), "0"], False),
+    ):
+        assert len(Sampled(sampler, 1, repeats=None, batches=batches).drawn(0)) == len(sampler)  # type: ignore[arg-type]
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------
+
+
+class Both(Dataset[int]):
+    """Samples that can be read one by one and many at once."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.arange(8)[index]
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return torch.arange(8)[indices]
+
+
+@pytest.mark.parametrize("dataset", [Both(), Subset(Both(), range(8))], ids=["itself", "subset"])
+def test_a_dataset_that_could_read_many_at_once_is_told_of_and_can(dataset: Any) -> None:
+    """Once; with a sampler of lists each batch is one read, as with torch's ``__getitems__``."""
+    events: list[str] = []
+    loader = DataLoader(dataset, batch_size=4, collate_fn=lambda batch: batch)
+    loader._happened = lambda kind, **facts: events.append(kind)
+    for _ in range(2):
+        assert [[int(each) for each in batch] for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert events == ["samples_read_singly"]
+    lists = BatchSampler(SequentialSampler(range(8)), 4, drop_last=False)
+    (first, _) = DataLoader(Both(), batch_size=None, sampler=lists, collate_fn=lambda batch: batch)
+    assert first.tolist() == [0, 1, 2, 3]
+
+
+class OnlyMany(Dataset[int]):
+    """Samples that can only be read many at once."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [_DATA, Subset(_DATA, range(3)), OnlyMany()],  # type: ignore[arg-type]
+    ids=["list", "subset", "only many"],
+)
+def test_a_dataset_that_reads_samples_only_is_not_told_of(dataset: Any) -> None:
+    """Also a Subset, which has ``__getitems__`` whatever it is of."""
+    events: list[str] = []
+    loader = DataLoader(dataset)
+    loader._happened = lambda kind, **facts: events.append(kind)
+    next(iter(loader))
+    assert not events
+
+
+_LATE = """
+import torch
+from holdfast import DataLoader
+
+class Where:
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        import multiprocessing
+        return ["fork", "spawn"].index(multiprocessing.get_start_method())
+
+if __name__ == "__main__":
+    loaders = DataLoader(Where()), DataLoader(Where(), num_workers=1), DataLoader(Where(), num_workers="auto")
+    torch.multiprocessing.set_start_method("spawn")
+    print([batch.item() for batch in loaders[1]])
+"""
+
+
+def test_a_start_method_may_be_set_after_a_loader_was_made(tmp_path: Any) -> None:
+    """As with torch, workers are started in the way that is set when they are started."""
+    program = tmp_path / "late.py"
+    program.write_text(_LATE)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[1, 1]", done.stderr
+
+
+class Growing:
+    """A dataset that has another length for a while."""
+
+    length = 8
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_what_is_refused_before_the_first_batch_loses_no_position() -> None:
+    """Once it is repaired, the loader goes on where it stood, not with the next epoch."""
+    dataset = Growing()
+    loader = DataLoader(dataset, batch_size=2, shuffle=True)
+    batches = iter(loader)
+    head = [next(batches).tolist()]
+    resumed = DataLoader(dataset, batch_size=2, shuffle=True)
+    resumed.load_state_dict(loader.state_dict())
+    dataset.length = 9
+    with pytest.raises(LoaderError, match="H608"):
+        next(iter(resumed))
+    dataset.length = 8
+    assert sorted(index for batch in (*head, *resumed) for index in torch.as_tensor(batch).tolist()) == [*range(8)]

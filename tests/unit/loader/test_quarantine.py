@@ -1,0 +1,224 @@
+"""The ledger of samples that are set aside: its cap, what it keeps, and files that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.core.errors import LoaderError
+from holdfast.loader.loader import DataLoader
+from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, last_line, read_ledger
+
+ENTRY = {"index": 3, "kind": "raised", "epoch": 0, "evidence": "x", "unix_seconds": 5.0, "released": False}
+
+
+class Repairable:
+    """Ten samples, of which some raise until they are repaired."""
+
+    def __init__(self) -> None:
+        self.bad = {3}
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.bad:
+            raise OSError(f"no file for {index}")
+        return index
+
+
+def _ledger(limit: float = 5, at: float = 1.0) -> Ledger:
+    return Ledger(limit, None, lambda: at)
+
+
+def _written(tmp_path: Path, *samples: dict[str, Any]) -> Path:
+    path = tmp_path / FILE_NAME
+    path.write_text(json.dumps({"format": 1, "samples": list(samples)}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("limit", "length", "allowed"),
+    [(0.001, 10, 1), (0.001, 5000, 5), (0.5, 3, 1), (0.001, None, 1), (1, 5000, 1), (7, 3, 7), (0, 5000, 0)],
+)
+def test_the_cap_is_a_share_or_a_number(limit: float, length: int | None, allowed: int) -> None:
+    """A share below 1 allows at least one sample, a number that many, 0 none; one more is H612 and is not kept."""
+    ledger = Ledger(limit, length, lambda: 0.0)
+    for index in range(allowed):
+        assert ledger.add(index, "raised", 0, "")
+    with pytest.raises(LoaderError) as found:
+        ledger.add(allowed, "raised", 0, "Traceback\n  ...\nOSError: no file")
+    assert found.value.rule == "H612"
+    assert f"sample {allowed} cannot be used (raised: OSError: no file)" in found.value.what
+    assert found.value.limit == f"quarantine={limit:g} allows {allowed}"
+    assert len(ledger) == allowed
+    assert allowed not in ledger.aside(0)
+
+
+def test_a_released_sample_makes_room_and_must_find_room_again() -> None:
+    """Taken back it counts no more; found bad again it is the newest entry, or H612 if its place is taken."""
+    ledger = _ledger(limit=2)
+    ledger.add(1, "raised", 0, "")
+    ledger.add(2, "raised", 0, "")
+    ledger.release([1])
+    ledger.add(1, "hung", 3, "")
+    assert [(entry.index, entry.kind, entry.epoch) for entry in ledger] == [(2, "raised", 0), (1, "hung", 3)]
+    ledger.release([2])
+    ledger.add(4, "raised", 0, "")
+    with pytest.raises(LoaderError, match=r"sample 2 cannot be used .* 2 are set aside already \(1, 4\)"):
+        ledger.add(2, "raised", 3, "")
+    assert ledger.aside(3) == {1, 4}
+
+
+def test_only_the_end_of_long_evidence_is_kept() -> None:
+    """The exception stands at the end of a traceback, so the beginning is what is cut."""
+    ledger = _ledger()
+    ledger.add(1, "raised", 0, "x" * 10_000 + "\nValueError: bad header")
+    (entry,) = ledger
+    assert len(entry.evidence) < 2100
+    assert entry.evidence.startswith("...")
+    assert last_line(entry.evidence) == "ValueError: bad header"
+
+
+def test_what_was_found_without_a_run_is_kept_in_the_run(tmp_path: Path) -> None:
+    """A ledger that joins a run takes over what is in the file, and writes down what it had found before."""
+    path = _written(tmp_path, ENTRY)
+    ledger = _ledger()
+    ledger.add(8, "hung", 2, "")
+    ledger.keep_in(path)
+    assert ledger.aside(2) == {3, 8}
+    assert list(read_ledger(path)) == [3, 8]
+    assert list(read_ledger(path).values()) == list(ledger)
+
+
+@pytest.mark.parametrize(("found_at", "aside"), [(4.0, set()), (5.0, set()), (6.0, {3})])
+def test_what_was_released_meanwhile_comes_back_only_if_found_anew(
+    tmp_path: Path, found_at: float, aside: set[int]
+) -> None:
+    """A run that goes on in the same process honours a release in the file, unless it found the sample bad later."""
+    path = _written(tmp_path, {**ENTRY, "released": True})
+    ledger = _ledger(at=found_at)
+    ledger.add(3, "raised", 0, "")
+    ledger.keep_in(path)
+    assert ledger.aside(0) == aside
+
+
+def test_a_run_with_more_set_aside_than_is_allowed_is_refused(tmp_path: Path) -> None:
+    """With a lower cap than before, the error comes at the start and the file stays as it is."""
+    path = _written(tmp_path, ENTRY, {**ENTRY, "index": 4}, {**ENTRY, "index": 5, "released": True})
+    before = path.read_bytes()
+    for limit in (0, 1):
+        with pytest.raises(LoaderError, match=r"sets aside 2 of the samples \(3, 4\)") as found:
+            _ledger(limit).keep_in(path)
+        assert found.value.rule == "H612"
+    _ledger(2).keep_in(path)
+    assert path.read_bytes() == before
+
+
+def test_a_key_of_bytes_is_still_set_aside_after_a_restart(tmp_path: Path) -> None:
+    """Samples that are named by the keys of a database are known by them when the ledger is read again."""
+    ledger = _ledger()
+    ledger.keep_in(tmp_path / FILE_NAME)
+    ledger.add(b"\x00key", "raised", 0, "")
+    ledger.add(("speaker", [7, b"\xff"]), "raised", 0, "")
+    again = _ledger()
+    again.keep_in(tmp_path / FILE_NAME)
+    assert again.aside(0) == {b"\x00key", ("speaker", (7, b"\xff"))}
+    assert again.release([b"\x00key", b"other"]) == [b"\x00key"]
+
+
+def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    """The sample is set aside all the same, the event says that the file lacks it, and the next one writes both."""
+
+    class Bad:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            if index in {3, 5}:
+                raise ValueError("unreadable")
+            return index
+
+    place = tmp_path / "gone"
+    place.mkdir()
+    loader = DataLoader(Bad(), batch_size=2, quarantine=2)
+    told: list[str | None] = []
+
+    def happened(kind: str, **facts: Any) -> None:
+        told.append(facts.get("not_written"))
+        place.mkdir(exist_ok=True)
+
+    loader.attach(happened, place)
+    place.rmdir()
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 4], [4, 6], [6, 7]]
+    assert "No such file" in str(told[0])
+    assert told[1:] == [None]
+    assert [*read_ledger(place / FILE_NAME)] == [3, 5]
+
+
+def test_a_folder_in_the_place_of_a_ledger_is_refused(tmp_path: Path) -> None:
+    """What cannot be read at all is H617 too."""
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(LoaderError, match=r"\[H617\]"):
+        _ledger().keep_in(tmp_path / FILE_NAME)
+
+
+def test_a_released_sample_is_read_again_and_set_aside_again_if_it_is_bad() -> None:
+    """A loader replaces what its ledger holds, reads what was released, and finds out anew what is still bad."""
+    data = Repairable()
+    loader = DataLoader(data, batch_size=5, collate_fn=list)
+    assert list(loader) == [[0, 1, 2, 4, 4], [5, 6, 7, 8, 9]]
+    data.bad.clear()
+    assert next(iter(loader)) == [0, 1, 2, 4, 4]
+    assert loader.ledger.release([3]) == [3]
+    assert loader.ledger.release([3]) == []
+    assert next(iter(loader)) == [0, 1, 2, 3, 4]
+    data.bad.add(3)
+    assert next(iter(loader)) == [0, 1, 2, 4, 4]
+    assert [(entry.index, entry.epoch, entry.released) for entry in loader.ledger] == [(3, 3, False)]
+
+
+def test_no_file_is_an_empty_ledger(tmp_path: Path) -> None:
+    """A run that has set nothing aside has no file, and none is made for it."""
+    ledger = _ledger()
+    ledger.keep_in(tmp_path / FILE_NAME)
+    assert list(ledger) == []
+    assert not (tmp_path / FILE_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"\xff\xfe",
+        b'{"format": 1}',
+        b'{"format": 1, "samples": {"a": 1}}',
+        b'{"format": 2, "samples": []}',
+        *(
+            json.dumps({"format": 1, "samples": [changed]}).encode()
+            for changed in (
+                {**ENTRY, "index": {"a": 1}},
+                {**ENTRY, "index": {"bytes": "xyz"}},
+                {**ENTRY, "epoch": "0"},
+                {**ENTRY, "evidence": None},
+                {**ENTRY, "released": 1},
+                {**ENTRY, "unix_seconds": float("nan")},
+                {**ENTRY, "unix_seconds": 1e300},
+                {**ENTRY, "unix_seconds": "now"},
+                {**ENTRY, "more": 1},
+                {name: value for name, value in ENTRY.items() if name != "kind"},
+            )
+        ),
+    ],
+)
+def test_a_file_that_is_no_ledger_is_refused(tmp_path: Path, body: bytes) -> None:
+    """Damage is H617 when a run or a command reads it, never another exception and never an empty ledger."""
+    (tmp_path / FILE_NAME).write_bytes(body)
+    with pytest.raises(LoaderError, match=r"\[H617\]"):
+        _ledger().keep_in(tmp_path / FILE_NAME)
+    (tmp_path / FILE_NAME).write_text(json.dumps({"format": 1, "samples": [ENTRY]}))
+    assert read_ledger(tmp_path / FILE_NAME) == {3: Quarantined(**ENTRY)}

@@ -1,0 +1,174 @@
+"""Random state: captured, put back, and carried through a checkpoint, for python, numpy and torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.loader import random_state
+from holdfast.loader.random_state import LazySeeding, RandomState, capture, isolated, restore, seed_cpu
+
+
+def _draw() -> tuple[Any, ...]:
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        float(np.random.randn()),
+        float(torch.rand(())),
+        float(torch.randn(())),
+    )
+
+
+def test_what_is_drawn_after_a_restore_was_drawn_before() -> None:
+    """All three generators continue at exactly the captured place, as often as wanted."""
+    state = capture()
+    first = _draw()
+    assert _draw() != first
+    for _ in range(2):
+        restore(state)
+        assert _draw() == first
+
+
+def test_the_second_half_of_a_pair_of_normals_is_state() -> None:
+    """A state that was captured between the two halves of a pair gives the second half again."""
+    np.random.randn()
+    random.gauss(0, 1)
+    state = capture()
+    expected = (np.random.randn(), np.random.randn(), random.gauss(0, 1))
+    np.random.rand(5)
+    restore(state)
+    assert (np.random.randn(), np.random.randn(), random.gauss(0, 1)) == expected
+
+
+def test_a_consumed_half_is_not_brought_back() -> None:
+    """After the second half was drawn, the state says so although the words of the generator are the same."""
+    np.random.randn()
+    capture()
+    np.random.randn()
+    state = capture()
+    expected = np.random.randn()
+    restore(state)
+    assert np.random.randn() == expected
+
+
+def test_a_state_travels_through_a_checkpoint() -> None:
+    """The tree of a state survives the codec, so a resumed run draws what an undisturbed one would."""
+    _draw()
+    np.random.randn()
+    state = capture()
+    expected = _draw()
+    encoder = Encoder("random")
+    tree = decode(encoder.encode(state.to_tree()), encoder.tensors)
+    restore(RandomState.from_tree(tree))
+    assert _draw() == expected
+
+
+def test_a_captured_state_is_a_copy() -> None:
+    """Later draws do not reach into a state that was captured."""
+    state = capture()
+    words, tensor = state.numpy[1].copy(), state.cpu.clone()
+    for _ in range(1000):
+        _draw()
+    assert np.array_equal(state.numpy[1], words)
+    assert torch.equal(state.cpu, tensor)
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        lambda: random.seed(1),
+        lambda: np.random.seed(1),
+        lambda: torch.manual_seed(1),
+        lambda: [np.random.rand() for _ in range(1000)],
+        lambda: np.random.set_state(np.random.RandomState(9).get_state()),
+    ],
+)
+def test_isolation_holds_whatever_happens_inside(disturb: Callable[[], object]) -> None:
+    """Seeds, draws and foreign states inside leave the stream outside as it was, also after an error."""
+    state = capture()
+    expected = _draw()
+    restore(state)
+    with isolated():
+        disturb()
+    with pytest.raises(LookupError), isolated():
+        disturb()
+        raise LookupError
+    assert _draw() == expected
+
+
+def test_seeding_is_that_of_the_libraries() -> None:
+    """One call seeds all three as their own functions would, also beyond numpy's 32 bits."""
+    seed = 2**62 + 12345
+    seed_cpu(seed)
+    found = _draw()
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.manual_seed(seed)
+    assert found == _draw()
+
+
+def test_a_device_that_is_gone_is_passed_over() -> None:
+    """A state from a machine with more devices can be restored on this one."""
+    state = capture()
+    expected = _draw()
+    elsewhere = RandomState(state.python, state.numpy, state.cpu, {"cuda:97": torch.zeros(16, dtype=torch.uint8)})
+    restore(elsewhere)
+    assert _draw() == expected
+
+
+def test_a_half_drawn_pair_comes_back_again_and_again() -> None:
+    """A state that holds the second of two normal numbers is restored with it, also when it is captured again."""
+    np.random.seed(3)
+    np.random.randn()
+    held = capture()
+    second = np.random.randn()
+    for _ in range(2):
+        restore(held)
+        again = capture()
+        assert np.random.randn() == second
+        restore(again)
+        assert np.random.randn() == second
+
+
+def test_the_state_of_pythons_generator_is_never_a_stale_one() -> None:
+    """Whatever is drawn, seeded or set between, the state captured is the one that `random.getstate` shows."""
+    assert random_state._READS_RAW, "the layout of this Python is known"
+    for change in (
+        random.random,
+        lambda: random.gauss(0, 1),  # makes a pair
+        lambda: random.gauss(0, 1),  # uses its second half: no word changes
+        lambda: random.seed(5),
+        lambda: random.seed(5),
+        lambda: random.getrandbits(20000),
+        lambda: random.setstate(random.Random(9).getstate()),
+    ):
+        before = capture().python
+        change()
+        assert capture().python == random.getstate()
+        assert capture().python is capture().python
+        restore(RandomState(before, *(getattr(capture(), name) for name in ("numpy", "cpu", "devices"))))
+        assert random.getstate() == before
+        change()
+
+
+def test_generators_that_nothing_draws_from_are_left_alone() -> None:
+    """Taking a stand moves neither generator, unless one holds half of a pair, which would be drawn unseen."""
+    lazy = LazySeeding()
+    random.seed(1)
+    np.random.seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    lazy.stand()
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    random.gauss(0, 1)
+    np.random.randn()
+    lazy.stand()
+    assert random._inst.gauss_next is None
+    assert np.random.get_state()[3] == 0

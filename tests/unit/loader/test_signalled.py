@@ -1,0 +1,207 @@
+"""What a signal's handler raises leaves the loader, wherever the main thread is by then."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset, default_collate
+
+from holdfast.loader.loader import DataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Preempted(Exception):  # noqa: N818 - as users name it
+    """As many a training script has one."""
+
+
+class Slow:
+    """A sample waits, so that a signal finds the loader at it."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.05)
+        return index
+
+
+class SlowStream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        for index in range(40):
+            time.sleep(0.05)
+            yield index
+
+
+def _slow_collate(samples: list[Any]) -> Any:
+    time.sleep(0.2)
+    return default_collate(samples)
+
+
+def _itself(handler: Callable[..., None]) -> Any:
+    return handler
+
+
+class _Callable:
+    def __init__(self, handler: Callable[..., None]) -> None:
+        self._handler = handler
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self._handler(number, frame)
+
+
+def _partial(handler: Callable[..., None]) -> Any:
+    return functools.partial(handler, signal.SIGUSR2)
+
+
+def _only_once(handler: Callable[..., None]) -> Any:
+    def handle(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(143)
+
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("error", "as_handler"),
+    [
+        (SystemExit(143), _itself),
+        (SystemExit(143), _Callable),
+        (SystemExit(143), _partial),
+        (SystemExit(143), _only_once),
+        (Preempted(), _itself),
+    ],
+    ids=["exit", "object", "partial", "only once", "exception"],
+)
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Slow(), {}),
+        (Slow(), {"num_workers": 1}),
+        (list(range(40)), {"collate_fn": _slow_collate}),
+        (SlowStream(), {}),
+    ],
+    ids=["sample", "wait", "collate", "stream"],
+)
+def test_a_handlers_exception_is_not_taken_for_a_samples(
+    dataset: Any, options: dict[str, Any], error: BaseException, as_handler: Callable[..., Any]
+) -> None:
+    """It ends the loop, as with torch, and is neither tried again, nor healed, nor turned into another error."""
+    events: list[str] = []
+    loader = DataLoader(dataset, batch_size=4, **options)
+    loader._happened = lambda kind, **_: events.append(kind)
+
+    def handle(*_: Any) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGUSR2, as_handler(handle))
+    timer = threading.Timer(0.12, os.kill, (os.getpid(), signal.SIGUSR2))
+    seen = 0
+    try:
+        with pytest.raises(type(error)):
+            for _ in loader:
+                if not seen:
+                    timer.start()
+                seen += 1
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert seen < 10
+    assert not {"loader_healed", "sample_quarantined"} & set(events)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Slow(), {"shuffle": True}),
+        (Slow(), {"shuffle": True, "num_workers": 1}),
+        (Slow(), {"shuffle": True, "num_workers": 1, "persistent_workers": True}),
+        (SlowStream(), {}),
+    ],
+    ids=["sample", "wait", "kept workers", "stream"],
+)
+def test_the_next_batch_is_the_one_that_the_handler_came_before(dataset: Any, options: dict[str, Any]) -> None:
+    """Who catches the exception and asks again loses no batch, wherever the loader stands."""
+
+    def handle(*_: Any) -> None:
+        raise Preempted
+
+    loader = DataLoader(dataset, batch_size=4, **options)
+    expected = [batch.tolist() for batch in loader]
+    loader.go_to(0)
+    before = signal.signal(signal.SIGUSR2, handle)
+    timers: list[threading.Timer] = []
+    batches, seen, caught = iter(loader), list[Any](), 0
+    try:
+        while True:
+            if len(timers) == caught < 3 and len(seen) == (0, 3, 5)[caught]:
+                timers.append(threading.Timer(0.12, os.kill, (os.getpid(), signal.SIGUSR2)))
+                timers[-1].start()
+            try:
+                seen.append(next(batches).tolist())
+            except StopIteration:
+                break
+            except Preempted:
+                caught += 1
+                if caught == 2:
+                    next(iter(loader))  # a look at a batch of the next epoch
+    finally:
+        for timer in timers:
+            timer.join()
+        signal.signal(signal.SIGUSR2, before)
+    assert caught == 3
+    assert seen == expected
+    assert loader.state_dict()["epoch"] == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), ValueError("bad")], ids=["exit", "exception"])
+def test_what_a_sample_raises_itself_is_still_the_samples(error: BaseException) -> None:
+    """One that ends the interpreter is set aside, also while there are handlers."""
+
+    class Bad(Slow):
+        def __getitem__(self, index: int) -> int:
+            if index == 3:
+                raise error
+            return index
+
+    found = [item for batch in DataLoader(Bad(), batch_size=4) for item in batch.tolist()]
+    assert len(found) == 40
+    assert 3 not in found
+
+
+class Limited(Slow):
+    """A sample that limits its own time, as is often done."""
+
+    def __getitem__(self, index: int) -> int:
+        def late(number: int, frame: Any) -> None:
+            raise TimeoutError
+
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            if index == 5:
+                time.sleep(60)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_time_limit_of_a_samples_own_is_the_samples(workers: int) -> None:
+    """What takes too long is set aside."""
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        found = [
+            item for batch in DataLoader(Limited(), batch_size=4, num_workers=workers) for item in batch.tolist()
+        ]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(found) == 40
+    assert 5 not in found

@@ -1,0 +1,324 @@
+"""Splitting: what is cut, what is shared, and what is refused with the name of the leaf."""
+
+from __future__ import annotations
+
+import collections
+import types
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from holdfast.core.errors import BatchError
+from holdfast.loader.splitting import batch_size, copied, fresh, micro_batches, tensors_in, versions_of
+
+
+class Pair(NamedTuple):
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Utterances:
+    frames: torch.Tensor
+    names: list[str]
+    rate: int = 16_000
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.arange(10.0).reshape(5, 2)
+
+
+def _parts(batch: Any, micro_batch_size: int, split: Any = 0) -> list[Any]:
+    size = batch_size(batch, split)
+    pairs = micro_batches(batch, size, micro_batch_size, split)
+    assert sum(length for _, length in pairs) == size
+    return [part for part, _ in pairs]
+
+
+def test_the_usual_batch_is_cut_along_its_first_dimension(x: torch.Tensor) -> None:
+    """A tuple of inputs and targets gives parts of the asked size, the last one shorter, as views."""
+    parts = micro_batches((x, torch.arange(5)), 5, 2)
+    assert [length for _, length in parts] == [2, 2, 1]
+    assert [part[1].tolist() for part, _ in parts] == [[0, 1], [2, 3], [4]]
+    assert parts[1][0][0].data_ptr() == x[2].data_ptr()
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(3, 2), [torch.zeros(3)], {"x": torch.zeros(3, 1)}, (torch.zeros(3),)])
+def test_every_container_keeps_its_type(batch: Any) -> None:
+    """A part has the type of the batch that it was cut from."""
+    assert batch_size(batch) == 3
+    assert [type(part) for part in _parts(batch, 2)] == [type(batch)] * 2
+
+
+def test_named_tuples_dataclasses_and_mappings_are_kept(x: torch.Tensor) -> None:
+    """Structures with names come back as themselves, also frozen, nested and user-made ones."""
+    batch = UserDict(
+        pair=Pair(x, torch.arange(5)),
+        utterances=Utterances(x, list("abcde")),
+        ordered=collections.OrderedDict(y=x),
+    )
+    first, second = _parts(batch, 3)
+    assert type(first) is UserDict
+    assert type(first["pair"]) is Pair
+    assert type(second["ordered"]) is collections.OrderedDict
+    assert second["pair"].targets.tolist() == [3, 4]
+    assert second["utterances"].names == ["d", "e"]
+    assert second["utterances"].rate == 16_000
+    assert torch.equal(second["utterances"].frames, x[3:])
+    assert list(batch) == ["pair", "utterances", "ordered"]
+    assert batch["pair"].targets.shape == (5,)
+
+
+def test_a_mapping_that_cannot_be_changed_becomes_a_dict(x: torch.Tensor) -> None:
+    """A read-only mapping is cut too; its parts are plain dicts."""
+    assert _parts(types.MappingProxyType({"x": x}), 4)[1]["x"].tolist() == [[8.0, 9.0]]
+
+
+def test_lists_of_names_are_cut_and_other_lists_are_shared(x: torch.Tensor) -> None:
+    """A list with one text or number per sample follows the samples; one of another length is for all."""
+    first, second = _parts({"x": x, "names": list("abcde"), "numbers": (1, 2, 3, 4, 5), "classes": ["cat", "dog"]}, 3)
+    assert (first["names"], second["names"]) == (["a", "b", "c"], ["d", "e"])
+    assert second["numbers"] == (4, 5)
+    assert first["classes"] == second["classes"] == ["cat", "dog"]
+
+
+def test_what_has_no_batch_dimension_is_shared(x: torch.Tensor) -> None:
+    """0-dimensional tensors, numbers, text and None go to every part as they are."""
+    scalar = torch.tensor(3.0)
+    batch = {"x": x, "scalar": scalar, "rate": 0.5, "name": "abcde", "none": None, "np": np.float32(2), "flag": True}
+    for part in _parts(batch, 2):
+        assert part["scalar"] is scalar
+        assert {**part, "x": None} == {**batch, "x": None}
+
+
+def test_arrays_are_cut_like_tensors(x: torch.Tensor) -> None:
+    """Numpy leaves are cut as views along the same dimension, also a negative one."""
+    array = np.arange(10).reshape(2, 5)
+    first, second = _parts({"x": x.T, "a": array}, 3, -1)
+    assert second["a"].tolist() == [[3, 4], [8, 9]]
+    assert np.shares_memory(first["a"], array)
+    assert torch.equal(second["x"], x.T[:, 3:])
+
+
+def test_sequence_first_batches_are_cut_along_dimension_one() -> None:
+    """``split=1`` cuts the second dimension of everything."""
+    batch = (torch.arange(12).reshape(3, 4), torch.zeros(7, 4, 2))
+    assert batch_size(batch, 1) == 4
+    first, second = _parts(batch, 3, 1)
+    assert first[0].tolist() == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
+    assert second[1].shape == (7, 1, 2)
+
+
+def test_a_prefix_of_the_structure_says_how_each_part_is_cut(x: torch.Tensor) -> None:
+    """One dimension for a whole subtree, None for what is shared, "items" for one entry per sample."""
+    batch = {
+        "features": {"a": x.T, "b": torch.zeros(3, 5)},
+        "mask": torch.ones(9),
+        "targets": [torch.zeros(number) for number in range(5)],
+        "pairs": (x, x + 1),
+    }
+    split = {"features": 1, "mask": None, "targets": "items", "pairs": [0, 0]}
+    first, second = _parts(batch, 2, split)[:2]
+    assert (first["features"]["a"].shape, second["features"]["b"].shape) == ((2, 2), (3, 2))
+    assert first["mask"] is batch["mask"]
+    assert [len(target) for target in second["targets"]] == [2, 3]
+    assert torch.equal(second["pairs"][1], x[2:4] + 1)
+
+
+def test_a_list_of_samples_is_cut_by_items() -> None:
+    """A detection batch, a list of images of different sizes, is cut with "items" alone."""
+    images = [torch.zeros(3, size, size) for size in (4, 5, 6)]
+    assert batch_size(images, "items") == 3
+    assert [[image.shape[1] for image in part] for part in _parts(images, 2, "items")] == [[4, 5], [6]]
+
+
+def test_a_function_cuts_what_nothing_else_can() -> None:
+    """The parts of a user's function are used as they are, and its sizes are counted."""
+    sequences = [torch.zeros(number) for number in (5, 4, 3)]
+
+    def cut(batch: Any, micro_batch_size: int) -> list[Any]:
+        return [pack_sequence(batch[start : start + micro_batch_size]) for start in range(0, 3, micro_batch_size)]
+
+    assert batch_size(sequences, cut) == 3
+    pairs = micro_batches(sequences, 3, 2, cut)
+    assert [(part.batch_sizes[0].item(), length) for part, length in pairs] == [(2, 2), (1, 1)]
+
+
+def test_a_function_that_cuts_another_number_of_parts_is_refused(x: torch.Tensor) -> None:
+    """A user's function that loses or invents parts would weigh samples wrongly, so it is an H204."""
+    with pytest.raises(BatchError, match=r"split\(batch, 2\) returned 1 parts of 5 samples; 3 are needed") as caught:
+        micro_batches(x, 5, 2, lambda batch, _: [batch])
+    assert caught.value.rule == "H204"
+
+
+def test_disagreeing_leaves_are_named_with_their_shapes(x: torch.Tensor) -> None:
+    """Both leaves and both shapes are in the error, in the fast path and in the general one."""
+    with pytest.raises(BatchError, match=r"batch\[0\] \(5, 2\), batch\[1\] \(4,\)") as caught:
+        batch_size((x, torch.zeros(4)))
+    assert caught.value.rule == "H204"
+    with pytest.raises(BatchError, match=r"batch\['a'\]\['x'\] \(5, 2\), batch\['y'\] 3 items"):
+        batch_size({"a": {"x": x}, "y": ["a", "b", "c"]}, {"a": 0, "y": "items"})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "kind"),
+    [
+        (pack_sequence([torch.zeros(3), torch.zeros(2)]), "PackedSequence"),
+        (torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)], layout=torch.jagged), "NestedTensor"),
+        ({1, 2}, "set"),
+        (object(), "object"),
+    ],
+    ids=["packed", "nested", "set", "object"],
+)
+def test_what_is_not_understood_is_refused_by_name(leaf: Any, kind: str, x: torch.Tensor) -> None:
+    """A leaf whose samples cannot be told apart is an H205 with its place and kind, never a silent share."""
+    with pytest.raises(BatchError, match=rf"batch\['deep'\]\[1\] is a {kind}") as caught:
+        batch_size({"x": x, "deep": [x, leaf]})
+    assert caught.value.rule == "H205"
+    assert "split=" in caught.value.fix
+    assert batch_size({"x": x, "deep": [x, leaf]}, {"x": 0, "deep": [0, None]}) == 5
+
+
+def test_a_packed_sequence_is_not_cut_as_the_named_tuple_that_it_is(x: torch.Tensor) -> None:
+    """A PackedSequence on its own is refused although it is a tuple of tensors."""
+    with pytest.raises(BatchError, match="batch is a PackedSequence"):
+        batch_size(pack_sequence([torch.zeros(2), torch.zeros(2)]))
+
+
+@pytest.mark.parametrize("batch", [None, {}, [], "text", (torch.tensor(1.0),), {"names": ["a", "b"]}, 3.5])
+def test_a_batch_without_a_batch_dimension_is_refused(batch: Any) -> None:
+    """Where nothing can be cut, that is an H205 and not a batch of one."""
+    with pytest.raises(BatchError) as caught:
+        batch_size(batch)
+    assert caught.value.rule == "H205"
+
+
+def test_a_dimension_that_is_not_there_is_refused(x: torch.Tensor) -> None:
+    """split=2 for a matrix is an H204 that names the leaf, its shape and what would be allowed."""
+    with pytest.raises(BatchError, match=r"batch\['x'\] has shape \(5, 2\); split= names its dimension 2") as caught:
+        batch_size({"x": x}, 2)
+    assert caught.value.rule == "H204"
+    assert "from 0 to 1" in caught.value.fix
+
+
+def test_a_part_without_an_instruction_is_named(x: torch.Tensor) -> None:
+    """A prefix that forgets a part of the batch is an H204 with the path of that part."""
+    for batch, split in (({"a": {"x": x, "y": x}}, {"a": {"x": 0}}), ({"a": (x, x)}, {"a": [0]})):
+        with pytest.raises(BatchError, match=r"split= says nothing about batch\['a'\]\[(1|'y')\]") as caught:
+            batch_size(batch, split)
+        assert caught.value.rule == "H204"
+
+
+def test_an_empty_batch_has_no_samples() -> None:
+    """Zero samples are counted as zero, for the caller to judge, in the fast path and in the general one."""
+    assert batch_size((torch.zeros(0, 3),)) == batch_size({"x": torch.zeros(0, 3)}) == 0
+
+
+@pytest.mark.parametrize(
+    ("most", "smallest", "lengths"),
+    [(2, 1, [2, 2, 1]), (2, 2, [2, 3]), (3, 2, [3, 2]), (4, 2, [5]), (4, 9, [5]), (9, 9, [5])],
+)
+def test_a_rest_that_is_too_small_joins_the_part_before_it(
+    most: int, smallest: int, lengths: list[int], x: torch.Tensor
+) -> None:
+    """No part has fewer samples than a pass can take, unless the whole batch has, and none is lost."""
+    pairs = micro_batches((x,), 5, most, smallest=smallest)
+    assert [length for _, length in pairs] == [len(part[0]) for part, _ in pairs] == lengths
+    assert torch.equal(torch.cat([part[0] for part, _ in pairs]), x)
+
+
+def test_fresh_containers_share_their_leaves(x: torch.Tensor) -> None:
+    """A loss function may pop from and append to what it is given; the batch keeps its structure and tensors."""
+    batch = {"x": x, "nested": {"y": [x, x]}, "user": UserDict(z=x), "pair": (Pair(x, x), {"a": np.zeros(2)})}
+    given = fresh(batch)
+    assert given["x"] is given["pair"][0].inputs is x
+    given["pair"][1]["a"] += 1
+    given["pair"][1]["b"] = 1
+    assert list(batch["pair"][1]) == ["a"]
+    assert batch["pair"][1]["a"].sum() == 0
+    given.pop("x")
+    given["nested"].pop("y")
+    given["user"].clear()
+    assert list(batch) == ["x", "nested", "user", "pair"]
+    assert len(batch["nested"]["y"]) == 2
+    assert batch["user"]["z"] is x
+
+
+def test_copies_are_real(x: torch.Tensor) -> None:
+    """Changing a copied batch in place, tensors or arrays, leaves the original as it was."""
+    batch = {"pair": Pair(x, torch.arange(5)), "a": np.zeros(5), "names": list("abcde")}
+    twin = copied(batch)
+    twin["pair"].inputs.zero_()
+    twin["a"] += 1
+    assert batch["pair"].inputs.sum() == 45
+    assert batch["a"].sum() == 0
+    assert twin["names"] == batch["names"]
+
+
+def test_in_place_changes_are_noticed(x: torch.Tensor) -> None:
+    """The counters of all tensors of a batch, also nested ones, tell a change from none."""
+    with torch.inference_mode():
+        uncounted = torch.zeros(5)
+    batch = {"x": x, "pair": Pair(torch.zeros(5), uncounted), "names": list("abcde"), "a": np.zeros(5)}
+    tensors = tensors_in(batch)
+    assert len(tensors) == 3
+    before = versions_of(tensors)
+    assert before[2] == -1
+    _ = x * 2
+    assert versions_of(tensors) == before
+    batch["pair"].inputs.add_(1)
+    assert versions_of(tensors) == [before[0], before[1] + 1, -1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "split"),
+    [
+        ({"x": torch.zeros(2, 3)}, [0]),
+        ({"x": torch.zeros(2, 3)}, {"x": "itmes"}),
+        ({"x": torch.zeros(2, 3)}, {"x": {"y": 0}}),
+        ({"x": 5}, {"x": "items"}),
+        ({"x": {"y": torch.zeros(2)}}, {"x": "items"}),
+    ],
+)
+def test_a_split_that_does_not_fit_is_said(batch: Any, split: Any) -> None:
+    """Whatever is wrong with split=, the error names the part of the batch and what may be said about it."""
+    with pytest.raises(BatchError, match=r"(?s)batch\['x'\].*H204"):
+        batch_size(batch, split)
+
+
+@pytest.mark.parametrize("wrap", [lambda leaf: (leaf, torch.zeros(2)), lambda leaf: {"a": leaf}])
+@pytest.mark.parametrize("kind", ["nested", "jagged", "sparse"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_tensors_that_cannot_be_cut_are_said(kind: str, wrap: Any) -> None:
+    """Nested and sparse tensors are refused by name, in a tuple as in a dict."""
+    parts = [torch.zeros(2), torch.zeros(3)]
+    layout = torch.jagged if kind == "jagged" else torch.strided
+    leaf = torch.eye(2).to_sparse() if kind == "sparse" else torch.nested.nested_tensor(parts, layout=layout)
+    with pytest.raises(BatchError, match=r"H205"):
+        batch_size(wrap(leaf))
+
+
+def test_a_namedtuple_of_numbers_is_shared() -> None:
+    """A size of two numbers in a batch of two samples is not taken for a list of samples."""
+
+    class Size(NamedTuple):
+        h: int
+        w: int
+
+    parts = micro_batches({"x": torch.zeros(2), "size": Size(4, 5)}, 2, 1)
+    assert [part["size"] for part, _ in parts] == [Size(4, 5)] * 2
+
+
+def test_a_packed_sequence_is_copied_and_watched() -> None:
+    """Its data counts as a tensor of the batch, and a copy does not share it."""
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    assert tensors_in({"p": packed})[0] is packed.data
+    copy = copied({"p": packed})["p"]
+    copy.data.zero_()
+    assert packed.data.all()

@@ -1,0 +1,392 @@
+"""The watch and the board: who died, was stopped or is stuck is told from who is slow, idle or has ended well."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import Dataset
+
+from holdfast import DataLoader
+from holdfast.loader import generation, worker_watch
+from holdfast.loader.worker_board import (
+    COLLATING,
+    IDLE,
+    NUMBER,
+    PLACE,
+    PREPARING,
+    STARTING,
+    Board,
+    Showing,
+    has_ended,
+)
+from holdfast.loader.worker_processes import (
+    Started,
+    WorkerLostError,
+    how_it_ended,
+    is_stopped,
+    kill,
+    recording_context,
+)
+from holdfast.loader.worker_watch import Watch
+
+_FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Return a function that starts real workers under a watch with short ticks; it ends them after the test."""
+    monkeypatch.setattr(worker_watch, "_TICK_SECONDS", 0.02)
+    recording_context("fork", Started(), share_by_file=False)  # which has losses wake the main thread
+    made: list[tuple[Watch, list[Any]]] = []
+
+    def start_one(*works: Callable[[Board, int], None], **options: Any) -> tuple[Watch, list[Any], Board]:
+        board = Board(_FORK, len(works))
+        processes = [_FORK.Process(target=work, args=(board, number)) for number, work in enumerate(works)]
+        for process in processes:
+            process.start()
+        watch = Watch(processes, board, **{"limit_seconds": 60.0, "timeout_seconds": 0.0, **options})
+        made.append((watch, processes))
+        return watch, processes, board
+
+    yield start_one
+    for watch, processes in made:
+        watch.end()
+        kill(processes)
+
+
+def _wait_for_loss(watch: Watch, *, waiting: bool = True) -> worker_watch.Loss:
+    """Wait, as a loop does that waits for a batch, until the watch interrupts it."""
+    if waiting:
+        with pytest.raises(WorkerLostError), watch:
+            threading.Event().wait(20)
+    else:
+        for _ in range(2000):
+            if watch.lost:
+                break
+            time.sleep(0.01)
+    assert watch.lost
+    return watch.loss()
+
+
+class _Pids(Dataset[int]):
+    """Tells who reads it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def _forever(board: Board, number: int) -> None:
+    board.of(number)[NUMBER] = 7
+    board.of(number)[PLACE] = 2
+    time.sleep(1e6)
+
+
+def _idle(board: Board, number: int) -> None:
+    faulthandler.disable()  # pytest's, which would print where a signal hit
+    board.of(number)[NUMBER] = 1
+    board.of(number)[PLACE] = 0
+    has_ended(board.of(number))
+    time.sleep(1e6)
+
+
+def _busy(board: Board, number: int) -> None:
+    """Go on from sample to sample."""
+    for place in range(10**9):
+        board.of(number)[NUMBER] = place
+        board.of(number)[PLACE] = 0
+        time.sleep(0.005)
+        has_ended(board.of(number))
+
+
+def _exits(code: int) -> Callable[[Board, int], None]:
+    def work(board: Board, number: int) -> None:
+        board.of(number)[NUMBER] = 3
+        board.of(number)[PLACE] = 1
+        os._exit(code)
+
+    return work
+
+
+def test_the_board_shows_what_a_worker_does() -> None:
+    """A look gives batch, place and count of finished batches; a worker that has not begun is starting."""
+    board = Board(_FORK, 2)
+    assert board.look(1) == Showing(0, STARTING, 0)
+    board.of(1)[NUMBER] = 5
+    board.of(1)[PLACE] = 3
+    assert board.look(1) == Showing(5, 3, 0)
+    assert board.look(1).is_busy
+    assert board.look(1).has_worked, "it is behind its first sample"
+    board.of(1)[PLACE] = COLLATING
+    has_ended(board.of(1))
+    assert board.look(1) == Showing(5, IDLE, 1)
+    assert not board.look(1).is_busy
+    assert board.look(0) == Showing(0, STARTING, 0), "its neighbour's cells are its own"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "exited with code 0"), (3, "exited with code 3")], ids=["zero", "three"]
+)
+def test_an_exit_is_a_loss_with_its_code(start: Callable[..., Any], code: int, words: str) -> None:
+    """A worker that exits is told with its code and what it was at, also if it claims success."""
+    watch, _, _ = start(_exits(code), _busy)
+    loss = _wait_for_loss(watch)
+    assert (loss.kind, loss.worker) == ("died", 0)
+    assert words in loss.cause
+    assert loss.showing == Showing(3, 1, 0)
+    assert loss.others_fine
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGBUS])
+def test_a_signal_is_named(start: Callable[..., Any], number: signal.Signals) -> None:
+    """A worker that is killed is told with the signal's name; a bus error is a want of shared memory."""
+    watch, processes, board = start(_idle, _idle)
+    while not board.look(1).done:
+        time.sleep(0.01)
+    os.kill(processes[1].pid, number)
+    loss = _wait_for_loss(watch)
+    assert (loss.kind, loss.worker) == ("died", 1)
+    assert number.name in loss.cause
+    assert loss.shortage == ("shared memory" if number == signal.SIGBUS else None)
+
+
+def test_a_stopped_worker_is_found_and_killed(start: Callable[..., Any]) -> None:
+    """A worker that stays stopped is a loss, and does not stay in that state."""
+    watch, processes, _ = start(_idle, _busy)
+    os.kill(processes[0].pid, signal.SIGSTOP)
+    loss = _wait_for_loss(watch)
+    assert (loss.kind, loss.worker) == ("stopped", 0)
+    processes[0].join(5)
+    assert processes[0].exitcode == -signal.SIGKILL
+
+
+def test_a_worker_at_one_sample_for_too_long_is_stuck(start: Callable[..., Any]) -> None:
+    """It is found without anybody waiting, named with its sample, and killed; the others are fine."""
+    watch, processes, _ = start(_busy, _forever, limit_seconds=0.3)
+    loss = _wait_for_loss(watch, waiting=False)
+    assert (loss.kind, loss.worker, loss.others_fine) == ("hung", 1, True)
+    assert loss.showing == Showing(7, 2, 0)
+    processes[1].join(5)
+    assert processes[1].exitcode == -signal.SIGKILL
+
+
+def test_if_all_are_stuck_none_is_fine(start: Callable[..., Any]) -> None:
+    """Where every worker is blocked, as by a lock at the fork, the sample is not the one to blame."""
+    watch, _, _ = start(_forever, _forever, limit_seconds=0.3)
+    assert _wait_for_loss(watch).others_fine is False
+    alone, _, _ = start(_forever, limit_seconds=0.3)
+    assert _wait_for_loss(alone).others_fine is None
+
+
+def test_a_timeout_is_counted_only_while_somebody_waits(start: Callable[..., Any]) -> None:
+    """A long training step is no reason to replace workers; a long wait for a batch is."""
+    watch, _, _ = start(_forever, _busy, timeout_seconds=0.3)
+    threading.Event().wait(0.6)
+    assert not watch.lost
+    loss = _wait_for_loss(watch)
+    assert loss.kind == "hung"
+    assert "kept the loop waiting for 0.3 s" in loss.cause
+
+
+def test_a_timeout_is_for_one_batch(start: Callable[..., Any]) -> None:
+    """A loop that loading keeps waiting all the time, though never for long, loses no workers."""
+    watch, _, _ = start(_busy, timeout_seconds=0.5)
+    for _ in range(300):
+        with watch:
+            time.sleep(0.005)
+    assert not watch.lost
+
+
+def test_time_without_work_is_not_that_of_a_sample(start: Callable[..., Any]) -> None:
+    """After an evaluation, while workers had nothing to do, a stuck sample is found as soon as before."""
+
+    def pauses(board: Board, number: int) -> None:
+        for batch in range(2):
+            board.of(number)[NUMBER] = batch
+            board.of(number)[PLACE] = 0
+            has_ended(board.of(number))
+            time.sleep(0.5)
+        time.sleep(1e6)
+
+    watch, _, board = start(pauses)
+    while board.look(0).done < 2:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert watch.longest_seconds < 0.25
+
+
+def test_nobody_busy_and_no_batch_is_a_loss(start: Callable[..., Any]) -> None:
+    """If all workers are idle while the loop waits, a batch was lost on its way."""
+    watch, _, _ = start(_idle, _idle, limit_seconds=0.3)
+    loss = _wait_for_loss(watch)
+    assert loss.kind == "machinery"
+    assert "no worker was busy" in loss.cause
+
+
+def test_slow_samples_raise_the_limit(start: Callable[..., Any]) -> None:
+    """After a sample that took long, another one may take eight times as long before it counts as stuck."""
+
+    def slow(board: Board, number: int) -> None:
+        board.of(number)[NUMBER] = 0
+        board.of(number)[PLACE] = 0
+        time.sleep(0.3)
+        board.of(number)[PLACE] = 1
+        time.sleep(1.0)
+        has_ended(board.of(number))
+        time.sleep(1e6)
+
+    watch, _, board = start(slow, limit_seconds=0.5)
+    for _ in range(400):
+        if not board.look(0).is_busy or watch.lost:
+            break
+        time.sleep(0.01)
+    assert not watch.lost
+    assert board.look(0).done == 1
+
+
+def _computes(board: Board, number: int) -> None:
+    """Start for ever, and compute."""
+    while True:
+        pass
+
+
+def _starts(seconds: float, *, place: int, computing: bool) -> Callable[[Board, int], None]:
+    def work(board: Board, number: int) -> None:
+        faulthandler.disable()
+        board.of(number)[PLACE] = place
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if not computing:
+                time.sleep(0.01)
+        board.of(number)[PLACE] = IDLE
+        time.sleep(1e6)
+
+    return work
+
+
+def _sleeps(board: Board, number: int) -> None:
+    time.sleep(1e6)
+
+
+def _prepares(board: Board, number: int) -> None:
+    board.of(number)[PLACE] = PREPARING
+    time.sleep(1e6)
+
+
+@pytest.mark.parametrize(
+    ("work", "limit", "where"),
+    [(_sleeps, 0.3, "starting"), (_computes, 0.1, "starting"), (_prepares, 0.05, "in worker_init_fn")],
+    ids=["blocked", "spins", "blocked in worker_init_fn"],
+)
+def test_a_start_that_never_ends_is_found(start: Callable[..., Any], work: Any, limit: float, where: str) -> None:
+    """Wherever a lock that was held at the fork blocks a worker, and also if it spins on it."""
+    watch, _, _ = start(work, _busy, limit_seconds=limit)
+    loss = _wait_for_loss(watch, waiting=False)
+    assert (loss.kind, loss.worker) == ("hung", 0)
+    assert f"worker 0, {where}, has been at it" in loss.cause
+    assert loss.showing is not None
+    assert loss.showing.is_starting
+    assert not loss.showing.is_at_work
+
+
+@pytest.mark.parametrize(("place", "computing"), [(STARTING, True), (PREPARING, True), (PREPARING, False)])
+def test_a_start_is_not_judged_as_a_sample_is(start: Callable[..., Any], place: int, computing: bool) -> None:
+    """Imports, and what the user does for a worker, take as long as they do; samples get no longer limit for that."""
+    timeout = 0.5 if place == PREPARING else 0.0
+    watch, _, board = start(
+        _starts(2.0, place=place, computing=computing), limit_seconds=0.8, timeout_seconds=timeout
+    )
+    with watch:  # a loss would be raised here
+        while board.look(0).is_starting:
+            time.sleep(0.01)
+    assert not watch.lost
+    assert watch.longest_seconds == 0
+
+
+def test_a_part_of_a_stream_may_end(start: Callable[..., Any]) -> None:
+    """With ``may_end`` a worker that exits with code 0 has done its part; any other death is a loss."""
+    watch, processes, _ = start(_exits(0), _idle, may_end=True)
+    processes[0].join(5)
+    time.sleep(0.2)
+    assert not watch.lost
+    processes[1].kill()
+    assert _wait_for_loss(watch).worker == 1
+
+
+def test_a_loss_waits_until_the_loop_waits(start: Callable[..., Any]) -> None:
+    """A worker that dies during a training step interrupts nothing; the next wait for a batch ends at once."""
+    watch, processes, _ = start(_idle)
+    processes[0].kill()
+    for _ in range(50):
+        time.sleep(0.01)  # any exception would come here
+    assert watch.lost
+    with pytest.raises(WorkerLostError), watch:
+        pytest.fail("the loop should not have begun to wait")
+
+
+def test_a_loss_waits_until_another_loader_is_closed(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A loader that is collected while one waits for another's batch is closed, also if that one loses a worker."""
+    unheard: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: unheard.append(what.exc_value))
+    dropped = [iter(DataLoader(_Pids(), batch_size=2, num_workers=1))]
+    pid = int(next(dropped[0])[0])
+    os.kill(pid, signal.SIGSTOP)  # so that closing takes a while
+
+    closing = tmp_path / "closing"
+    really_undisturbed = generation.undisturbed
+
+    @contextlib.contextmanager
+    def undisturbed() -> Iterator[None]:
+        with really_undisturbed():
+            closing.touch()
+            yield
+
+    monkeypatch.setattr(generation, "undisturbed", undisturbed)
+
+    def dies(board: Board, number: int) -> None:
+        while not closing.exists():
+            time.sleep(0.005)
+        os._exit(1)
+
+    watch, _, _ = start(dies)
+    with pytest.raises(WorkerLostError), watch:
+        dropped.clear()  # the last reference: its workers are ended here
+        threading.Event().wait(20)
+    assert not unheard
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_watch_that_has_ended_says_nothing(start: Callable[..., Any]) -> None:
+    """What happens to workers that are being ended is no loss."""
+    watch, processes, _ = start(_idle)
+    watch.end()
+    processes[0].kill()
+    processes[0].join(5)
+    time.sleep(0.1)
+    assert not watch.lost
+
+
+def test_how_a_process_ended_is_told_in_words() -> None:
+    """Codes and signals have words, and a process that was never reaped is gone."""
+    process = _FORK.Process(target=os._exit, args=(4,))
+    assert how_it_ended(process, 0) == "is gone"
+    process.start()
+    process.join(5)
+    assert how_it_ended(process, 0) == "exited with code 4"
+    assert not is_stopped(2**22 + 1), "there is no such process"
