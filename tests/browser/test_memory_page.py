@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.browser.test_page import browser, dragged, opened, pytestmark, requested, said
-from tests.unit.memory.made_forecasts import make_plans, small_device
+from tests.unit.forecast.made_forecasts import make_plans, small_device
 
 from holdfast.report.memory_page import render
 

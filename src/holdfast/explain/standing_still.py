@@ -42,7 +42,7 @@ _MOVING_SHARE = 0.02
 _MOVING_BYTES_A_SECOND = 65_536
 
 _OURS = str(Path(__file__).parents[1])
-_OURS_DATA = f"{_OURS}/data/"
+_OUR_LOADER = f"{_OURS}/loader/"
 _LIBRARY = re.compile(r"/(?:lib|lib64)/(?:python|pypy)\d[\d.]*/|/(?:site|dist)-packages/|^<(?!string>|stdin>)")
 _TORCH = re.compile(r"/(?:site|dist)-packages/torch/|/torch/(?:nn|autograd|_ops|optim|utils|_tensor)")
 _COLLECTIVE = re.compile(
@@ -157,7 +157,7 @@ def is_in_backward(process: Examined) -> bool:
 
 def has_healing_loader(process: Examined) -> bool:
     """Say whether the batch that a process waits for is from holdfast's loader."""
-    return any(frame.file.startswith(_OURS_DATA) for frame in process.last.main.frames)
+    return any(frame.file.startswith(_OUR_LOADER) for frame in process.last.main.frames)
 
 
 def how_it_stands(process: Examined, *, group: int) -> How:

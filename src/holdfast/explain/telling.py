@@ -48,7 +48,7 @@ _MOST_OF_OURS = 500  # likewise, of an error of holdfast: it says what was refus
 # Installed code and what ships with Python: not where a user looks first.
 _FOREIGN = re.compile(
     r"(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen |^<string>$|/torch/(?:nn|utils|optim|distributed)/"
-    r"|runpy\.py$|/holdfast/(?:run|data|memory|numerics|checkpoint|supervise|recorder)/|/tqdm/"
+    r"|runpy\.py$|/holdfast/(?:guard|loader|forecast|memory|numerics|checkpoint|supervise|recorder)/|/tqdm/"
 )
 
 

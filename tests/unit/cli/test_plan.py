@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.unit.memory.made_forecasts import make_plans, small_device
+from tests.unit.forecast.made_forecasts import make_plans, small_device
 from typer.testing import CliRunner, Result
 
 from holdfast.cli.main import make_app
@@ -18,7 +18,7 @@ from holdfast.cli.plan import read_lengths
 from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
 from holdfast.forecast.forecasting import Forecast
 
-FACTORIES = Path(__file__).parents[1] / "memory" / "forecast_factories.py"
+FACTORIES = Path(__file__).parents[1] / "forecast" / "forecast_factories.py"
 
 
 def call(*arguments: object, factory: str = "transformer") -> Result:

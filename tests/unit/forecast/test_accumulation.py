@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.unit.memory.made_steps import Layer, make_step
+from tests.unit.forecast.made_steps import Layer, make_step
 
 from holdfast.forecast.accumulation import with_accumulation
 from holdfast.forecast.allocator import replay

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.memory.running import run_emulation
+from tests.unit.forecast.running import run_emulation
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.forecast import attention

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.prepared import run_prepared
-from tests.unit.memory.in_child import answer, case, results_of
+from tests.unit.forecast.in_child import answer, case, results_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.memory.made_steps import LINE, SAVES, Block, Layer, make_step
+from tests.unit.forecast.made_steps import LINE, SAVES, Block, Layer, make_step
 
 from holdfast.forecast.extrapolation import NotAlignedError, fit, needed_points
 from holdfast.forecast.trace import OWNERS, Trace, live_peak

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.memory.in_child import answer, case, results_of
+from tests.unit.forecast.in_child import answer, case, results_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -316,7 +316,7 @@ def test_an_operator_without_a_rule_is_named_with_the_line(results: dict[str, An
     assert of_a_function[1].startswith("operator holdfast_test::doubled has no rule")
     assert rule == "H422"
     assert "holdfast_test::fold" in text
-    assert "test_forecast_fake_device.py:" in text
+    assert "test_fake_device.py:" in text
     assert "in operators_without_a_rule" in text
     assert 'torch.library.register_fake("holdfast_test::fold")' in text
     assert shape == "[2, 3]"

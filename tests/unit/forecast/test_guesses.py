@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.memory.in_child import answer, case, results_of
+from tests.unit.forecast.in_child import answer, case, results_of
 from torch.nn import functional as F
 
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.fake_device import forecast_device
 from holdfast.forecast.guesses import Guesses
 
-HERE = "test_forecast_guesses.py"
+HERE = "test_guesses.py"
 
 
 def test_an_answer_is_listed_once_with_its_line() -> None:

@@ -108,7 +108,7 @@ def test_what_a_factory_may_not_return_is_said(returned: Any, said: str) -> None
     with pytest.raises(PolicyError, match=said) as caught:
         called(lambda: returned)
     assert caught.value.rule == "H412"
-    assert "test_forecast_jobs.py:" in caught.value.what
+    assert "test_jobs.py:" in caught.value.what
 
 
 def test_a_scripted_model_is_refused() -> None:

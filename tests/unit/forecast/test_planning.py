@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.memory.made_steps import Block, Layer, make_step
+from tests.unit.forecast.made_steps import Block, Layer, make_step
 
 from holdfast.forecast import device_plans
 from holdfast.forecast.accumulation import with_accumulation

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.memory.made_steps import SAVES, Block, Layer, make_step
+from tests.unit.forecast.made_steps import SAVES, Block, Layer, make_step
 from torch import nn
 
 from holdfast.forecast.extrapolation import fit

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.memory.running import run_emulation
+from tests.unit.forecast.running import run_emulation
 
 from holdfast.forecast.recurrent_sizes import (
     RecurrentSize,

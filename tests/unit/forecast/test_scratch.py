@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.forecast.running import run_host_comparison
 from tests.unit.memory.allocations import real_allocations
-from tests.unit.memory.running import run_host_comparison
 
 from holdfast.forecast import recurrent_cpu
 from holdfast.forecast.scratch import NO_SCRATCH, ScratchEstimate, Uncalibrated, scratch_bytes

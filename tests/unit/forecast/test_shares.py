@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from tests.unit.memory.made_steps import Layer, make_step
+from tests.unit.forecast.made_steps import Layer, make_step
 
 from holdfast.forecast.shares import shares_of
 

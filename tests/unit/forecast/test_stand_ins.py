@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.memory.in_child import answer, case, results_of
+from tests.unit.forecast.in_child import answer, case, results_of
 from torch import nn
 
 from holdfast.forecast.fake_device import forecast_device

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from tests.unit.memory.made_steps import Layer, make_step
+from tests.unit.forecast.made_steps import Layer, make_step
 
 from holdfast.forecast.devices import Device, find_device
 from holdfast.forecast.timing import (

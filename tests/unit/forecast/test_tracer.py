@@ -346,12 +346,10 @@ def test_activations_and_backward_carry_line_and_module_of_the_forward_pass() ->
     births = fake.events[fake.events > 0] - 1
     backward = births[fake.event_phase[fake.events > 0] == PHASES.index("backward")]
     lines = {fake.lines[fake.line[one]] for one in backward}
-    assert any(line.startswith("test_forecast_tracer.py:") and line.endswith(" in forward") for line in lines)
+    assert any(line.startswith("test_tracer.py:") and line.endswith(" in forward") for line in lines)
     modules = {fake.modules[fake.module[one]] for one in backward}
     assert {"model.layers.0.up", "model.layers.2.down", "model.head"} <= modules
-    assert not any(
-        "torch" in line or "tracer.py" in line.replace("test_forecast_tracer.py", "") for line in fake.lines
-    )
+    assert not any("torch" in line or "tracer.py" in line.replace("test_tracer.py", "") for line in fake.lines)
 
 
 def test_phases_follow_each_other() -> None:

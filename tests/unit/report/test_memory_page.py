@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 import pytest
-from tests.unit.memory.made_forecasts import make_plans, small_device
+from tests.unit.forecast.made_forecasts import make_plans, small_device
 
 from holdfast.forecast.trace import OWNERS, live_peak
 from holdfast.report.memory_page import memory_figure, render, thinned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.memory.made_steps import Block, Layer, make_step
+from tests.unit.forecast.made_steps import Block, Layer, make_step
 
 from holdfast.forecast.device_plans import Order, Verification, plan_device
 from holdfast.forecast.devices import Device, find_device
