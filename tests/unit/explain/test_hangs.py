@@ -188,7 +188,7 @@ def test_a_loader_that_heals_itself_is_told_from_one_that_does_not() -> None:
     ours = (str(Path(holdfast.__file__).parent / "loader" / "handing_out.py"), 90, "Epoch.__next__")
     stuck = process(thread([WORKER, FETCH, DATA]), pid=3, ppid=1, role="loader worker", judged=False)
     assert judged(process(thread([TRAIN, ours, LOADER]), phase="data wait"), stuck).heals
-    unpacks = (str(Path(holdfast.__file__).parent / "loader" / "fetch.py"), 40, "_unpack")  # asks the worker for memory
+    unpacks = (str(Path(holdfast.__file__).parent / "loader" / "fetch.py"), 40, "_unpack")  # asks it for memory
     found = judged(process(thread([TRAIN, ours, LOADER, unpacks], "socket"), phase="data wait"), stuck)
     assert (found.process.pid, found.heals) == (3, True)
     assert not judged(process(thread([TRAIN, LOADER]), phase="data wait"), stuck).heals
