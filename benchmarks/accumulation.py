@@ -25,7 +25,7 @@ from torch.nn import functional
 from benchmarks.forks import single_threaded
 from benchmarks.results_file import Result, read_options
 from holdfast import Guard, Loss
-from holdfast.guard.two_pass import TwoPass
+from holdfast.guard.splitting.two_pass import TwoPass
 
 _SAMPLES, _LONGEST, _WORDS, _WIDTH = 32, 64, 50, 24
 _LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}

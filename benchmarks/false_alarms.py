@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.results_file import Result, read_options
 from holdfast.recorder.progress import Phase
-from holdfast.supervise.limits import HangLimits, LearnedLimits
+from holdfast.supervise.watch.limits import HangLimits, LearnedLimits
 
 _STEPS = 1_000_000
 _QUICK_STEPS = 50_000

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 from benchmarks.forecast_models import Model, find_models
 from benchmarks.results_file import Result, read_options, without_paths
 from holdfast.core.errors import HoldfastError
-from holdfast.forecast.allocator import replay
-from holdfast.forecast.extrapolation import fit, needed_points
-from holdfast.forecast.trace import Trace, live_peak, played
-from holdfast.forecast.tracing import trace_job
+from holdfast.forecast.allocator.replay import replay
+from holdfast.forecast.job.tracing import trace_job
+from holdfast.forecast.trace.events import Trace, live_peak, played
+from holdfast.forecast.trace.extrapolation import fit, needed_points
 
 _FITTED = (2, 4)
 _CHECKED = (8, 32, 128)

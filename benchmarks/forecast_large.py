@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.forecast_transformers import find_transformers
 from benchmarks.results_file import Result, read_options
 from holdfast.core.errors import HoldfastError
-from holdfast.forecast.trace import live_peak, owners_at_peak
-from holdfast.forecast.tracing import TraceRequest, trace_job
+from holdfast.forecast.job.tracing import TraceRequest, trace_job
+from holdfast.forecast.trace.events import live_peak, owners_at_peak
 
 _FACTORY = "benchmarks.forecast_transformers:llama_7b"
 _QUICK_FACTORY = "benchmarks.forecast_models:encoder"

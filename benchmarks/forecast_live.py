@@ -18,8 +18,8 @@ from benchmarks.forecast_models import Model, find_models
 from benchmarks.forecast_real import STEPS, run_apart
 from benchmarks.results_file import Result, read_options, without_paths
 from holdfast.core.errors import HoldfastError
-from holdfast.forecast.trace import live_peak
-from holdfast.forecast.tracing import trace_job
+from holdfast.forecast.job.tracing import trace_job
+from holdfast.forecast.trace.events import live_peak
 
 _TO_REACH = {"matrix products": 0.01, "convolution": 2.0, "fused RNN": 3.0, "Tacotron 2": 3.0}  # percent
 _ON_A_CPU = "for-loop"  # torch's default there; other implementations are traced, but not played

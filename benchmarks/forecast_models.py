@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody spells it
 from benchmarks import forecast_generative as generative
 from benchmarks import forecast_networks as networks
 from benchmarks.forecast_speech import MELS, Tacotron
-from holdfast.forecast.tracing import TraceRequest
+from holdfast.forecast.job.tracing import TraceRequest
 
 Kind = Literal["matrix products", "convolution", "fused RNN", "Tacotron 2"]
 Family = Literal["transformer", "CNN", "RNN", "other"]

@@ -30,8 +30,8 @@ from benchmarks.forecast_real import run_apart
 from benchmarks.peers import find_peer
 from benchmarks.results_file import Result, percentile, read_options, without_paths
 from holdfast.core.errors import HoldfastError
-from holdfast.forecast.trace import live_peak
-from holdfast.forecast.tracing import trace_job
+from holdfast.forecast.job.tracing import trace_job
+from holdfast.forecast.trace.events import live_peak
 
 _ACCELERATE_BYTES, _DEEPSPEED_BYTES = 16, 20  # for each parameter in fp32
 _KITSUNE = "torch-kitsune==0.7.0"

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from benchmarks.forecast_models import Model, find_models
 from benchmarks.results_file import Result, read_options, without_paths
 from holdfast.core.errors import HoldfastError
-from holdfast.forecast.allocator import replay
-from holdfast.forecast.recomputation import with_recompute
-from holdfast.forecast.trace import Trace, live_peak, played
-from holdfast.forecast.tracing import trace_job
+from holdfast.forecast.allocator.replay import replay
+from holdfast.forecast.job.tracing import trace_job
+from holdfast.forecast.trace.events import Trace, live_peak, played
+from holdfast.forecast.trace.recomputation import with_recompute
 
 _MOST_PERCENT = 0.5
 _STEPS = 3

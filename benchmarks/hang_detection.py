@@ -26,11 +26,11 @@ from typing import Any
 
 from benchmarks.hang_cases import MECHANISMS, PHASES, RANKS, marked_lines, names
 from benchmarks.results_file import Result, read_options
-from holdfast.explain.hangs import Hang
-from holdfast.supervise.limits import HangLimits
+from holdfast.explain.hangs.blame import Hang
 from holdfast.supervise.observe.environment import observing
-from holdfast.supervise.stacks import Stacks
-from holdfast.supervise.watchdog import Watchdog
+from holdfast.supervise.watch.limits import HangLimits
+from holdfast.supervise.watch.stacks import Stacks
+from holdfast.supervise.watch.watchdog import Watchdog
 
 _ROOT = Path(__file__).parents[1]
 _LIMIT_SECONDS = 2.0

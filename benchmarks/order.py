@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.forks import single_threaded
 from benchmarks.results_file import Result, read_options
-from holdfast.loader.orders import LengthBucketed, Order, Shuffled, Weighted
+from holdfast.loader.order.orders import LengthBucketed, Order, Shuffled, Weighted
 
 _LENGTH = 50_000_000
 _BATCH = 256

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 _LOADED = (
     "torch", "numpy", "holdfast",
     "torch._dynamo",  # imported by the first step of an optimizer
-    *(f"holdfast.forecast.{name}" for name in ("building", "fake_device", "jobs", "other_answers", "tracer")),
+    "holdfast.forecast.job.building", "holdfast.forecast.fake.device", "holdfast.forecast.job.jobs",
+    "holdfast.forecast.fake.other_answers", "holdfast.forecast.trace.tracer",
 )  # fmt: skip
 
 
@@ -108,7 +109,7 @@ def prepare_forecasts(patch: pytest.MonkeyPatch) -> None:
         assert command[0] == sys.executable
         return Prepared(command[1:], **given)
 
-    patch.setattr("holdfast.forecast.tracing.subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
+    patch.setattr("holdfast.forecast.job.tracing.subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
 
 
 @cache

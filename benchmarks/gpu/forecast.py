@@ -42,7 +42,7 @@ from benchmarks.gpu.forecast_decisions import GIB, Prediction, Verdict, judge, p
 from benchmarks.gpu.forecast_jobs import Outcome, Plan, run
 from benchmarks.results_file import Result, percentile, read_options
 from holdfast.core.errors import PolicyError
-from holdfast.forecast.devices import Device, find_device
+from holdfast.forecast.devices.catalogue import Device, find_device
 
 _SECONDS = 9 * 60.0
 _SECONDS_LEFT_TO_WRITE = 20.0

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from benchmarks.gpu.forecast_jobs import OUT_OF_MEMORY, Outcome, Plan, model_named
 from benchmarks.results_file import without_paths
 from holdfast.core.errors import HoldfastError
-from holdfast.forecast.allocator import DEFAULT_ALLOCATOR
-from holdfast.forecast.devices import Device
-from holdfast.forecast.extrapolation import ScaledTrace, fit
-from holdfast.forecast.fit import check_fit
-from holdfast.forecast.planning import Question, Row, Steps, plan_rows, recommended
-from holdfast.forecast.trace import live_peak, played, variants_played
-from holdfast.forecast.tracing import trace_job
+from holdfast.forecast.allocator.fit import check_fit
+from holdfast.forecast.allocator.replay import DEFAULT_ALLOCATOR
+from holdfast.forecast.devices.catalogue import Device
+from holdfast.forecast.job.tracing import trace_job
+from holdfast.forecast.plan.planning import Question, Row, Steps, plan_rows, recommended
+from holdfast.forecast.trace.events import live_peak, played, variants_played
+from holdfast.forecast.trace.extrapolation import ScaledTrace, fit
 
 GIB = 1 << 30
 TRACED = (2, 4)

@@ -166,8 +166,8 @@ def recomputing_modules(job: Parts, names: tuple[str, ...], device: str) -> Iter
 
 def record(plan: Plan, *, expandable: bool, fraction: float) -> dict[str, Any]:
     """Train in this process, which must be fresh, and compare what the allocator did with its simulation."""
-    from holdfast.forecast.allocator import AllocatorOptions
-    from holdfast.forecast.recorded_traces import compare, from_snapshot
+    from holdfast.forecast.allocator.recorded_traces import compare, from_snapshot
+    from holdfast.forecast.allocator.replay import AllocatorOptions
 
     total = torch.cuda.get_device_properties(0).total_memory
     if fraction < 1:

@@ -57,7 +57,7 @@ def programs_of(corpus: str) -> list[Program]:
 
 def run_once(program: Program, seed: int) -> Row:
     """Run a program under the watch, and return what was found, as plain data."""
-    from holdfast.guard.watch import watch
+    from holdfast.learning.watch import watch
 
     logging.getLogger("holdfast").addHandler(logging.NullHandler())
     watches: list[Watching] = []

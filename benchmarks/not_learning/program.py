@@ -37,7 +37,7 @@ class Watching(Protocol):
 
 
 class Watch(Protocol):
-    """The face of ``holdfast.guard.watch.watch``."""
+    """The face of ``holdfast.learning.watch.watch``."""
 
     def __call__(
         self,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from holdfast import DataLoader, Guard, Policy
-from holdfast.loader.orders import LengthBucketed
+from holdfast.loader.order.orders import LengthBucketed
 from recipes.asr.corpus import CorpusError, Utterance, hold_out, insist_on_sample_rate, read_corpus
 from recipes.asr.data import Sound, Speech, collate
 from recipes.asr.model import Recogniser, ctc

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from holdfast import DataLoader
-from holdfast.loader.orders import LengthBucketed
+from holdfast.loader.order.orders import LengthBucketed
 from recipes.options import RunOptions, insist_on_a_batch
 from recipes.pegasus.corpus import collect, is_installed
 from recipes.pegasus.model import Size, build_model, build_optimizer, load_pretrained, loss_of

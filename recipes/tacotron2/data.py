@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from holdfast import DataLoader, FeatureCache
-from holdfast.loader.orders import LengthBucketed
+from holdfast.loader.order.orders import LengthBucketed
 from recipes.tacotron2.audio import MelSettings, log_mel
 from recipes.tacotron2.folder import Row, SpeechFolder
 from recipes.tacotron2.text import numbers_of

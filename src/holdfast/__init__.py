@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from holdfast.core.policy import Policy
     from holdfast.core.version import __version__
     from holdfast.guard.guard import Guard
-    from holdfast.guard.loss import Loss
     from holdfast.guard.result import StepResult
-    from holdfast.guard.two_pass import TwoPass
-    from holdfast.guard.watch import watch
+    from holdfast.guard.splitting.two_pass import TwoPass
+    from holdfast.learning.watch import watch
     from holdfast.loader.features.cache import FeatureCache
     from holdfast.loader.loader import DataLoader
     from holdfast.numerics.learning_rate import advise_learning_rate
+    from holdfast.numerics.loss import Loss
 
 _HOMES = {
     "BatchError": "core.errors",
@@ -40,17 +40,17 @@ _HOMES = {
     "Guard": "guard.guard",
     "HoldfastError": "core.errors",
     "LoaderError": "core.errors",
-    "Loss": "guard.loss",
+    "Loss": "numerics.loss",
     "NonFiniteError": "core.errors",
     "OutOfMemoryError": "core.errors",
     "Policy": "core.policy",
     "PolicyError": "core.errors",
     "RunDirectoryError": "core.errors",
     "StepResult": "guard.result",
-    "TwoPass": "guard.two_pass",
+    "TwoPass": "guard.splitting.two_pass",
     "__version__": "core.version",
     "advise_learning_rate": "numerics.learning_rate",
-    "watch": "guard.watch",
+    "watch": "learning.watch",
 }
 
 __all__ = [

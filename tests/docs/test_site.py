@@ -71,7 +71,7 @@ def every_module_for_users_is_in_the_reference(site: Path) -> None:
     for name in (
         "holdfast.testing.memory_limited",
         "holdfast.testing.FakeClock",
-        "holdfast.loader.orders.LengthBucketed",
+        "holdfast.loader.order.orders.LengthBucketed",
         "holdfast.integrations.transformers.HoldfastMixin",
         "holdfast.integrations.transformers_callback.CallbackParts",
         "holdfast.integrations.transformers.last_good_checkpoint",

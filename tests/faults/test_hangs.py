@@ -6,7 +6,7 @@ import pytest
 from benchmarks.hang_cases import MECHANISMS, RANKS, names
 from benchmarks.hang_detection import Row, row_of
 
-from holdfast.supervise.stacks import find_py_spy
+from holdfast.supervise.watch.stacks import find_py_spy
 
 pytestmark = pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
 _NOW = ("lock held at fork/worker", "regex/dataset", "rank sleeps")

@@ -27,9 +27,9 @@ from tests.prepared import Prepared, run_prepared
 
 from holdfast import Guard
 from holdfast.core.errors import LoaderError
-from holdfast.loader import healing
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.quarantine import FILE_NAME, read_ledger
+from holdfast.loader.workers import recovery as healing
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.forecast.calibration import calibrate
-from holdfast.forecast.devices import find_device
+from holdfast.forecast.devices.calibration import calibrate
+from holdfast.forecast.devices.catalogue import find_device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,8 +23,8 @@ pytestmark = [
 RECORDING = """
 import sys, torch
 from torch import nn
-from holdfast.forecast.allocator import AllocatorOptions
-from holdfast.forecast.recorded_traces import compare, from_snapshot
+from holdfast.forecast.allocator.replay import AllocatorOptions
+from holdfast.forecast.allocator.recorded_traces import compare, from_snapshot
 
 expandable, allowed = sys.argv[1] == "expandable", int(sys.argv[2])
 if allowed:

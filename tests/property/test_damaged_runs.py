@@ -21,7 +21,7 @@ from holdfast.guard.record import RunRecord
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import SUPERVISOR_FOLDER
-from holdfast.supervise.restarts import Budgets
+from holdfast.supervise.launch.restarts import Budgets
 from holdfast.supervise.supervisor import Plan, Supervisor
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.loader.orders import (
+from holdfast.loader.order.orders import (
     LengthBucketed,
     Order,
     Sequential,
@@ -16,7 +16,7 @@ from holdfast.loader.orders import (
     TokenBatches,
     Weighted,
 )
-from holdfast.loader.permutation import permuted
+from holdfast.loader.order.permutation import permuted
 from holdfast.loader.ranks import rank_positions, steps_left
 
 _FAST = settings(deadline=None, max_examples=60)

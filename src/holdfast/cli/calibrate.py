@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from holdfast.cli.output import Json, console, failing_clearly, print_json
-from holdfast.forecast.devices import GIB, Device, device_file, save_device
+from holdfast.forecast.devices.catalogue import GIB, Device, device_file, save_device
 
 
 def run(
@@ -25,7 +25,7 @@ def run(
     Take the file to a machine without a GPU and plan there: `holdfast plan … --device FILE.json`.
     """
     with failing_clearly(as_json=as_json):
-        from holdfast.forecast.calibration import calibrate  # here, since torch takes seconds to import
+        from holdfast.forecast.devices.calibration import calibrate  # here, since torch takes seconds to import
 
         device = calibrate(index, on_progress=lambda text: typer.echo(f"{text} …", err=True))
         path = device_file(device.name) if out is None else out

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
-from holdfast.explain.log_lines import plain_text
+from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.rules import catalogue, find_rule
 from holdfast.explain.verdict import Verdict
 from holdfast.report.verdicts import how_sure

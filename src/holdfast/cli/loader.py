@@ -97,7 +97,7 @@ def _decide(
 ) -> dict[str, Any]:
     import torch
 
-    from holdfast.loader.sharding import EACH_READS_ALL
+    from holdfast.loader.streams.sharding import EACH_READS_ALL
     from holdfast.loader.tuning import choice, probing
     from holdfast.loader.tuning.machine import Machine
     from holdfast.loader.tuning.preflight import Load, preflight, weigh
@@ -144,7 +144,7 @@ def _decide(
 
 
 def _most_workers(loader: DataLoader[Any]) -> int | None:
-    from holdfast.loader.sharding import most_useful_workers, shards_itself
+    from holdfast.loader.streams.sharding import most_useful_workers, shards_itself
 
     said = getattr(loader, "sharded", None)  # holdfast's own, to which it may have been told
     sharded = shards_itself(loader.dataset, loader.worker_init_fn) if said is None else said

@@ -17,11 +17,11 @@ from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json
 from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
-from holdfast.forecast import tracing
-from holdfast.forecast.device_plans import Order, Watcher, has_bf16
-from holdfast.forecast.devices import Device, find_device
-from holdfast.forecast.forecasting import Forecast, make_forecast
-from holdfast.forecast.planning import Row
+from holdfast.forecast.devices.catalogue import Device, find_device
+from holdfast.forecast.job import tracing
+from holdfast.forecast.plan.device_plans import Order, Watcher, has_bf16
+from holdfast.forecast.plan.forecasting import Forecast, make_forecast
+from holdfast.forecast.plan.planning import Row
 from holdfast.report.memory_page import render
 from holdfast.report.offline_page import plotly_script
 

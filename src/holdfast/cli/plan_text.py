@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.output import console
-from holdfast.forecast.device_plans import DevicePlan
-from holdfast.forecast.devices import GIB
-from holdfast.forecast.forecasting import Forecast
-from holdfast.forecast.planning import Row, with_relative_times
-from holdfast.forecast.shares import shares_of
+from holdfast.forecast.devices.catalogue import GIB
+from holdfast.forecast.plan.device_plans import DevicePlan
+from holdfast.forecast.plan.forecasting import Forecast
+from holdfast.forecast.plan.planning import Row, with_relative_times
+from holdfast.forecast.trace.shares import shares_of
 from holdfast.report.forecast_words import (
     COLUMNS,
     LEGEND,

@@ -156,7 +156,7 @@ def _retest(factory: str, aside: list[Quarantined], timeout_seconds: float) -> d
 
 
 def _judge(entry: Quarantined, read: Callable[[], dict[str, Any]], timeout_seconds: float) -> _Verdict:
-    from holdfast.guard.forked import NoAnswer, in_a_copy_of_this_process
+    from holdfast.core.forked import NoAnswer, in_a_copy_of_this_process
 
     if entry.stands_for:
         return "unclear", f"the ledger cannot hold the {entry.stands_for} that it is read by; read it yourself"

@@ -70,7 +70,7 @@ def run(
     Exit code: that of the command; 128 + the number of the signal that ended it. 127 or 126: it cannot be executed.
     2: wrong use.
     """
-    from holdfast.supervise.restarts import Budgets
+    from holdfast.supervise.launch.restarts import Budgets
     from holdfast.supervise.supervisor import Supervisor
 
     with failing_clearly(as_json=False):
@@ -117,10 +117,10 @@ def _post(webhook: str | None, outcome: Outcome) -> None:
 def _make_plan(
     command: list[str], run_dir: Path | None, hang_limits: list[str], *, watch: bool, observe: bool
 ) -> Plan:
-    from holdfast.supervise.launching import CommandError, find_program
-    from holdfast.supervise.limits import HangLimits
-    from holdfast.supervise.run_folder import choose_folder
+    from holdfast.supervise.launch.launching import CommandError, find_program
+    from holdfast.supervise.launch.run_folder import choose_folder
     from holdfast.supervise.supervisor import Plan
+    from holdfast.supervise.watch.limits import HangLimits
 
     limits = HangLimits.parse(hang_limits)
     try:
@@ -179,7 +179,7 @@ def _metrics_to(sinks: list[Sink], run: Path) -> Iterator[None]:
 
 def _print_plan(plan: Plan, *, as_json: bool) -> None:
     """Say what would be done."""
-    from holdfast.supervise.plan_text import describe_plan
+    from holdfast.supervise.launch.plan_text import describe_plan
 
     described = describe_plan(plan)
     if as_json:

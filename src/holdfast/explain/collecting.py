@@ -18,11 +18,11 @@ from holdfast.core.events import Event
 from holdfast.explain.curves_seen import find_lost, lost_of_run
 from holdfast.explain.evidence import Ending, Facts, Lost, Statement
 from holdfast.explain.guard_ends import how_closed, of_guards
-from holdfast.explain.log_files import opened
-from holdfast.explain.log_keeping import Readable
-from holdfast.explain.log_lines import plain_text
-from holdfast.explain.log_progress import is_progress_bar
-from holdfast.explain.log_text import LogText, read_log
+from holdfast.explain.logs.files import opened
+from holdfast.explain.logs.keeping import Readable
+from holdfast.explain.logs.lines import plain_text
+from holdfast.explain.logs.progress import is_progress_bar
+from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.run_recordings import Recordings, open_recordings, unreadable
 from holdfast.explain.run_statements import already_tried, merged, of_exceptions, of_kernel, same
 from holdfast.recorder.progress import Standing

@@ -34,9 +34,9 @@ from holdfast.explain.signatures.runtime import (
     UNCAUGHT,
     UNKNOWN,
 )
-from holdfast.explain.telling import Told, tell
 from holdfast.explain.verdict import Verdict
 from holdfast.explain.weighing import Candidate, find_candidates, in_order
+from holdfast.explain.wording import Told, tell
 
 _OTHER_LINE = 3
 _CAUGHT = 4

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from holdfast.core.events import Event
 from holdfast.explain.evidence import Ending, Facts
-from holdfast.explain.log_lines import plain_text
+from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.verdict import Exhibit
 
 WORKER_KILLED = "H930"

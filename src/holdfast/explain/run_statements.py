@@ -14,8 +14,8 @@ from typing import Any
 
 from holdfast.core.events import Event
 from holdfast.explain.evidence import Frame, Statement
-from holdfast.explain.log_lines import plain_text
-from holdfast.explain.log_text import read_log
+from holdfast.explain.logs.lines import plain_text
+from holdfast.explain.logs.text import read_log
 from holdfast.recorder.run_files import ProcessInfo
 
 _MOST_CHAIN = 20

@@ -14,15 +14,15 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from holdfast.core.policy import Policy
-from holdfast.explain.finding import Finding, demoted, with_origin
-from holdfast.explain.flow_summary import flow_summary
 from holdfast.explain.rules import find_rule
-from holdfast.guard.insight import LOST
-from holdfast.guard.observer import Observer
-from holdfast.guard.outcome import Outcome
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
-from holdfast.numerics.batches import tensors_in
+from holdfast.guard.step.outcome import Outcome
+from holdfast.learning.batches import tensors_in
+from holdfast.learning.finding import Finding, demoted, with_origin
+from holdfast.learning.flow_summary import flow_summary
+from holdfast.learning.insight import LOST
+from holdfast.learning.observer import Observer
 
 _NO_PROGRESS = ("H826", "H828", "H832")
 _WRECKED = {"H801", "H802", "H825", "H826", "H847"}

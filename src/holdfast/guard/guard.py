@@ -23,19 +23,19 @@ from holdfast.core.events import Event
 from holdfast.core.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
-from holdfast.guard.engine import StepEngine
 from holdfast.guard.images import keep_image
 from holdfast.guard.loop import Loop
 from holdfast.guard.parts import gather_parts
 from holdfast.guard.phase import RunState
-from holdfast.guard.promises import LossFunction
 from holdfast.guard.ranks import find_ranks
 from holdfast.guard.record import End, RunRecord
-from holdfast.guard.recovery import Recovery
 from holdfast.guard.result import Statistics, StepResult
-from holdfast.guard.schedules import check_schedulers, validated
 from holdfast.guard.session import Session
-from holdfast.guard.steps import Steps
+from holdfast.guard.splitting.split_safety import LossFunction
+from holdfast.guard.step.engine import StepEngine
+from holdfast.guard.step.recovery import Recovery
+from holdfast.guard.step.schedules import check_schedulers, validated
+from holdfast.guard.step.steps import Steps
 from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split

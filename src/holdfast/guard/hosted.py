@@ -24,7 +24,7 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.guard import Guard, evaluating
 from holdfast.guard.record import End
 from holdfast.guard.result import Counters
-from holdfast.guard.steps import Steps
+from holdfast.guard.step.steps import Steps
 
 _OF_THE_HOST = ("save_interval_steps", "save_interval_minutes", "scheduler_interval")
 

@@ -13,9 +13,9 @@ from holdfast.core.errors import PolicyError
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.phase import Phase
 from holdfast.guard.record import End
-from holdfast.guard.recovery import Recovery
-from holdfast.guard.schedules import advance, needs_metric
 from holdfast.guard.session import Session
+from holdfast.guard.step.recovery import Recovery
+from holdfast.guard.step.schedules import advance, needs_metric
 from holdfast.guard.stop import Interrupted, StopRequest
 
 # A scheduler that needs a metric, and had none in so many epochs, is reported: at the end of the loop, or after so

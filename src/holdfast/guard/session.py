@@ -21,17 +21,17 @@ from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, RunDirectoryError
 from holdfast.core.policy import Policy
-from holdfast.guard.closure import called_inside
-from holdfast.guard.components import check_fits, component_names, component_of, gather, live_tensors, load
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
-from holdfast.guard.engine import StepEngine
 from holdfast.guard.parts import Parts
 from holdfast.guard.phase import Phase, RunState
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Counters, Statistics
-from holdfast.guard.saving import Saving
-from holdfast.guard.snapshots import Kept, Snapshots, copied_to_host
+from holdfast.guard.saving.components import check_fits, component_names, component_of, gather, live_tensors, load
+from holdfast.guard.saving.saves import Saving
+from holdfast.guard.saving.snapshots import Kept, Snapshots, copied_to_host
+from holdfast.guard.splitting.closure import called_inside
+from holdfast.guard.step.engine import StepEngine
 from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes

@@ -35,7 +35,7 @@ def _let_workers_die() -> None:
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and getattr(handler, "__module__", "").startswith("torch.utils.data"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    workers = sys.modules.get("holdfast.loader.worker_processes")  # imports torch; without a loader it is not needed
+    workers = sys.modules.get("holdfast.loader.workers.processes")  # imports torch; without a loader it is not needed
     if workers is not None:
         workers.silence_torch()  # holdfast's handler is around torch's
 

@@ -31,8 +31,8 @@ from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.core.errors import PolicyError
 from holdfast.core.policy import Policy
 from holdfast.guard.hosted import HostedGuard, hosted_policy, take_scale
-from holdfast.guard.promises import LossFunction
 from holdfast.guard.result import StepResult
+from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.integrations.frameworks import excluded, load
 from holdfast.integrations.lightning_callback import HoldfastCallback
 from holdfast.integrations.lightning_files import VerifiedCheckpointIO, save_when_stopped

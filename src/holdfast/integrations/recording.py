@@ -22,7 +22,7 @@ from holdfast.core.errors import NonFiniteError, PolicyError
 from holdfast.core.policy import Policy
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.record import RunRecord
-from holdfast.guard.watch import Watch, watch
+from holdfast.learning.watch import Watch, watch
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.run_files import announce_recording
 

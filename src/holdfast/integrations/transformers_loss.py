@@ -20,9 +20,9 @@ import torch
 
 from holdfast.core.errors import BatchError
 from holdfast.guard.hosted import HostedGuard
-from holdfast.guard.loss import Loss
-from holdfast.guard.window import Window
+from holdfast.guard.step.window import Window
 from holdfast.loader.splitting import Split, batch_size, select
+from holdfast.numerics.loss import Loss
 
 _MOST_DOUBTS = 4  # steps in which it is tried to find out what a mean is over
 _ROUNDING = 1e-5  # of a mean in fp32, relative

@@ -26,7 +26,7 @@ from holdfast.loader.quarantine import key_of
 from holdfast.loader.random_state import Borrowed, LazySeeding
 from holdfast.loader.seeds import SampleSeeds, derive_seed
 from holdfast.loader.signalled import let_through
-from holdfast.loader.worker_board import COLLATING, NUMBER, PLACE, Board, Showing, has_ended
+from holdfast.loader.workers.board import COLLATING, NUMBER, PLACE, Board, Showing, has_ended
 
 _OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 

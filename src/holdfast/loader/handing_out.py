@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.fetch import Failure, Report
+from holdfast.loader.order.sampled import Drawn
 from holdfast.loader.quarantine import last_line
-from holdfast.loader.sampled import Drawn
 from holdfast.loader.signalled import came_of_a_handler
-from holdfast.loader.stream import StreamPosition
+from holdfast.loader.streams.stream import StreamPosition
 
 
 class Place(NamedTuple):

@@ -24,7 +24,6 @@ from holdfast.core.weak_calls import WeakCall
 from holdfast.loader.device_prefetch import prefetched
 from holdfast.loader.fetch import Fetcher
 from holdfast.loader.handing_out import Epoch, Failed, Place, Reached, as_error
-from holdfast.loader.healing import Crew, Healer
 from holdfast.loader.host_epochs import HostEpochs
 from holdfast.loader.loader_arguments import (
     as_torch,
@@ -42,17 +41,18 @@ from holdfast.loader.loader_arguments import (
     without_auto,
     workers_given,
 )
-from holdfast.loader.map_source import MapSource
+from holdfast.loader.order.sampled import Drawn, Sampled
 from holdfast.loader.quarantine import FILE_NAME, Ledger
 from holdfast.loader.random_state import SeededGenerator
 from holdfast.loader.ranks import steps_left
-from holdfast.loader.sampled import Drawn, Sampled
 from holdfast.loader.seeds import derive_seed
-from holdfast.loader.sharding import most_useful_workers, shards_itself
 from holdfast.loader.signalled import note_handlers
-from holdfast.loader.stream import Beginning, StreamPlan, StreamSource, keeps_state
+from holdfast.loader.streams.sharding import most_useful_workers, shards_itself
+from holdfast.loader.streams.stream import Beginning, StreamPlan, StreamSource, keeps_state
 from holdfast.loader.tuning.autotune import Given, Tuner
-from holdfast.loader.worker_board import Board
+from holdfast.loader.workers.board import Board
+from holdfast.loader.workers.map_source import MapSource
+from holdfast.loader.workers.recovery import Crew, Healer
 
 _log = logging.getLogger("holdfast")
 _QUIET = {"workers_chosen", "samples_read_singly"}

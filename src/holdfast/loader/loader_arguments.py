@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from holdfast.core.errors import LoaderError, did_you_mean
-from holdfast.loader.orders import Order, Sequential, Shuffled, TokenBatches
-from holdfast.loader.plan import ByBatch, ByPosition, Plan
-from holdfast.loader.sampled import Drawn, Sampled
-from holdfast.loader.sharding import divides_among_ranks
+from holdfast.loader.order.orders import Order, Sequential, Shuffled, TokenBatches
+from holdfast.loader.order.plan import ByBatch, ByPosition, Plan
+from holdfast.loader.order.sampled import Drawn, Sampled
+from holdfast.loader.streams.sharding import divides_among_ranks
 
 _TORCH = inspect.signature(TorchDataLoader.__init__)
 _OURS = ("seed", "quarantine", "check_finite", "repeats", "sharded", "rank", "world_size", "device")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.loader.permutation import FIRST_FACTOR, GAMMA, MASK, SECOND_FACTOR, random_bits
+from holdfast.loader.order.permutation import FIRST_FACTOR, GAMMA, MASK, SECOND_FACTOR, random_bits
 
 _MANY = 32  # for fewer, arrays take longer than Python's numbers
 

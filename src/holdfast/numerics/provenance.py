@@ -16,10 +16,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from holdfast.numerics.births import OUTSIDE, Birth, Births, Kind, Phase
 from holdfast.numerics.eager import eager
 from holdfast.numerics.mechanisms import Confidence, Facts, explain, readable
 from holdfast.numerics.operands import Operand, nonfinite
+from holdfast.numerics.origin import OUTSIDE, Birth, Births, Kind, Phase
 
 _MOST_PARAMETERS = 3
 _MOST_OPERANDS = 4

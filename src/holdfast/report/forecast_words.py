@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.core.errors import OutOfMemoryError
-from holdfast.forecast.device_plans import DevicePlan, Order, Verification
-from holdfast.forecast.devices import GIB
-from holdfast.forecast.forecasting import Forecast
-from holdfast.forecast.planning import Row
-from holdfast.forecast.trace import Assumption
+from holdfast.forecast.devices.catalogue import GIB
+from holdfast.forecast.plan.device_plans import DevicePlan, Order, Verification
+from holdfast.forecast.plan.forecasting import Forecast
+from holdfast.forecast.plan.planning import Row
+from holdfast.forecast.trace.events import Assumption
 
 COLUMNS = ("precision", "optimizer", "recompute", "allocator", "micro-batch", "peak", "margin", "time")
 """Of the table; the first four are words, the others figures."""

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.forecast.device_plans import DevicePlan
-from holdfast.forecast.devices import GIB
-from holdfast.forecast.forecasting import Forecast
-from holdfast.forecast.planning import with_relative_times
-from holdfast.forecast.shares import shares_of
-from holdfast.forecast.trace import OWNERS, PHASES, events_played, live_by_owner
+from holdfast.forecast.devices.catalogue import GIB
+from holdfast.forecast.plan.device_plans import DevicePlan
+from holdfast.forecast.plan.forecasting import Forecast
+from holdfast.forecast.plan.planning import with_relative_times
+from holdfast.forecast.trace.events import OWNERS, PHASES, events_played, live_by_owner
+from holdfast.forecast.trace.shares import shares_of
 from holdfast.report.figures import label
 from holdfast.report.forecast_words import (
     COLUMNS,

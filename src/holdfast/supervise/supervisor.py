@@ -24,15 +24,15 @@ from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Phase, Standing, read_board
 from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, VERDICT_FILE, read_processes
-from holdfast.supervise.attempt import Attempt, End
 from holdfast.supervise.kernel import KernelLog, become_subreaper, count_oom_kills
-from holdfast.supervise.launching import Sentinel, find_launcher, make_environment, start
-from holdfast.supervise.limits import HangLimits, name_of
-from holdfast.supervise.output import Copier, OutputLog, Streams, open_missing_streams
+from holdfast.supervise.launch.attempt import Attempt, End
+from holdfast.supervise.launch.launching import Sentinel, find_launcher, make_environment, start
+from holdfast.supervise.launch.output import Copier, OutputLog, Streams, open_missing_streams
+from holdfast.supervise.launch.restarts import Again, Budgets, Past, Stop, decide_restart
+from holdfast.supervise.launch.run_folder import RunFolder, unusable
+from holdfast.supervise.launch.signals import ASKING_TO_END, Signals
 from holdfast.supervise.process_tree import Tree, read_process
-from holdfast.supervise.restarts import Again, Budgets, Past, Stop, decide_restart
-from holdfast.supervise.run_folder import RunFolder, unusable
-from holdfast.supervise.signals import ASKING_TO_END, Signals
+from holdfast.supervise.watch.limits import HangLimits, name_of
 
 _MOST_SHOWN = 100
 _ENDING = ASKING_TO_END | {signal.SIGHUP}  # between attempts nobody handles the hang-up
@@ -219,7 +219,7 @@ class Supervisor:
     def _watching(self, number: int, attempt: Attempt) -> AbstractContextManager[object]:
         if self._plan.limits is None or not self._plan.observe:  # without boards there is nothing to look at
             return nullcontext()
-        from holdfast.supervise.watching import Watching
+        from holdfast.supervise.watch.watching import Watching
 
         return Watching(
             self.run_path,

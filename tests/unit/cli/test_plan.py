@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from holdfast.cli.main import make_app
 from holdfast.cli.plan import read_lengths
 from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
-from holdfast.forecast.forecasting import Forecast
+from holdfast.forecast.plan.forecasting import Forecast
 
 FACTORIES = Path(__file__).parents[1] / "forecast" / "forecast_factories.py"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.explain.finding import EXPLAINS, Finding, ordered
-from holdfast.explain.learning import learning_rules
+from holdfast.learning.finding import EXPLAINS, Finding, ordered
+from holdfast.learning.rules.registry import learning_rules
 
 
 def found(rule: str, severity: Any = "advice", kind: Any = "cause", **fields: Any) -> Finding:
@@ -46,7 +46,7 @@ def test_causes_come_before_symptoms_and_errors_before_advice() -> None:
 
 def test_of_two_that_explain_each_other_none_is_silenced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A circle in the table of explanations cannot hide both."""
-    monkeypatch.setattr("holdfast.explain.finding.EXPLAINS", {"H825": ("H848",), "H848": ("H825",)})
+    monkeypatch.setattr("holdfast.learning.finding.EXPLAINS", {"H825": ("H848",), "H848": ("H825",)})
     assert [finding.severity for finding in ordered([found("H825"), found("H848")])] == ["advice", "advice"]
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.explain.evidence import Frame
-from holdfast.explain.hang_evidence import Examined, ProcessLook, ThreadLook, Waits, clean, waits_for
-from holdfast.explain.hangs import KINDS, SIGNATURES_OF, Diagnosis, describe_frame, diagnose_hang
+from holdfast.explain.hangs.blame import KINDS, SIGNATURES_OF, Diagnosis, describe_frame, diagnose_hang
+from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, Waits, clean, waits_for
+from holdfast.explain.hangs.standing_still import is_user_code, user_frame
 from holdfast.explain.signatures.hangs import BY_KIND, SIGNATURES
-from holdfast.explain.standing_still import is_user_code, user_frame
 
 PYTHON = "/usr/lib/python3.11/"
 TORCH = PYTHON + "site-packages/torch/"

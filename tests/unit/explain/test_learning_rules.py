@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.explain.learning import Findings, Judgement, judge, learning_rules
-from holdfast.explain.progress import progress_of
+from holdfast.learning.rules.progress import progress_of
+from holdfast.learning.rules.registry import Findings, Judgement, judge, learning_rules
 
 FALLING = [[i, 2.3 * math.exp(-i / 60) + 0.02 * (i % 3)] for i in range(200)]
 STILL = [[i, 2.3 + 0.02 * (i % 3)] for i in range(200)]

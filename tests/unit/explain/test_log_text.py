@@ -15,8 +15,8 @@ from collections.abc import Iterable
 import pytest
 
 from holdfast.explain.evidence import Statement
-from holdfast.explain.log_keeping import keep_lines
-from holdfast.explain.log_text import LogText, read_log
+from holdfast.explain.logs.keeping import keep_lines
+from holdfast.explain.logs.text import LogText, read_log
 
 PLAIN = """step 1 loss 0.5
 Traceback (most recent call last):

@@ -11,7 +11,7 @@ import pytest
 from holdfast.explain.collecting import collect_stream
 from holdfast.explain.evidence import Frame, Statement
 from holdfast.explain.judging import judge
-from holdfast.explain.log_keeping import is_relevant
+from holdfast.explain.logs.keeping import is_relevant
 from holdfast.explain.matching import best_match, match_all
 from holdfast.explain.rules import all_rules, catalogue, find_rule
 from holdfast.explain.signature import FAMILIES

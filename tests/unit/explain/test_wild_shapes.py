@@ -13,10 +13,10 @@ from rich.console import Console
 
 from holdfast.cli.explain import print_verdict
 from holdfast.core.errors import RunDirectoryError
-from holdfast.explain import log_files
 from holdfast.explain.collecting import collect_log, collect_stream
 from holdfast.explain.judging import judge
-from holdfast.explain.log_progress import is_end
+from holdfast.explain.logs import files as log_files
+from holdfast.explain.logs.progress import is_end
 from holdfast.explain.verdict import Verdict
 
 STEPS = "".join(f"step {step} loss 0.5\n" for step in range(50))

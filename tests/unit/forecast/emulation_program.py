@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parent))
 from allocations import FakeAllocations
 
-from holdfast.forecast.attention_choice import Hardware
-from holdfast.forecast.fake_device import ForecastDevice, forecast_device
+from holdfast.forecast.fake.device import ForecastDevice, forecast_device
+from holdfast.forecast.kernels.attention_choice import Hardware
 
 
 class Seen:

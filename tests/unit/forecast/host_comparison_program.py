@@ -16,7 +16,7 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).parent))
 from allocations import FakeAllocations, real_allocations
 
-from holdfast.forecast.fake_device import forecast_device
+from holdfast.forecast.fake.device import forecast_device
 
 Job = tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]
 

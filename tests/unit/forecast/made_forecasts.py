@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from tests.unit.forecast.made_steps import Block, Layer, make_step
 
-from holdfast.forecast.device_plans import Order, Verification, plan_device
-from holdfast.forecast.devices import Device, find_device
-from holdfast.forecast.extrapolation import fit
-from holdfast.forecast.forecasting import Forecast
-from holdfast.forecast.planning import Steps
-from holdfast.forecast.trace import Assumption
-from holdfast.forecast.tracing import TraceResult
+from holdfast.forecast.devices.catalogue import Device, find_device
+from holdfast.forecast.job.tracing import TraceResult
+from holdfast.forecast.plan.device_plans import Order, Verification, plan_device
+from holdfast.forecast.plan.forecasting import Forecast
+from holdfast.forecast.plan.planning import Steps
+from holdfast.forecast.trace.events import Assumption
+from holdfast.forecast.trace.extrapolation import fit
 
 MIB = 1 << 20
 BLOCKS: list[Block] = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout", MIB))] * 4

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from holdfast.forecast.trace import DTYPES, OWNERS, PHASES, BlockRun, Trace, Variant
+from holdfast.forecast.trace.events import DTYPES, OWNERS, PHASES, BlockRun, Trace, Variant
 
 # What a layer saves for its backward pass.
 SAVES = {"linear": "input", "gelu": "input", "relu": "output", "dropout": "mask", "add": "nothing"}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tests.unit.forecast.made_steps import Layer, make_step
 
-from holdfast.forecast.accumulation import with_accumulation
-from holdfast.forecast.allocator import replay
-from holdfast.forecast.recomputation import with_recompute
-from holdfast.forecast.trace import OWNERS, PHASES, Trace, live_by_owner, live_bytes, live_peak, played
+from holdfast.forecast.allocator.replay import replay
+from holdfast.forecast.trace.accumulation import with_accumulation
+from holdfast.forecast.trace.events import OWNERS, PHASES, Trace, live_by_owner, live_bytes, live_peak, played
+from holdfast.forecast.trace.recomputation import with_recompute
 
 BLOCKS = [(Layer("linear", 4096), Layer("relu", 4096)), (Layer("linear", 2048), Layer("dropout", 2048))]
 GRADIENTS = OWNERS.index("gradients")

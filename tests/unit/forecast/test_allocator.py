@@ -12,16 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.errors import PolicyError
-from holdfast.forecast.allocator import (
-    DEFAULT_ALLOCATOR,
-    EXPANDABLE_ALLOCATOR,
-    AllocatorOptions,
-    replay,
-    round_sizes,
-)
-from holdfast.forecast.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
-from holdfast.forecast.devices import find_device
-from holdfast.forecast.fit import (
+from holdfast.forecast.allocator.blocks import Block
+from holdfast.forecast.allocator.caching import CachingAllocator, OutOfDeviceMemoryError
+from holdfast.forecast.allocator.fit import (
     LEAST_MARGIN_BYTES,
     check_fit,
     default_margin_bytes,
@@ -29,8 +22,15 @@ from holdfast.forecast.fit import (
     smallest_cap_bytes,
     with_workspaces,
 )
-from holdfast.forecast.memory_blocks import Block
-from holdfast.forecast.recorded_traces import RecordedTrace, compare, from_snapshot
+from holdfast.forecast.allocator.recorded_traces import RecordedTrace, compare, from_snapshot
+from holdfast.forecast.allocator.replay import (
+    DEFAULT_ALLOCATOR,
+    EXPANDABLE_ALLOCATOR,
+    AllocatorOptions,
+    replay,
+    round_sizes,
+)
+from holdfast.forecast.devices.catalogue import find_device
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SETTINGS = settings(deadline=None, max_examples=60)

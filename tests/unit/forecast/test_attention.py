@@ -10,8 +10,8 @@ import torch
 from tests.unit.forecast.running import run_emulation
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from holdfast.forecast import attention
-from holdfast.forecast.attention_choice import (
+from holdfast.forecast.kernels import attention
+from holdfast.forecast.kernels.attention_choice import (
     AttentionCall,
     Backend,
     Hardware,

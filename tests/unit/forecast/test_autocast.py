@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.forecast import autocast_policy as policy
-from holdfast.forecast.fake_device import forecast_device
+from holdfast.forecast.fake.device import forecast_device
+from holdfast.forecast.kernels import autocast_policy as policy
 
 _HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
@@ -280,10 +280,10 @@ def test_every_operator_that_torch_registers_for_cuda_has_a_class(results: dict[
 def test_an_operator_of_a_newer_torch_is_left_alone_and_told_where_it_is_used() -> None:
     """One that is registered for CUDA and in no list of ours keeps its dtype; a forecast without it says nothing."""
     program = """if True:
-        from holdfast.forecast import autocast_policy as policy
+        from holdfast.forecast.kernels import autocast_policy as policy
         policy.FP32 = tuple(name for name in policy.FP32 if name != "cosh")
         import torch
-        from holdfast.forecast.fake_device import forecast_device
+        from holdfast.forecast.fake.device import forecast_device
         for function in torch.cosh, torch.tan:
             with forecast_device() as device, torch.autocast("cuda", dtype=torch.bfloat16):
                 half = torch.empty(4, device="cuda", dtype=torch.bfloat16)

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from holdfast.cli.main import make_app
 from holdfast.core.errors import PolicyError
-from holdfast.forecast.calibration import Measurements, calibrate, device_of
-from holdfast.forecast.devices import find_device
-from holdfast.forecast.probes import PROBES, Probe, measure_scratch
+from holdfast.forecast.devices.calibration import Measurements, calibrate, device_of
+from holdfast.forecast.devices.catalogue import find_device
+from holdfast.forecast.devices.probes import PROBES, Probe, measure_scratch
 
 MIB = 1 << 20
 PLAIN_PROBES = [probe for probe in PROBES if not probe.cuda_only]
@@ -121,7 +121,7 @@ def test_the_command_fails_clearly_without_cuda() -> None:
 def test_the_command_writes_what_plans_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a device, whose measurements are given here, it prints the figures and writes the file that it names."""
     device = device_of(measurements(forward=8 * MIB, fused=0, everything=16 * MIB))
-    monkeypatch.setattr("holdfast.forecast.calibration.calibrate", lambda index, on_progress: device)
+    monkeypatch.setattr("holdfast.forecast.devices.calibration.calibrate", lambda index, on_progress: device)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     found = CliRunner().invoke(make_app("calibrate"), ["calibrate"])
     assert found.exit_code == 0, found.output

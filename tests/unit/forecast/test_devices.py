@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from holdfast.core.errors import PolicyError
-from holdfast.forecast import devices
-from holdfast.forecast.devices import (
+from holdfast.forecast.devices import catalogue as devices
+from holdfast.forecast.devices.catalogue import (
     GIB,
     configuration_directory,
     device_file,
@@ -20,7 +20,7 @@ from holdfast.forecast.devices import (
     load_device,
     save_device,
 )
-from holdfast.forecast.trace import DTYPES
+from holdfast.forecast.trace.events import DTYPES
 
 CATALOGUE = yaml.safe_load((Path(devices.__file__).parent / "devices.yaml").read_text())
 

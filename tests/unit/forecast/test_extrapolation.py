@@ -1,4 +1,4 @@
-"""Tests of holdfast.forecast.extrapolation: sizes at any micro-batch and length, and what is not aligned."""
+"""Tests of holdfast.forecast.trace.extrapolation: sizes at any micro-batch and length, and what is not aligned."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.forecast.made_steps import LINE, SAVES, Block, Layer, make_step
 
-from holdfast.forecast.extrapolation import NotAlignedError, fit, needed_points
-from holdfast.forecast.trace import OWNERS, Trace, live_peak
+from holdfast.forecast.trace.events import OWNERS, Trace, live_peak
+from holdfast.forecast.trace.extrapolation import NotAlignedError, fit, needed_points
 
 layers = st.builds(
     Layer,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from holdfast.core.errors import PolicyError
-from holdfast.forecast.fake_device import forecast_device
+from holdfast.forecast.fake.device import forecast_device
 
 
 def _storages(module: nn.Module) -> int:

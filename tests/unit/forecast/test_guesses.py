@@ -10,8 +10,8 @@ from tests.unit.forecast.in_child import answer, case, results_of
 from torch.nn import functional as F
 
 from holdfast.core.errors import PolicyError
-from holdfast.forecast.fake_device import forecast_device
-from holdfast.forecast.guesses import Guesses
+from holdfast.forecast.fake.device import forecast_device
+from holdfast.forecast.fake.guesses import Guesses
 
 HERE = "test_guesses.py"
 

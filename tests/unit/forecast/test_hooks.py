@@ -22,13 +22,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from holdfast.core.errors import PolicyError
-from holdfast.forecast import building
-from holdfast.forecast.fake_device import forecast_device
-from holdfast.forecast.fit import UNMEASURED_MARGIN_SHARE
-from holdfast.forecast.jobs import Job, StepOptions
-from holdfast.forecast.trace import live_peak
-from holdfast.forecast.tracer import Tracer
-from holdfast.forecast.tracing import TraceRequest, trace_job
+from holdfast.forecast.allocator.fit import UNMEASURED_MARGIN_SHARE
+from holdfast.forecast.fake.device import forecast_device
+from holdfast.forecast.job import building
+from holdfast.forecast.job.jobs import Job, StepOptions
+from holdfast.forecast.job.tracing import TraceRequest, trace_job
+from holdfast.forecast.trace.events import live_peak
+from holdfast.forecast.trace.tracer import Tracer
 
 ROOT = Path(__file__).parents[3]
 WIDTH, DEPTH, SAMPLES = 192, 6, 16

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from holdfast.core.errors import BatchError, PolicyError
-from holdfast.forecast import building
-from holdfast.forecast.blocks import find_blocks
-from holdfast.forecast.fake_device import forecast_device
-from holdfast.forecast.jobs import Job, StepOptions
-from holdfast.forecast.tracing import TraceRequest, trace_job
-from holdfast.forecast.user_functions import find_loss
-from holdfast.guard.loss import Loss
+from holdfast.forecast.fake.device import forecast_device
+from holdfast.forecast.job import building
+from holdfast.forecast.job.jobs import Job, StepOptions
+from holdfast.forecast.job.tracing import TraceRequest, trace_job
+from holdfast.forecast.job.user_functions import find_loss
+from holdfast.forecast.trace.blocks import find_blocks
+from holdfast.numerics.loss import Loss
 
 FACTORIES = Path(__file__).with_name("forecast_factories.py")
 

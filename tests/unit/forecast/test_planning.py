@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.forecast.made_steps import Block, Layer, make_step
 
-from holdfast.forecast import device_plans
-from holdfast.forecast.accumulation import with_accumulation
-from holdfast.forecast.allocator import DEFAULT_ALLOCATOR, EXPANDABLE_ALLOCATOR
-from holdfast.forecast.device_plans import Order, Watcher, plan_device, verified
-from holdfast.forecast.devices import Device, find_device
-from holdfast.forecast.extrapolation import fit
-from holdfast.forecast.fit import check_fit
-from holdfast.forecast.forecasting import make_forecast
-from holdfast.forecast.planning import (
+from holdfast.forecast.allocator.fit import check_fit
+from holdfast.forecast.allocator.replay import DEFAULT_ALLOCATOR, EXPANDABLE_ALLOCATOR
+from holdfast.forecast.devices.catalogue import Device, find_device
+from holdfast.forecast.job.tracing import TraceRequest
+from holdfast.forecast.plan import device_plans
+from holdfast.forecast.plan.device_plans import Order, Watcher, plan_device, verified
+from holdfast.forecast.plan.forecasting import make_forecast
+from holdfast.forecast.plan.planning import (
     Question,
     Row,
     Steps,
@@ -30,10 +29,11 @@ from holdfast.forecast.planning import (
     recommended,
     with_relative_times,
 )
-from holdfast.forecast.recomputation import with_recompute
-from holdfast.forecast.trace import Assumption, Trace, played
-from holdfast.forecast.traced_sizes import TracedSizes
-from holdfast.forecast.tracing import TraceRequest
+from holdfast.forecast.trace.accumulation import with_accumulation
+from holdfast.forecast.trace.events import Assumption, Trace, played
+from holdfast.forecast.trace.extrapolation import fit
+from holdfast.forecast.trace.recomputation import with_recompute
+from holdfast.forecast.trace.traced_sizes import TracedSizes
 
 MIB = 1 << 20
 BLOCKS = [(Layer("linear", MIB), Layer("gelu", MIB), Layer("dropout", MIB))] * 4

@@ -1,4 +1,4 @@
-"""Tests of holdfast.forecast.recomputation and recompute_choice, against steps played with checkpoints."""
+"""Tests of holdfast.forecast.trace.recomputation and recompute_choice, against steps played with checkpoints."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from tests.unit.forecast.made_steps import SAVES, Block, Layer, make_step
 from torch import nn
 
-from holdfast.forecast.extrapolation import fit
-from holdfast.forecast.recomputation import dropped_bytes, with_recompute
-from holdfast.forecast.recompute_choice import choose
-from holdfast.forecast.trace import (
+from holdfast.forecast.plan.recompute_choice import choose
+from holdfast.forecast.trace.events import (
     OWNERS,
     PHASES,
     BlockRun,
@@ -26,7 +24,9 @@ from holdfast.forecast.trace import (
     live_peak,
     played,
 )
-from holdfast.forecast.tracer import Tracer
+from holdfast.forecast.trace.extrapolation import fit
+from holdfast.forecast.trace.recomputation import dropped_bytes, with_recompute
+from holdfast.forecast.trace.tracer import Tracer
 from holdfast.memory.recompute import recomputing
 
 TRANSFORMER: Block = (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from holdfast.core.errors import BatchError
-from holdfast.forecast.sample_batch import Leaf, SampleBatch
+from holdfast.forecast.job.sample_batch import Leaf, SampleBatch
 
 
 def make(leaf: Leaf) -> torch.Tensor:

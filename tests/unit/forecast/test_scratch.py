@@ -10,8 +10,8 @@ import torch
 from tests.unit.forecast.running import run_host_comparison
 from tests.unit.memory.allocations import real_allocations
 
-from holdfast.forecast import recurrent_cpu
-from holdfast.forecast.scratch import NO_SCRATCH, ScratchEstimate, Uncalibrated, scratch_bytes
+from holdfast.forecast.kernels import recurrent_cpu
+from holdfast.forecast.kernels.scratch import NO_SCRATCH, ScratchEstimate, Uncalibrated, scratch_bytes
 
 aten = torch.ops.aten
 META = torch.device("meta")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from tests.unit.forecast.made_steps import Layer, make_step
 
-from holdfast.forecast.shares import shares_of
+from holdfast.forecast.trace.shares import shares_of
 
 
 def test_repeated_modules_are_added_up_below_the_top_level() -> None:

@@ -13,7 +13,7 @@ import torch
 from tests.unit.forecast.in_child import answer, case, results_of
 from torch import nn
 
-from holdfast.forecast.fake_device import forecast_device
+from holdfast.forecast.fake.device import forecast_device
 
 
 @case

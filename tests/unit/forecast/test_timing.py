@@ -1,4 +1,4 @@
-"""Tests of holdfast.forecast.timing: the roofline, and what shares a step."""
+"""Tests of holdfast.forecast.devices.timing: the roofline, and what shares a step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests.unit.forecast.made_steps import Layer, make_step
 
-from holdfast.forecast.devices import Device, find_device
-from holdfast.forecast.timing import (
+from holdfast.forecast.devices.catalogue import Device, find_device
+from holdfast.forecast.devices.timing import (
     BANDWIDTH_EFFICIENCY,
     COMPUTE_EFFICIENCY,
     LAUNCH_SECONDS,
@@ -18,7 +18,7 @@ from holdfast.forecast.timing import (
     seconds_per_sample,
     step_seconds,
 )
-from holdfast.forecast.trace import DTYPES, PHASES, Trace
+from holdfast.forecast.trace.events import DTYPES, PHASES, Trace
 
 DEVICE = replace(find_device("A100-80GB"), bandwidth=1e12, flops={"fp32": 1e13, "bf16": 1e14}, measured=True)
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.forecast.recording import FORWARD, OPTIMIZER, Ledger, Recording, as_trace
-from holdfast.forecast.trace import (
+from holdfast.forecast.trace.events import (
     OWNERS,
     Assumption,
     BlockRun,
@@ -26,6 +25,7 @@ from holdfast.forecast.trace import (
     played,
     variants_played,
 )
+from holdfast.forecast.trace.recording import FORWARD, OPTIMIZER, Ledger, Recording, as_trace
 
 DESCRIBED = {"micro_batch_size": 2, "length": None, "precision": "fp32", "route": "cpu"}
 

@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.forecast.scratch import Uncalibrated, scratch_bytes
-from holdfast.forecast.trace import (
+from holdfast.forecast.kernels.scratch import Uncalibrated, scratch_bytes
+from holdfast.forecast.trace.events import (
     DTYPES,
     OWNERS,
     PHASES,
@@ -33,7 +33,7 @@ from holdfast.forecast.trace import (
     played,
     variants_played,
 )
-from holdfast.forecast.tracer import Tracer
+from holdfast.forecast.trace.tracer import Tracer
 
 CPU = torch.device("cpu")
 Step = Callable[[], None]
@@ -757,9 +757,9 @@ def test_the_accelerators_route_is_traced_too() -> None:
     """On the fake accelerator backward runs in another thread: phases, lines, modules and owners are found there."""
     source = """
         import torch
-        from holdfast.forecast.fake_device import forecast_device
-        from holdfast.forecast.tracer import Tracer
-        from holdfast.forecast.trace import OWNERS, PHASES, live_peak, owners_at_peak
+        from holdfast.forecast.fake.device import forecast_device
+        from holdfast.forecast.trace.tracer import Tracer
+        from holdfast.forecast.trace.events import OWNERS, PHASES, live_peak, owners_at_peak
         from tests.unit.forecast.test_tracer import Net, classify
 
         with forecast_device("privateuse1", "bf16") as device, Tracer(device.device, route="privateuse1") as tracer:

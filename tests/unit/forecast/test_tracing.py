@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from holdfast.core.errors import BatchError, HoldfastError, OutOfMemoryError, PolicyError
-from holdfast.forecast.extrapolation import fit
-from holdfast.forecast.trace import OWNERS, live_peak
-from holdfast.forecast.tracing import Progress, TraceRequest, TraceResult, trace_job
+from holdfast.forecast.job.tracing import Progress, TraceRequest, TraceResult, trace_job
+from holdfast.forecast.trace.events import OWNERS, live_peak
+from holdfast.forecast.trace.extrapolation import fit
 
 FACTORIES = Path(__file__).with_name("forecast_factories.py")
 
@@ -308,7 +308,7 @@ def test_what_goes_wrong_here_ends_the_child() -> None:
 def test_the_child_dies_with_its_parent() -> None:
     """A parent that is killed leaves no tracing process behind, even one that is stuck in user code."""
     code = (
-        "import sys; from holdfast.forecast.tracing import TraceRequest, trace_job\n"
+        "import sys; from holdfast.forecast.job.tracing import TraceRequest, trace_job\n"
         "trace_job(TraceRequest(factory=sys.argv[1]), lambda progress: print(progress.text, flush=True))"
     )
     with subprocess.Popen([sys.executable, "-c", code, f"{FACTORIES}:sleeps"], stdout=subprocess.PIPE) as parent:
@@ -346,5 +346,5 @@ def children_of(pid: int) -> list[int]:
 
 def test_importing_the_parents_side_does_not_import_torch() -> None:
     """What asks for a trace stays light: torch is only in the child."""
-    code = "import sys, holdfast.forecast.tracing; assert 'torch' not in sys.modules"
+    code = "import sys, holdfast.forecast.job.tracing; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

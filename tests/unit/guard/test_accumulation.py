@@ -15,12 +15,12 @@ from torch import nn
 import holdfast
 from holdfast.core.clock import SystemClock
 from holdfast.core.policy import Policy
-from holdfast.guard.buffers import BufferKeeper
-from holdfast.guard.mixed_precision import LossScale
 from holdfast.guard.parts import gather_parts
-from holdfast.guard.passes import Passed, Passes
-from holdfast.guard.promises import Promises
 from holdfast.guard.record import RunRecord
+from holdfast.guard.splitting.split_safety import Promises
+from holdfast.guard.step.buffers import BufferKeeper
+from holdfast.guard.step.mixed_precision import LossScale
+from holdfast.guard.step.passes import Passed, Passes
 from holdfast.loader.splitting import micro_batches
 
 

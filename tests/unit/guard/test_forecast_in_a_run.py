@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast import Guard, Policy, PolicyError
-from holdfast.guard import engine
+from holdfast.guard.step import engine
 
 
 def _model() -> nn.Sequential:

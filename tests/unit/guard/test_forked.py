@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.prepared import run_prepared
 
-from holdfast.guard.forked import NoAnswer, in_a_copy_of_this_process
+from holdfast.core.forked import NoAnswer, in_a_copy_of_this_process
 
 
 def _children() -> set[str]:
@@ -100,10 +100,10 @@ _ON_THE_CPU = """if True:
     import sys
     import torch
     import holdfast
-    from holdfast.forecast.fake_device import forecast_device
+    from holdfast.forecast.fake.device import forecast_device
     from holdfast.core.clock import SystemClock
-    from holdfast.guard.forked import backward_works_in_a_copy
-    from holdfast.guard.probes import probe
+    from holdfast.core.forked import backward_works_in_a_copy
+    from holdfast.learning.probes import probe
     if sys.argv[1] == "accelerator":  # a stand-in, for which autograd starts threads as for a real one
         with forecast_device():
             pass

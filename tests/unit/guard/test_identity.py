@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import holdfast
-from holdfast.guard.identity import Identities, description_of
-from holdfast.guard.two_pass import TwoPass
+from holdfast.guard.splitting.identity import Identities, description_of
+from holdfast.guard.splitting.two_pass import TwoPass
 
 
 def loss(batch: Any, model: nn.Module, reduction: str) -> torch.Tensor:

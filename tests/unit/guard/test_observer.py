@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.guard.observer import Observer
+from holdfast.learning.observer import Observer
 
 X, Y = torch.randn(64, 6), torch.randint(3, (64,))
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from holdfast.core.clock import SystemClock
-from holdfast.explain.finding import Finding
-from holdfast.guard.probes import probe
+from holdfast.learning.finding import Finding
+from holdfast.learning.probes import probe
 from holdfast.testing import FakeClock
 
 

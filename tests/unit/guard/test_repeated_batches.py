@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import holdfast
-from holdfast.guard.watch import watch
+from holdfast.learning.watch import watch
 
 STEPS = 60
 """More than are observed one after the other."""

@@ -10,7 +10,7 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.saver import write as really_write
-from holdfast.guard import saving as saving_module
+from holdfast.guard.saving import saves as saving_module
 from holdfast.testing import FakeClock
 
 

@@ -18,8 +18,8 @@ import holdfast
 from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.saver import write as really_write
 from holdfast.checkpoint.store import Store
-from holdfast.guard import saving
 from holdfast.guard.record import RunRecord
+from holdfast.guard.saving import saves as saving
 from holdfast.testing import FakeClock
 
 

@@ -72,8 +72,8 @@ def test_a_run_that_learns_is_not_tried(tmp_path):
 @pytest.mark.parametrize("in_place", [False, True])
 def test_training_goes_on_as_without_the_search(tmp_path, monkeypatch, in_place):
     """Bit for bit, in a forked copy and, as on an accelerator, in place."""
-    from holdfast.guard import engine
-    from holdfast.guard.probes import probe
+    from holdfast.guard.step import engine
+    from holdfast.learning.probes import probe
 
     def here(*args: Any, **kwargs: Any) -> Any:
         return probe(*args, **kwargs, in_place=in_place)

@@ -6,7 +6,7 @@ import collections
 
 import torch
 
-from holdfast.guard.snapshots import Snapshots, copied_to_host
+from holdfast.guard.saving.snapshots import Snapshots, copied_to_host
 from holdfast.testing import FakeClock
 
 

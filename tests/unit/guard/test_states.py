@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.guard import states
-from holdfast.guard.states import StateKeeper, fingerprint, same
+from holdfast.guard.step import states
+from holdfast.guard.step.states import StateKeeper, fingerprint, same
 
 
 class Plain:
@@ -287,7 +287,7 @@ def test_equal_and_unequal_trees_are_told_apart():
 
 def test_the_search_for_a_cause_leaves_registered_state_alone(tmp_path, monkeypatch):
     """Where causes are tried in this process, as on an accelerator, the state is that of a run without the search."""
-    monkeypatch.setattr("holdfast.guard.probes.backward_works_in_a_copy", lambda: False)
+    monkeypatch.setattr("holdfast.learning.probes.backward_works_in_a_copy", lambda: False)
     found = []
     for seeks in (False, True):
         monkeypatch.setattr("holdfast.guard.diagnosis.Diagnosis.seeks_cause", seeks, raising=False)

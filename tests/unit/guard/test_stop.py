@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.guard.stop import Interrupted, StopRequest
-from holdfast.loader import worker_processes
+from holdfast.loader.workers import processes as worker_processes
 
 
 class Lost(BaseException):

@@ -14,13 +14,13 @@ from torch import nn
 import holdfast
 from holdfast.core.clock import SystemClock
 from holdfast.core.policy import Policy
-from holdfast.guard.buffers import BufferKeeper
-from holdfast.guard.mixed_precision import LossScale
 from holdfast.guard.parts import gather_parts
-from holdfast.guard.passes import Passed, Passes
-from holdfast.guard.promises import Promises
 from holdfast.guard.record import RunRecord
-from holdfast.guard.two_pass import TwoPass
+from holdfast.guard.splitting.split_safety import Promises
+from holdfast.guard.splitting.two_pass import TwoPass
+from holdfast.guard.step.buffers import BufferKeeper
+from holdfast.guard.step.mixed_precision import LossScale
+from holdfast.guard.step.passes import Passed, Passes
 from holdfast.loader.splitting import micro_batches
 
 SIZES = (3, 4, 1, 4)  # of the parts of 12 samples

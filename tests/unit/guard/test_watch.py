@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from holdfast.core.errors import PolicyError
-from holdfast.guard.watch import watch
+from holdfast.learning.watch import watch
 from holdfast.testing import FakeClock
 
 X = torch.randn(256, 10, generator=torch.Generator().manual_seed(1))
@@ -179,7 +179,7 @@ def test_a_failure_of_the_diagnosis_does_not_reach_the_training(
     def fail(*args: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("holdfast.numerics.flow.Flow.before_step", fail)
+    monkeypatch.setattr("holdfast.learning.flow.Flow.before_step", fail)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, optimizer) as watching:

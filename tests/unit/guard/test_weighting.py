@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import holdfast
-from holdfast.guard.weighting import SAMPLES, Weighting, find_weightings, shares
+from holdfast.guard.splitting.weighting import SAMPLES, Weighting, find_weightings, shares
 
 Model = nn.Module
 LENGTHS = torch.tensor([5, 1, 6, 2, 3, 6, 1, 4, 2, 2])

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.healing import Crew
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.tuning.autotune import Given, Tuner
 from holdfast.loader.tuning.machine import Machine
 from holdfast.loader.tuning.retuning import Watch
+from holdfast.loader.workers.recovery import Crew
 
 
 class Waits(Dataset[torch.Tensor]):

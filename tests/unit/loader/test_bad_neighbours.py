@@ -11,10 +11,10 @@ from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSamp
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.orders import Sequential
-from holdfast.loader.plan import ByBatch, ByPosition
+from holdfast.loader.order.orders import Sequential
+from holdfast.loader.order.plan import ByBatch, ByPosition
+from holdfast.loader.order.sampled import Sampled
 from holdfast.loader.quarantine import FILE_NAME, read_ledger
-from holdfast.loader.sampled import Sampled
 
 _BAD = range(10, 30)
 _LENGTH = 60

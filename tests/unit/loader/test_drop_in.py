@@ -29,8 +29,8 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from holdfast import DataLoader, Guard, LoaderError
-from holdfast.loader import worker_processes
-from holdfast.loader.orders import LengthBucketed, TokenBatches, Weighted
+from holdfast.loader.order.orders import LengthBucketed, TokenBatches, Weighted
+from holdfast.loader.workers import processes as worker_processes
 
 
 def _items(batches: Any) -> list[Any]:

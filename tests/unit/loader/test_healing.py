@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.healing import Crew, Healer
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.worker_board import PREPARING, STARTING, Showing
-from holdfast.loader.worker_watch import Loss
+from holdfast.loader.workers.board import PREPARING, STARTING, Showing
+from holdfast.loader.workers.recovery import Crew, Healer
+from holdfast.loader.workers.watch import Loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -11,7 +11,7 @@ import pytest
 from holdfast import DataLoader
 from holdfast.core.errors import LoaderError
 from holdfast.loader.fetch import Report
-from holdfast.loader.loader_queue import LoaderQueue, UnreadableError
+from holdfast.loader.workers.queue import LoaderQueue, UnreadableError
 
 
 class _Unreadable:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.orders import (
+from holdfast.loader.order.orders import (
     LengthBucketed,
     Order,
     Sequential,
@@ -20,7 +20,7 @@ from holdfast.loader.orders import (
     TokenBatches,
     Weighted,
 )
-from holdfast.loader.permutation import permuted, random_bits
+from holdfast.loader.order.permutation import permuted, random_bits
 from holdfast.loader.ranks import rank_positions
 
 _LENGTHS = np.clip(np.random.default_rng(0).lognormal(1.6, 0.6, 20_000), 0.5, 17)  # speech, seconds

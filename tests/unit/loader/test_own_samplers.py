@@ -25,8 +25,8 @@ from torch.utils.data import (
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.loader_arguments import check_position
-from holdfast.loader.orders import LengthBucketed, TokenBatches, Weighted
-from holdfast.loader.sampled import Sampled
+from holdfast.loader.order.orders import LengthBucketed, TokenBatches, Weighted
+from holdfast.loader.order.sampled import Sampled
 
 _DATA = list(range(60))
 

@@ -12,9 +12,9 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.orders import Sequential
-from holdfast.loader.plan import ByBatch, ByPosition
-from holdfast.loader.sampled import Sampled
+from holdfast.loader.order.orders import Sequential
+from holdfast.loader.order.plan import ByBatch, ByPosition
+from holdfast.loader.order.sampled import Sampled
 
 
 def _plan(length: int = 22, **changes: Any) -> ByPosition:

@@ -21,7 +21,7 @@ import json, sys
 from torch import distributed
 from torch.utils.data import IterableDataset, get_worker_info
 from holdfast import DataLoader
-from holdfast.loader.orders import LengthBucketed, TokenBatches
+from holdfast.loader.order.orders import LengthBucketed, TokenBatches
 
 class Plain(IterableDataset):
     def __iter__(self):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from holdfast.loader.permutation import random_bits
+from holdfast.loader.order.permutation import random_bits
 from holdfast.loader.seeds import SampleSeeds, derive_seed
 
 

@@ -17,8 +17,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.sharding import shards_itself
-from holdfast.loader.stream import keeps_state
+from holdfast.loader.streams.sharding import shards_itself
+from holdfast.loader.streams.stream import keeps_state
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.random_state import isolated, seed_cpu
-from holdfast.loader.stream_items import _drawn, _stands
+from holdfast.loader.streams.items import _drawn, _stands
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

@@ -18,8 +18,9 @@ import pytest
 from torch.utils.data import Dataset
 
 from holdfast import DataLoader
-from holdfast.loader import generation, worker_watch
-from holdfast.loader.worker_board import (
+from holdfast.loader.workers import pool as generation
+from holdfast.loader.workers import watch as worker_watch
+from holdfast.loader.workers.board import (
     COLLATING,
     IDLE,
     NUMBER,
@@ -30,7 +31,7 @@ from holdfast.loader.worker_board import (
     Showing,
     has_ended,
 )
-from holdfast.loader.worker_processes import (
+from holdfast.loader.workers.processes import (
     Started,
     WorkerLostError,
     how_it_ended,
@@ -38,7 +39,7 @@ from holdfast.loader.worker_processes import (
     kill,
     recording_context,
 )
-from holdfast.loader.worker_watch import Watch
+from holdfast.loader.workers.watch import Watch
 
 _FORK = multiprocessing.get_context("fork")
 

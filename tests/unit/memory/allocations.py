@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.forecast.scratch import scratch_bytes
+from holdfast.forecast.kernels.scratch import scratch_bytes
 
 
 class FakeAllocations(TorchDispatchMode):

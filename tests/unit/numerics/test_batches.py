@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.numerics.batches import Inputs, fingerprint, tensors_in
+from holdfast.learning.batches import Inputs, fingerprint, tensors_in
 
 
 def after(*batches: Any, answers: Any = None) -> dict[str, Any]:

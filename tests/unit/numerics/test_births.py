@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.numerics.births import Birth, Births
 from holdfast.numerics.mechanisms import readable
 from holdfast.numerics.operands import bad_rows, find_places, measure, nonfinite
+from holdfast.numerics.origin import Birth, Births
 
 
 def watched() -> Births:

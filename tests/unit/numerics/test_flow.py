@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.numerics.flow import Activity, Flow, Sentinel, median, norms_of, sample_of
+from holdfast.learning.flow import Activity, Flow, Sentinel, median, norms_of, sample_of
 
 
 def step(flow: Flow, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:

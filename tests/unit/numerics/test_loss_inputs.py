@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.numerics.loss_inputs import LossInputs, source_of, unscaled
-from holdfast.numerics.loss_sites import LossSites
+from holdfast.learning.loss_inputs import LossInputs, source_of, unscaled
+from holdfast.learning.loss_sites import LossSites
 
 N, C = 16, 5
 LABELS = torch.arange(N) % C

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.unit.forecast.made_forecasts import make_plans, small_device
 
-from holdfast.forecast.trace import OWNERS, live_peak
+from holdfast.forecast.trace.events import OWNERS, live_peak
 from holdfast.report.memory_page import memory_figure, render, thinned
 
 graph_objects = pytest.importorskip("plotly.graph_objects")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.errors import PolicyError
 from holdfast.recorder.progress import Phase
-from holdfast.supervise.limits import FLOORS, HangLimits, LearnedLimits, name_of
+from holdfast.supervise.watch.limits import FLOORS, HangLimits, LearnedLimits, name_of
 
 
 def test_settings_are_read_as_people_write_them() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.explain.verdict import Verdict
-from holdfast.supervise.restarts import Again, Budgets, Past, Stop, decide_restart, new_changes
+from holdfast.supervise.launch.restarts import Again, Budgets, Past, Stop, decide_restart, new_changes
 
 BUDGETS = Budgets(max_restarts=3, max_preemptions=2, least_steps=10)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.explain.hang_evidence import Examined
-from holdfast.supervise import stacks
-from holdfast.supervise.process_evidence import catches_sigusr1, read_kernel_view, uses_gpu
-from holdfast.supervise.stacks import Stacks, Subject, find_py_spy, read_faulthandler
+from holdfast.explain.hangs.evidence import Examined
+from holdfast.supervise.watch import stacks
+from holdfast.supervise.watch.process_evidence import catches_sigusr1, read_kernel_view, uses_gpu
+from holdfast.supervise.watch.stacks import Stacks, Subject, find_py_spy, read_faulthandler
 
 Start = Callable[..., subprocess.Popen[bytes]]
 HANDLER = (

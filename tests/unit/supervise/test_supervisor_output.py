@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.supervise.output import Copier, OutputLog, Sink, Streams
+from holdfast.supervise.launch.output import Copier, OutputLog, Sink, Streams
 
 MOST = 1 << 20
 

@@ -18,9 +18,9 @@ from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.run_files import ProcessInfo, write_process
 from holdfast.supervise import process_tree
 from holdfast.supervise.kernel import count_oom_kills, memory_limits, telling_lines
-from holdfast.supervise.launching import CommandError, find_launcher, find_program, make_environment
+from holdfast.supervise.launch.launching import CommandError, find_launcher, find_program, make_environment
+from holdfast.supervise.launch.run_folder import RunFolder, choose_folder
 from holdfast.supervise.process_tree import MARK_VARIABLE, Process, Tree, descendants, kill_all, marked_processes
-from holdfast.supervise.run_folder import RunFolder, choose_folder
 
 
 def test_a_command_that_does_not_exist_is_127_and_one_that_is_not_executable_is_126(tmp_path, monkeypatch):
@@ -69,7 +69,7 @@ def test_a_run_is_named_after_its_script_and_never_takes_a_directory_that_exists
 def test_one_supervisor_at_a_time_writes_to_a_directory(tmp_path):
     """The second one, in another process, is told who holds it; after the first is gone it may."""
     first = RunFolder(tmp_path / "runs" / "a")
-    code = "import sys; from pathlib import Path; from holdfast.supervise.run_folder import RunFolder; "
+    code = "import sys; from pathlib import Path; from holdfast.supervise.launch.run_folder import RunFolder; "
     code += "RunFolder(Path(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(first.path)]
     refused = subprocess.run(command, capture_output=True, text=True, check=False)

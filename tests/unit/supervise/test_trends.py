@@ -13,7 +13,7 @@ from holdfast.core.events import Event
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import ProgressBoard, SampleRing, StepSample
 from holdfast.recorder.run_files import BOARD_FILE, SAMPLES_FILE, ProcessInfo, write_process
-from holdfast.supervise.trends import Trends, _left_of_limits
+from holdfast.supervise.watch.trends import Trends, _left_of_limits
 from holdfast.testing import FakeClock
 
 _MIB = 2**20

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.explain.hangs import Hang
+from holdfast.explain.hangs.blame import Hang
 from holdfast.recorder.progress import BOARD_BYTES, Phase, ProgressBoard
 from holdfast.recorder.run_files import BOARD_FILE, PROCESS_FILE, PROCESSES_FOLDER, ProcessInfo, write_process
-from holdfast.supervise.limits import HangLimits
 from holdfast.supervise.process_tree import read_process
-from holdfast.supervise.stacks import Stacks
-from holdfast.supervise.watchdog import Watchdog
+from holdfast.supervise.watch.limits import HangLimits
+from holdfast.supervise.watch.stacks import Stacks
+from holdfast.supervise.watch.watchdog import Watchdog
 
 LIMIT = 10.0
 SLEEP = "import time; time.sleep(1e6)"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from holdfast.explain.hangs.standing_still import HangKind
 from holdfast.explain.signature import Restart, Signature
-from holdfast.explain.standing_still import HangKind
 
 _SEEN = "reproduced on torch 2.13 (benchmarks/hang_detection.py)"
 

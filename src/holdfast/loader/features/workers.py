@@ -23,7 +23,7 @@ from holdfast.loader.features.files import failure
 from holdfast.loader.features.items import digest_of, encode
 from holdfast.loader.random_state import isolated, seed_cpu
 from holdfast.loader.seeds import derive_seed
-from holdfast.loader.worker_processes import Started, kill, recording_context
+from holdfast.loader.workers.processes import Started, kill, recording_context
 
 _WINDOW = 16
 """Items for each worker that may be under way or wait for a slower one before them; it bounds the memory."""

@@ -18,13 +18,13 @@ import torch
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.fetch import Report
-from holdfast.loader.healing import Crew
-from holdfast.loader.sharding import EACH_READS_ALL
+from holdfast.loader.streams.sharding import EACH_READS_ALL
 from holdfast.loader.tuning.choice import LoaderPlan, decide_workers, pace_of
 from holdfast.loader.tuning.machine import Machine
 from holdfast.loader.tuning.preflight import Concern, Load, preflight, unsendable, weigh
 from holdfast.loader.tuning.probing import MOST_PROBES, Instant, Sample, Transfer, kept, measure_transfer, sample_of
 from holdfast.loader.tuning.retuning import Watch, decide_again
+from holdfast.loader.workers.recovery import Crew
 
 _FEWEST_PROBES = 3
 _LONGEST_PROBING = 2.0  # seconds of loading, the first batch apart: where loads are so long, more of them cost more

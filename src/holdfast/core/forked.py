@@ -1,0 +1,137 @@
+"""Run a function in a forked copy of this process, so that it leaves no trace in this one.
+
+Only where nothing but the CPU is used: the context of an accelerator does not survive a fork, nor do the threads that
+autograd has for each (see `backward_works_in_a_copy`).
+
+Does not: know what is run there. It must say what it has found as JSON values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from holdfast.core.warned import ignoring
+
+_TIMEOUT_SECONDS = 60.0
+_PR_SET_PDEATHSIG = 1
+_LENGTH = struct.Struct("=Q")  # sent ahead, since the end of a pipe may be held open by other forks of the caller
+
+
+class NoAnswer(Exception):  # noqa: N818 - an outcome, not a mistake
+    """The copy could not be made, has failed or has said nothing; the text says which.
+
+    Args:
+        why: The text.
+        died: Whether it ended without an answer.
+    """
+
+    def __init__(self, why: str, *, died: bool = False) -> None:
+        super().__init__(why)
+        self.died = died
+
+
+def backward_works_in_a_copy() -> bool:
+    """Say whether a copy of this process may make a backward pass.
+
+    torch refuses it where autograd has threads, one for each accelerator of the machine: from this process's first
+    backward pass on, also if that was of a model on the CPU.
+    """
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if (thread / "comm").read_text().startswith("pt_autograd"):
+                return False
+    return True
+
+
+def in_a_copy_of_this_process(
+    run: Callable[[], dict[str, Any]], *, timeout_seconds: float = _TIMEOUT_SECONDS
+) -> dict[str, Any]:
+    """Fork, run there, and return what the copy has found.
+
+    The copy uses one thread (OpenMP's others do not survive a fork), says nothing, is the first to be killed when
+    the machine's memory is short, and dies with its parent.
+
+    Args:
+        run: What the copy does. NaN and Inf may be in its answer.
+        timeout_seconds: The longest wait for the answer. Then the copy is killed.
+
+    Raises:
+        NoAnswer: With the reason, such as the exception that `run` has raised.
+    """
+    reading, writing = os.pipe()
+    with ignoring(DeprecationWarning):  # Python 3.12 on forking with threads
+        try:
+            child = os.fork()
+        except OSError as error:
+            os.close(reading)
+            os.close(writing)
+            raise NoAnswer(f"cannot fork ({error})") from error
+    if child == 0:
+        _be_the_copy(run, writing)
+    os.close(writing)
+    try:
+        answer = _read_answer(reading, timeout_seconds)
+    finally:
+        os.close(reading)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if "failure" in answer:
+        raise NoAnswer(answer["failure"])
+    found: dict[str, Any] = answer["found"]
+    return found
+
+
+def _read_answer(reading: int, timeout_seconds: float) -> dict[str, Any]:
+    received, wanted = b"", _LENGTH.size
+    while len(received) < wanted:
+        ready, _, _ = select.select([reading], [], [], timeout_seconds)
+        piece = os.read(reading, 65536) if ready else b""
+        if not piece:
+            why = "died" if ready else f"gave no answer in {timeout_seconds:g} s"
+            raise NoAnswer(f"the copy of the process {why}", died=bool(ready))
+        received += piece
+        if len(received) >= _LENGTH.size:
+            wanted = _LENGTH.size + _LENGTH.unpack_from(received)[0]
+    answer: dict[str, Any] = json.loads(received[_LENGTH.size :])
+    return answer
+
+
+def _be_the_copy(run: Callable[[], dict[str, Any]], writing: int) -> NoReturn:
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the caller, who wants the answer
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "prctl"):
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
+        answer = _attempted(run)
+        answer = _LENGTH.pack(len(answer)) + answer
+        while answer:
+            answer = answer[os.write(writing, answer) :]
+    finally:
+        os._exit(0)
+
+
+def _attempted(run: Callable[[], dict[str, Any]]) -> bytes:
+    try:
+        return json.dumps({"found": run()}).encode()
+    except Exception as error:  # noqa: BLE001 - whatever it was, the parent goes on training
+        first = (str(error).strip().splitlines() or [""])[0]
+        return json.dumps({"failure": f"{type(error).__name__}: {first}"[:300]}).encode()

@@ -1,0 +1,1 @@
+"""Logs of any size, read into statements."""

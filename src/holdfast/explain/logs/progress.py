@@ -1,0 +1,110 @@
+"""Whether a line shows that a training goes on, or that it is done.
+
+Words say it, or, in a log without such words, a form of line that keeps coming back with other numbers. Does not: say
+anything about lines of errors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from holdfast.explain.logs.keeping import is_relevant
+
+# Runs of digits are bounded: a line of nothing else would take time quadratic in its length.
+_BAR = re.compile(
+    r"\d{1,9}%\|.{0,200}\|\s{0,20}\d{1,18}/\d{1,18}|\[\d{1,9}:\d{1,9}<[^\]]{1,40}\]|\d{1,9}(?:\.\d{1,9})?(?:it/s|s/it)\b"
+)
+_PROGRESS = re.compile(
+    r"\b(?:epochs?|steps?|iter(?:ation)?s?|batch|loss|acc(?:uracy)?|lr|eta|global_step|perplexity|ppl)\b\W{0,4}\d"
+    r"|\d{1,9}(?:\.\d{1,9})?\s?(?:it/s|s/it|tok/s|tokens/s|samples/s|img/s)|['\"]loss['\"]:",
+    re.IGNORECASE,
+)
+_NO_PROGRESS = re.compile(
+    r"wandb:|\b(?:error|exception|fail|abort|nan\b|stopp(?:ed|ing)|interrupt|resum)", re.IGNORECASE
+)
+_DONE = re.compile(
+    r"\b(?:training|run|fit|job|fine-?tuning|all epochs)\b.{0,20}\b(?:finished|completed?|done|ended well)\b"
+    r"|`Trainer\.fit` stopped: `max_|'train_runtime':|^\s*(?:done|finished)[.!]?\s*$|\bsaved (?:the )?final\b",
+    re.IGNORECASE,
+)
+_NOT_DONE = re.compile(
+    r"\b(?:not|never|unsuccessful\w*|fail\w*|errors?|abort\w*|crash\w*|killed|warm-?up)\b"
+    r"|\b(?:code|status|exit|rc)\W{0,3}(?:-|0*[1-9])",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+_ERROR_METRIC = re.compile(r"\berr(?:or)?(?:_?rate)?\W{0,3}#", re.IGNORECASE)  # "Error: 72.0" measures something
+_OF_A_TRACEBACK = re.compile(r'\s*File "|frame #|\S{1,300}:\d+: ')
+_HABIT = 3  # times that a form of line came before what it is to be progress after
+_LOOKED_AT = 400  # lines after a statement among which forms are looked for
+
+
+def is_progress_bar(text: str) -> bool:
+    """Return whether a line is one picture of a progress bar."""
+    return _BAR.search(text) is not None
+
+
+def is_end(text: str) -> bool:
+    """Return whether a line says that the training is done."""
+    return _DONE.search(text) is not None and _NOT_DONE.search(text) is None
+
+
+def is_progress(text: str) -> bool:
+    """Return whether a line shows that the training went on, or is done."""
+    if "Traceback (most recent call last)" in text:  # it began behind a progress bar
+        return False
+    if is_end(text):
+        return True
+    return (is_progress_bar(text) or _PROGRESS.search(text) is not None) and not _NO_PROGRESS.search(text)
+
+
+class Pulse:
+    """Where in the lines of one process its training shows that it goes on.
+
+    Args:
+        texts: Its lines.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._forms = _forms(texts)
+        self._habit_at: dict[str, int] = {}  # where a form of line had come often enough
+        seen: dict[str, int] = {}
+        for index, form in enumerate(self._forms):
+            if form:
+                seen[form] = seen.get(form, 0) + 1
+                if seen[form] == _HABIT:
+                    self._habit_at[form] = index
+        self._words_after = [0] * (len(texts) + 2)
+        for index in range(len(texts) - 1, -1, -1):
+            self._words_after[index] = self._words_after[index + 1] + int(is_progress(texts[index]))
+
+    def after(self, last: int) -> int:
+        """Return how many lines of progress stand after a line, by words or else by their form."""
+        if self._words_after[last + 1] > 1:
+            return self._words_after[last + 1]
+        following = self._forms[last + 1 : last + 1 + _LOOKED_AT]
+        by_form = sum(1 for form in following if form and self._habit_at.get(form, last) < last)
+        return max(by_form, self._words_after[last + 1])
+
+    def between(self, first: int, end: int) -> bool:
+        """Return whether a line of progress stands from one index up to another."""
+        return self._words_after[first] > self._words_after[max(first, end)]
+
+    def before(self, first: int) -> bool:
+        """Return whether a line of progress stands before a line."""
+        return self.between(0, first) or any(index < first for index in self._habit_at.values())
+
+
+def _forms(texts: Sequence[str]) -> list[str]:
+    """Return each line with its numbers taken out, or an empty text if it counts nothing, or is of an error."""
+    counts: dict[str, bool] = {}
+    found = []
+    of_frame = False  # the line after a frame is code
+    for text in texts:
+        form = "" if of_frame else _NUMBER.sub("#", text[:300]).strip()
+        of_frame = _OF_A_TRACEBACK.match(text) is not None
+        if form not in counts:
+            counts[form] = "#" in form and not of_frame and not is_relevant(_ERROR_METRIC.sub("", form))
+        found.append(form if counts[form] else "")
+    return found

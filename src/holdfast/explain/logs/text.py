@@ -1,0 +1,254 @@
+"""From a log to statements: what was raised and what was printed, by whom, when, and whether the run went on.
+
+The text of a log is foreign: nothing in it is followed or evaluated. Does not: judge which statement matters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.explain.evidence import Ending, Statement
+from holdfast.explain.logs.keeping import Readable, is_relevant, keep_lines
+from holdfast.explain.logs.lines import CleanLine, clean_lines
+from holdfast.explain.logs.losses import printed_losses, printed_norms
+from holdfast.explain.logs.progress import Pulse, is_end, is_progress, is_progress_bar
+from holdfast.explain.logs.torchrun_table import first_exit, read_table
+from holdfast.explain.logs.tracebacks import (
+    HEADER,
+    Raised,
+    TracebackReader,
+    is_syntax_error,
+    split_exception,
+    without_margins,
+)
+
+_MOST_OF_A_KIND = 1_500  # statements that are lines, and that are exceptions: the first third and the newest
+_WENT_ON = 2  # lines of progress after a statement of the same process that show that it went on
+_MOST_MESSAGE = 20_000
+_BUFFERED = 12  # lines of progress that other ranks or a summary print after a fatal exception, rather than more
+_BUFFERED_BY_RANKS = 400  # the same after a line of the scheduler: many ranks, 8 KiB of buffered lines each
+
+_NOT_FATAL_LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "WARN", "SUCCESS", "TRACE"})
+_WARNING = re.compile(r"(?:\S{1,300}:\d+: )?(?:[\w.]*\.)?(\w*Warning): ")
+_NOT_UNCAUGHT = re.compile(r"Exception ignored in|--- Logging error ---|Exception in thread |Exception ignored on")
+_ALOUD = frozenset({"WARNING", "WARN", "ERROR", "CRITICAL", "FATAL"})
+_RETRY = re.compile(r"\b(?:retry|retrying|attempt #?\d+|restart(?:ing|ed)?|resum(?:e|es|ed|ing))\b", re.IGNORECASE)
+_SCHEDULER = re.compile(
+    r"\bDUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE|JOB REQUEUE)\b|\boom[-_ ]kill event|\bslurmstepd: error: "
+    r"|\bsrun: error: |\bPBS: job killed|\bTERM_(?:MEM|RUN)LIMIT\b"
+)
+_TOLD_TO_END = re.compile(r"\bdeath signal, shutting down|\bSIGTERM received at time=")  # logged as a warning
+_CPLUSPLUS = re.compile(
+    r"\s*terminate called (?:after throwing an instance of|without an active exception|recursively)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogText:
+    """What a log says.
+
+    Args:
+        statements: In order of the lines; of a chain of exceptions the root first.
+        endings: Of ranks, as a table or a line of a launcher says.
+        ended_well: Whether its end says that the training is done.
+        total_lines: Of the whole log.
+        total_bytes: Likewise.
+        complete: Whether all of it was looked at closely.
+        losses: Line and value of each training loss that was printed.
+        norms: The same of norms of gradients.
+        cut_off: Frame with which it ends inside a traceback, or an empty text.
+    """
+
+    statements: tuple[Statement, ...]
+    endings: tuple[Ending, ...]
+    ended_well: bool
+    total_lines: int
+    total_bytes: int
+    complete: bool
+    losses: tuple[tuple[int, float], ...] = ()
+    norms: tuple[tuple[int, float], ...] = ()
+    cut_off: str = ""
+
+
+def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
+    """Return what a log says; of any size, in bounded memory.
+
+    Args:
+        stream: Opened for reading bytes.
+        name: For the sources of statements, such as ``"train.log"``.
+        first_number: Of the first line, if the stream does not begin with the log.
+    """
+    kept = keep_lines(stream, first_number=first_number)
+    lines = clean_lines(kept.lines)
+    statements: list[Statement] = []
+    endings: list[Ending] = []
+    done = _ended_well(lines)
+    cut_off = ""
+    for process in _by_rank(lines):
+        reader = _Process(process, name, done=done)
+        statements += reader.statements()
+        endings += reader.endings
+        cut_off = cut_off or reader.cut_off
+    if not endings and not done:
+        endings += first_exit(lines, from_number=_newest_progress(lines))
+    # Stable: a chain of exceptions keeps its order, and its own lines stay together.
+    statements.sort(key=lambda statement: statement.position)
+    return LogText(
+        statements=tuple(_bounded(statements)),
+        endings=tuple(endings),
+        ended_well=done,
+        total_lines=kept.total_lines,
+        total_bytes=kept.total_bytes,
+        complete=kept.complete,
+        losses=printed_losses(lines),
+        norms=printed_norms(lines),
+        cut_off=cut_off,
+    )
+
+
+def _by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
+    found: dict[int | None, list[CleanLine]] = {}
+    for line in lines:
+        found.setdefault(line.rank, []).append(line)
+    return list(found.values())
+
+
+def _ended_well(lines: Sequence[CleanLine]) -> bool:
+    newest = [line.text for line in lines if line.text.strip()][-15:]
+    return any(is_end(text) for text in newest)
+
+
+def _bounded(statements: list[Statement]) -> list[Statement]:
+    """Return statements without those in the middle, if there are too many of a kind; chains stay whole."""
+    left_out: set[int] = set()
+    for kind in ("line", "exception"):
+        found = [index for index, statement in enumerate(statements) if statement.kind == kind]
+        if len(found) > _MOST_OF_A_KIND:
+            left_out |= set(found[_MOST_OF_A_KIND // 3 : -2 * _MOST_OF_A_KIND // 3])
+    kept = []
+    whole = True  # whether the chain that a statement belongs to is kept from its beginning
+    for index, statement in enumerate(statements):
+        whole = index not in left_out if index == 0 or not statements[index - 1].cause else whole
+        if whole:
+            kept.append(statement)
+    return kept
+
+
+class _Process:
+    """The lines of one rank, or of all that says no rank."""
+
+    def __init__(self, lines: Sequence[CleanLine], name: str, *, done: bool) -> None:
+        self._lines = without_margins(lines)
+        self._name = name
+        self._reader = TracebackReader(self._lines)
+        self._pulse = Pulse([line.text for line in self._lines])
+        self._done = done
+        self.endings: list[Ending] = []
+        self.cut_off = ""
+
+    def statements(self) -> list[Statement]:
+        found: list[Statement] = []
+        raised: tuple[slice, int] | None = None  # the newest chain of exceptions, and the index after it
+        index = 0
+        while index < len(self._lines):
+            made, following = self._at(index)
+            if made and made[0].kind == "exception":
+                if raised is not None and self._resumes(raised[1], index):
+                    found[raised[0]] = [replace(each, resumed=True) for each in found[raised[0]]]
+                raised = slice(len(found), len(found) + len(made)), self._after_line(made[-1].position, following)
+            found += made
+            index = max(following, index + 1)
+        return found
+
+    def _after_line(self, number: int, index: int) -> int:
+        """Return where the lines after one begin, of those before an index: a message may have taken them in."""
+        while index > 0 and self._lines[index - 1].number > number:
+            index -= 1
+        return index
+
+    def _resumes(self, first: int, end: int) -> bool:
+        """Return whether lines say that the run began again, or show that it went on."""
+        return self._pulse.between(first, end) or any(_RETRY.search(line.text) for line in self._lines[first:end])
+
+    def _at(self, index: int) -> tuple[list[Statement], int]:
+        """Return the statements that begin at a line, and the index after them."""
+        line = self._lines[index]
+        text = line.text
+        if HEADER.search(text) or is_syntax_error(self._lines, index):
+            raised, after = self._reader.read(index)
+            if raised is None and after >= len(self._lines):
+                self.cut_off = self._newest_frame(index)
+            return (self._chain(raised, index, after) if raised is not None else []), after
+        if text.startswith("Fatal Python error: "):
+            frames, after = self._reader.fatal_error(index)
+            return [replace(self._line(line, after - 1), frames=frames, fatal=True)], after
+        if _CPLUSPLUS.match(text):
+            what = [each.text.strip() for each in self._lines[index + 1 : index + 3] if "what():" in each.text]
+            return [replace(self._line(line, index), text="\n".join([text.strip(), *what]))], index + 1 + len(what)
+        if "Root Cause (first observed failure)" in text:
+            self.endings += read_table([each.text for each in self._lines[index + 1 : index + 16]])
+            return [], index + 1
+        bare = split_exception(text)
+        if bare is not None:
+            message, nested, after = self._reader.message(index, bare[1], bare=True)
+            raised = Raised(bare[0].rpartition(".")[2], message, (), line.number, [], line.unix_seconds)
+            raised.take([nested] if nested is not None else [])
+            return self._chain(raised, index, after), after
+        if text.strip() and is_relevant(text) and not is_progress_bar(text):
+            return [self._line(line, index)], index + 1
+        return [], index + 1
+
+    def _line(self, line: CleanLine, last: int) -> Statement:
+        needed = _WENT_ON if self._done or not _SCHEDULER.search(line.text) else _BUFFERED_BY_RANKS
+        fatal = False if self._pulse.after(last) >= needed else None
+        quiet = line.level in _NOT_FATAL_LEVELS and not _TOLD_TO_END.search(line.text)
+        if quiet or _WARNING.match(line.text):
+            fatal = False
+        return Statement(
+            text=line.shown.strip(), source=f"{self._name}:{line.number}", position=line.number,
+            unix_seconds=line.unix_seconds, rank=line.rank, fatal=fatal,
+        )  # fmt: skip
+
+    def _chain(self, raised: Raised, first: int, after: int) -> list[Statement]:
+        before = self._lines[first - 1] if first else None
+        logged = self._lines[first].level is not None or (before is not None and before.level in _ALOUD)
+        progress = self._pulse.after(after - 1)
+        fatal = False if progress >= (1 if logged else _WENT_ON) else None
+        waited = progress < _BUFFERED or not self._pulse.before(first)
+        outermost = raised.frames[0].function if raised.frames else ""
+        overtaken = fatal is False and waited and not logged and not self._done and outermost == "<module>"
+        if (before and _NOT_UNCAUGHT.search(before.text)) or self._lines[first].level in _NOT_FATAL_LEVELS:
+            fatal, overtaken = False, False
+        chain = raised.from_the_root()
+        return [
+            Statement(
+                text=each.message[:_MOST_MESSAGE], kind="exception", exception=each.exception, frames=each.frames,
+                source=f"{self._name}:{each.number}", position=raised.number, unix_seconds=each.unix_seconds,
+                rank=self._lines[first].rank, fatal=fatal, cause=each is not raised, logged=logged,
+                overtaken=overtaken,
+            )
+            for each in chain
+        ]  # fmt: skip
+
+    def _newest_frame(self, first: int) -> str:
+        """Return the last frame of a traceback that is cut off, as it was printed."""
+        shown = [line.text.strip() for line in self._lines[first:] if line.text.lstrip().startswith("File ")]
+        return shown[-1] if shown else self._lines[first].text.strip()
+
+
+def _newest_progress(lines: Sequence[CleanLine]) -> int:
+    """Return the number of the newest line of progress that another follows; 0 if there is none."""
+    numbers = [line.number for line in lines if is_progress(line.text)]
+    return numbers[-_WENT_ON] if len(numbers) >= _WENT_ON else 0
+
+
+def quoted(statement: Statement, *, most_lines: int = 4) -> Iterator[str]:
+    """Yield the lines of a statement as evidence shows them: few, and not long."""
+    head = statement.exception or ""
+    if head and statement.text:
+        head += ": "
+    lines = (head + statement.text).strip().splitlines() or [""]
+    for line in lines[:most_lines]:
+        yield line if len(line) <= 300 else f"{line[:297]}..."

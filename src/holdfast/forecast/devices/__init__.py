@@ -1,0 +1,1 @@
+"""Devices: their catalogue, calibration and speed."""

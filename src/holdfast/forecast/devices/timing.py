@@ -1,0 +1,72 @@
+"""How long a step takes on a device, roughly: enough to rank plans, not to promise a date.
+
+A roofline: an operation takes as long as its arithmetic or its traffic, whichever is longer, and at least as long as
+the host needs to launch it, because eager operations are launched one by one while the device works on those before.
+So a larger micro-batch is more efficient by itself: the launches, the optimizer's step and the reading of the weights
+are shared by more samples.
+
+Does not: know devices (``devices``), or overlap anything but launches.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.forecast.devices.catalogue import Device
+from holdfast.forecast.trace.events import DTYPES, PHASES, Trace, operations_played
+
+# What large matrix products reach of the data sheet's dense rate: A100 SXM 87 %, GH200 84 %, A100 PCIe 81 %, H100 SXM
+# 80 % (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS comparison table", torch 2.5 to 2.7).
+COMPUTE_EFFICIENCY = 0.8
+# What large transfers reach of the data sheet's bandwidth: 0.90 for the A100 above 100 MB (calculon-ai/calculon,
+# systems/a100_80g.json, "MB_efficiency").
+BANDWIDTH_EFFICIENCY = 0.9
+# Work of the host for one eager operation, from Python to the driver: 5 to 25 µs for a matrix product on an H100
+# (jiahuanglin.xyz, GPU kernel lessons, 18 "From PyTorch op to kernel launch"); the geometric middle, rounded.
+LAUNCH_SECONDS = 10e-6
+
+
+def operation_seconds(trace: Trace, device: Device) -> npt.NDArray[np.float64]:
+    """Return how long each operation takes; shape ``(operations,)``.
+
+    Args:
+        trace: A step.
+        device: On which it runs; its rates are those of a data sheet unless they were measured.
+    """
+    compute, bandwidth = (1.0, 1.0) if device.measured else (COMPUTE_EFFICIENCY, BANDWIDTH_EFFICIENCY)
+    rates = np.array([device.flops_per_second(dtype) for dtype in DTYPES])
+    arithmetic = trace.flops / (rates[trace.dtype] * compute)
+    traffic = trace.moved_bytes / (device.bandwidth * bandwidth)
+    return np.maximum(np.maximum(arithmetic, traffic), LAUNCH_SECONDS)
+
+
+def step_seconds(trace: Trace, device: Device, *, variant: str | None = None, micro_steps: int = 1) -> float:
+    """Return how long an optimizer's step takes with all its forward and backward passes.
+
+    Args:
+        trace: The step with one of them.
+        device: On which it runs.
+        variant: Implementation of the optimizer (`trace.variants_played`).
+        micro_steps: Forward and backward passes for each step of the optimizer.
+    """
+    seconds = operation_seconds(trace, device) * operations_played(trace, variant)
+    stepped = trace.operation_phase == PHASES.index("optimizer")
+    return float(micro_steps * seconds[~stepped].sum() + seconds[stepped].sum())
+
+
+def seconds_per_sample(
+    trace: Trace, device: Device, *, variant: str | None = None, global_batch_size: int | None = None
+) -> float:
+    """Return the time for one sample, which is what plans are ranked by.
+
+    Args:
+        trace: The step at the plan's micro-batch size.
+        device: On which it runs.
+        variant: Implementation of the optimizer (`trace.variants_played`).
+        global_batch_size: Samples for each step of the optimizer; None is one micro-batch. A last micro-batch that is
+            not full takes as long as a full one.
+    """
+    samples = global_batch_size or trace.micro_batch_size
+    micro_steps = -(-samples // trace.micro_batch_size)
+    return step_seconds(trace, device, variant=variant, micro_steps=micro_steps) / samples

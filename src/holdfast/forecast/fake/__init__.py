@@ -1,0 +1,1 @@
+"""A device that has no memory: shapes without data."""

@@ -1,0 +1,355 @@
+"""A device without memory of its own, on which a training step runs in shapes only, and runs as CUDA would run it.
+
+The device stands on torch's slot for foreign backends (PrivateUse1), so its tensors are told apart from the host's,
+and autograd, autocast and every C++ composite treat them as a GPU's. Where the slot cannot be had, the host itself is
+traced (route ``"cpu"``). Registering the slot cannot be undone: do it in a process of its own.
+
+Does not: record anything (``tracer``), emulate kernels (``attention``, ``recurrent``), start the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import optimizer as optimizer_module
+from torch.utils import _foreach_utils
+
+from holdfast.core.errors import PolicyError
+from holdfast.forecast.fake import data_dependent, placement, stand_ins
+from holdfast.forecast.fake.facts import Facts
+from holdfast.forecast.fake.guesses import Guesses, asking_line
+from holdfast.forecast.kernels import autocast_policy
+from holdfast.forecast.kernels.attention_choice import Hardware
+from holdfast.forecast.kernels.emulation import emulated_kernels
+from holdfast.forecast.kernels.scratch import Uncalibrated
+from holdfast.forecast.trace.events import Assumption
+
+DEVICE_NAME = "forecast"
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NO_RULE = "no fake impl registered"  # what torch.library.custom_op raises in place of a class of its own
+ROUTES = ("privateuse1", "cpu")
+
+_registered = False
+# FakeTensorMode's __torch_dispatch__ without the guard against torch.compile around it, which costs as much again.
+_dispatch = getattr(FakeTensorMode, "dispatch", FakeTensorMode.__torch_dispatch__)
+
+
+class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake tensors on one device, with answers to questions for values.
+
+    Args:
+        device: Where tensors go that are asked for on CUDA.
+        guesses: Answers.
+    """
+
+    def __init__(self, device: torch.device, guesses: Guesses) -> None:
+        super().__init__(allow_non_fake_inputs=False, allow_fallback_kernels=False)
+        self.fake_device = device
+        self.guesses = guesses
+        self.facts = Facts()
+        self.kernels: Mapping[Any, Callable[..., Any]] = {}
+        self._placed: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # no guard against torch.compile: nothing is compiled here
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """True: torch would put constants onto the "available" device for real otherwise."""
+        return True
+
+    def may_turn_const(self, t: torch.Tensor) -> bool:  # noqa: ARG002 - torch names it
+        """No: `Facts` follow values, of more than single elements and to the device; two accounts would differ."""
+        return False
+
+    def __copy__(self) -> ForecastMode:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForecastMode:
+        # A copied fake parameter would bring a copied mode, and each of its uses would make a new storage.
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = self._at_home(func, args, kwargs or {})
+        if not isinstance(func, torch._ops.OpOverload):
+            return _dispatch(self, func, types, args, kwargs)
+        out = data_dependent.answer(self, func, args, kwargs)
+        if out is not NotImplemented:
+            return out
+        kernel = self.kernels.get(func)
+        if kernel is not None:
+            return kernel(self, func, *args, **kwargs)
+        try:
+            out = _dispatch(self, func, types, args, kwargs)
+        except fake_tensor.UnsupportedOperatorException:
+            out = data_dependent.without_rule(self, func, args, kwargs)
+        except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException) as error:
+            raise data_dependent.undecidable(func) from error
+        except RuntimeError as error:
+            if _NO_RULE not in str(error):
+                raise
+            raise data_dependent.missing_rule(func) from error
+        if func in self.lift_fns and type(args[0]) is torch.Tensor:
+            self.facts.know(out, args[0])
+        else:
+            self.facts.follow(func, args, kwargs, out)
+        return out
+
+    def _at_home(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put CUDA's place and real tensors right: the fake device, and fake tensors with known values."""
+        lifted = func in self.lift_fns
+
+        def put_right(arg: Any) -> Any:
+            if isinstance(arg, torch.device):
+                return stand_ins.redirected(arg, self.fake_device)
+            if isinstance(arg, torch.Tensor):
+                return arg if lifted or isinstance(arg, FakeTensor) else self.adopted(arg)
+            if isinstance(arg, (list, tuple)) and any(_is_real(element) for element in arg):
+                return type(arg)(put_right(element) for element in arg)
+            return arg
+
+        return tuple(map(put_right, args)), {name: put_right(arg) for name, arg in kwargs.items()}
+
+    def adopted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the fake twin of a real tensor, always the same; on the device if it was moved to CUDA before."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return tensor
+        entry = self._placed.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
+        twin: torch.Tensor = self.from_tensor(tensor)
+        self.facts.know(twin, tensor.detach())
+        if stand_ins.was_on_cuda(tensor):
+            with self, torch.no_grad():
+                twin = twin.to(self.fake_device)
+            self._placed[id(tensor)] = (weakref.ref(tensor), twin)
+        return twin
+
+
+def _is_real(arg: object) -> bool:
+    return isinstance(arg, torch.Tensor) and not isinstance(arg, FakeTensor)
+
+
+class AddedAutocast(torch.autocast):
+    """The autocast of a forecast's precision, to be known from a job's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastDevice:
+    """The fake device while it is there.
+
+    Args:
+        device: ``forecast:0`` or, on route ``"cpu"``, ``cpu``. Code outside torch and holdfast is told ``cuda:0``.
+        mode: The active fake mode.
+        route: ``"privateuse1"`` or ``"cpu"``.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        guesses: Answers to questions for values.
+        uncalibrated: What may be larger than was counted.
+    """
+
+    device: torch.device
+    mode: ForecastMode
+    route: str
+    precision: str
+    guesses: Guesses
+    uncalibrated: Uncalibrated
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What was taken for granted so far."""
+        return self.guesses.assumptions
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the autocast of the precision on this device, or nothing for fp32."""
+        dtype = PRECISIONS[self.precision]
+        return contextlib.nullcontext() if dtype is None else AddedAutocast(self.device.type, dtype=dtype)
+
+    def place(self, *modules: nn.Module) -> None:
+        """Bring modules here in place, real or fake: parameters stay the same objects, tied ones stay tied.
+
+        Raises:
+            PolicyError: H426 for hooks that cannot come with them.
+        """
+        for module in modules:
+            placement.place(module, self.device)
+        placement.check_hooks_on_nodes()
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Make tensors real in here, and on the CPU: for code that needs values, such as loading a batch."""
+        with fake_tensor.unset_fake_temporarily(), stand_ins.OnHost(self.device):
+            yield
+
+
+@contextlib.contextmanager
+def forecast_device(
+    route: str = "privateuse1",
+    precision: str = "fp32",
+    guesses: Guesses | None = None,
+    *,
+    as_cuda: bool = True,
+    hardware: Hardware | None = None,
+) -> Iterator[ForecastDevice]:
+    """Run code in shapes only, on a device that stands for CUDA's.
+
+    Args:
+        route: ``"privateuse1"``, or ``"cpu"`` for the host.
+        precision: What `ForecastDevice.autocast` is to be.
+        guesses: Answers to questions for values; default: the rules of `Guesses`.
+        as_cuda: Whether ``"cuda"`` means this device and ``torch.cuda`` answers. Without it code finds what the host
+            has: for comparisons with real runs on the CPU.
+        hardware: Which GPU it stands for, as far as kernels are chosen by it; default: an A100.
+
+    Raises:
+        PolicyError: [H423] this torch has no slot for the device. Use route ``"cpu"``.
+    """
+    if route not in ROUTES or precision not in PRECISIONS:
+        raise ValueError(f"route={route!r}, precision={precision!r}: {ROUTES} and {tuple(PRECISIONS)} are known")
+    guesses, hardware = guesses or Guesses(), hardware or Hardware()
+    uncalibrated = Uncalibrated()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_gpu_left_alone())
+        if route == "privateuse1":
+            _register()
+        device = torch.device(DEVICE_NAME, 0) if route == "privateuse1" else torch.device("cpu")
+        mode = ForecastMode(device, guesses)
+        stack.enter_context(_foreach_for_fake_tensors())
+        stack.enter_context(placement.conversion_in_place())
+        if route == "privateuse1":
+            stack.enter_context(autocast_policy.installed(DEVICE_NAME, guesses))
+        mode.kernels = stack.enter_context(
+            emulated_kernels(
+                route,
+                hardware=hardware,
+                known=lambda tensor: mode.facts.of(tensor).value,
+                assume=lambda what: guesses.assume(what, asking_line()),
+                uncalibrated=uncalibrated,
+            )
+        )
+        capability = hardware.capability
+        stack.enter_context(stand_ins.installed(device, guesses, as_cuda=as_cuda, capability=capability))
+        stack.enter_context(mode)
+        if route == "privateuse1":
+            _probe(device)
+        yield ForecastDevice(
+            device=device,
+            mode=mode,
+            route=route,
+            precision=precision,
+            guesses=guesses,
+            uncalibrated=uncalibrated,
+        )
+
+
+@contextlib.contextmanager
+def _gpu_left_alone() -> Iterator[None]:
+    """Hide GPUs, where there are any; and keep torch from telling of each error that fake tensors raise."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    log = logging.getLogger(fake_tensor.__name__)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # deepcopy does
+            yield
+    finally:
+        log.setLevel(level)
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+@contextlib.contextmanager
+def _foreach_for_fake_tensors() -> Iterator[None]:
+    """Let optimizers and clipping choose foreach for fake parameters: the choice looks at the exact type."""
+    with contextlib.ExitStack() as stack:
+        for module in (optimizer_module, _foreach_utils):
+            types = getattr(module, "_foreach_supported_types", None)
+            if isinstance(types, list) and FakeTensor not in types:
+                types.append(FakeTensor)
+                stack.callback(types.remove, FakeTensor)
+        yield
+
+
+class _Backend:
+    """What torch asks a backend's module for; user code does not see it."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Do nothing: no number is drawn."""
+
+    def get_rng_state(self, *_: object) -> torch.Tensor:
+        return torch.empty(16, dtype=torch.uint8)
+
+    def set_rng_state(self, *_: object) -> None:
+        """Do nothing: no number is drawn."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _register() -> None:
+    global _registered
+    if _registered:
+        return
+    try:
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup
+    except ImportError as error:
+        raise _no_slot("it has no backends in Python") from error
+    try:
+        setup(DEVICE_NAME, backend_module=_Backend())
+    except (RuntimeError, AttributeError, TypeError) as error:
+        raise _no_slot(str(error).splitlines()[0]) from error
+    _registered = True
+
+
+def _probe(device: torch.device) -> None:
+    """Run the smallest step: if the route does not work in this torch it is known before the user's code runs."""
+    try:
+        weight = torch.empty(2, 2, device=device, requires_grad=True)
+        torch.autograd.backward((weight @ weight).sum())
+        if weight.grad is None or weight.grad.device != device:
+            raise _no_slot("a gradient came out on another device")
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise _no_slot(str(error).splitlines()[0]) from error
+
+
+def _no_slot(why: str) -> PolicyError:
+    return PolicyError(
+        f"torch {torch.__version__} gives no slot for a forecast's device: {why}",
+        limit="the step can only be traced on the host then, with the host's kernels",
+        fix='use route="cpu" (taken by itself where none is asked for), or torch 2.11 to 2.15 and no other backend',
+        rule="H423",
+    )

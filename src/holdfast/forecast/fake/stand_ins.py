@@ -1,0 +1,388 @@
+"""What user code sees of CUDA while it runs on the fake device: ``torch.cuda``, ``"cuda"``, values of tensors.
+
+Code that asks for ``"cuda"`` gets the fake device, and a tensor there tells code outside torch and holdfast that it
+is on ``cuda:0``, so that ``if x.device.type == "cuda"`` goes the way that it goes on a GPU. All of it is put back
+after.
+
+Does not: emulate kernels or answer for values (``guesses``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+
+from holdfast.core.errors import PolicyError
+from holdfast.forecast.fake.cuda_module import install_cuda_module
+from holdfast.forecast.fake.guesses import Guesses, asking_line
+from holdfast.forecast.fake.patches import Patches
+
+_ON_CUDA = "_holdfast_on_cuda"
+
+
+def redirected(device: Any, fake: torch.device) -> Any:
+    """Return the fake device for ``"cuda"``, ``"cuda:1"`` or the like, and everything else as it is."""
+    if isinstance(device, torch.device):
+        return fake if device.type == "cuda" else device
+    if isinstance(device, str) and (device == "cuda" or device.startswith("cuda:")):
+        return fake
+    return device
+
+
+class OnHost(TorchFunctionMode):
+    """Has ``"cuda"`` mean the CPU, for real tensors, and remembers which were moved or made there.
+
+    Args:
+        fake: The device that it means otherwise.
+    """
+
+    def __init__(self, fake: torch.device) -> None:
+        super().__init__()
+        self._fake = fake
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cpu = torch.device("cpu")
+        on_cuda = False
+
+        def home(arg: Any) -> Any:
+            nonlocal on_cuda
+            there = redirected(arg, self._fake)
+            if isinstance(there, torch.device) and there == self._fake:
+                on_cuda = True
+                return cpu
+            on_cuda = on_cuda or was_on_cuda(arg)
+            return arg
+
+        out = func(*map(home, args), **{name: home(arg) for name, arg in (kwargs or {}).items()})
+        if on_cuda and type(out) is torch.Tensor and not out.requires_grad:
+            out = out.detach() if any(out is arg for arg in args) else out  # the one on the host is another
+            setattr(out, _ON_CUDA, True)
+        return out
+
+
+def was_on_cuda(tensor: Any) -> bool:
+    """Tell whether a real tensor was moved to CUDA or made there, while that meant the CPU."""
+    return isinstance(tensor, torch.Tensor) and _ON_CUDA in getattr(tensor, "__dict__", ())
+
+
+@contextlib.contextmanager
+def installed(
+    fake: torch.device, guesses: Guesses, *, as_cuda: bool = True, capability: tuple[int, int] = (8, 0)
+) -> Iterator[None]:
+    """Put the stand-ins in place while the context lasts.
+
+    Args:
+        fake: Where ``"cuda"`` leads.
+        guesses: Where answers are written down that memory may depend on.
+        as_cuda: Whether CUDA is to be there at all; values of fake tensors can be read in any case.
+        capability: What ``torch.cuda.get_device_capability`` says.
+    """
+    with Patches() as patches:
+        _values_of_fake_tensors(patches)
+        _compile_as_eager(patches, guesses)
+        _transformers_as_usual(patches)
+        _nothing_is_saved(patches, guesses)
+        _one_device_only(patches)
+        if as_cuda:
+            _tensors(patches, fake)
+            _devices_as_seen(patches, fake)
+            install_cuda_module(patches, guesses, capability)
+            _when_imported(patches, "bitsandbytes", lambda _: None, cuda_hidden)
+            _autocast(patches, fake)
+        yield
+
+
+def _values_of_fake_tensors(patches: Patches) -> None:
+    def around_numpy(original: Any) -> Any:
+        def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(tensor, FakeTensor):
+                return original(tensor, *args, **kwargs)
+            if is_unknown(tensor):  # one question for all elements: each takes 80 microseconds
+                first = tensor.reshape(-1)[0].item()
+                return np.full(tuple(tensor.shape), first, dtype=str(tensor.dtype).removeprefix("torch."))
+            return np.array(tensor.tolist(), dtype=str(tensor.dtype).removeprefix("torch."))
+
+        return numpy
+
+    def around_format(original: Any) -> Any:
+        def form(tensor: torch.Tensor, spec: str) -> str:
+            if isinstance(tensor, FakeTensor) and tensor.dim() == 0:
+                return format(tensor.item(), spec)
+            text: str = original(tensor, spec)
+            return text
+
+        return form
+
+    def is_unknown(tensor: Any) -> bool:
+        return tensor.numel() > 0 and tensor.fake_mode.facts.of(tensor).value is None
+
+    def tolist(tensor: Any) -> Any:
+        if is_unknown(tensor):
+            return _nested([tensor.reshape(-1)[0].item()] * tensor.numel(), list(tensor.shape))
+        return _nested([element.item() for element in tensor.reshape(-1).unbind()], list(tensor.shape))
+
+    patches.wrap(torch.Tensor, "numpy", around_numpy)
+    patches.wrap(torch.Tensor, "__format__", around_format)
+    patches.replace(FakeTensor, "tolist", tolist)
+
+
+def _nested(values: list[Any], shape: list[int]) -> Any:
+    if not shape:
+        return values[0]
+    step = len(values) // max(1, shape[0])
+    return [_nested(values[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])] if shape[1:] else values
+
+
+def _compile_as_eager(patches: Patches, guesses: Guesses) -> None:
+    def compiled(model: Any = None, **_: Any) -> Any:
+        guesses.assume("torch.compile is forecast as eager: a compiled step needs less, mostly", asking_line())
+        return model if model is not None else lambda function: function
+
+    patches.replace(torch, "compile", compiled)
+    patches.replace(nn.Module, "compile", lambda module, *_, **__: compiled(module) and None)
+
+
+def _tensors(patches: Patches, fake: torch.device) -> None:
+    def around_to(original: Any) -> Any:
+        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            args = tuple(redirected(arg, fake) for arg in args)
+            return original(tensor, *args, **{name: redirected(arg, fake) for name, arg in kwargs.items()})
+
+        return to
+
+    def cuda(tensor: torch.Tensor, *_: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device", None)
+        return torch.Tensor.to(tensor, fake, **kwargs)
+
+    patches.wrap(torch.Tensor, "to", around_to)
+    patches.replace(torch.Tensor, "cuda", cuda)
+    patches.replace(torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor)
+    patches.replace(torch.Tensor, "is_pinned", lambda *_, **__: False)
+    patches.replace(torch.Tensor, "record_stream", lambda *_: None)
+    patches.replace(torch, "Generator", _generator_class(fake))
+
+
+def _generator_class(fake: torch.device) -> Any:
+    original = torch.Generator
+
+    class _Kind(type(original)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, original)
+
+        def __call__(cls, device: Any = "cpu") -> torch.Generator:
+            there = redirected(device, fake) != device or torch.device(device) == fake
+            return original("cpu" if there else device)
+
+    return _Kind("Generator", (), {})
+
+
+def _devices_as_seen(patches: Patches, fake: torch.device) -> None:
+    """Tell ``cuda:0`` to code outside torch and holdfast."""
+    if fake.type == "cpu":
+        return
+    shown = torch.device("cuda", 0)
+    device_of: Any = vars(FakeTensor)["device"]
+
+    def device(tensor: Any) -> torch.device:
+        actual: torch.device = device_of.fget(tensor)
+        return shown if actual.type == fake.type and not _asked_by_torch(sys._getframe().f_back) else actual
+
+    def is_cuda(tensor: torch.Tensor) -> bool:
+        return tensor.device.type == fake.type and not _asked_by_torch(sys._getframe().f_back)
+
+    patches.replace(FakeTensor, "device", property(device, device_of.fset))
+    patches.replace(torch.Tensor, "is_cuda", property(is_cuda))
+
+
+def _asked_by_torch(frame: FrameType | None) -> bool:
+    if frame is None:  # autograd's thread has no Python frames of its own
+        return True
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.startswith(("torch.", "holdfast.")) or name == "torch"
+
+
+def _autocast(patches: Patches, fake: torch.device) -> None:
+    """Lead autocast on ``"cuda"`` to the fake device."""
+    kind = fake.type
+    mode: Any = torch.amp.autocast_mode
+
+    def there(device_type: Any) -> Any:
+        return kind if device_type == "cuda" else device_type
+
+    def around_init(original: Any) -> Any:
+        def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+            if device_type == "cuda" and dtype is None:
+                dtype = torch.float16  # CUDA's default, whatever the fake device's is
+            original(self, there(device_type), dtype, *args, **kwargs)
+
+        return init
+
+    def around_query(original: Any) -> Any:
+        return lambda device_type="cuda": original(there(device_type))
+
+    def around_set(original: Any) -> Any:
+        def set_there(*args: Any) -> Any:
+            return original(there(args[0]), args[1]) if len(args) > 1 else original(kind, *args)
+
+        return set_there
+
+    def around_cast(original: Any) -> Any:
+        return lambda value, device_type, dtype: original(value, there(device_type), dtype)
+
+    patches.wrap(torch.autocast, "__init__", around_init)
+    patches.wrap(mode, "_cast", around_cast)
+    for name in ("is_autocast_enabled", "get_autocast_dtype"):
+        patches.wrap(torch, name, around_query)
+    for name in ("set_autocast_enabled", "set_autocast_dtype"):
+        patches.wrap(torch, name, around_set)
+    patches.replace(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(kind))
+    patches.replace(torch, "set_autocast_gpu_dtype", lambda dtype: torch.set_autocast_dtype(kind, dtype))
+
+
+_TRANSFORMERS = "transformers.utils.import_utils"
+
+
+def _transformers_as_usual(patches: Patches) -> None:
+    """Keep transformers from its branch for traced tensors, which repeats heads and builds masks no real run has."""
+    _when_imported(patches, _TRANSFORMERS, _do_not_detect)
+
+
+def _do_not_detect(module: Any) -> None:
+    if hasattr(module, "is_fake_tensor"):
+        module.is_fake_tensor = lambda _: False
+
+
+def _nothing_is_saved(patches: Patches, guesses: Guesses) -> None:
+    """Leave out what a step saves: its tensors have no values, and the file may be that of a real run."""
+
+    def around(name: str) -> Callable[[Any], Any]:
+        def with_original(original: Any) -> Any:
+            def save(*args: Any, **kwargs: Any) -> Any:
+                if isinstance(kwargs.get("f", args[1] if len(args) > 1 else None), io.BytesIO):
+                    return original(*args, **kwargs)  # a copy in memory
+                guesses.assume(f"{name} was left out: nothing was written", asking_line())
+                return None
+
+            return save
+
+        return with_original
+
+    for module in (torch, torch.serialization):
+        patches.wrap(module, "save", around("torch.save"))
+    patches.wrap(torch.jit, "save", around("torch.jit.save"))
+
+    def change(module: Any) -> None:
+        for name in ("save_file", "save_model"):
+            patches.wrap(module, name, around(f"safetensors.torch.{name}"))
+
+    _when_imported(patches, "safetensors.torch", change)
+
+
+def _one_device_only(patches: Patches) -> None:
+    """Refuse to wrap a model for several processes or devices: one process on one device is what is traced."""
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise for_several_devices(f"build() or the step calls {name}")
+
+        return refuse
+
+    for wrapper in (nn.parallel.DistributedDataParallel, nn.DataParallel):
+        patches.replace(wrapper, "__init__", refusing(wrapper.__name__))
+
+    def change(module: Any) -> None:
+        patches.replace(module.FullyShardedDataParallel, "__init__", refusing("FullyShardedDataParallel"))
+        patches.replace(module, "fully_shard", refusing("fully_shard"))
+
+    _when_imported(patches, "torch.distributed.fsdp", change)
+
+
+def for_several_devices(what: str) -> PolicyError:
+    """Return the error for a model that is spread over processes or devices.
+
+    Args:
+        what: What was seen.
+    """
+    return PolicyError(
+        what,
+        limit="a forecast is of one process on one device: shards, gradient buckets and communication buffers of"
+        " several are not counted",
+        fix="return the bare model from build(), as for one GPU. DistributedDataParallel needs another copy of the"
+        " gradients on each device: keep that free with --margin. What sharding saves is not forecast.",
+        rule="H427",
+    )
+
+
+@contextlib.contextmanager
+def cuda_hidden() -> Iterator[None]:
+    """Import a package as on a machine without CUDA, with real tensors: it would look for libraries of a GPU.
+
+    bitsandbytes does so where ``torch.cuda`` answers, and fails without them; peft and transformers import it
+    wherever it is installed, whether a job uses it or not.
+    """
+    with Patches() as patches, unset_fake_temporarily():
+        patches.replace(torch.cuda, "is_available", lambda: False)
+        patches.replace(torch.cuda, "device_count", lambda: 0)
+        yield
+
+
+def _when_imported(
+    patches: Patches,
+    name: str,
+    change: Callable[[Any], None],
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> None:
+    """Change a module now, or when it is imported, in a context."""
+    if name in sys.modules:
+        change(sys.modules[name])
+        return
+    finder = _WhenImported(name, change, around)
+    sys.meta_path.insert(0, finder)
+    patches.callback(sys.meta_path.remove, finder)
+
+
+class _WhenImported:
+    """An import hook that changes one module when it has been loaded.
+
+    Args:
+        module: Its name.
+        change: Changes it.
+        around: Makes the context in which it is loaded.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        change: Callable[[Any], None],
+        around: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self._module = module
+        self._change = change
+        self._around = around
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self._module:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                execute = spec.loader.exec_module
+
+                def executed(module: Any, execute: Any = execute) -> None:
+                    with self._around():
+                        execute(module)
+                    self._change(module)
+
+                spec.loader.exec_module = executed  # type: ignore[method-assign]
+                return spec
+        return None

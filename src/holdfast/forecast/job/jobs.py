@@ -1,0 +1,397 @@
+"""A user's training job on the fake device: its models, its optimizers, and one step of any size, as Guard makes it.
+
+A loss function is called under autocast and its loss is run backward, scaled for fp16; gradients are emptied before,
+clipped if asked, and every optimizer is stepped. A function that calls backward itself makes its own step; if it
+steps optimizers in some of its calls only, as one that accumulates does, such a call is what is forecast.
+
+Tensors lie where the user's code puts them. If the step does not run so, since it names no device, the batch is put
+where the model is, and if that is not enough, all that the step makes.
+
+Does not: record (``tracer``), start a process (``tracing``), or read what a factory returns (``building``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.optim import Optimizer
+
+from holdfast.core.errors import BatchError, HoldfastError, PolicyError
+from holdfast.forecast.fake.device import AddedAutocast, ForecastDevice
+from holdfast.forecast.fake.facts import worth_knowing
+from holdfast.forecast.fake.stand_ins import for_several_devices
+from holdfast.forecast.job import building
+from holdfast.forecast.job.building import Built, Function
+from holdfast.forecast.job.sample_batch import Leaf, SampleBatch, Values, leaves_of
+from holdfast.forecast.job.user_functions import (
+    GuardStandIn,
+    OwnPrecision,
+    Watch,
+    called_with_batch,
+    is_hooked,
+    loss_of,
+    named,
+    untrained,
+)
+from holdfast.forecast.trace.blocks import find_blocks, modules_named
+from holdfast.forecast.trace.events import Assumption
+from holdfast.memory.recompute import recomputing
+
+_AS_BUILT = "its tensors where they were built"
+_BATCH = "the batch on the device"
+_ALL = "the batch, and what it makes without naming a device, on the device"
+_MOST_CALLS = 17
+"""Of a step, until one steps all optimizers: finds accumulation over 16, or a generator's turn after a critic's."""
+_PLACEMENTS = (_AS_BUILT, _BATCH, _ALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """How a step is made.
+
+    Args:
+        gradient_accumulation_steps: Micro-batches in it, if a loss function is given.
+        max_grad_norm: Norm to which gradients are clipped; None: they are not.
+        recompute: Names of modules whose activations are recomputed.
+    """
+
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+    recompute: tuple[str, ...] = ()
+
+
+class Job:
+    """One training job on the fake device, whose mode must be active.
+
+    Args:
+        built: What the factory returned; its models are brought to the device.
+        batches: Sample batches by length; empty if the step makes its own.
+        device: The fake one.
+        options: How its step is made.
+
+    Raises:
+        PolicyError: H412 for a name in ``recompute`` that is no module's, H426, H427.
+        BatchError: H413.
+    """
+
+    def __init__(
+        self, built: Built, batches: Mapping[int | None, Any], device: ForecastDevice, options: StepOptions
+    ) -> None:
+        if any(hasattr(p, "device_mesh") for model in built.models.values() for p in model.parameters()):
+            raise for_several_devices("a model that build() returned has parameters spread over a device mesh")
+        device.place(*built.models.values())
+        self.models = {"" if name == "model" else name: model for name, model in built.models.items()}
+        self.optimizers = built.optimizers
+        self.blocks = find_blocks(self.models)
+        self.claim: Callable[[Any], object] = lambda _: None  # told about each batch that is made
+        self.assumptions: list[Assumption] = []
+        self.casts = False  # whether it has an autocast of its own; known after `settle`
+        self._device = device
+        self._options = options
+        self._placement = _AS_BUILT
+        self._samples = {
+            length: SampleBatch(batch, read=self._read, make=self._make, size=built.batch_size, split=built.split)
+            for length, batch in batches.items()
+        }
+        self._recomputed = modules_named(options.recompute, self.models)
+        self._place_of_function = building.place_of(built.function)
+        self._guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
+        self._uses_guard = building.positional_parameters(built.function)[:1] == ["guard"]
+        self._takes_length = built.told_length or building.length_parameter(built.function) is not None
+        self._function = called_with_batch(built, self._guard)
+        self._acts = built.is_step is True  # runs backward or steps optimizers by itself
+        self._has_own_step = self._acts and not self._uses_guard
+        self._begun = False  # whether it has done either
+        self._stepped: set[str] = set()
+        self._whole: frozenset[str] = frozenset()
+        self._late: list[str] = []  # optimizers that no call steps, and that are stepped after each
+        self._scaler = torch.amp.GradScaler(device.device.type, enabled=device.precision == "fp16")
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether its batch can be cut into micro-batches: known after the first step."""
+        return self.sample is not None and not self._acts
+
+    @property
+    def sample(self) -> SampleBatch | None:
+        """The sample batch, the first if there are several; None if the step makes its own."""
+        return next(iter(self._samples.values()), None)
+
+    def settle(self, size: int, length: int | None) -> None:
+        """Make the first step, and find out what its function does and where its tensors must lie.
+
+        Args:
+            size: As of `step`.
+            length: As of `step`.
+
+        Raises:
+            PolicyError: H412 or H414.
+            BatchError: H413.
+        """
+        for placement in _PLACEMENTS:
+            self._placement = placement
+            try:
+                with OwnPrecision(self.models, AddedAutocast) as own:
+                    self.step(size, length)
+                break
+            except PolicyError as error:
+                # Tensors on two devices fail in many ways: autocast, for one, passes over those on the host.
+                if error.rule != "H414" or self._device.route == "cpu" or placement is _PLACEMENTS[-1]:
+                    raise
+        self._find_whole(size, length)
+        self.casts = own.casts
+        if own.words() and self._device.precision == "fp32":
+            what = f"no autocast was added: the job has {own.words()}, and is forecast as its code has it"
+            self.assumptions.append(Assumption(what=what))
+        if self._has_own_step and self._device.precision != "fp32":
+            what = f"autocast to {self._device.precision} was put around what the step does before backward"
+            self.assumptions.append(Assumption(what=f"{what}: it has to do so itself, since it steps itself"))
+        if self._placement != _AS_BUILT:
+            self.assumptions.append(Assumption(what=f"the step ran only with {self._placement}, where the model is"))
+        if not self.accumulates and self._options.gradient_accumulation_steps > 1:
+            self.assumptions.append(Assumption(what="the step accumulates gradients by itself or not at all"))
+        if self.sample is not None:
+            self.assumptions.extend(self.sample.assumptions(with_length=length is not None))
+        gc.collect()  # what a failed step has left
+
+    def step_whole(
+        self,
+        size: int,
+        length: int | None,
+        watching: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """Make steps until one has stepped all optimizers that a step ever steps at once.
+
+        Args:
+            size: As of `step`.
+            length: As of `step`.
+            watching: Makes the context of each.
+        """
+        for _ in range(_MOST_CALLS):
+            with watching():
+                self.step(size, length)
+            if self._stepped >= self._whole:
+                return
+
+    def _find_whole(self, size: int, length: int | None) -> None:
+        """Find out which optimizers one call steps, if not every call does: of several micro-batches the last."""
+        first = most = ever = self._stepped
+        calls = 1
+        while (self._acts or self._uses_guard) and len(most) < len(self.optimizers) and calls < _MOST_CALLS:
+            self.step(size, length)
+            calls += 1
+            ever = ever | self._stepped
+            most = self._stepped if len(self._stepped) > len(most) else most
+        self._whole = frozenset(most)
+        said = []
+        if most > first:
+            said.append(f"not every call of the step steps {named(most)}: one that does is forecast")
+        if self._acts and not self._has_own_step:
+            said.append("the function runs backward and steps no optimizer: all were stepped after it")
+        elif never := self.optimizers.keys() - ever:
+            what = self._step_late(never, size, length)
+            said.append(f"the step was called {calls} times and did not step {named(never)}: {what}")
+        if others := ever - most:
+            said.append(f"calls that step {named(others)} and not {named(most)} were not looked at")
+        self.assumptions.extend(Assumption(what=what) for what in said)
+
+    def _step_late(self, names: Iterable[str], size: int, length: int | None) -> str:
+        """Have optimizers that no call steps be stepped after each that leaves gradients; return what to say of it.
+
+        Raises:
+            PolicyError: H412 if their parameters get no gradients at all.
+        """
+        reached: set[str] = set()
+        owned = {id(p) for model in self.models.values() for p in model.parameters()}
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                for parameter in self._parameters_of([name]):
+                    if parameter.requires_grad:
+                        handle = parameter.register_hook(lambda _, name=name: reached.add(name))  # type: ignore[no-untyped-call]
+                        stack.callback(handle.remove)
+            self.step(size, length)
+        missed = set(names) - reached
+        if any(id(p) in owned for p in self._parameters_of(missed)):
+            what = f"the step{self._defined_at()} was called {_MOST_CALLS} times"
+            raise untrained(f"{what} and neither stepped {named(missed)} nor gave its parameters gradients")
+        self._late = [name for name in names if any(p.grad is not None for p in self._parameters_of([name]))]
+        used = set(names) - set(self._late)
+        said = [f"{named(self._late)} was stepped after each call"] if self._late else []
+        said += [f"{named(used)} finds no gradient after a call and keeps no state"] if used else []
+        return "; ".join(said)
+
+    def step(self, size: int, length: int | None = None) -> None:
+        """Make one training step.
+
+        Args:
+            size: Samples of each micro-batch.
+            length: Of each sample; None: as in the sample batch.
+
+        Raises:
+            PolicyError: H412 for a function that returns no loss, H414 if it raises.
+            BatchError: H413 for a batch that cannot be made.
+        """
+        self._stepped = set()
+        with contextlib.ExitStack() as stack:
+            if self._placement == _ALL:
+                stack.enter_context(torch.device(self._device.device))
+            if self._recomputed:
+                stack.enter_context(recomputing(self._recomputed, lambda: None, lambda _: None))
+            try:
+                parts = self._batches(size, length)
+                if self._uses_guard:
+                    self._step_with_guard(parts[0])
+                else:
+                    self.make_step(parts, self._function, list(self.optimizers))
+            except HoldfastError:
+                raise
+            except Exception as error:  # whatever the user's step does
+                raise self._failed(error, size, length) from error
+
+    def _step_with_guard(self, batch: Any) -> None:
+        """Call a ``step(guard, batch)``; one that steps optimizers itself and never asks its guard has none."""
+        with Watch(self._device.autocast) as seen:
+            self._function(batch)
+        self._stepped |= self._names_of(seen.optimizers)
+        if seen.optimizers and not self._guard.asked:
+            self._uses_guard, self._acts, self._has_own_step, self._begun = False, True, True, True
+
+    def _step_of_guard(self, batch: Any, function: Function, names: Sequence[str]) -> torch.Tensor | None:
+        return self.make_step(self.cut(batch), function, names)
+
+    def make_step(self, parts: Sequence[Any], function: Function, names: Sequence[str]) -> torch.Tensor | None:
+        """Make one step from micro-batches.
+
+        Args:
+            parts: Batches, each given to the function.
+            function: Loss function of a batch, or a step.
+            names: Optimizers that are stepped.
+
+        Returns:
+            The loss of the last one, detached; None if the function ran backward itself.
+
+        Raises:
+            PolicyError: H412 for a function that returns no loss.
+        """
+        parameters = self._parameters_of(names)
+        if not self._has_own_step:
+            for parameter in parameters:
+                parameter.grad = None
+        loss = None
+        with Watch(self._device.autocast) as seen:
+            for part in parts:
+                with seen.autocast():
+                    returned = function(part)
+                if not (seen.acted or self._begun):
+                    self._has_own_step = False  # a loss function, whatever it was called
+                    loss = loss_of(returned, self._defined_at())
+                    share = loss if len(parts) == 1 else loss * (1 / len(parts))
+                    self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
+        if loss is not None and not seen.optimizers and all(p.grad is None and not is_hooked(p) for p in parameters):
+            raise untrained(f"the loss{self._defined_at()} gives no gradient to what {named(names)} steps")
+        self._acts = self._begun = loss is None
+        self._has_own_step |= seen.acted and bool(seen.optimizers)
+        self._stepped |= self._names_of(seen.optimizers)
+        if not self._has_own_step:
+            self._finish(parameters, names, unscales=loss is not None)
+            self._stepped |= set() if loss is None else set(names)
+        elif self._late:
+            self._finish(self._parameters_of(self._late), self._late, unscales=False)
+        return None if loss is None else loss.detach()
+
+    def _names_of(self, optimizers: Sequence[Optimizer]) -> set[str]:
+        """Return which of the job's optimizers were stepped, if only by one that is within them."""
+        done = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        return {
+            name
+            for name, one in self.optimizers.items()
+            if any(id(p) in done for group in one.param_groups for p in group["params"])
+        }
+
+    def cut(self, batch: Any) -> list[Any]:
+        """Return the micro-batches of a batch that a step gives to a guard."""
+        count = self._options.gradient_accumulation_steps
+        if count == 1:
+            return [batch]
+        return SampleBatch(batch, read=self._read, make=self._make).parts(batch, count)
+
+    def _inputs(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return where gradients may go, as Guard does: None if backward reaches nothing else anyway.
+
+        What is trained by a hook of its own gets its gradient, whichever optimizers were returned.
+        """
+        mine = {id(parameter) for parameter in parameters}
+        every = [p for model in self.models.values() for p in model.parameters() if p.requires_grad]
+        hooked = [p for p in every if id(p) not in mine and is_hooked(p)]
+        if len(hooked) < sum(id(p) not in mine for p in every):
+            return [p for p in (*parameters, *hooked) if p.requires_grad]
+        return None
+
+    def _parameters_of(self, names: Iterable[str]) -> list[torch.Tensor]:
+        return [p for name in names for group in self.optimizers[name].param_groups for p in group["params"]]
+
+    def _finish(self, parameters: Sequence[torch.Tensor], names: Sequence[str], *, unscales: bool) -> None:
+        optimizers = [self.optimizers[name] for name in names]
+        unscales = unscales and self._scaler.is_enabled()
+        if unscales:
+            for optimizer in optimizers:
+                self._scaler.unscale_(optimizer)
+        if self._options.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self._options.max_grad_norm)
+        for optimizer in optimizers:
+            optimizer.step()
+        if unscales:
+            self._scaler.update()
+
+    def _batches(self, size: int, length: int | None) -> list[Any]:
+        sample = self._samples.get(length) or self.sample
+        if sample is None and length is not None and not self._takes_length:
+            raise BatchError(
+                f"the step{self._defined_at()} takes no length, and {length} was asked for",
+                limit="a step that makes its own batch must be told how long its samples are",
+                fix="write step(batch_size, length=...), or build(length=...).",
+                rule="H413",
+            )
+        if sample is None:
+            return [(size, length)]
+        count = self._options.gradient_accumulation_steps if self.accumulates else 1
+        batch = sample.resized(size * count, None if length in self._samples else length)
+        self.claim(leaves_of(batch))
+        return [batch] if self._uses_guard or count == 1 else sample.parts(batch, count)
+
+    def _read(self, tensor: torch.Tensor) -> Values | None:
+        facts = self._device.mode.facts
+        with unset_fake_temporarily():  # a value is real; under the mode a copy of it would not be
+            value = facts.of(tensor).value if isinstance(tensor, FakeTensor) else tensor.detach()
+            return None if value is None or not worth_knowing(value) else value.cpu().numpy()
+
+    def _make(self, leaf: Leaf) -> torch.Tensor:
+        device = leaf.device if self._placement == _AS_BUILT else self._device.device
+        made = torch.empty(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
+        if leaf.values is not None:
+            with unset_fake_temporarily():
+                self._device.mode.facts.know(made, torch.from_numpy(np.ascontiguousarray(leaf.values)))
+        return made
+
+    def _defined_at(self) -> str:
+        return f" ({self._place_of_function})" if self._place_of_function else ""
+
+    def _failed(self, error: Exception, size: int, length: int | None) -> PolicyError:
+        line = building.line_of(error)
+        sample = self._samples.get(length) or self.sample
+        taken = "" if sample is None else f"; {next(sample.assumptions(with_length=length is not None)).what}"
+        return PolicyError(
+            f"the step raised {building.first_line(error)}" + (f", at {line}" if line else self._defined_at()),
+            limit=f"a step of {size} samples must run through, on tensors that have shapes and no values{taken}",
+            fix=f"run such a step on real tensors, with {size} samples, since any number is planned for; if it works"
+            " there, keep what reads values of tensors out of it.",
+            rule="H414",
+        )

@@ -1,0 +1,399 @@
+"""A sample batch, and how it becomes a batch of another size and length.
+
+Every sample of the new batch is like the longest of the sample batch, so that a plan holds for the worst batch, and
+memory grows evenly with size and length. Which dimension is the batch's, and which the length's, is found by looking,
+and written down:
+
+    batch      dimension ``split`` (0) of every tensor and array where it is the batch size; lists that have one entry
+               for each sample: ragged tensors, dicts, names
+    length     the largest dimension 1 of the token ids and masks, or of all tensors where there are none, and every
+               dimension of that size in them; of the entries of a list, dimension 0
+
+Does not: run anything on a batch, or know what a fake tensor is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from holdfast.core.containers import children_of, rebuilt
+from holdfast.core.errors import BatchError
+from holdfast.forecast.trace.events import Assumption
+
+Values = npt.NDArray[Any]
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
+_MOST_NAMED = 4  # leaves in a message
+_DEPTH = 4  # to which objects are looked into: torch_geometric's Data keeps its tensors in a dict of an attribute
+_MASK_DIMENSIONS = 4  # (samples, 1 or heads, length, length), as attention takes a mask to be added
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """What there is to know of a tensor or an array of a batch; the tensor itself is let go.
+
+    Args:
+        shape: In elements.
+        dtype: Of torch or numpy.
+        device: Where it lies; None for an array.
+        requires_grad: Whether the batch is to be differentiated by.
+        is_floating: Whether its values are no integers or booleans.
+        values: Those of integers and booleans, where they are known.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    device: torch.device | None
+    requires_grad: bool
+    is_floating: bool
+    values: Values | None
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+
+Read = Callable[[torch.Tensor], Values | None]
+Make = Callable[[Leaf], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Packed:
+    data: Leaf
+    steps: int
+    samples: int
+
+
+class SampleBatch:
+    """A batch that can be made again in any size and length.
+
+    Args:
+        batch: Any pytree of tensors, arrays, numbers and strings: dicts, lists, tuples, dataclasses, BatchEncoding.
+        read: Returns the values of a tensor of integers or booleans, or None where they are unknown.
+        make: Returns a new tensor as it is described.
+        size: Its samples, as far as that is known; None, or one that nothing in it has: found by looking.
+        split: The batch dimension of its tensors, 0 or 1.
+
+    Raises:
+        BatchError: H413, if it has no batch dimension, or nobody can say which.
+    """
+
+    def __init__(self, batch: Any, *, read: Read, make: Make, size: int | None = None, split: int = 0) -> None:
+        self._make = make
+        self._split = split
+        self._batch = _mapped(batch, lambda leaf: _described(leaf, read))
+        self._leaves = list(_leaves(self._batch, "batch"))
+        self._check_leaves()
+        nodes = list(_nodes(self._batch, "batch"))
+        lists = [(path, node) for path, node in nodes if path != "batch" or not isinstance(node, tuple)]
+        samples = {path: len(node) for path, node in lists if _has_samples(node)}
+        self.size = size or 0
+        if self.size not in samples.values() and not any(self._is_batched(leaf) for _, leaf in self._leaves):
+            self.size = self._find_size([*samples.values()])
+        self._lists = [path for path, node in nodes if self._has_entries(node, known=path in samples)]
+        self.length = self._find_length()
+        self._longest = self._find_longest()
+
+    def _check_leaves(self) -> None:
+        for path, leaf in self._leaves:
+            if _hides_tensors(leaf):
+                raise _unusable(
+                    f"the sample batch holds a {type(leaf).__name__} with tensors in it: {path}",
+                    "only dicts, lists, tuples and dataclasses can be made in another size",
+                    "return one of these, or write the step as step(batch_size), so that it makes its own batch.",
+                )
+        arrays = [leaf for _, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim > self._split]
+        if arrays and all(leaf.shape[self._split] == 0 for leaf in arrays):
+            raise _unusable(
+                f"the sample batch is empty: {_shapes(self._leaves)}",
+                "every sample of another batch is like one of it",
+                "return a batch of at least one sample.",
+            )
+
+    def resized(self, size: int, length: int | None = None) -> Any:
+        """Return a new batch of some samples, all of them alike.
+
+        Args:
+            size: In samples.
+            length: Of each; None: as in the sample batch.
+
+        Raises:
+            BatchError: H413, for a length where the sample batch has none.
+        """
+        if length is not None and self.length is None:
+            raise _unusable(
+                f"the sample batch has nothing to be {length} long: {_shapes(self._leaves)}",
+                "the length is dimension 1 of its tensors",
+                "write build(length=...), so that it makes a sample batch of that length.",
+            )
+        return self._made(self._batch, "batch", size, self.length if length is None else length)
+
+    def parts(self, batch: Any, count: int) -> list[Any]:
+        """Cut a batch that was made here into equal parts, as views; its size is a multiple of `count`."""
+
+        def part(path: str, node: Any, number: int) -> Any:
+            if path in self._lists:
+                each = len(node) // count
+                return type(node)(node[number * each : (number + 1) * each])
+            children = _children(node)
+            if children is not None:
+                return _rebuilt(node, {key: part(f"{path}[{key!r}]", c, number) for key, c in children.items()})
+            if path not in batched:
+                return node
+            each = node.shape[self._split] // count
+            window = slice(number * each, (number + 1) * each)
+            return node[(slice(None),) * self._split + (window,)]
+
+        batched = {path for path, leaf in self._leaves if self._is_batched(leaf)}
+        return [part("batch", batch, number) for number in range(count)]
+
+    def assumptions(self, *, with_length: bool = False) -> Iterator[Assumption]:
+        """Yield what was found by looking; the length too if other lengths are asked for."""
+        length = f", the longest {self.length} long" if with_length else ""
+        yield Assumption(
+            what=f"the sample batch was taken to have {self.size} samples{length}: {_shapes(self._leaves)}; "
+            "in a batch of another size all are like its longest"
+        )
+        arrays = [(path, leaf) for path, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim]
+        same = [pair for pair in arrays if not self._in_list(pair[0]) and not self._is_batched(pair[1])]
+        if same:
+            yield Assumption(what=f"in a batch of any size these stay as they are: {_shapes(same)}")
+
+    def _find_size(self, entries: Sequence[int]) -> int:
+        if len(set(entries)) == 1:
+            return entries[0]
+        arrays = [leaf for _, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim > self._split]
+        sizes = Counter(int(leaf.shape[self._split]) for leaf in arrays)
+        ranked = Counter({size: count for size, count in sizes.items() if size != 1} or sizes).most_common(2)
+        packed = [leaf for _, leaf in self._leaves if isinstance(leaf, _Packed)]
+        if entries or (len(ranked) == 2 and ranked[0][1] == ranked[1][1]):
+            found = sorted(set(entries) or {size for size, _ in ranked})
+            raise _unusable(
+                f"nobody can say whether the sample batch has {' or '.join(map(str, found))} samples: "
+                f"{_shapes(self._leaves)}",
+                f"the batch is dimension {self._split} of its tensors, of the same size in most",
+                'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it makes one.',
+            )
+        if not ranked and not packed:
+            raise _unusable(
+                f"the sample batch has no batch dimension: {_shapes(self._leaves)}",
+                f"dimension {self._split} of its tensors must be the samples, or a list have one entry for each",
+                "return a batch as a DataLoader gives it, or write build(micro_batch_size=...) so that it makes one.",
+            )
+        return ranked[0][0] if ranked else packed[0].samples
+
+    def _has_entries(self, node: Any, *, known: bool) -> bool:
+        if not isinstance(node, (list, tuple)) or len(node) != self.size:
+            return False
+        plain = all(isinstance(item, _PLAIN) for item in node)
+        unlike = all(isinstance(item, Leaf) and not self._is_batched(item) for item in node)
+        return known or plain or unlike
+
+    def _is_batched(self, leaf: Any) -> bool:
+        return isinstance(leaf, Leaf) and leaf.ndim > self._split and leaf.shape[self._split] == self.size
+
+    def _in_list(self, path: str) -> bool:
+        return any(path.startswith(f"{each}[") for each in self._lists)
+
+    def _find_length(self) -> int | None:
+        whole: list[int] = []
+        floating: list[int] = []
+        for path, leaf in self._leaves:
+            if isinstance(leaf, _Packed):
+                whole.append(leaf.steps)
+            elif isinstance(leaf, Leaf) and self._in_list(path) and leaf.shape:
+                (floating if leaf.is_floating else whole).append(leaf.shape[0])
+            elif self._is_batched(leaf) and leaf.ndim > 1:
+                (floating if leaf.is_floating else whole).append(leaf.shape[1 - self._split])
+        return max(whole or floating, default=None)
+
+    def _find_longest(self) -> int:
+        """Return the position of the longest sample, where lengths or a mask tell; else of the first."""
+        for path, leaf in self._leaves:
+            if self._in_list(path) or not self._is_batched(leaf) or leaf.values is None or leaf.values.size == 0:
+                continue
+            rows = np.moveaxis(leaf.values, self._split, 0)
+            if rows.ndim == 1 and rows.max() == self.length:
+                return int(rows.argmax())
+            if rows.ndim > 1 and {int(rows.min()), int(rows.max())} <= {0, 1}:
+                return int(rows.reshape(len(rows), -1).sum(axis=1).argmax())
+        return 0
+
+    def _made(self, node: Any, path: str, size: int, length: int | None) -> Any:
+        if path in self._lists:
+            return _rebuilt(node, dict(enumerate(self._entries(node, size, length))))
+        children = _children(node)
+        if children is not None:
+            made = {key: self._made(child, f"{path}[{key!r}]", size, length) for key, child in children.items()}
+            return _rebuilt(node, made)
+        if isinstance(node, _Packed):
+            steps = node.steps if length is None else length
+            data = dataclasses.replace(node.data, shape=(steps * size, *node.data.shape[1:]))
+            with torch.device("cpu"):
+                return PackedSequence(self._make(data), torch.full((steps,), size))
+        return self._filled(self._resized(node, size, length)) if isinstance(node, Leaf) else node
+
+    def _resized(self, leaf: Leaf, size: int, length: int | None) -> Leaf:
+        if not self._is_batched(leaf):
+            return leaf
+        shape, values = list(leaf.shape), leaf.values
+        shape[self._split] = size
+        if values is not None:
+            values = np.repeat(values.take([self._longest], axis=self._split), size, axis=self._split)
+            if values.ndim == 1 and self.length is not None and values.max(initial=0) == self.length:
+                values = np.full_like(values, length)  # it is the lengths
+        for at in self._length_dimensions(leaf):
+            assert length is not None
+            shape[at] = length
+            values = None if values is None else np.resize(np.moveaxis(values, at, 0), _swapped(shape, at))
+            values = None if values is None else np.moveaxis(values, 0, at)
+        return dataclasses.replace(leaf, shape=tuple(shape), values=values)
+
+    def _length_dimensions(self, leaf: Leaf) -> list[int]:
+        same = [at for at in range(leaf.ndim) if at != self._split and leaf.shape[at] == self.length]
+        if leaf.is_floating and leaf.ndim != _MASK_DIMENSIONS:
+            return [at for at in same if at == 1 - self._split]
+        return same
+
+    def _entries(self, node: Sequence[Any], size: int, length: int | None) -> list[Any]:
+        if all(isinstance(item, _PLAIN) for item in node):
+            return list(itertools.islice(itertools.cycle(node), size))
+        elements = [sum(math.prod(leaf.shape) for leaf in leaves_of(each) if isinstance(leaf, Leaf)) for each in node]
+        largest = node[elements.index(max(elements))]
+
+        def renewed(leaf: Any) -> Any:
+            if not isinstance(leaf, Leaf):
+                return leaf
+            if length is None or not leaf.shape or leaf.shape[0] != self.length:
+                return self._filled(leaf)
+            shape = (length, *leaf.shape[1:])
+            values = None if leaf.values is None else np.resize(leaf.values, shape)
+            return self._filled(dataclasses.replace(leaf, shape=shape, values=values))
+
+        return [_mapped(largest, renewed) for _ in range(size)]
+
+    def _filled(self, leaf: Leaf) -> Any:
+        if leaf.device is not None:
+            return self._make(leaf)
+        return np.zeros(leaf.shape, leaf.dtype) if leaf.values is None else leaf.values
+
+
+def _described(leaf: Any, read: Read) -> Any:
+    if isinstance(leaf, PackedSequence):
+        data = _described(leaf.data, read)
+        sizes = read(leaf.batch_sizes)
+        samples = leaf.batch_sizes.shape[0] if sizes is None else int(sizes.max())
+        return _Packed(data=data, steps=len(leaf.batch_sizes), samples=samples)
+    if isinstance(leaf, np.ndarray):
+        floating = bool(np.issubdtype(leaf.dtype, np.inexact))
+        values = None if floating else leaf
+        return Leaf(
+            shape=leaf.shape, dtype=leaf.dtype, device=None, requires_grad=False, is_floating=floating, values=values
+        )
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.layout != torch.strided or leaf.is_nested:
+        raise _unusable(
+            f"the sample batch holds a tensor of layout {leaf.layout}" + (", nested" if leaf.is_nested else ""),
+            "only dense tensors can be made in another size",
+            "write the step as step(batch_size), so that it makes its own batch.",
+        )
+    floating = leaf.is_floating_point() or leaf.is_complex()
+    return Leaf(
+        shape=tuple(leaf.shape),
+        dtype=leaf.dtype,
+        device=leaf.device,
+        requires_grad=leaf.requires_grad,
+        is_floating=floating,
+        values=None if floating else read(leaf),
+    )
+
+
+def _swapped(shape: Sequence[int], at: int) -> list[int]:
+    return [shape[at], *shape[:at], *shape[at + 1 :]]
+
+
+def _has_samples(node: Any) -> bool:
+    """Say whether this is a sequence of samples, since its entries cannot be columns of a batch."""
+    if not isinstance(node, (list, tuple)):
+        return False
+    if node and all(isinstance(item, Mapping) and item.keys() == node[0].keys() for item in node):
+        return True
+    if len(node) < 2 or not all(isinstance(item, Leaf) and item.shape for item in node):
+        return False
+    alike = len({(str(item.dtype), item.shape[1:]) for item in node}) == 1
+    return alike and len({item.shape[0] for item in node}) > 1
+
+
+def _hides_tensors(leaf: Any, depth: int = _DEPTH) -> bool:
+    """Say whether an object that is no container holds tensors in its attributes."""
+    if isinstance(leaf, torch.Tensor):
+        return depth < _DEPTH
+    if isinstance(leaf, (*_PLAIN, Leaf, _Packed, type, nn.Module)) or depth == 0:
+        return False
+    children = children_of(leaf)
+    inside = getattr(leaf, "__dict__", {}) if children is None else children
+    return any(_hides_tensors(value, depth - 1) for value in inside.values())
+
+
+def _children(node: Any) -> dict[Any, Any] | None:
+    """Return the children of a container by key, or None for a leaf."""
+    return None if isinstance(node, (PackedSequence, Leaf, _Packed)) else children_of(node)
+
+
+def _rebuilt(node: Any, children: dict[Any, Any]) -> Any:
+    return rebuilt(node, children, checked=False)  # what is only described yet passes no checks
+
+
+def _mapped(node: Any, function: Callable[[Any], Any]) -> Any:
+    children = _children(node)
+    if children is None:
+        return function(node)
+    return _rebuilt(node, {key: _mapped(child, function) for key, child in children.items()})
+
+
+def _nodes(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the containers, the outermost first, but none that are within a list of samples."""
+    children = _children(node)
+    if children is None:
+        return
+    yield path, node
+    if not _has_samples(node):
+        for key, child in children.items():
+            yield from _nodes(child, f"{path}[{key!r}]")
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    children = _children(node)
+    if children is None:
+        yield path, node
+        return
+    for key, child in children.items():
+        yield from _leaves(child, f"{path}[{key!r}]")
+
+
+def leaves_of(batch: Any) -> list[Any]:
+    """Return all that is in the containers of a batch."""
+    return [leaf for _, leaf in _leaves(batch, "")]
+
+
+def _shapes(leaves: Sequence[tuple[str, Any]]) -> str:
+    arrays = [f"{path} {tuple(leaf.shape)}" for path, leaf in leaves if isinstance(leaf, Leaf)]
+    other = [f"{path} a {type(leaf).__name__}" for path, leaf in leaves if not isinstance(leaf, Leaf)]
+    named = (arrays or other or ["it is empty"])[:_MOST_NAMED]
+    return ", ".join(named) + (", ..." if len(arrays or other) > _MOST_NAMED else "")
+
+
+def _unusable(what: str, limit: str, fix: str) -> BatchError:
+    return BatchError(what, limit=limit, fix=fix, rule="H413")

@@ -1,0 +1,347 @@
+"""Have a training step traced in a process of its own, and get the traces back.
+
+A process, since the fake device is registered for good, since user code that meets it may abort, and since the
+process that asks may itself be training. One that fails is followed by another that asks for less: real weights where
+fake ones cannot be built, and the fake CPU where the fake accelerator cannot run the step. What was tried and why it
+failed is among the assumptions.
+
+Does not: import torch, or know what happens in that process (see ``child``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from holdfast.core import errors
+from holdfast.core.errors import HoldfastError, OutOfMemoryError, PolicyError
+from holdfast.forecast.trace.events import Assumption, Trace
+
+Route = Literal["auto", "privateuse1", "cpu"]
+Weights = Literal["fake", "real"]
+
+_TIMEOUT_SECONDS = 600.0
+"""Twenty times what the slowest model of the prototypes took: a recurrent decoder of 100 time steps, 29 s."""
+_LOOK_SECONDS = 0.5  # between looks at a child that says nothing
+_LAST_LINES = 6  # of what the child has written to stderr, in an error
+_FALLS_BACK = {"H410": "weights", "H411": "weights", **dict.fromkeys(("H414", "H415", "H422", "H423"), "route")}
+"""What another attempt may do without: errors of ``build`` with real weights, those of a step on the fake CPU."""
+
+_OF_PRECISION = re.compile(r"BFloat16|Half|refused by autocast|dtype|half precision")
+"""How torch words what a kernel cannot do in half precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """What is to be traced.
+
+    Args:
+        factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may return.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        sizes: Micro-batch sizes, in samples, at least 1.
+        lengths: Of each sample; empty: as they are in the sample batch. Every length is traced at every size.
+        route: The fake device. ``"auto"``: the accelerator's, and the CPU's in its place where that fails; ``"cpu"``:
+            the CPU as it is, without CUDA.
+        recompute: Names of the modules whose activations are recomputed, as in `Trace.blocks`.
+        gradient_accumulation_steps: Micro-batches of an optimizer step, where a loss function is given.
+        max_grad_norm: Norm to which gradients are clipped; None: they are not.
+        answers: To ``bool(tensor)``, by line, as `TraceResult.answers` has them.
+    """
+
+    factory: str
+    precision: str = "fp32"
+    sizes: tuple[int, ...] = (2, 4)
+    lengths: tuple[int, ...] = ()
+    route: Route = "auto"
+    recompute: tuple[str, ...] = ()
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+    answers: tuple[tuple[str, bool], ...] = ()
+
+    def points(self) -> list[tuple[int, int | None]]:
+        """Return size and length of each trace, in order."""
+        return [(size, length) for length, size in itertools.product(self.lengths or (None,), self.sizes)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a trace is.
+
+    Args:
+        text: What is being done, such as ``"tracing micro-batch 4"``.
+        done: Parts of the work that are done.
+        total: Parts of the work.
+    """
+
+    text: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceResult:
+    """What came back.
+
+    Args:
+        traces: One for each of `TraceRequest.points`, in that order.
+        route: The fake device, ``"privateuse1"`` or ``"cpu"``.
+        weights: ``"real"`` if ``build`` had to be run with real tensors.
+        optimizers: Classes of the optimizers by name.
+        parameters: In all models, each counted once.
+        trainable_parameters: Those with a gradient.
+        accumulates: Whether a larger batch can be cut into micro-batches; not where the step runs backward itself.
+        sample_size: Samples in the sample batch; None if the step makes its own.
+        sample_length: Their length, None if none was found.
+        uncalibrated_scratch_bytes: For each trace, by how much its peak may be higher, since what some operations
+            allocate while they run is not known.
+        host_bytes: Most memory that the child had resident.
+        build_seconds: Wall time of ``build``.
+        trace_seconds: Wall time of each trace.
+        answers: To ``bool(tensor)``, by line, where the one that needs more is not the one that a rule gives.
+        assumptions: What had to be taken for granted, in all traces.
+        casts: Whether the job has an autocast of its own, which overrides the precision that was asked for.
+    """
+
+    traces: tuple[Trace, ...]
+    route: str
+    weights: Weights
+    optimizers: dict[str, str]
+    parameters: int
+    trainable_parameters: int
+    accumulates: bool
+    sample_size: int | None
+    sample_length: int | None
+    uncalibrated_scratch_bytes: tuple[int, ...]
+    host_bytes: int
+    build_seconds: float
+    trace_seconds: tuple[float, ...]
+    answers: tuple[tuple[str, bool], ...]
+    assumptions: tuple[Assumption, ...]
+    casts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    route: str
+    weights: Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Watched:
+    """How a child is waited for: the parameters of `trace_job`."""
+
+    on_progress: Callable[[Progress], object]
+    timeout_seconds: float
+
+
+def trace_job(
+    request: TraceRequest,
+    on_progress: Callable[[Progress], object] = lambda _: None,
+    *,
+    timeout_seconds: float = _TIMEOUT_SECONDS,
+) -> TraceResult:
+    """Trace one training step of a user's job at several batch sizes.
+
+    Args:
+        request: What to trace.
+        on_progress: Told how far it is.
+        timeout_seconds: The longest that one child may take.
+
+    Raises:
+        PolicyError: H410 for a factory that needs CUDA, H411 for one that cannot be imported or run, H412 for one
+            that returns something else, H414 for a step that raises, H415 for a child that died or took too long.
+        BatchError: H413, for a sample batch without a batch dimension.
+        OutOfMemoryError: H415, for a child that was killed, most probably since the host's memory was short.
+    """
+    attempt = _Attempt(route="privateuse1" if request.route == "auto" else request.route, weights="fake")
+    reasons: list[Assumption] = []
+    failures: list[str] = []
+    watched = _Watched(on_progress=on_progress, timeout_seconds=timeout_seconds)
+    while True:
+        try:
+            with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as folder:
+                return _traced(request, attempt, reasons, Path(folder), watched)
+        except HoldfastError as error:
+            following = _next_attempt(request, attempt, error)
+            if following is None or error.what in failures:  # the second time that it is said: the user's code
+                raise
+            failures.append(error.what)
+            reasons.append(_reason(attempt, following, error))
+            attempt = following
+
+
+def _next_attempt(request: TraceRequest, attempt: _Attempt, error: HoldfastError) -> _Attempt | None:
+    if isinstance(error, OutOfMemoryError) or isinstance(error.__cause__, TimeoutError):
+        return None  # another attempt takes as much, and as long
+    if request.precision != "fp32" and error.rule == "H414" and _OF_PRECISION.search(error.what):
+        return None  # the fake CPU takes what CUDA refuses, and the plan would end in that error
+    helps = _FALLS_BACK.get(error.rule)
+    if helps == "weights" and attempt.weights == "fake":
+        return dataclasses.replace(attempt, weights="real")
+    if helps is not None and attempt.route == "privateuse1" and request.route == "auto":
+        return dataclasses.replace(attempt, route="cpu")
+    return None
+
+
+def _reason(failed: _Attempt, following: _Attempt, error: HoldfastError) -> Assumption:
+    why = " ".join(error.what.split())
+    if following.weights != failed.weights:
+        return Assumption(what=f"build was run with real weights, since with fake ones {why}")
+    return Assumption(
+        what="the step was traced as the CPU would run it, whose kernels need other scratch memory and save other "
+        f"activations, since on the fake accelerator {why}"
+    )
+
+
+def _traced(
+    request: TraceRequest,
+    attempt: _Attempt,
+    reasons: list[Assumption],
+    folder: Path,
+    watched: _Watched,
+) -> TraceResult:
+    asked = {
+        **dataclasses.asdict(request),
+        **dataclasses.asdict(attempt),
+        "points": request.points(),
+        "as_cuda": request.route != "cpu",  # who asks for the CPU wants it as it is; a fallback stands for CUDA
+        "folder": str(folder),
+    }
+    answer = _answer(asked, folder, watched)
+    traces = [Trace.load(folder / name) for name in answer["files"]]
+    traces = [dataclasses.replace(trace, assumptions=(*reasons, *trace.assumptions)) for trace in traces]
+    assumptions = dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)
+    return TraceResult(
+        traces=tuple(traces),
+        route=attempt.route,
+        weights=attempt.weights,
+        assumptions=tuple(assumptions),
+        uncalibrated_scratch_bytes=tuple(trace.uncalibrated_bytes for trace in traces),
+        trace_seconds=tuple(answer["trace_seconds"]),
+        answers=tuple(answer["answers"].items()),
+        **{name: answer[name] for name in _FACTS},
+    )
+
+
+_FACTS = (
+    "optimizers", "parameters", "trainable_parameters", "accumulates", "sample_size", "sample_length",
+    "host_bytes", "build_seconds", "casts",
+)  # fmt: skip
+
+
+def _answer(asked: dict[str, Any], folder: Path, watched: _Watched) -> dict[str, Any]:
+    """Run a child and return what it answers; raise what it says, or that it died."""
+    doing = "starting"
+    deadline = time.monotonic() + watched.timeout_seconds
+    with (folder / "stderr").open("wb") as errors_file, _child(asked, errors_file) as child:
+        assert child.stdout is not None
+        try:
+            for line in _lines(child, child.stdout.fileno(), deadline):
+                told = json.loads(line)
+                if "answer" in told:
+                    return dict(told["answer"])
+                if "error" in told:
+                    raise _error_of(told["error"])
+                progress = Progress(**told)
+                doing = progress.text
+                watched.on_progress(progress)
+        except TimeoutError as error:
+            raise _died(f"took more than {watched.timeout_seconds:g} s", doing, folder) from error
+        status = child.wait()
+    if status == -signal.SIGKILL:
+        raise _killed(doing, folder)
+    if status < 0:
+        raise _died(f"was ended by {signal.Signals(-status).name}", doing, folder)
+    raise _died(f"ended with exit code {status}", doing, folder)
+
+
+@contextlib.contextmanager
+def _child(asked: dict[str, Any], errors_file: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a child, hand it the request, and let nothing of it remain.
+
+    Its stdin stays open while it is needed: it ends itself when that is closed, as it is when this process dies.
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-m", "holdfast.forecast.job.child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors_file,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert child.stdin is not None
+    try:
+        with contextlib.suppress(BrokenPipeError):  # it died at once: its exit code says more
+            child.stdin.write(json.dumps(asked).encode() + b"\n")
+            child.stdin.flush()
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.close()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+def _lines(child: subprocess.Popen[bytes], descriptor: int, deadline: float) -> Iterator[bytes]:
+    """Yield lines until the child has ended; its own children may hold the pipe open for longer.
+
+    Raises:
+        TimeoutError: After the deadline.
+    """
+    held = b""
+    while True:
+        ready, _, _ = select.select([descriptor], [], [], _LOOK_SECONDS)
+        piece = os.read(descriptor, 65536) if ready else b""
+        if not piece and (ready or child.poll() is not None):
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        *lines, held = (held + piece).split(b"\n")
+        yield from lines
+
+
+def _error_of(told: dict[str, str]) -> HoldfastError:
+    kind = getattr(errors, told["kind"], PolicyError)
+    error = kind(told["what"], limit=told["limit"], fix=told["fix"], rule=told["rule"])
+    assert isinstance(error, HoldfastError)
+    return error
+
+
+def _died(how: str, doing: str, folder: Path) -> PolicyError:
+    return PolicyError(
+        f"the process that traces {how} while {doing}{_last_lines(folder)}",
+        limit="it must live until the step is traced",
+        fix="look at its last lines, and try build() and one step in a Python of your own; with a debugger's "
+        "`faulthandler` on (PYTHONFAULTHANDLER=1) a crash says where it was.",
+        rule="H415",
+    )
+
+
+def _killed(doing: str, folder: Path) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"the process that traces was killed while {doing}{_last_lines(folder)}",
+        limit="nothing but a lack of memory on this machine, or a person, does that",
+        fix="free memory here, or let build() make its model from a config instead of loading its weights: then none "
+        "of them takes memory.",
+        rule="H415",
+    )
+
+
+def _last_lines(folder: Path) -> str:
+    said = (folder / "stderr").read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
+    return "" if not said else ". Its last lines:\n" + "\n".join(f"    {line}" for line in said) + "\n"

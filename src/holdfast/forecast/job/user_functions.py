@@ -1,0 +1,252 @@
+"""What a user's loss function or step did: the loss that it returned, or that it ran backward and stepped by itself.
+
+Also the guard that a step is given.
+
+Does not: call it (``jobs``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from holdfast.core.errors import PolicyError
+from holdfast.forecast.job import building
+from holdfast.forecast.job.building import Built, Function
+
+
+class Watch:
+    """See whether a function runs backward and steps optimizers; its autocast is for what it does before that.
+
+    Args:
+        autocast: Makes the context of a forward pass.
+    """
+
+    def __init__(self, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self.acted = False  # whether the function itself ran backward or stepped an optimizer
+        self.optimizers: list[Optimizer] = []  # stepped by anybody, the hooks of a backward pass included
+        self._autocast = autocast
+        self._open: contextlib.ExitStack | None = None
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if self._open is None:
+                return original(*args, **kwargs)
+            self.acted = True
+            self._open.close()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._open.enter_context(self._autocast())
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            self.optimizers.append(optimizer)
+            self.acted |= self._open is not None
+
+        torch.autograd.backward = backward
+        self._cleanup.callback(setattr, torch.autograd, "backward", original)
+        self._cleanup.callback(register_optimizer_step_post_hook(note).remove)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Call the function in here."""
+        with contextlib.ExitStack() as self._open:
+            self._open.enter_context(self._autocast())
+            yield
+        self._open = None
+
+
+class OwnPrecision:
+    """Find out what of half precision a job has by itself, while its step is made in the context.
+
+    Args:
+        models: Of the job.
+        added: Kind of the autocast that the forecast adds.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], added: type[torch.autocast]) -> None:
+        every = (p for model in models.values() for p in model.parameters() if p.is_floating_point())
+        self.parameters = sorted({str(p.dtype).removeprefix("torch.") for p in every if p.itemsize < 4})
+        self.casts = False  # whether a module ran forward under an autocast of the job's own
+        self._added = added
+        self._open = 0
+        self._cleanup = contextlib.ExitStack()
+
+    def words(self) -> str:
+        """Return what was found; empty if nothing was."""
+        found = [f"parameters in {' and '.join(self.parameters)}"] if self.parameters else []
+        return " and ".join([*found, "an autocast of its own"] if self.casts else found)
+
+    def __enter__(self) -> Self:
+        enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+        def counts(context: torch.autocast) -> bool:
+            recomputes = torch._C._current_graph_task_id() != -1  # a checkpoint enters again what was there
+            return bool(context._enabled) and not isinstance(context, self._added) and not recomputes
+
+        def entered(context: torch.autocast) -> Any:
+            self._open += counts(context)
+            return enter(context)  # type: ignore[no-untyped-call]
+
+        def left(context: torch.autocast, *error: Any) -> Any:
+            self._open -= counts(context)
+            return leave(context, *error)
+
+        def look(*_: Any) -> None:
+            self.casts |= self._open > 0
+
+        for name, replaced in (("__enter__", entered), ("__exit__", left)):
+            self._cleanup.callback(setattr, torch.autocast, name, getattr(torch.autocast, name))
+            setattr(torch.autocast, name, replaced)
+        self._cleanup.callback(register_module_forward_pre_hook(look).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._cleanup.close()
+
+
+def find_loss(returned: Any) -> torch.Tensor | None:
+    """Return the loss in what a loss function returned, or None.
+
+    It may be a tensor, a ``Loss`` or an output with one, a pair of mean and items, or a sequence or dict of ``Loss``.
+    Plain tensors in a list or dict are several losses or none: which of them is trained is not for us to say.
+    """
+    if isinstance(returned, torch.Tensor):
+        return returned
+    for name in ("mean", "loss"):
+        if isinstance(found := getattr(returned, name, None), torch.Tensor):
+            return found
+    if isinstance(returned, Mapping):
+        if "loss" in returned:
+            return find_loss(returned["loss"])
+        returned = list(returned.values())
+    if not isinstance(returned, (list, tuple)) or not returned:
+        return None
+    if all(isinstance(getattr(term, "mean", None), torch.Tensor) for term in returned):
+        means = [term.mean for term in returned]
+        total: torch.Tensor = sum(means[1:], means[0])
+        return total
+    return find_loss(returned[0]) if isinstance(returned, tuple) else None
+
+
+def loss_of(returned: Any, place: str) -> torch.Tensor:
+    """Return the loss in what a loss function returned, shape ``()``.
+
+    Args:
+        returned: As `find_loss` takes it.
+        place: Where the function is defined, such as ``" (train.py:12)"``.
+
+    Raises:
+        PolicyError: H412: there is none, it is no scalar, or it depends on nothing.
+    """
+    loss = find_loss(returned)
+    if loss is not None and loss.numel() == 1 and loss.requires_grad:
+        return loss.reshape(())
+    what = f"a {type(returned).__name__}"
+    if loss is not None:
+        what = f"a tensor of shape {tuple(loss.shape)}" if loss.requires_grad else "a loss without a graph"
+    raise PolicyError(
+        f"the loss function{place} returned {what} and did not call backward",
+        limit="a forecast needs a scalar loss to run backward, or a step that does so itself",
+        fix="return the mean loss, a tensor of one element that depends on the model's parameters; add up several"
+        " terms.",
+        rule="H412",
+    )
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """Return whether a hook is given the parameter's gradient, as one that steps an optimizer in backward."""
+    return bool(parameter._post_accumulate_grad_hooks or parameter._backward_hooks)
+
+
+def untrained(what: str) -> PolicyError:
+    """Return the error for optimizers whose parameters are not trained.
+
+    Args:
+        what: What was seen.
+    """
+    return PolicyError(
+        what,
+        limit="what an optimizer keeps for its parameters, and a step that trains them, would not be counted",
+        fix="return only optimizers that are stepped, those that hooks step too, in a dict by name; let a step"
+        " that has several turns take every turn in each call.",
+        rule="H412",
+    )
+
+
+def named(names: Iterable[str]) -> str:
+    """Return the names of optimizers as a sentence has them; ``"the optimizer"`` if it is the only one."""
+    words = [f"optimizer {name!r}" if name != "optimizer" else "the optimizer" for name in sorted(names)]
+    return " and ".join(words if len(words) < 4 else [*words[:2], f"{len(words) - 2} more"])
+
+
+class GuardStandIn:
+    """What a ``step(guard, batch)`` is given for a guard: its `step` makes the same step, and reports nothing.
+
+    Args:
+        optimizers: Their names.
+        make: Makes a step of a batch, a loss function and names of optimizers, and returns the loss.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[str], make: Callable[[Any, Callable[..., Any], Sequence[str]], torch.Tensor | None]
+    ) -> None:
+        self._optimizers, self._make = optimizers, make
+        self.asked = False  # for a step so far
+
+    def step(
+        self,
+        batch: Any,
+        loss_fn: Callable[..., Any],
+        *,
+        optimizer: Any = None,
+        split: Any = None,  # noqa: ARG002
+    ) -> Any:
+        """Make one step of one or several optimizers; see ``Guard.step``."""
+        self.asked = True
+        chosen = self._optimizers if optimizer is None else optimizer
+        loss = self._make(batch, loss_fn, [chosen] if isinstance(chosen, str) else list(chosen))
+        facts = {"items": 1, "grad_norm": {}, "micro_batch_size": None, "attempts": 1, "dropped_samples": ()}
+        return SimpleNamespace(loss=loss, skipped=False, reason=None, **facts)
+
+
+def called_with_batch(built: Built, guard: GuardStandIn) -> Function:
+    """Return what a factory returned as a function of a batch, or of size and length where the step makes its own.
+
+    Args:
+        built: What the factory returned.
+        guard: For a step that wants one.
+    """
+    function, names = built.function, building.positional_parameters(built.function)
+    single = len(built.models) == 1 and "model" in built.models
+    model: Any = built.models["model"] if single else built.models
+    if function is None:
+        return lambda batch: model(**batch)
+    if not built.has_batch:
+        if name := building.length_parameter(function):
+            return lambda asked: function(asked[0], **{name: asked[1]})
+        return lambda asked: function(asked[0])
+    if names[:1] == ["guard"]:
+        return lambda batch: function(guard, batch)
+    if len(names) == 2 and single and (isinstance(function, nn.Module) or names == ["input", "target"]):
+        return lambda batch: function(model(batch[0]), batch[1])
+    if len(names) == len(("model", "batch")):
+        return lambda batch: function(model, batch)
+    return function

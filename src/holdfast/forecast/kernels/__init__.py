@@ -1,0 +1,1 @@
+"""Which kernels CUDA takes, what they keep and what they need."""

@@ -1,0 +1,1 @@
+"""Every plan for a device, and the one to take."""

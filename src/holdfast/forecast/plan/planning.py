@@ -1,0 +1,382 @@
+"""Plans for a device: what fits at which micro-batch size, how fast each is, and which one to take.
+
+A plan is a precision, an implementation of the optimizer, the modules that are recomputed, a mode of the allocator.
+For each the largest micro-batch is searched by playing the step on the simulated allocator under the device's memory;
+plans are ranked by their time for a sample. Live bytes, which are quick to add up, bound the search from above, and
+what was chosen with one implementation of the optimizer is tried first with the next: recomputation frees nothing
+while the optimizer works, so it rarely differs.
+
+Does not: trace (``tracing``), print, or act on a plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from holdfast.forecast.allocator.fit import (
+    Fit,
+    check_fit,
+    default_margin_bytes,
+    live_peak_bytes,
+    smallest_cap_bytes,
+    with_workspaces,
+)
+from holdfast.forecast.allocator.replay import DEFAULT_ALLOCATOR, EXPANDABLE_ALLOCATOR, AllocatorOptions
+from holdfast.forecast.devices.catalogue import Device
+from holdfast.forecast.devices.timing import seconds_per_sample, step_seconds
+from holdfast.forecast.plan.recompute_choice import choose
+from holdfast.forecast.trace.accumulation import with_accumulation
+from holdfast.forecast.trace.events import Trace, live_peak, played
+from holdfast.forecast.trace.extrapolation import ScaledTrace
+from holdfast.forecast.trace.recomputation import with_recompute
+from holdfast.forecast.trace.traced_sizes import TracedSizes
+
+Recompute = Literal["none", "some", "all"]
+
+_STEPS = 2  # that are played: the first begins with what is resident in a row, the second with what a step leaves
+# Where the allocator had to give back its cache in them, its blocks lie otherwise in the next: 3 steps were seen to
+# fail where 2 had fitted (an encoder with adapters under 8 GiB). It must have settled: no more of that in these.
+_STEPS_TO_SETTLE = 6
+MOST_SAMPLES = 4096  # looked for without a global batch size; gains of larger micro-batches are below 1 % by then
+_TIE = 0.02  # of the time per sample: less than what a roofline can tell apart
+_SIZES_WITH_SOME = 2  # for which a choice of blocks is sought, the most promising first; each takes ten replays or so
+GRANULE_BYTES = 512  # in which `max_memory_allocated` counts
+_ALLOCATORS = (DEFAULT_ALLOCATOR, EXPANDABLE_ALLOCATOR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One plan on one device.
+
+    Args:
+        device: Its name.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        optimizer: Implementation, as `Variant.name`; empty if no optimizer is stepped.
+        recompute: ``"none"`` of the blocks, ``"some"`` or ``"all"``.
+        modules: Which.
+        allocator: How torch's allocator is set.
+        micro_batch_size: The largest that fits, in samples; 0 if not even one does.
+        live_bytes: Most that tensors hold at once, as ``max_memory_allocated`` counts it, without workspaces.
+        process_bytes: What the process takes of the device, context included.
+        margin_bytes: What was kept free beyond that for what a forecast cannot know.
+        missing_bytes: By how much it does not fit with one sample; 0 if it does.
+        retries: How often the allocator had to give back what it had cached.
+        sample_seconds: Time for one sample.
+    """
+
+    device: str
+    precision: str
+    optimizer: str
+    recompute: Recompute
+    modules: tuple[str, ...]
+    allocator: AllocatorOptions
+    micro_batch_size: int
+    live_bytes: int
+    process_bytes: int
+    margin_bytes: int
+    missing_bytes: int
+    retries: int
+    sample_seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether at least one sample fits."""
+        return self.micro_batch_size > 0
+
+    def policy(self) -> dict[str, Any]:
+        """Return the fields of a `Policy` that carry this plan out."""
+        recompute: Any = list(self.modules) or True  # True: as a remedy only, should the forecast be too low
+        return {
+            "precision": self.precision,
+            "recompute": recompute,
+            "micro_batch_size": "auto",
+            "forecast_micro_batch_size": self.micro_batch_size,
+            "forecast_peak_bytes": self.live_bytes,
+        }
+
+    def optimizer_keyword(self) -> str:
+        """Return the keyword that chooses the optimizer's implementation, such as ``"fused=True"``; maybe empty."""
+        return {"fused": "fused=True", "foreach": "foreach=True", "for-loop": "foreach=False"}.get(self.optimizer, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """A job's step with one precision.
+
+    Args:
+        whole: With one forward and backward pass, at any size or at those that were traced.
+        accumulates: Whether a global batch is cut into micro-batches whose gradients are added up, as a guard does;
+            a step that calls backward itself is made with whole batches of the micro-batch's size.
+        answers: To ``bool(tensor)``, by line, with which it was traced.
+    """
+
+    whole: ScaledTrace | TracedSizes
+    accumulates: bool = False
+    answers: tuple[tuple[str, bool], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked of a device.
+
+    Args:
+        device: Which.
+        global_batch_size: Samples of one optimizer step; None: whatever fits at once.
+        length: Of the samples, where traces of several lengths were made.
+        margin_bytes: What to keep free; None for `default_margin_bytes`, which counts in what a trace leaves open.
+    """
+
+    device: Device
+    global_batch_size: int | None = None
+    length: int | None = None
+    margin_bytes: int | None = None
+
+    @property
+    def most_samples(self) -> int:
+        """Return the largest micro-batch that makes sense."""
+        return self.global_batch_size or MOST_SAMPLES
+
+    def margin(self, trace: Trace) -> int:
+        """Return what to keep free for a step, in bytes."""
+        if self.margin_bytes is not None:
+            return self.margin_bytes
+        return default_margin_bytes(self.device, uncalibrated_scratch_bytes=trace.uncalibrated_bytes)
+
+
+def plan_rows(
+    steps: Mapping[str, Steps], question: Question, on_row: Callable[[Row], object] = lambda _: None
+) -> list[Row]:
+    """Return every plan on a device, in the order of precisions, optimizers, recomputation and allocator.
+
+    Args:
+        steps: The step by precision.
+        question: What is asked.
+        on_row: Told about each row when it is known.
+    """
+    rows = []
+    for precision, step in steps.items():
+        names = list(dict.fromkeys(variant.name for variant in step.whole.template.variants)) or [""]
+        search = _Search(step, precision, question)
+        for optimizer in names:
+            for allocator in _ALLOCATORS:
+                for row in search.rows(optimizer, allocator):
+                    rows.append(row)
+                    on_row(row)
+    return rows
+
+
+def recommended(rows: Sequence[Row]) -> Row | None:
+    """Return the plan to take: the fastest, of those as fast the one that changes least; None if none fits.
+
+    What stands earlier in the list of precisions and implementations counts as the smaller change.
+    """
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        return None
+    best = min(row.sample_seconds for row in fitting)
+    near = [row for row in fitting if row.sample_seconds <= best * (1 + _TIE)]
+    precisions = list(dict.fromkeys(row.precision for row in rows))
+    optimizers = list(dict.fromkeys(row.optimizer for row in rows))
+
+    def changes(row: Row) -> tuple[int, ...]:
+        return (
+            len(row.modules),
+            row.retries > 0,
+            row.allocator != DEFAULT_ALLOCATOR,
+            optimizers.index(row.optimizer),
+            precisions.index(row.precision),
+            -row.micro_batch_size,
+        )
+
+    return min(near, key=changes)
+
+
+def nearest_miss(rows: Iterable[Row]) -> Row | None:
+    """Return the plan that needs least, where none fits."""
+    return min((row for row in rows if not row.fits), key=lambda row: row.missing_bytes, default=None)
+
+
+def check_row(row: Row, trace: Trace, question: Question) -> tuple[Fit, int]:
+    """Return whether a trace that was made with a plan's own settings fits, and its live peak in bytes.
+
+    Args:
+        row: The plan.
+        trace: At its micro-batch size, with its modules recomputed.
+        question: What the plan answers.
+    """
+    events, sizes = played(trace, _STEPS, row.optimizer)
+    fit = check_fit(events, sizes, question.device, allocator=row.allocator, margin_bytes=question.margin(trace))
+    return fit, live_peak(trace, row.optimizer, GRANULE_BYTES)
+
+
+class _Search:
+    """Looks for the largest micro-batch of plans with one precision.
+
+    Args:
+        step: The step at any size.
+        precision: Of it.
+        question: What is asked.
+    """
+
+    def __init__(self, step: Steps, precision: str, question: Question) -> None:
+        self._step, self._precision, self._question = step, precision, question
+        self._most_samples = min(question.most_samples, step.whole.largest or question.most_samples)
+        template = step.whole.template
+        runs = {run.block for run in template.block_runs if run.backward >= 0}
+        self._blocks = tuple(name for number, name in enumerate(template.blocks) if number in runs)
+        self._at = functools.lru_cache(maxsize=128)(self._make)
+        self._chosen: dict[tuple[int, AllocatorOptions], tuple[str, ...] | None] = {}
+
+    def rows(self, optimizer: str, allocator: AllocatorOptions) -> Iterable[Row]:
+        """Yield the plans without recomputation, with some, and with all of it."""
+        nothing = self._largest(optimizer, allocator, ())
+        yield nothing
+        if not self._blocks or nothing.micro_batch_size >= self._most_samples:
+            return  # recomputing would only cost time
+        everything = self._largest(optimizer, allocator, self._blocks)
+        some = self._some(optimizer, allocator, nothing, everything)
+        if some is not None:
+            yield some
+        yield everything
+
+    def _make(self, samples: int, modules: tuple[str, ...]) -> Trace:
+        """Return one micro-batch's step at a size."""
+        trace = self._step.whole.at(samples, self._question.length)
+        return with_recompute(trace, modules) if modules else trace
+
+    def _in_memory(self, trace: Trace) -> Trace:
+        """Return the step as memory sees it, in which gradients of earlier micro-batches live."""
+        total = self._question.global_batch_size
+        return with_accumulation(trace, total) if total is not None and self._step.accumulates else trace
+
+    def _largest(self, optimizer: str, allocator: AllocatorOptions, modules: tuple[str, ...]) -> Row:
+        """Return the plan with the largest micro-batch that fits: of all that live bytes allow, found by halving."""
+        low, high = 0, self._most_samples + 1
+        fit = None
+        for fits in (self._may_fit, self._fit):
+            low, trial = 0, high - 1
+            while high - low > 1:
+                found = fits(self._at(trial, modules), optimizer, allocator)
+                low, high = (trial, high) if found else (low, trial)
+                fit = found or fit
+                trial = (low + high) // 2
+        return self._row(optimizer, allocator, modules, low, fit if isinstance(fit, Fit) else None)
+
+    def _may_fit(self, trace: Trace, optimizer: str, allocator: AllocatorOptions) -> bool:
+        """Return whether live bytes alone are within the memory, which takes no replay."""
+        trace = self._in_memory(trace)
+        cap = self._question.device.available_bytes - self._question.margin(trace)
+        events, sizes = with_workspaces(*played(trace, 1, optimizer), self._question.device)
+        return live_peak_bytes(events, sizes, allocator) <= cap
+
+    def _fit(self, trace: Trace, optimizer: str, allocator: AllocatorOptions) -> Fit | None:
+        """Return how a step fits; None if it does not."""
+        if not self._may_fit(trace, optimizer, allocator):
+            return None
+        found = self._replayed(trace, optimizer, allocator)
+        if found.fits and found.replay.retries:
+            later = self._replayed(trace, optimizer, allocator, _STEPS_TO_SETTLE)
+            return later if later.fits and later.replay.retries == found.replay.retries else None
+        return found if found.fits else None
+
+    def _replayed(self, trace: Trace, optimizer: str, allocator: AllocatorOptions, steps: int = _STEPS) -> Fit:
+        question, trace = self._question, self._in_memory(trace)
+        events, sizes = played(trace, steps, optimizer)
+        return check_fit(events, sizes, question.device, allocator=allocator, margin_bytes=question.margin(trace))
+
+    def _some(self, optimizer: str, allocator: AllocatorOptions, nothing: Row, everything: Row) -> Row | None:
+        """Return the fastest plan that recomputes some blocks only, at a size between those of none and of all."""
+        sizes = {max(1, everything.micro_batch_size)}
+        size = max(1, nothing.micro_batch_size + 1)
+        while size < everything.micro_batch_size:
+            sizes.add(self._step.whole.planned_size(size))
+            size *= 2
+        likely = sorted((self._estimate(samples, optimizer, allocator), samples) for samples in sizes)
+        best: Row | None = None
+        for seconds, samples in likely[:_SIZES_WITH_SOME]:
+            if best is not None and seconds >= best.sample_seconds:
+                break
+            row = self._some_at(samples, optimizer, allocator)
+            if row is not None and (best is None or row.sample_seconds < best.sample_seconds):
+                best = row
+        return best
+
+    def _estimate(self, samples: int, optimizer: str, allocator: AllocatorOptions) -> float:
+        """Return about what a sample takes if just enough is recomputed, as if each block saved its share."""
+        none, every = self._at(samples, ()), self._at(samples, self._blocks)
+        cap = self._question.device.available_bytes - self._question.margin(none)
+        most, least = (
+            live_peak_bytes(*played(self._in_memory(trace), 1, optimizer), allocator) for trace in (none, every)
+        )
+        share = min(1.0, max(0.0, (most - cap) / max(1, most - least)))
+        fastest, slowest = (self._seconds(samples, modules, optimizer) for modules in ((), self._blocks))
+        return fastest + share * (slowest - fastest)
+
+    def _some_at(self, samples: int, optimizer: str, allocator: AllocatorOptions) -> Row | None:
+        known = self._chosen.get((samples, allocator))
+        if known is not None:
+            fit = self._fit(self._at(samples, known), optimizer, allocator)
+            if fit is not None:
+                return self._row(optimizer, allocator, known, samples, fit)
+        total = self._question.global_batch_size
+        modules = choose(
+            self._at(samples, ()),
+            fits=lambda edited: self._fit(edited, optimizer, allocator) is not None,
+            seconds=lambda edited: seconds_per_sample(
+                edited, self._question.device, variant=optimizer, global_batch_size=total
+            ),
+        )
+        if modules is None or not 0 < len(modules) < len(self._blocks):
+            return None
+        ordered = tuple(name for name in self._blocks if name in modules)
+        self._chosen[samples, allocator] = ordered
+        return self._row(
+            optimizer, allocator, ordered, samples, self._fit(self._at(samples, ordered), optimizer, allocator)
+        )
+
+    def _seconds(self, samples: int, modules: tuple[str, ...], optimizer: str) -> float:
+        """Return the time for a sample; the last micro-batch of a global batch may be a smaller one."""
+        device, total = self._question.device, self._question.global_batch_size or samples
+        full, rest = divmod(total, samples)
+        seconds = step_seconds(self._at(samples, modules), device, variant=optimizer, micro_steps=full)
+        if rest:
+            last = functools.partial(step_seconds, self._at(rest, modules), device, variant=optimizer)
+            seconds += last(micro_steps=2) - last(micro_steps=1)
+        return seconds / total
+
+    def _row(
+        self, optimizer: str, allocator: AllocatorOptions, modules: tuple[str, ...], samples: int, fit: Fit | None
+    ) -> Row:
+        question, missing = self._question, 0
+        samples = 0 if fit is None else samples
+        trace = self._at(max(1, samples), modules)
+        in_memory = self._in_memory(trace)
+        if fit is None:
+            fit = self._replayed(trace, optimizer, allocator)
+            events, sizes = with_workspaces(*played(in_memory, _STEPS, optimizer), question.device)
+            needed = smallest_cap_bytes(events, sizes, allocator=allocator)
+            missing = max(1, needed + fit.margin_bytes - question.device.available_bytes)
+        return Row(
+            device=question.device.name,
+            precision=self._precision,
+            optimizer=optimizer,
+            recompute="none" if not modules else "all" if modules == self._blocks else "some",
+            modules=modules,
+            allocator=allocator,
+            micro_batch_size=samples,
+            live_bytes=live_peak(in_memory, optimizer, GRANULE_BYTES),
+            process_bytes=fit.process_bytes,
+            margin_bytes=fit.margin_bytes,
+            missing_bytes=missing,
+            retries=fit.replay.retries,
+            sample_seconds=self._seconds(max(1, samples), modules, optimizer),
+        )
+
+
+def with_relative_times(rows: Sequence[Row]) -> list[tuple[Row, float]]:
+    """Return each plan with its time for a sample as a multiple of the fastest that fits."""
+    best = min((row.sample_seconds for row in rows if row.fits), default=None)
+    return [(row, row.sample_seconds / best if best else 1.0) for row in rows]

@@ -1,0 +1,1 @@
+"""The events of one step: recorded, attributed, and made another size."""

@@ -1,0 +1,201 @@
+"""Watch the passes of the modules that could be recomputed: where they begin and end, and what they take and leave.
+
+Does not: choose the modules, or plan anything (`recomputation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from holdfast.forecast.trace.events import BlockRun
+from holdfast.forecast.trace.recording import Recording
+
+_next_sequence_number = getattr(torch.autograd, "_get_sequence_nr", None)
+_saved_are_readable = hasattr(torch._C._autograd.SavedTensor, "data")
+_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_LEAF = 2**64 - 1  # sequence number of a node that accumulates a leaf's gradient
+
+
+class Storages(Protocol):
+    """What is asked about storages."""
+
+    record: Recording | None
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of a tensor's storage, or None if it is not known."""
+
+    def is_parameter(self, number: int) -> bool:
+        """Return whether it is a parameter's."""
+
+
+class BlockRuns:
+    """Record the passes of blocks.
+
+    Args:
+        storages: Knows their numbers, and what is being recorded.
+    """
+
+    def __init__(self, storages: Storages) -> None:
+        self.names: list[str] = []
+        self._storages = storages
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._begun: list[tuple[int, BlockRun | None, int]] = []
+
+    def watch(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+        """Watch more blocks.
+
+        Args:
+            blocks: Names and modules.
+        """
+        for name, module in blocks:
+            number = len(self.names)
+            self.names.append(name)
+
+            def begin(_: nn.Module, args: Any, kwargs: Any, number: int = number) -> None:
+                self._begin(number, args, kwargs)
+
+            def end(_: nn.Module, __: Any, outputs: Any, number: int = number) -> None:
+                self._end(number, outputs)
+
+            self._handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(end))
+
+    def forget(self) -> None:
+        """Begin anew, as between two steps."""
+        self._begun.clear()
+
+    def close(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _begin(self, number: int, args: Any, kwargs: Any) -> None:
+        record = self._storages.record
+        run = None
+        if record is not None and torch._C._current_graph_task_id() == -1:  # a recomputation is none of its passes
+            found = dict.fromkeys(self._storages.number_of(tensor) for tensor in tensors_in((args, kwargs)))
+            run = BlockRun(
+                block=number,
+                forward=(len(record.events), -1),
+                backward=-1,
+                kept=(),
+                operations=(len(record.operation_name), -1),
+                inputs=tuple(one for one in found if one is not None and not self._storages.is_parameter(one)),
+            )
+        self._begun.append((number, run, 0 if _next_sequence_number is None else _next_sequence_number()))
+
+    def _end(self, number: int, outputs: Any) -> None:
+        while self._begun:
+            begun, run, first_node = self._begun.pop()
+            if begun == number:
+                break
+        else:
+            return
+        record = self._storages.record
+        if run is None or record is None:
+            return
+        tensors = list(tensors_in(outputs))
+        first, last = run.forward[0], len(record.events)
+        made = {event - 1 for event in record.events[first:last] if event > 0}
+        kept = [
+            one for one in dict.fromkeys(map(self._storages.number_of, tensors)) if one in made and one is not None
+        ]
+        packed = _packs_what_is_saved()
+        nodes = None if packed else _read_nodes(tensors, first_node)
+        arrival = _Arrival(record, len(record.block_runs))
+        record.block_runs.append(
+            replace(
+                run,
+                forward=(first, last),
+                operations=(run.operations[0], len(record.operation_name)),
+                kept=tuple(kept),
+                saved=None if nodes is None else self._saved(kept, nodes),
+            )
+        )
+        if not packed and not _are_packed(nodes or []):  # else it is recomputed already
+            _await(arrival, tensors, nodes or [])
+
+    def _saved(self, kept: list[int], nodes: list[_Node]) -> tuple[int, ...]:
+        """Return which outputs the block's own graph saves."""
+        held = {self._storages.number_of(one) for _, saved in nodes for one in saved if isinstance(one, torch.Tensor)}
+        return tuple(number for number in kept if number in held)
+
+
+_Node = tuple[Any, list[Any]]
+
+
+def _packs_what_is_saved() -> bool:
+    """Return whether a checkpoint, or an offload, of the user's surrounds what is running."""
+    return _saved_tensors_hooks is not None and _saved_tensors_hooks(True) is not None  # noqa: FBT003 - torch's own
+
+
+def _are_packed(nodes: list[_Node]) -> bool:
+    """Return whether all that a block saves is packed by hooks: a checkpoint of the user's is within it."""
+    saved = [value for _, values in nodes for value in values]
+    return bool(saved) and not any(isinstance(value, torch.Tensor) for value in saved)
+
+
+def _await(arrival: _Arrival, outputs: list[torch.Tensor], nodes: list[_Node]) -> None:
+    """Have the first of the nodes that has saved anything noted, or the first gradient of an output if none has."""
+    saving = [node for node, saved in nodes if saved]
+    for node in saving:
+        node.register_prehook(arrival)
+    for tensor in outputs:
+        if tensor.requires_grad and not saving:
+            tensor.register_hook(arrival)  # type: ignore[no-untyped-call]
+
+
+class _Arrival:
+    """Note the first gradient that arrives at an output, or at a node that needs what it has saved."""
+
+    __slots__ = ("_place", "_record")
+
+    def __init__(self, record: Recording, place: int) -> None:
+        self._record = record
+        self._place = place
+
+    def __call__(self, _: Any) -> None:
+        run = self._record.block_runs[self._place]
+        if run.backward < 0:
+            self._record.block_runs[self._place] = replace(run, backward=len(self._record.events))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in(tuple(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _read_nodes(outputs: Iterable[torch.Tensor], first_node: int) -> list[_Node] | None:
+    """Return the nodes made since `first_node` and what they save, without unpacking it: that may recompute."""
+    if _next_sequence_number is None or not _saved_are_readable:
+        return None
+    pending: list[Any] = [tensor.grad_fn for tensor in outputs]
+    seen = {}
+    names: dict[type, list[str]] = {}
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or not first_node <= node._sequence_nr() < _LEAF:
+            continue
+        pending += [following for following, _ in node.next_functions]
+        kind = type(node)
+        if kind not in names:
+            names[kind] = [name for name in dir(node) if name.startswith("_raw_saved_")]
+        values: list[Any] = []
+        for name in names[kind]:
+            value = getattr(node, name)
+            values += value if isinstance(value, (list, tuple)) else (value,)
+        held = [getattr(value, "data", None) for value in values]
+        seen[node] = [value for value in held if value is not None]
+    return list(seen.items())

@@ -1,0 +1,302 @@
+"""From traces of a few small batches to a trace at any micro-batch size and length, without running anything again.
+
+A storage grows by a fixed number of bytes for each sample, so two traces tell its size at any micro-batch; with the
+length of the samples it is at most quadratic (attention's scores), so six traces tell all. The *peak* is the largest
+of many such sums and no line itself: a line through two peaks errs on the low side (up to -52 % was measured, on a
+loop decoder), so every storage is extrapolated and the events are played again.
+
+Does not: trace, or decide which size to ask for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.core.errors import BatchError
+from holdfast.forecast.kernels.scratch_alignment import with_same_scratch
+from holdfast.forecast.trace.events import OWNERS, Assumption, Trace
+
+# One sample goes other ways (a dimension of 1 is contiguous either way): 3 of the 7 models that were tried did.
+LEAST_MICRO_BATCH_SIZE = 2
+# Strides, paddings and tiles round lengths to powers of two, 64 the largest that is common. Lengths that leave the
+# same remainder are all rounded alike, so that sizes are exact polynomials on them.
+_LENGTH_GRANULE = 64
+_OF_ANY_SIZE = [OWNERS.index(owner) for owner in ("parameters", "gradients", "optimizer state")]
+_COMPARED = ("blocks", "resident", "carried", "variants", "block_runs", "precision", "route")
+
+
+class NotAlignedError(BatchError):
+    """Two traces of one step do not do the same things in the same order."""
+
+
+def needed_points(longest: int | None = None) -> tuple[tuple[int, int | None], ...]:
+    """Return the micro-batch sizes and lengths to trace for `fit`.
+
+    Args:
+        longest: Of the lengths that will be asked for, if lengths matter. It is traced itself, and others from about
+            half of it on lie between those that are: some kernels work in another way on short samples.
+
+    Returns:
+        Two points without lengths; six with: two micro-batch sizes by three lengths, the smallest first.
+    """
+    sizes = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
+    if longest is None:
+        return tuple((size, None) for size in sizes)
+    quarter = longest // 4
+    step = max(1, quarter // _LENGTH_GRANULE * _LENGTH_GRANULE or 1 << max(0, quarter.bit_length() - 1))
+    last = max(longest, 2 * step + LEAST_MICRO_BATCH_SIZE)  # a length of 1 is as special as a batch of 1
+    return tuple(product(sizes, (last - 2 * step, last - step, last)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScaledTrace:
+    """A step at any micro-batch size, and length if it was traced with three.
+
+    Args:
+        template: The first trace; everything but sizes and work is the same in all.
+        micro_batch_sizes: The two that were traced.
+        lengths: The three that were traced, or one, which is then the only one that can be asked for.
+        size_bytes: Shape ``(points, storages)``, points in the order of sizes by lengths.
+        flops: Shape ``(points, operations)``.
+        moved_bytes: Shape ``(points, operations)``.
+        totals: Shape ``(points, 2)``: the growth of the step and what is not calibrated, in bytes.
+    """
+
+    template: Trace
+    micro_batch_sizes: tuple[int, ...]
+    lengths: tuple[int | None, ...]
+    size_bytes: npt.NDArray[np.int64]
+    flops: npt.NDArray[np.int64]
+    moved_bytes: npt.NDArray[np.int64]
+    totals: npt.NDArray[np.int64]
+
+    @property
+    def largest(self) -> int | None:
+        """The largest size that can be asked for: there is none."""
+        return None
+
+    def planned_size(self, micro_batch_size: int) -> int:
+        """Return the size to plan with for one that is asked for: that one."""
+        return micro_batch_size
+
+    def at(self, micro_batch_size: int, length: int | None = None) -> Trace:
+        """Return the step with this many samples of this length.
+
+        Args:
+            micro_batch_size: At least 1.
+            length: Of the samples; None is the first that was traced.
+
+        Returns:
+            A trace whose sizes are exact where they grow by whole bytes; others are rounded up, and said to be.
+        """
+        assert micro_batch_size >= 1
+        length = self.lengths[0] if length is None else length
+        weights = self._weights(micro_batch_size, length)
+        sizes = _combined(self.size_bytes, weights)
+        growth, uncalibrated = _combined(self.totals, weights).tolist()
+        return replace(
+            self.template,
+            size_bytes=sizes,
+            flops=_combined(self.flops, weights),
+            moved_bytes=_combined(self.moved_bytes, weights),
+            growth_bytes=growth,
+            uncalibrated_bytes=max(uncalibrated, int(self.totals[:, 1].min())),
+            micro_batch_size=micro_batch_size,
+            length=length,
+            assumptions=self.template.assumptions + self._assumptions(micro_batch_size, length, sizes),
+        )
+
+    def _weights(self, micro_batch_size: int, length: int | None) -> list[Fraction]:
+        by_size = _lagrange(micro_batch_size, self.micro_batch_sizes)
+        known = [one for one in self.lengths if one is not None]
+        if len(known) < 2 or length is None:
+            assert length == self.lengths[0], f"only length {self.lengths[0]} was traced"
+            return by_size
+        return [first * second for first, second in product(by_size, _lagrange(length, known))]
+
+    def _assumptions(
+        self, micro_batch_size: int, length: int | None, sizes: npt.NDArray[np.int64]
+    ) -> tuple[Assumption, ...]:
+        said = []
+        if micro_batch_size < LEAST_MICRO_BATCH_SIZE:
+            low, high = self.micro_batch_sizes
+            said.append(f"{micro_batch_size} sample is extrapolated from {low} and {high}, and may go another way")
+        per_size = self.size_bytes.reshape(len(self.micro_batch_sizes), len(self.lengths), -1)
+        steps = (per_size[1] - per_size[0]) % (self.micro_batch_sizes[1] - self.micro_batch_sizes[0])
+        uneven = steps.any(axis=0)
+        if uneven.any():
+            share = 100 * int(sizes[uneven].sum()) / max(1, int(sizes.sum()))
+            said.append(
+                f"{int(uneven.sum())} storages ({share:.1f} % of all bytes) do not grow by whole bytes per sample;"
+                " they were rounded up"
+            )
+        said += self._length_assumption(micro_batch_size, length, sizes)
+        return tuple(Assumption(what=what) for what in said)
+
+    def _length_assumption(
+        self, micro_batch_size: int, length: int | None, sizes: npt.NDArray[np.int64]
+    ) -> list[str]:
+        known = [one for one in self.lengths if one is not None]
+        if len(known) < 2 or length is None:
+            return []
+        step = math.gcd(_LENGTH_GRANULE, *(one - known[0] for one in known[1:]))
+        missing = (known[0] - length) % step
+        if missing == 0:
+            return []
+        longer = _combined(self.size_bytes, self._weights(micro_batch_size, length + missing))
+        more = 100 * (int(longer.sum()) / max(1, int(sizes.sum())) - 1)
+        what = (
+            f"length {length} is not {known[0]} and a multiple of {step}: where operations round lengths (strides,"
+            f" paddings) up to {more:.1f} % more is needed"
+        )
+        return [what]
+
+
+def fit(traces: Sequence[Trace]) -> ScaledTrace:
+    """Return the step at any size, from traces at `needed_points`.
+
+    Args:
+        traces: Of one job, at two micro-batch sizes of at least 2, by one or three lengths, in any order.
+
+    Raises:
+        NotAlignedError: They do not do the same; the first difference is named.
+    """
+    sizes = tuple(sorted({one.micro_batch_size for one in traces}))
+    lengths = tuple(sorted({one.length for one in traces}, key=lambda length: length or 0))
+    points = {(one.micro_batch_size, one.length): one for one in traces}
+    assert len(sizes) == 2, "two micro-batch sizes are needed"
+    assert sizes[0] >= LEAST_MICRO_BATCH_SIZE
+    assert len(lengths) in (1, 3), "one length is needed, or three"
+    assert len(points) == len(traces) == 2 * len(lengths), "each size is needed at each length"
+    ordered = with_same_scratch([points[point] for point in product(sizes, lengths)])
+    for other in ordered[1:]:
+        check_aligned(ordered[0], other)
+    assumptions = dict.fromkeys(said for one in ordered for said in one.assumptions)
+    return ScaledTrace(
+        template=replace(ordered[0], assumptions=tuple(assumptions)),
+        micro_batch_sizes=sizes,
+        lengths=lengths,
+        size_bytes=np.stack([one.size_bytes for one in ordered]),
+        flops=np.stack([one.flops for one in ordered]),
+        moved_bytes=np.stack([one.moved_bytes for one in ordered]),
+        totals=np.array([[one.growth_bytes, one.uncalibrated_bytes] for one in ordered], dtype=np.int64),
+    )
+
+
+def _lagrange(at: int, nodes: Sequence[int]) -> list[Fraction]:
+    """Return how much the value at each node counts in the value of the polynomial through them."""
+    return [
+        math.prod((Fraction(at - other, node - other) for other in nodes if other != node), start=Fraction(1))
+        for node in nodes
+    ]
+
+
+def _combined(values: npt.NDArray[np.int64], weights: Sequence[Fraction]) -> npt.NDArray[np.int64]:
+    """Return the weighted sum of the rows, in whole numbers throughout, rounded up, from 0 to `most_each`."""
+    denominator = math.lcm(*(weight.denominator for weight in weights))
+    factors = [int(weight * denominator) for weight in weights]
+    largest = [int(np.abs(row).max(initial=1)) for row in values]
+    fits = sum(abs(factor) * most for factor, most in zip(factors, largest, strict=True)) < 1 << 62
+    rows = values if fits else values.astype(object)  # Python's integers know no bound
+    total = sum(factor * row for factor, row in zip(factors, rows, strict=True) if factor)
+    bounded = np.clip(-(-total // denominator), 0, most_each(values.shape[1]))
+    result: npt.NDArray[np.int64] = bounded.astype(np.int64)
+    return result
+
+
+def most_each(count: int) -> int:
+    """Return the most that each of some sizes is taken to be, far above any device: their sum is a 64-bit integer."""
+    return (1 << 60) // max(1, count)
+
+
+def check_aligned(first: Trace, other: Trace) -> None:
+    """Check that two traces of one job do the same things in the same order.
+
+    Raises:
+        NotAlignedError: They do not; the first difference is named.
+    """
+    difference = _find_difference(first, other)
+    if difference is None:
+        return
+    raise NotAlignedError(
+        f"the step does other things with {_described(other)} than with {_described(first)}: {difference}",
+        limit="sizes can be extrapolated only if every batch goes the same way through the model",
+        fix="remove the branch on the batch, or what is kept from step to step; let the loader collate a list of "
+        "samples into one tensor, since each size of a list is another program",
+        rule="H425",
+    )
+
+
+def _described(trace: Trace) -> str:
+    return f"{trace.micro_batch_size} samples" + (f" of length {trace.length}" if trace.length is not None else "")
+
+
+def _find_difference(first: Trace, other: Trace) -> str | None:
+    names = {name: number for number, name in enumerate(first.names)}
+    translated = np.array([names.get(name, -1) for name in other.names], dtype=np.int32)
+    operation = _first_unequal(first.operation_name, translated[other.operation_name])
+    event = _first_unequal(first.events, other.events)
+    if event is not None:
+        at = max(0, int(np.searchsorted(first.operation_event, event, side="right")) - 1)
+        operation = at if operation is None else min(operation, at)
+    elif operation is None:
+        operation = _first_unequal(first.operation_event, other.operation_event)
+    if operation is not None and (counted := _find_count(first, other)):
+        return counted
+    if operation is not None:
+        return f"operation {operation} is {_operation(first, operation)}, there {_operation(other, operation)}"
+    if _found(first) != _found(other):
+        return "the parameters and states that live before it differ"
+    changed = next((name for name in _COMPARED if getattr(first, name) != getattr(other, name)), None)
+    return None if changed is None else f"their {changed.replace('_', ' ')} differ"
+
+
+def _find_count(first: Trace, other: Trace) -> str | None:
+    """Say that other numbers of tensors are there before anything is done, if that is what differs."""
+    found = len(first.resident), len(other.resident)
+    if found[0] != found[1]:
+        return f"{found[0]} storages live before it, there {found[1]}: it keeps something from step to step"
+    parts = [int((one.owner == OWNERS.index("batch")).sum()) for one in (first, other)]
+    if parts[0] != parts[1]:
+        return f"its batch is {parts[0]} tensors, there {parts[1]}"
+    return None
+
+
+def _found(trace: Trace) -> list[tuple[int, int, int]]:
+    """Return owner, module and size of what lives before the step, as far as no batch changes it."""
+    found = np.array(trace.resident, dtype=np.int64)
+    found = found[np.isin(trace.owner[found], _OF_ANY_SIZE)]
+    columns = (trace.owner, trace.module, trace.size_bytes)
+    return list(zip(*(column[found].tolist() for column in columns), strict=True))
+
+
+def _first_unequal(one: npt.NDArray[np.int32], two: npt.NDArray[np.int32]) -> int | None:
+    shared = min(len(one), len(two))
+    unequal = np.flatnonzero(one[:shared] != two[:shared])
+    if len(unequal):
+        return int(unequal[0])
+    return None if len(one) == len(two) else shared
+
+
+def _operation(trace: Trace, number: int) -> str:
+    """Return an operation's name, what it allocates, and the line of the user's that is nearest before it."""
+    if number >= len(trace.operation_name):
+        return "missing"
+    begin = trace.operation_event[number]
+    last = number + 1 == len(trace.operation_event)
+    end = len(trace.events) if last else trace.operation_event[number + 1]
+    made = trace.events[begin:end]
+    made = made[made > 0] - 1
+    born = trace.events[:end]
+    lines = trace.line[born[born > 0] - 1]
+    known = lines[lines > 0]
+    where = f" at {trace.lines[known[-1]]}" if len(known) else ""
+    sizes = f" ({', '.join(str(size) for size in trace.size_bytes[made][:3])} bytes)" if len(made) else ""
+    return f"{trace.names[trace.operation_name[number]]}{sizes}{where}"

@@ -1,0 +1,266 @@
+"""The raw record of one step, as the tracer writes it, and how it becomes a `Trace`.
+
+Storages have numbers that are never used again while a tracer lives; a trace numbers its own from 0.
+
+Does not: import torch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from holdfast.forecast.trace.events import OWNERS, PHASES, Assumption, BlockRun, Trace, Variant
+
+FORWARD, BACKWARD, OPTIMIZER, OTHER = range(len(PHASES))
+_ACTIVATIONS, _REST = OWNERS.index("activations"), OWNERS.index("other")
+
+
+class Ledger:
+    """What is known of each storage, by its number."""
+
+    def __init__(self) -> None:
+        self.size_bytes: list[int] = []
+        self.module: list[int] = []
+        self.line: list[int] = []
+        self.born: list[int] = []  # phase; a recomputation counts as forward
+        self.owner: dict[int, int] = {}
+
+    def add(self, size_bytes: int, module: int, line: int, born: int) -> int:
+        """Return the number of a new storage."""
+        self.size_bytes.append(size_bytes)
+        self.module.append(module)
+        self.line.append(line)
+        self.born.append(born)
+        return len(self.born) - 1
+
+    def own(self, number: int, owner: str, module: int = 0) -> None:
+        """Note who owns a storage; of several, the one that comes first in `OWNERS`."""
+        index = OWNERS.index(owner)
+        if index <= self.owner.get(number, index):
+            self.owner[number] = index
+            self.module[number] = module or self.module[number]
+
+
+@dataclass(slots=True, kw_only=True)
+class Recording:
+    """What happens in a step; storages by their numbers in the ledger.
+
+    Args:
+        resident: What lives when it begins.
+        survivors: What lives when it ends.
+        backward_starts: Events before which autograd's engine begins to run.
+        uncalibrated_bytes: As in `Trace`.
+    """
+
+    resident: list[int]
+    survivors: frozenset[int] = frozenset()
+    events: list[int] = field(default_factory=list)
+    event_phase: list[int] = field(default_factory=list)
+    operation_name: list[int] = field(default_factory=list)
+    operation_event: list[int] = field(default_factory=list)
+    operation_phase: list[int] = field(default_factory=list)
+    flops: list[int] = field(default_factory=list)
+    moved_bytes: list[int] = field(default_factory=list)
+    dtype: list[int] = field(default_factory=list)
+    backward_starts: list[int] = field(default_factory=list)
+    block_runs: list[BlockRun] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)
+    assumptions: list[Assumption] = field(default_factory=list)
+    uncalibrated_bytes: int = 0
+
+    def allocate(self, number: int, phase: int) -> None:
+        """Note that a storage begins to live."""
+        self.events.append(number + 1)
+        self.event_phase.append(phase)
+
+    def free(self, number: int, phase: int) -> None:
+        """Note that a storage ends."""
+        self.events.append(-number - 1)
+        self.event_phase.append(phase)
+
+    def operate(self, name: int, begun: int, phase: int, flops: int, moved_bytes: int, dtype: int) -> None:
+        """Note that an operation ran; `begun` is the number of events before it, and so before what it allocated."""
+        self.operation_name.append(name)
+        self.operation_event.append(begun)
+        self.operation_phase.append(phase)
+        self.flops.append(flops)
+        self.moved_bytes.append(moved_bytes)
+        self.dtype.append(dtype)
+
+    def close(self, first_event: int, size_of: Callable[[int], int]) -> tuple[dict[int, int], list[int]]:
+        """Take out of the last events what does not both begin and end among them.
+
+        Another way of making a step may not leave anything behind or take anything away: it is one of several, of
+        which one is made. What it leaves takes the place of what it took away, if the sizes agree.
+
+        Args:
+            first_event: First of the events to look at.
+            size_of: Size of a storage in bytes.
+
+        Returns:
+            Which storage another now is, and storages that are to be forgotten.
+        """
+        tail = self.events[first_event:]
+        left = dict.fromkeys(event - 1 for event in tail if event > 0)
+        taken = [-event - 1 for event in tail if event < 0 and left.pop(-event - 1, self) is self]
+        if left or taken:
+            self._drop(first_event, {*left, *taken})
+        return match_in_order(list(left), taken, size_of)
+
+    def _drop(self, first_event: int, numbers: set[int]) -> None:
+        kept = [place for place in range(first_event, len(self.events)) if abs(self.events[place]) - 1 not in numbers]
+        self.operation_event = [
+            event if event <= first_event else first_event + bisect_left(kept, event)
+            for event in self.operation_event
+        ]
+        self.events[first_event:] = [self.events[place] for place in kept]
+        self.event_phase[first_event:] = [self.event_phase[place] for place in kept]
+
+    def cut(self, first_event: int, first_operation: int) -> None:
+        """Take out all events and operations from these on; `close` comes before it."""
+        del self.events[first_event:], self.event_phase[first_event:]
+        for column in (
+            self.operation_name,
+            self.operation_event,
+            self.operation_phase,
+            self.flops,
+            self.moved_bytes,
+            self.dtype,
+        ):
+            del column[first_operation:]
+
+
+def match_in_order(
+    left: Sequence[int], found: Iterable[int], size_of: Callable[[int], int]
+) -> tuple[dict[int, int], list[int]]:
+    """Return which of what was left takes the place of which that was found, by size and order, and what has none."""
+    places: dict[int, deque[int]] = {}
+    for number in found:
+        places.setdefault(size_of(number), deque()).append(number)
+    pairs: dict[int, int] = {}
+    rest = []
+    for number in left:
+        candidates = places.get(size_of(number))
+        if candidates:
+            pairs[number] = candidates.popleft()
+        else:
+            rest.append(number)
+    return pairs, rest
+
+
+def as_trace(
+    recording: Recording,
+    ledger: Ledger,
+    *,
+    modules: Sequence[str],
+    lines: Sequence[str],
+    names: Sequence[str],
+    blocks: Sequence[str],
+    **described: Any,
+) -> Trace:
+    """Return the trace of a recorded step.
+
+    Args:
+        recording: What happened.
+        ledger: What is known of its storages.
+        modules: Paths by number.
+        lines: Of the user's, by number.
+        names: Of operations, by number.
+        blocks: Paths, by number.
+        described: The other fields of `Trace`: size, length, precision, route, assumptions.
+    """
+    numbers = [*sorted(recording.resident), *(event - 1 for event in recording.events if event > 0)]
+    dense = {number: place for place, number in enumerate(numbers)}
+    carried, growth = _carried(recording, ledger, dense)
+    sign_and_place = [dense[event - 1] + 1 if event > 0 else -dense[-event - 1] - 1 for event in recording.events]
+    _sort_frees(sign_and_place, recording)
+    described["assumptions"] = (*described.get("assumptions", ()), *recording.assumptions)
+    return Trace(
+        events=np.array(sign_and_place, dtype=np.int32),
+        event_phase=np.array(recording.event_phase, dtype=np.int8),
+        size_bytes=np.array([ledger.size_bytes[number] for number in numbers], dtype=np.int64),
+        owner=np.array(_owners(recording, ledger, numbers), dtype=np.int8),
+        module=np.array([ledger.module[number] for number in numbers], dtype=np.int32),
+        line=np.array([ledger.line[number] for number in numbers], dtype=np.int32),
+        operation_name=np.array(recording.operation_name, dtype=np.int32),
+        operation_event=np.array(recording.operation_event, dtype=np.int32),
+        operation_phase=np.array(recording.operation_phase, dtype=np.int8),
+        flops=np.array(recording.flops, dtype=np.int64),
+        moved_bytes=np.array(recording.moved_bytes, dtype=np.int64),
+        dtype=np.array(recording.dtype, dtype=np.int8),
+        modules=tuple(modules),
+        lines=tuple(lines),
+        names=tuple(names),
+        resident=tuple(range(len(recording.resident))),
+        carried=carried,
+        growth_bytes=growth,
+        blocks=tuple(blocks),
+        block_runs=tuple(_renamed(run, dense) for run in sorted(recording.block_runs, key=_outermost_first)),
+        variants=tuple(recording.variants),
+        uncalibrated_bytes=recording.uncalibrated_bytes,
+        **described,
+    )
+
+
+def _sort_frees(events: list[int], recording: Recording) -> None:
+    """Bring frees that nothing parts into the order of their storages.
+
+    What is freed at once, as autocast's cache of weights, comes in the order of a hash table of addresses: another in
+    each run, to no effect.
+    """
+    parts = {*recording.operation_event, *recording.backward_starts}
+    parts |= {place for run in recording.block_runs for place in (*run.forward, run.backward)}
+    parts |= {place for variant in recording.variants for place in variant.events}
+    phase = recording.event_phase
+    begin = 0
+    for end in range(1, len(events) + 1):
+        together = end < len(events) and events[begin] < 0 and events[end] < 0 and phase[end] == phase[begin]
+        if not together or end in parts:
+            events[begin:end] = sorted(events[begin:end], reverse=True)
+            begin = end
+
+
+def _carried(recording: Recording, ledger: Ledger, dense: dict[int, int]) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Pair what the step leaves with what it found and freed, both in the order in which they were allocated."""
+    resident = set(recording.resident)
+    freed = sorted(resident - recording.survivors)
+    left = sorted(recording.survivors - resident)
+    size_of = ledger.size_bytes.__getitem__
+    pairs, _ = match_in_order(left, freed, size_of)
+    growth = sum(map(size_of, left)) - sum(map(size_of, freed))
+    return tuple((dense[made], dense[found]) for made, found in pairs.items()), growth
+
+
+def _owners(recording: Recording, ledger: Ledger, numbers: Sequence[int]) -> list[int]:
+    """Return the owner of each storage; activations are what waits for a backward pass that has not begun."""
+    birth = {event - 1: place for place, event in enumerate(recording.events) if event > 0}
+    death = {-event - 1: place for place, event in enumerate(recording.events) if event < 0}
+    starts = recording.backward_starts
+    owners = []
+    for number in numbers:
+        owner = ledger.owner.get(number, _REST)
+        if owner == _REST and number in birth and ledger.born[number] in (FORWARD, OTHER):
+            start = bisect_left(starts, birth[number] + 1)
+            if start < len(starts) and death.get(number, len(recording.events)) >= starts[start]:
+                owner = _ACTIVATIONS
+        owners.append(owner)
+    return owners
+
+
+def _outermost_first(run: BlockRun) -> tuple[int, int]:
+    return run.forward[0], -run.forward[1]
+
+
+def _renamed(run: BlockRun, dense: dict[int, int]) -> BlockRun:
+    return replace(
+        run,
+        kept=tuple(dense[number] for number in run.kept),
+        inputs=tuple(dense[number] for number in run.inputs),
+        saved=None if run.saved is None else tuple(dense[number] for number in run.saved),
+    )

@@ -1,0 +1,53 @@
+"""Who owns the peak of a step, told so that it can be read: modules that repeat are added up.
+
+Does not: play a trace (``trace``), or print.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.forecast.trace.events import Trace, owners_at_peak
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_MOST = 6  # modules and lines that are told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Bytes at the moment of the live peak, largest first.
+
+    Args:
+        owners: By owner, as in `trace.OWNERS`; they add up to the peak.
+        modules: By path, numbers in it left out as ``*``, but not at its beginning: the largest.
+        lines: By line of the user's code: the largest.
+    """
+
+    owners: Mapping[str, int]
+    modules: Mapping[str, int]
+    lines: Mapping[str, int]
+
+
+def shares_of(trace: Trace, optimizer: str) -> Shares:
+    """Return who owns the peak.
+
+    Args:
+        trace: A step.
+        optimizer: Implementation of the optimizer (`trace.variants_played`).
+    """
+    modules: dict[str, int] = {}
+    for name, size in owners_at_peak(trace, "module", optimizer).items():
+        path = _NUMBER.sub("*", name)
+        modules[path] = modules.get(path, 0) + size
+    return Shares(
+        owners=owners_at_peak(trace, "owner", optimizer),
+        modules=_largest(modules),
+        lines=_largest(owners_at_peak(trace, "line", optimizer)),
+    )
+
+
+def _largest(sizes: Mapping[str, int]) -> dict[str, int]:
+    known = sorted(((size, name) for name, size in sizes.items() if name), reverse=True)
+    return {name: size for size, name in known[:_MOST]}

@@ -1,0 +1,175 @@
+"""The storages of a device that live, by weak references: each has a number from its first operation to its end.
+
+Does not: know why they live (`owners`), or what runs (`tracer`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+
+from holdfast.forecast.trace.recording import OTHER, Ledger, Recording
+
+
+class _Held(weakref.ref[torch.UntypedStorage]):
+    """A storage that is watched; its number is -1 while it is empty."""
+
+    __slots__ = ("key", "number", "size_bytes")
+    key: int
+    number: int
+    size_bytes: int
+
+
+class Storages:
+    """Watch the storages of one device.
+
+    Args:
+        device_type: Of the tensors whose storages are watched.
+        phase: Returns the phase that is running.
+    """
+
+    def __init__(self, device_type: str, phase: Callable[[], int]) -> None:
+        self.ledger = Ledger()
+        self.record: Recording | None = None
+        self.place = (0, 0)  # module and line of what is running
+        self._device_type = device_type
+        self._phase = phase
+        self._live: dict[int, _Held] = {}
+
+    def living(self) -> list[int]:
+        """Return the numbers of what lives, in the order of allocation."""
+        return sorted(held.number for held in self._live.values() if held.number >= 0)
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the number of a tensor's storage, or None if it is empty or not watched."""
+        storage = _storage_of(tensor)
+        held = None if storage is None else self._live.get(storage._cdata)
+        return None if held is None or held.number < 0 else held.number
+
+    def is_parameter(self, number: int) -> bool:
+        """Return whether a storage is a parameter's."""
+        return self.ledger.owner.get(number) == 0
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on the device."""
+        # A fake tensor's `device` is a property that asks who asks (`stand_ins`).
+        device: torch.device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        return device.type == self._device_type
+
+    def hold_all(self, out: Any, born: int) -> bool | None:
+        """Watch the storages of what an operation returned.
+
+        Args:
+            out: Tensors in lists and tuples.
+            born: The phase in which new ones are born.
+
+        Returns:
+            Whether one is on the device; None if there are no tensors.
+        """
+        if isinstance(out, torch.Tensor):
+            return self.hold(out, born)
+        here = None
+        if isinstance(out, (list, tuple)):
+            for item in out:
+                here = self.hold_all(item, born) or here
+        return here
+
+    def hold(self, tensor: torch.Tensor, born: int) -> bool:
+        """Watch the storage of a tensor; return whether it is on the device."""
+        if not self.is_here(tensor):
+            return False
+        storage = _storage_of(tensor)
+        if storage is None:
+            return True
+        held = self._live.get(storage._cdata)
+        if held is None:
+            held = _Held(storage, self._let_go)
+            held.key, held.number, held.size_bytes = storage._cdata, -1, 0
+            self._live[held.key] = held
+        size_bytes = storage.nbytes()
+        if held.size_bytes != size_bytes:
+            self._resize(held, size_bytes, born)
+        return True
+
+    def hold_unknown(self) -> None:
+        """Watch tensors that were made before, as far as Python knows them: those of the kind that is traced."""
+        fake = active_fake_mode() is not None
+        for item in gc.get_objects():
+            kind = type(item)
+            if issubclass(kind, torch.Tensor) and issubclass(kind, FakeTensor) == fake:
+                self.hold(item, OTHER)
+
+    def use(self, size_bytes: int, phase: int) -> None:
+        """Note memory that an operation takes for itself and gives back."""
+        if size_bytes and self.record is not None:
+            number = self.ledger.add(size_bytes, *self.place, phase)
+            self.ledger.own(number, "scratch")
+            self.record.allocate(number, phase)
+            self.record.free(number, phase)
+
+    def rename(self, names: Mapping[int, int], forgotten: list[int]) -> None:
+        """Let storages take the numbers of others, and some have none any more."""
+        if names or forgotten:
+            for held in self._live.values():
+                held.number = -1 if held.number in forgotten else names.get(held.number, held.number)
+
+    def look_at(self, storage: torch.UntypedStorage) -> None:
+        """Note the size of a storage that may have changed."""
+        held = self._live.get(storage._cdata)
+        if held is not None and held.size_bytes != storage.nbytes():
+            self._resize(held, storage.nbytes(), self._phase())
+
+    def _resize(self, held: _Held, size_bytes: int, born: int) -> None:
+        """Note that a storage has another size: the new memory is there before the old is given back."""
+        old = held.number
+        held.size_bytes = size_bytes
+        held.number = self.ledger.add(size_bytes, *self.place, born) if size_bytes else -1
+        if old >= 0 and held.number >= 0 and old in self.ledger.owner:
+            self.ledger.owner[held.number] = self.ledger.owner[old]
+        if self.record is not None:
+            if held.number >= 0:
+                self.record.allocate(held.number, self._phase())
+            if old >= 0:
+                self.record.free(old, self._phase())
+
+    def _let_go(self, held: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(held, _Held)
+        if self._live.get(held.key) is held:
+            del self._live[held.key]
+            if held.number >= 0 and self.record is not None:
+                self.record.free(held.number, self._phase())
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError, ValueError):  # a sparse one; its parts are watched by themselves
+        return None
+
+
+@contextlib.contextmanager
+def watching_resizes(look_at: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """See resizes of storages, which go past the dispatcher."""
+    resize = torch.UntypedStorage.resize_
+    own = vars(torch.UntypedStorage).get("resize_")
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        look_at(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if own is None:
+            del torch.UntypedStorage.resize_
+        else:
+            torch.UntypedStorage.resize_ = own  # type: ignore[method-assign]

@@ -1,0 +1,325 @@
+"""Watch what a training step does to the memory of a device, tensor by tensor, as torch dispatches it.
+
+Works on tensors without data and on real ones. A storage lives from the operation that returns it until the last
+reference to it is gone, which is when the device's allocator would get it back.
+
+Does not: choose the device, build a job, or see what an operation allocates for itself while it runs: tables say it
+(`scratch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from holdfast.forecast.kernels.scratch import NO_SCRATCH, Uncalibrated, scratch_bytes
+from holdfast.forecast.trace import optimizer_variants
+from holdfast.forecast.trace.attribution import Places
+from holdfast.forecast.trace.block_runs import BlockRuns, tensors_in
+from holdfast.forecast.trace.events import Assumption, Trace, Variant
+from holdfast.forecast.trace.operations import Operations
+from holdfast.forecast.trace.owners import Owners
+from holdfast.forecast.trace.recording import BACKWARD, FORWARD, OPTIMIZER, OTHER, Recording, as_trace
+from holdfast.forecast.trace.storages import Storages, watching_resizes
+
+_DEVICE = torch.ops.prim.device.default
+
+
+class Tracer(TorchDispatchMode):
+    """Watch a device while the context lasts; record one step of it by `recording`.
+
+    It must be the innermost mode, entered before the tensors of the job are made; those that are already there are
+    found if Python knows them.
+
+    Args:
+        device: Only tensors on devices of its type are watched.
+        route: Whose table says what operations allocate for themselves, ``"privateuse1"`` or ``"cpu"``; None: none.
+        uncalibrated: Takes down what those figures leave open.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        route: str | None = None,
+        uncalibrated: Uncalibrated | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._places = Places()
+        self._storages = Storages(device.type, self._running_phase)
+        self._owners = Owners(self._storages, self._places)
+        self._operations = Operations()
+        self._blocks = BlockRuns(self._storages)
+        self._recorded: Recording | None = None
+        self._outside = FORWARD  # the phase when autograd's engine is not running
+        self._in_backward = False
+        self._engine_ran = False  # whether the last operation was one of the engine's own
+        self._steps_begun: list[tuple[int, int]] = []  # events and operations before each optimizer step that runs
+        self._cleanup = contextlib.ExitStack()
+        self._route = route
+        self._uncalibrated = uncalibrated or Uncalibrated()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that it would put around each dispatch costs more than what is done here
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        self._storages.hold_unknown()
+        gc.freeze()  # what is there need not be looked at again, which makes the later collections short
+        self._cleanup.callback(gc.unfreeze)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        for handle in (
+            register_module_forward_pre_hook(self._before_module),
+            register_module_forward_hook(self._after_module, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
+            self._cleanup.callback(handle.remove)
+        self._cleanup.callback(self._blocks.close)
+        self._cleanup.enter_context(watching_resizes(self._storages.look_at))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._cleanup.close()
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def watch(
+        self,
+        *,
+        models: Mapping[str, nn.Module] | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        blocks: Sequence[tuple[str, nn.Module]] = (),
+    ) -> None:
+        """Note what owns memory.
+
+        Args:
+            models: Their names begin the paths of their modules; an empty one adds nothing.
+            optimizers: Those whose state is looked at; any other is found when it is stepped.
+            blocks: Names and modules that could be recomputed.
+        """
+        self._owners.watch(models or {}, optimizers)
+        self._blocks.watch(blocks)
+        self._owners.find_all()
+
+    def claim(self, tensors: Any, owner: str = "batch") -> None:
+        """Note who owns the storages of tensors, in nested lists, tuples and mappings.
+
+        Args:
+            tensors: Those on other devices are passed over.
+            owner: One of `trace.OWNERS`.
+        """
+        self._owners.claim(tensors, owner)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what happens in the context as the template of a step.
+
+        Garbage is collected before and after and not in between, so that a storage in a reference cycle lives to the
+        end of the step, wherever the collector would have come.
+        """
+        gc.collect()
+        self._places.forget()
+        self._blocks.forget()
+        self._steps_begun.clear()
+        self._storages.hold_unknown()
+        self._owners.find_all()
+        self._outside, self._in_backward, self._engine_ran = FORWARD, False, False
+        self._operations = Operations()
+        self._uncalibrated.clear()
+        record = self._storages.record = Recording(resident=self._storages.living())
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+            gc.collect()
+            self._owners.find_all()
+            record.survivors = frozenset(self._storages.living())
+            record.uncalibrated_bytes = self._uncalibrated.excess_bytes
+            if calls := self._uncalibrated.calls:
+                names = ", ".join(sorted(calls))
+                what = f"what {names} allocate for themselves is not calibrated ({calls.total()} calls)"
+                record.assumptions.append(Assumption(what=what))
+            self._recorded = record
+        finally:
+            self._storages.record = None
+            if collects:
+                gc.enable()
+
+    def trace(
+        self,
+        *,
+        micro_batch_size: int,
+        length: int | None = None,
+        precision: str = "fp32",
+        route: str = "cpu",
+        assumptions: Iterable[Assumption] = (),
+    ) -> Trace:
+        """Return the step that was recorded last.
+
+        Args:
+            micro_batch_size: Samples in its batch.
+            length: Of the samples, or None.
+            precision: As in `Trace`.
+            route: As in `Trace`.
+            assumptions: What had to be taken for granted so far.
+        """
+        assert self._recorded is not None, "nothing was recorded"
+        return as_trace(
+            self._recorded,
+            self._storages.ledger,
+            modules=self._places.modules,
+            lines=self._places.lines,
+            names=self._operations.names,
+            blocks=self._blocks.names,
+            micro_batch_size=micro_batch_size,
+            length=length,
+            precision=precision,
+            route=route,
+            assumptions=tuple(assumptions),
+        )
+
+    # What torch calls.
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # as the fake mode would say; torch asks before most operations
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._note(func, args, kwargs, out, sys._getframe().f_back)
+        return out
+
+    def _note(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType | None
+    ) -> None:
+        phase = self._phase()
+        records = torch.is_grad_enabled()
+        in_backward = phase == BACKWARD
+        self._storages.place = self._places.here(frame, in_backward=in_backward, records=records)
+        by_engine = in_backward and not records
+        record = self._storages.record
+        begun = 0 if record is None else len(record.events)
+        if record is not None and by_engine and not self._engine_ran:
+            record.backward_starts.append(begun)
+        self._engine_ran = by_engine
+        here = self._storages.hold_all(out, FORWARD if in_backward and records else phase)
+        if here is None:
+            here = any(map(self._storages.is_here, tensors_in((args, kwargs))))
+        if here and record is not None:
+            if self._route is not None:
+                estimate = scratch_bytes(func, args, kwargs, out, self._route)
+                if estimate is not NO_SCRATCH:
+                    self._storages.use(estimate.bytes, phase)  # on top of what the operation returns
+                    self._uncalibrated.note(str(getattr(func, "overloadpacket", func)), estimate)
+            cost = self._operations.measure(func, args, kwargs, out)
+            if cost is not None:
+                record.operate(cost.name, begun, phase, cost.flops, cost.moved_bytes, cost.dtype)
+        if here and phase == FORWARD and not self._places.in_module:
+            source = args[0] if args else None
+            if isinstance(source, torch.Tensor) and not self._storages.is_here(source):
+                self._owners.claim(out, "batch")  # what comes from another device outside of all modules
+
+    def _phase(self) -> int:
+        if torch._C._current_graph_task_id() != -1:
+            self._in_backward = True
+            return BACKWARD
+        if self._in_backward:
+            self._in_backward = False
+            self._outside = OPTIMIZER if self._steps_begun else OTHER
+            self._owners.find_gradients()
+        return self._outside
+
+    def _running_phase(self) -> int:
+        """Return the phase, without a look at what has changed with it."""
+        return BACKWARD if torch._C._current_graph_task_id() != -1 else self._outside
+
+    def _before_module(self, module: nn.Module, _: Any) -> None:
+        if self._phase() != BACKWARD and not self._places.in_module:
+            self._outside = FORWARD
+        self._places.enter(module)
+
+    def _after_module(self, module: nn.Module, _: Any, __: Any) -> None:
+        self._places.leave(module)
+
+    def _before_step(self, _: torch.optim.Optimizer, __: Any, ___: Any) -> None:
+        self._phase()
+        self._owners.find_gradients()
+        self._outside = OPTIMIZER
+        record = self._storages.record
+        self._steps_begun.append((0, 0) if record is None else (len(record.events), len(record.operation_name)))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._steps_begun:
+            return
+        first_event, first_operation = self._steps_begun.pop()
+        if self._steps_begun:
+            return  # an optimizer within an optimizer
+        self._owners.watch({}, [optimizer])
+        self._owners.find_state(optimizer)
+        record = self._storages.record
+        if record is not None:
+            own = self._name_step(record, optimizer, first_event, first_operation)
+            if not any(value is not None for value in (*args[1:], *kwargs.values())):  # a closure, or a scale
+                self._steps_begun.append((0, 0))
+                self._make_alternatives(record, optimizer, own)
+                self._steps_begun.pop()
+        self._outside = OTHER
+
+    # The optimizer's other implementations.
+
+    def _name_step(
+        self, record: Recording, optimizer: torch.optim.Optimizer, first_event: int, first_operation: int
+    ) -> str:
+        names = [self._operations.names[name] for name in record.operation_name[first_operation:]]
+        own = optimizer_variants.implementation_of(optimizer, names)
+        call = 1 + max((variant.call for variant in record.variants), default=-1)
+        self._add_variant(record, own, call, first_event, first_operation)
+        return own
+
+    def _make_alternatives(self, record: Recording, optimizer: torch.optim.Optimizer, own: str) -> None:
+        call = record.variants[-1].call
+        for name in optimizer_variants.find_alternatives(optimizer):
+            if name == own:
+                continue
+            first_event, first_operation = len(record.events), len(record.operation_name)
+            refusal = self._make_alternative(record, optimizer, name)
+            self._storages.rename(*record.close(first_event, self._storages.ledger.size_bytes.__getitem__))
+            if refusal is None:
+                self._add_variant(record, name, call, first_event, first_operation)
+            else:
+                record.cut(first_event, first_operation)
+                what = f"the {name} implementation of {type(optimizer).__name__} was left out: {refusal}"
+                record.assumptions.append(Assumption(what=what))
+
+    def _make_alternative(self, record: Recording, optimizer: torch.optim.Optimizer, name: str) -> str | None:
+        """Make the step by another implementation; return why it could not be made, or None."""
+        self._storages.record = None  # that the step counters move is not the step's doing
+        try:
+            with optimizer_variants.arranged(optimizer, name):
+                self._storages.record = record
+                optimizer_variants.step_again(optimizer)
+                self._storages.record = None
+        except optimizer_variants.REFUSALS as error:
+            return (str(error).strip() or type(error).__name__).splitlines()[0]
+        finally:
+            self._storages.record = record
+        return None
+
+    def _add_variant(self, record: Recording, name: str, call: int, event: int, operation: int) -> None:
+        events, operations = (event, len(record.events)), (operation, len(record.operation_name))
+        record.variants.append(Variant(name=name, call=call, events=events, operations=operations))

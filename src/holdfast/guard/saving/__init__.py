@@ -1,0 +1,1 @@
+"""Gathering a run for a checkpoint, writing it, and copies in host memory."""

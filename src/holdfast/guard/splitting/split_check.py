@@ -1,0 +1,396 @@
+"""Find out, before memory is short, whether splitting a batch leaves its gradient unchanged, and by which weights.
+
+The gradient over 4 samples is compared with the weighted gradients over 3 and 1 of them. If the loss function does
+not say what its mean is over, everything in the batch that it may be over is tried (see ``weighting``), on samples
+where these disagree. If nothing reproduces the gradient, samples are coupled (in-batch negatives, a pairwise loss);
+but if two runs with different random numbers differ as much, the loss is random and nothing can be said. One batch
+proves nothing about the next (its sentences may all be of one length), so this is repeated (see ``promises``).
+
+On the CPU this runs in a forked copy of the process, so it leaves no trace in this one: no random number, no
+counter of the caller's, no buffer. With an accelerator a fork is not possible; there it runs in place, only when a
+split is about to be made, and random state, buffers, gradients and modes are put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from holdfast.core.forked import NoAnswer, in_a_copy_of_this_process
+from holdfast.guard.splitting.closure import CalledInsideError
+from holdfast.guard.splitting.side_effects import find_side_effects
+from holdfast.guard.splitting.two_pass import TwoPass, TwoPassRun
+from holdfast.guard.splitting.verdict import Outcome, Verdict, merged
+from holdfast.guard.splitting.weighting import SAMPLES, Weighting, disagreement, find_weightings, shares
+from holdfast.guard.step.buffers import BufferKeeper
+from holdfast.guard.step.states import StateKeeper, same
+from holdfast.loader.random_state import seed_cpu
+from holdfast.loader.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
+from holdfast.memory import onednn
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
+from holdfast.numerics.eager import eager
+from holdfast.numerics.loss import Terms, read_loss, without_graph
+
+_SAMPLES = 4
+# Rounding of 3 + 1 against 4 samples stays below 1e-5 in fp32; coupled losses differ by 0.01 and more.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_HALF_TOLERANCE = 5e-2
+TELLING = 0.01  # weights that differ by less make gradients that differ by less than a coupled loss does
+_MOST_WINDOWS = 4
+_LOOKED_THROUGH = 64  # windows: cutting and counting one takes a tenth of a millisecond
+_Parts = Sequence[tuple[Any, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """What is tried out.
+
+    Args:
+        loss_fn: As given to ``Guard.step``. It is given copies.
+        split: How a batch is cut.
+        states: What is as before for each evaluation; it is compared after each.
+        models: Run first in training, to see which buffers change; then in evaluation, so that dropout does not
+            hide the answer.
+        parameters: Whose gradients are compared; their ``.grad`` is overwritten and emptied.
+        autocast: Returns the context of a forward pass.
+        inside: Returns the context of a loss function, in which it may only return a loss.
+        rounds_to_half: Whether that context rounds to half precision.
+        in_a_copy: Whether this process is a copy that is thrown away, so that side effects can be looked for.
+        known: What the mean of the loss was found to be over in earlier batches.
+        uneven: Found: states that the parts of a batch leave otherwise than the whole.
+    """
+
+    loss_fn: Callable[[Any], Any]
+    split: Split
+    states: StateKeeper
+    models: Mapping[str, nn.Module]
+    parameters: Sequence[torch.Tensor]
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
+    inside: Callable[[], contextlib.AbstractContextManager[Any]]
+    rounds_to_half: bool
+    in_a_copy: bool
+    known: Sequence[Weighting] = field(default=())
+    uneven: list[str] = field(default_factory=list)
+
+    def run(self, batch: Any, size: int) -> Verdict:
+        """Compare samples from the beginning and the end of a batch, and more where candidates disagree.
+
+        Args:
+            batch: A batch of at least 2 samples.
+            size: Its samples.
+        """
+        self.states.keep()
+        windows = [w for w, few in micro_batches(batch, size, min(_SAMPLES, size), self.split) if few > 1]
+        changed_buffer = self._find_changed_buffer(windows[0])
+        side_effects: tuple[str, ...] = ()
+        if self.in_a_copy:
+            side_effects = self._side_effects(windows[0])
+        weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
+        with _evaluating(self.models.values()), torch.enable_grad():
+            found = self._through(windows, weightings)
+        self.states.put_back()
+        changed_buffer = changed_buffer or next(iter(self.uneven), "")
+        return merged(found, changed_buffer=changed_buffer, side_effects=side_effects)
+
+    def look(self, batch: Any, size: int | None) -> Verdict:
+        """Return only what a forward pass over some samples leaves behind; over all, if they cannot be cut."""
+        self.states.keep()
+        few = batch if size is None else micro_batches(batch, size, min(_SAMPLES, size), self.split)[0][0]
+        return Verdict(outcome="trusted", side_effects=self._side_effects(few))
+
+    def _side_effects(self, window: Any) -> tuple[str, ...]:
+        buffers = BufferKeeper(dict(self.models), self.states)
+        buffers.keep()
+
+        def forward() -> float:
+            loss = self._forward_once(window)
+            buffers.put_back()
+            return loss
+
+        return find_side_effects(self.models, self.loss_fn, forward)
+
+    def _through(self, windows: Sequence[Any], weightings: Sequence[Weighting]) -> list[Verdict]:
+        left = [windows[0], *windows[1:][-1:]]
+        others = list(windows[1:-1][:_LOOKED_THROUGH])
+        found: list[Verdict] = []
+        while left:
+            found.append(self._compare_if_it_fits(left.pop(0), weightings))
+            failed = {weighting for verdict in found for weighting in verdict.failed}
+            alive = [weighting for weighting in weightings if weighting not in failed]
+            if left or found[-1].declared or found[-1].outcome != "exact" or len(found) >= _MOST_WINDOWS:
+                continue
+            telling = [disagreement(alive, self._cut(window)) for window in others]
+            if len(alive) > 1 and telling and max(telling) > TELLING:
+                left.append(others.pop(telling.index(max(telling))))
+        return found
+
+    def _cut(self, window: Any) -> _Parts:
+        few = batch_size(window, self.split)
+        return micro_batches(window, few, few - 1, self.split)
+
+    def _compare_if_it_fits(self, window: Any, weightings: Sequence[Weighting]) -> Verdict:
+        """Compare gradients of 4 samples, else of 2, else only their losses, which needs far less memory."""
+        pair = micro_batches(window, batch_size(window, self.split), 2, self.split)[0][0]
+        tries: list[Callable[[], Verdict]] = [
+            lambda: self._compare(window, weightings, Rehearsal._difference),
+            lambda: self._compare(pair, weightings, Rehearsal._difference),
+            lambda: self._compare(pair, weightings, Rehearsal._difference_of_losses),
+        ]
+        for number, compare in enumerate(tries, start=1):
+            try:
+                return compare()
+            except Exception as error:
+                if find_out_of_memory(error) is None or number == len(tries):
+                    raise
+                failure = error
+            finally:
+                self._clear()
+            clear_exception_frames(failure)
+        raise AssertionError
+
+    def _compare(self, window: Any, weightings: Sequence[Weighting], difference: _Difference) -> Verdict:
+        """Compare these samples as a whole with all but one and the last one, by each weighting."""
+        whole, parts = [(window, batch_size(window, self.split))], self._cut(window)
+        by_samples = difference(self, whole, parts, SAMPLES, 0)
+        expected, declared, changes = self._losses(whole)
+        if math.isnan(by_samples):
+            return Verdict(
+                outcome="unknown", declared=declared, changes_batch=changes, why="its gradient is not finite"
+            )
+        tolerance = min(self._tolerance(parameter) for parameter in self.parameters)
+        weights = {} if declared else {each: shares(each, parts) for each in weightings}
+        found: dict[Any, float] = {shares(SAMPLES, parts): by_samples}
+        losses = [] if declared else self._losses(parts)[0]
+        for each, weight in weights.items():
+            if weight is not None and weight not in found:
+                fits = _agree(expected[0], losses, weight, tolerance)
+                found[weight] = difference(self, whole, parts, each, 0) if fits else math.inf
+        held = [each for each, weight in weights.items() if found.get(weight, math.inf) <= tolerance]
+        outcome: Outcome = "exact" if held or (declared and by_samples <= tolerance) else "coupled"
+        if outcome == "coupled" and difference(self, whole, whole, SAMPLES, 1) > tolerance:
+            outcome, weights = "random", {}
+        return Verdict(
+            outcome=outcome,
+            difference=found[weights[held[0]]] if held else by_samples,
+            by_samples=by_samples,
+            declared=declared,
+            changes_batch=changes,
+            held=tuple(held),
+            # What these samples hold nothing of was not tried.
+            failed=tuple(each for each, weight in weights.items() if each not in held and weight is not None),
+        )
+
+    def _difference(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> float:
+        """Return the relative L2 difference of the gradients; NaN if that of the whole is not finite."""
+        self._clear()
+        self._begin(0)
+        self._accumulate(whole, 1.0, whole, SAMPLES)
+        norm, left = self._norm(), self.states.now()
+        if not math.isfinite(norm):
+            return math.nan
+        self._begin(seed)
+        self._accumulate(parts, -1.0, whole, weighting)
+        found = self.states.now()
+        tolerance = min(self._tolerance(parameter) for parameter in self.parameters)
+        self.uneven.extend(name for name in left if not same(left[name], found[name], tolerance=tolerance))
+        difference = self._norm() / norm if norm else 0.0
+        return difference if math.isfinite(difference) else math.inf
+
+    def _difference_of_losses(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> float:
+        """Return that of the losses: if samples are coupled, they differ too, but for rare constructions."""
+        if isinstance(self.loss_fn, TwoPass):
+            return 0.0  # one loss of all samples, whatever the parts
+
+        def value(parts: _Parts, weighting: Weighting, seed: int) -> float:
+            self._begin(seed)
+            return float(self._weighted(parts, weighting, needs_graph=False).detach())
+
+        expected = without_graph(lambda: value(whole, SAMPLES, 0))
+        found = without_graph(lambda: value(parts, weighting, seed))
+        if not math.isfinite(expected):
+            return math.nan
+        difference = abs(found - expected) / (abs(expected) or 1.0)
+        return difference if math.isfinite(difference) else math.inf
+
+    def _accumulate(self, parts: _Parts, sign: float, whole: _Parts, weighting: Weighting) -> None:
+        """Add the gradient of the mean over these parts to ``.grad``."""
+        if isinstance(self.loss_fn, TwoPass) and parts is not whole:
+            run = TwoPassRun(
+                call=self._called,
+                backward=lambda loss, inputs: (sign * loss).backward(inputs=inputs),  # type: ignore[no-untyped-call]
+                keeper=lambda: BufferKeeper(dict(self.models)),
+                devices=sorted({p.device for p in self.parameters if p.device.type != "cpu"}, key=str),
+                inputs=self._reached,
+            )
+            run.accumulate(self.loss_fn, whole[0][0], parts)
+            return
+        loss = self._weighted(parts, weighting)
+        if not loss.requires_grad:
+            return  # nothing in these samples counts
+        (sign * loss).backward(inputs=self._reached())  # type: ignore[no-untyped-call]
+
+    def _reached(self) -> list[torch.Tensor]:
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+    def _weighted(self, parts: _Parts, weighting: Weighting, *, needs_graph: bool = True) -> torch.Tensor:
+        """Return the loss over these parts, weighted by what is declared, else by `weighting`."""
+        read = [self._terms(part, samples, needs_graph=needs_graph)[0] for part, samples in parts]
+        weights = shares(weighting, parts) or (0.0,) * len(parts)
+        rows = [[weight] for weight in weights]
+        if read[0].declared:
+            counts = [terms.read()[1] for terms in read]
+            totals = [sum(column) for column in zip(*counts, strict=True)]
+            rows = [[count / (total or 1.0) for count, total in zip(row, totals, strict=True)] for row in counts]
+        pairs = [pair for terms, row in zip(read, rows, strict=True) for pair in zip(terms.means, row, strict=True)]
+        return sum((mean * weight for mean, weight in pairs if weight), torch.zeros_like(pairs[0][0]))
+
+    def _losses(self, parts: _Parts) -> tuple[list[float], bool, bool]:
+        """Return the loss of each part, whether items are declared or do not matter, and whether a batch changed."""
+
+        def read() -> list[tuple[Terms, bool]]:
+            self._begin(0)
+            return [self._terms(part, samples, needs_graph=False) for part, samples in parts]
+
+        found = without_graph(read)
+        declared = found[0][0].declared or isinstance(self.loss_fn, TwoPass)
+        return [float(terms.total().detach()) for terms, _ in found], declared, any(changed for _, changed in found)
+
+    def _terms(self, part: Any, samples: int, *, needs_graph: bool = True) -> tuple[Terms, bool]:
+        """Return what the loss function says about a copy, and whether it has changed the copy."""
+        given = copied(part)
+        tensors = tensors_in(given)
+        versions = versions_of(tensors)
+        with self.inside(), self.autocast():
+            terms = read_loss(self.loss_fn(given), samples, needs_graph=needs_graph)
+        return terms, versions_of(tensors) != versions
+
+    def _called(self, function: Callable[[Any], Any], part: Any) -> Any:
+        with self.inside(), self.autocast():
+            return function(copied(part))
+
+    def _forward_once(self, window: Any) -> float:
+        """Run the loss function in training mode and return the loss; where memory is too short for that, NaN."""
+        self._begin(0)
+        try:
+            if self.in_a_copy:  # with gradients, as in training: a loss function may change things only then
+                with torch.enable_grad():
+                    found = self._called(self.loss_fn, window)
+            else:
+                found = without_graph(lambda: self._called(self.loss_fn, window))
+            return float(read_loss(found, None, needs_graph=False).total().detach())
+        except Exception as error:
+            if find_out_of_memory(error) is None:
+                raise
+            return math.nan
+
+    def _find_changed_buffer(self, window: Any) -> str:
+        """Return the name of a buffer, other than running statistics, that a forward pass changes, or ""."""
+        buffers = {
+            f"{name}.{key}" if len(self.models) > 1 else key: buffer
+            for name, model in self.models.items()
+            for prefix, module in model.named_modules()
+            if not isinstance(module, _NormBase)
+            for key, buffer in module.named_buffers(prefix, recurse=False)
+        }
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        if before:
+            self._forward_once(window)
+        now = {name: buffer for model in self.models.values() for name, buffer in model.named_buffers()}
+        for name, buffer in buffers.items():
+            if now.get(name, buffer) is not buffer or not torch.equal(before[name].nan_to_num(), buffer.nan_to_num()):
+                return name
+        return ""
+
+    def _tolerance(self, parameter: torch.Tensor) -> float:
+        return _HALF_TOLERANCE if self.rounds_to_half else _TOLERANCE.get(parameter.dtype, _HALF_TOLERANCE)
+
+    def _norm(self) -> float:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norms = [torch.linalg.vector_norm(_wide(g.to_dense())).double().cpu() for g in gradients]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+    def _begin(self, seed: int) -> None:
+        """Let an evaluation begin where every other does."""
+        self.states.put_back()
+        seed_cpu(seed)
+
+    def _clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+_Difference: TypeAlias = Callable[[Rehearsal, _Parts, _Parts, Weighting, int], float]
+
+
+def _agree(expected: float, losses: Sequence[float], weights: Sequence[float], tolerance: float) -> bool:
+    """Say whether the losses of the parts, so weighted, may be that of the whole; else their gradients are not."""
+    found = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+    largest = max(abs(expected), *(abs(loss) for loss, weight in zip(losses, weights, strict=True) if weight))
+    return abs(found - expected) <= tolerance * largest
+
+
+def _wide(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.dtype in _TOLERANCE else gradient.float()
+
+
+@contextlib.contextmanager
+def _evaluating(models: Iterable[nn.Module]) -> Iterator[None]:
+    modules = [module for model in models for module in model.modules()]
+    modes = [module.training for module in modules]
+    dropout = {module: module.dropout for module in modules if isinstance(module, nn.RNNBase)}
+    try:
+        for module in modules:
+            # cuDNN refuses the backward of a recurrent layer in evaluation: only its dropout goes.
+            module.training = module in dropout
+        for module in dropout:
+            module.dropout = 0.0
+        yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        for module, rate in dropout.items():
+            module.dropout = rate
+
+
+def in_a_copy(run: Callable[[], Verdict]) -> Verdict:
+    """Return the verdict of a copy of this process; if it was short of memory, that of another one without oneDNN.
+
+    Other sizes need new kernels, and each is kept. Where memory for one is refused, oneDNN makes no more of them in
+    that process, or ends it.
+    """
+    found = _asked(run)
+    if found.short_of_memory and onednn.is_on():
+
+        def without_onednn() -> Verdict:
+            onednn.switch_off()  # in a copy, which is thrown away
+            return run()
+
+        found = _asked(without_onednn)
+    return found
+
+
+def _asked(run: Callable[[], Verdict]) -> Verdict:
+    try:
+        return Verdict.from_json(in_a_copy_of_this_process(lambda: run().to_json()))
+    except NoAnswer as error:
+        return Verdict(outcome="unknown", why=str(error), short_of_memory=error.died)
+
+
+def attempted(run: Callable[[], Verdict]) -> Verdict:
+    """Return the verdict, or say why there is none."""
+    try:
+        with eager():  # its sizes would be compiled for, and a copy of this process has no threads that compile
+            return run()
+    except CalledInsideError as error:
+        return Verdict(outcome="unknown", called=error.called)
+    except Exception as error:  # noqa: BLE001 - whatever the caller's loss does with 3 samples is an answer
+        first = (str(error).strip().splitlines() or [""])[0]
+        short = find_out_of_memory(error) is not None
+        return Verdict(outcome="unknown", why=f"{type(error).__name__}: {first}"[:300], short_of_memory=short)

@@ -1,0 +1,421 @@
+"""One attempt at a step: forward, backward and a look at the gradients, and the way back to where it began.
+
+Does not: decide what follows, retry, or move a weight (see ``engine``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect as inspection
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.core.errors import BatchError, HoldfastError, PolicyError
+from holdfast.core.events import Decision, Stop
+from holdfast.core.policy import Policy
+from holdfast.guard.parts import Parts
+from holdfast.guard.record import RunRecord
+from holdfast.guard.splitting.closure import FilledOutside
+from holdfast.guard.splitting.split_safety import LossFunction, Promises
+from holdfast.guard.splitting.two_pass import Inputs
+from holdfast.guard.step.buffers import BufferKeeper
+from holdfast.guard.step.mixed_precision import LossScale
+from holdfast.guard.step.outcome import Attempt
+from holdfast.guard.step.passes import Passed, Passes
+from holdfast.guard.step.states import StateKeeper, kept_states
+from holdfast.guard.step.window import Window
+from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.loader.splitting import Split, micro_batches, tensors_in, versions_of
+from holdfast.memory.ladder import Plan
+from holdfast.memory.oom import is_sticky
+from holdfast.memory.recompute import RecomputeDiffersError, find_blocks, parts_of, recomputing
+from holdfast.memory.saved_bytes import SavedBytes
+from holdfast.numerics.eager import anything_compiled
+from holdfast.numerics.gradients import Group, inspect
+from holdfast.numerics.loss import check_count
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """What one step works on.
+
+    Args:
+        batch: As given to the step.
+        loss_fn: Of a micro-batch.
+        names: Optimizers to step.
+        split: How the batch is cut.
+        size: Its samples, None if it cannot be cut.
+        parameters: Of these optimizers.
+        inputs: Returns where gradients may go at that time; None: everywhere.
+        random_state: At the beginning.
+        tensors: In the batch.
+        versions: Their counters of in-place changes at the beginning.
+        attempts: Made so far.
+        out_of_memory: How many of them ran out of memory.
+        prepared: Whether the state of the optimizers exists.
+        measured: Whether the last attempt was measured, to see what to recompute.
+        lost: What the loss function has changed and could not be put back.
+    """
+
+    batch: Any
+    loss_fn: LossFunction
+    names: Sequence[str]
+    split: Split
+    size: int | None
+    parameters: list[torch.Tensor]
+    inputs: Inputs
+    random_state: RandomState
+    tensors: list[torch.Tensor]
+    versions: list[int]
+    attempts: int = 0
+    out_of_memory: int = 0
+    prepared: bool = False
+    measured: bool = False
+    lost: list[str] = field(default_factory=list)
+
+
+def _unobserved() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+class Attempts:
+    """Makes attempts on one set of parts, and takes them back."""
+
+    def __init__(self, parts: Parts, policy: Policy, record: RunRecord) -> None:
+        self._parts = parts
+        self._record = record
+        self._devices = parts.devices()
+        self.buffers = BufferKeeper(parts.models, StateKeeper(kept_states(parts)))
+        self.loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
+        self.promises = Promises(parts, policy, self.buffers, record)
+        self._passes = Passes(self.promises, self.loss_scale, parts.device_type(), policy.precision)
+        wanted = policy.recompute
+        self._modules = parts_of(parts.models) if wanted is True else dict(find_blocks(parts.models, wanted or ()))
+        self._must_recompute = isinstance(wanted, tuple)
+        self._measured = SavedBytes(self._modules) if wanted is True and not parts.compiled else None
+        self._was_measured = False  # in the newest attempt
+        self._verified = set(() if wanted is True else self._modules)  # those that a policy names fit without it
+        self._all_parameters = [p for _, p in parts.named_parameters()]
+        self._filled_outside = FilledOutside(self._all_parameters)
+        self._unlooked = self._all_parameters
+        self.observing: Callable[[], contextlib.AbstractContextManager[None]] = _unobserved
+        self._born: dict[str, list[torch.Tensor]] = {}
+        self._stepped_last: list[int] = []
+        self._others: list[torch.Tensor] = []  # parameters that the last step did not move
+
+    @property
+    def compiled(self) -> bool:
+        """Whether something in this process is compiled, so that no forward of a module may be replaced."""
+        return self._parts.compiled or anything_compiled()
+
+    def state_was_replaced(self) -> None:
+        """Note that optimizer state was loaded: some of it may be missing again."""
+        self._born.clear()
+
+    def begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split) -> Work:
+        """Note everything that an attempt may change, and empty the gradients.
+
+        Raises:
+            BatchError: H204 or H205, for a batch that cannot be cut as it must be; H210, for gradients before the
+                first step.
+        """
+        self._filled_outside.check()
+        size = self.promises.size_of(batch, split)
+        self.buffers.keep()
+        tensors = tensors_in(batch)
+        held = (p for name in names for group in self._parts.optimizers[name].param_groups for p in group["params"])
+        parameters = list(dict.fromkeys(held))  # two optimizers may hold the same one
+        for parameter in parameters:
+            parameter.grad = None
+        return Work(
+            batch=batch,
+            loss_fn=loss_fn,
+            names=names,
+            split=split,
+            size=size,
+            parameters=parameters,
+            inputs=partial(self._inputs, parameters),
+            random_state=capture(self._devices),
+            tensors=tensors,
+            versions=versions_of(tensors),
+        )
+
+    def _inputs(self, parameters: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Return where gradients may go, or None if backward reaches nothing else anyway."""
+        key = [id(p) for p in parameters]
+        if key != self._stepped_last:
+            mine = set(key)
+            self._stepped_last, self._others = key, [p for p in self._all_parameters if id(p) not in mine]
+        if any(p.requires_grad for p in self._others):
+            return [p for p in parameters if p.requires_grad]
+        return None
+
+    def make(self, work: Work, plan: Plan) -> Attempt:
+        """Run forward and backward by a plan, and look at the gradients.
+
+        Raises:
+            BatchError: H2xx, for a loss or hooks that cannot be used.
+        """
+        self._prepare(work.names)
+        work.prepared = True
+        self._passes.watched, self._unlooked = self._unlooked, []  # once: it takes a look at each parameter
+        with self.observing(), self._measuring(work, plan):
+            passed = self.run(work, plan, verify=True)
+        self._verified.update(plan.recompute)
+        self.loss_scale.unscale(self._parts.optimizers[name] for name in work.names)
+        groups = self.groups(work.names)
+        if not any(group.parameters for group in groups):
+            raise BatchError(
+                f"no parameter of {', '.join(work.names)} received a gradient",
+                limit="the loss must depend on the parameters that are stepped",
+                fix="check that the loss uses the right model, that nothing on the way is detached, and that "
+                "optimizer= names the right optimizer.",
+                rule="H202",
+            )
+        self._let_state_exist(work.names)
+        facts, norms = inspect(
+            groups, passed.loss, *([passed.items] if isinstance(passed.items, torch.Tensor) else [])
+        )
+        for items in facts.along:
+            check_count(items or math.nan, counted=passed.counted)  # none at all is no mean
+        samples = None if work.size is None else plan.samples(work.size)
+        return Attempt(
+            loss=passed.loss,
+            items=passed.items,
+            micro_batch_size=samples,
+            groups=groups,
+            facts=facts,
+            norms=norms,
+            dropped=passed.dropped,
+        )
+
+    def _measuring(self, work: Work, plan: Plan) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a pass that shows what to recompute, if memory was short for the one before.
+
+        What helps exactly is chosen before a batch is split. Its parts are not measured: hooks on saved tensors make
+        cycles, so that each part would stay until they are collected.
+        """
+        whole = work.size is None or plan.samples(work.size) == work.size
+        work.measured = self._measured is not None and work.out_of_memory > 0 and whole and not self.compiled
+        self._was_measured = work.measured
+        if self._measured is None or not work.measured:
+            return contextlib.nullcontext()
+        return self._measured.measuring(plan.recompute, work.tensors)
+
+    def modules_to_recompute(self, plan: Plan) -> tuple[str, ...]:
+        """Return what should be recomputed after an attempt by this plan: the same, if nothing more would help."""
+        if self.compiled:
+            return ()
+        if self._measured is None or not self._was_measured:
+            return plan.recompute
+        return self._measured.choose(plan.recompute)
+
+    def may_come_of_measuring(self, work: Work, error: Exception) -> bool:
+        """Say whether an error may come of measuring alone: parts of `torch.func` refuse hooks on saved tensors."""
+        return work.measured and not isinstance(error, HoldfastError) and not is_sticky(error)
+
+    def give_up_measuring(self, failure: Exception) -> None:
+        """Measure no more, so that nothing more is recomputed from now on."""
+        self._measured = None
+        why = f"what modules keep could not be measured: {type(failure).__name__}: {failure}"
+        self._record.happened("recompute_impossible", why=why[:300])
+
+    def give_up_recomputing(self, plan: Plan, failure: Exception) -> None:
+        """Choose a module no more that cannot be recomputed; all of the plan if it is not known which one it was."""
+        block, why = None, "one of them computes another result the second time"
+        if isinstance(failure, RecomputeDiffersError):
+            block, why = failure.block, failure.why
+        failing = [name for name in plan.recompute if block is None or self._modules.get(name) is block]
+        if self._measured is not None:
+            self._measured.refuse(failing)
+        self._record.happened("recompute_impossible", why=why, modules=failing)
+
+    def run(self, work: Work, plan: Plan, *, drops: bool = True, verify: bool = False) -> Passed:
+        """Run forward and backward by a plan.
+
+        Args:
+            work: The step.
+            plan: How.
+            drops: Whether a micro-batch whose loss is NaN or Inf is left out.
+            verify: Whether to compare what is recomputed, where that was not done before.
+
+        Returns:
+            The mean loss, shape ``()``, detached, and the items that it is over.
+
+        Raises:
+            PolicyError: H102, if modules are to be recomputed that may be compiled.
+        """
+        self._check_recompute()
+        passed = self._run(work, plan, drops=drops, verify=verify)
+        self._check_recompute()  # again: it may have been compiled just now
+        return passed
+
+    def _check_recompute(self) -> None:
+        if self._must_recompute and self.compiled:
+            raise PolicyError(
+                "recompute names modules, and torch.compile is at work in this process",
+                limit="a compiled graph holds its modules as they were when it was compiled",
+                fix="use torch.utils.checkpoint in forward, which is compiled with it, and leave recompute= out.",
+                rule="H102",
+            )
+
+    def _run(self, work: Work, plan: Plan, *, drops: bool, verify: bool) -> Passed:
+        wanted = () if self.compiled else plan.recompute
+        active = {name: self._modules[name] for name in wanted if name in self._modules}
+        new = [block for name, block in active.items() if verify and name not in self._verified]
+        with recomputing(list(active.values()), lambda: capture(self._devices), restore, verify=new):
+            if isinstance(work.batch, Window):
+                return self._over_window(work, work.batch, plan)
+            if work.size is None or plan.samples(work.size) == work.size:
+                return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
+            pieces = micro_batches(
+                work.batch, work.size, plan.samples(work.size), work.split, smallest=self.promises.smallest_part()
+            )
+            return self._passes.parted(
+                pieces, work.size, work.loss_fn, work.parameters, work.inputs, batch=work.batch, drops=drops
+            )
+
+    def _over_window(self, work: Work, window: Window, plan: Plan) -> Passed:
+        """Run all batches of a window, each whole or cut as the plan says."""
+        smallest = self.promises.smallest_part()
+        cut: list[list[tuple[Any, int]]] = []
+        for batch in window:
+            size = None if work.size is None else self.promises.size_of(batch, work.split)
+            fits = size is None or plan.samples(size) == size
+            cut.append(
+                [(batch, size or 1)]
+                if size is None or fits
+                else micro_batches(batch, size, plan.samples(size), work.split, smallest=smallest)
+            )
+        parts = [part for batch in cut for part in batch]
+        if len(window) == len(parts) == 1:
+            return self._passes.whole(*parts[0], work.loss_fn, work.inputs)
+        if not window.added:
+            samples = sum(samples for _, samples in parts)
+            return self._passes.parted(parts, samples, work.loss_fn, work.parameters, work.inputs, drops=False)
+        return self._passes.added(cut, work.loss_fn, work.inputs)
+
+    def _prepare(self, names: Sequence[str]) -> None:
+        """Let all state exist before the first attempt, where a lack of memory can still be helped."""
+        for name in names:
+            if name not in self._born:
+                optimizer = self._parts.optimizers[name]
+                trainable = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+                self._born[name] = create_state(optimizer, trainable)
+
+    def _let_state_exist(self, names: Sequence[str]) -> None:
+        """Make the state of parameters that get their first gradient late, before the step is committed."""
+        for optimizer in (self._parts.optimizers[name] for name in names):
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            if optimizer.state and len(optimizer.state) < len(held):
+                missing = [p for p in held if p.grad is not None and p not in optimizer.state]
+                if missing:
+                    create_state(optimizer, missing)
+
+    def drop_unused_state(self, name: str) -> None:
+        """Remove what was made ahead of time for parameters that got no gradient in this optimizer's first step."""
+        drop_state(self._parts.optimizers[name], [p for p in self._born[name] if p.grad is None])
+        self._born[name] = []
+
+    def groups(self, names: Sequence[str]) -> list[Group]:
+        """Return the parameter groups of these optimizers, as far as they have gradients, each parameter once."""
+        found, seen = [], set[torch.Tensor]()
+        for name in names:
+            for index, group in enumerate(self._parts.optimizers[name].param_groups):
+                own = [p for p in group["params"] if p.grad is not None and p not in seen]
+                seen.update(own)
+                found.append(Group(f"{name}.{group.get('name', index)}", name, own))
+        return found
+
+    def restore(self, work: Work) -> None:
+        """Put random state and buffers back to the beginning, and empty the gradients."""
+        for parameter in work.parameters:
+            parameter.grad = None
+        late = self.buffers.put_back()
+        if late:
+            self._record.happened("not_restored", names=late, promise="changes training")
+            work.lost += late
+        restore(work.random_state)
+
+    def as_promised(self, decision: Decision, work: Work) -> Decision:
+        """Return a decision to repeat an attempt with what it can promise: not everything may have been put back."""
+        lost = [*dict.fromkeys([*work.lost, *self.promises.side_effects(work.loss_fn)])]
+        if not lost or isinstance(decision, Stop):
+            return decision
+        reason = f"{decision.reason}; the loss function changes what is not put back: {', '.join(lost[:5])}"
+        return replace(decision, reason=reason, promise="changes training")
+
+    def learn(self, work: Work) -> None:
+        """Note which buffers and states an attempt has changed that will be committed."""
+        new = self.buffers.learn()
+        if new:
+            self._record.happened("mutable_buffers", buffers=new[:20], count=len(new))
+        late = [name for name in new if name in self.buffers.states.names()]
+        if late and work.attempts > 1:
+            self._record.happened("not_restored", names=late, promise="changes training")
+
+    def take_back(self, work: Work) -> None:
+        """Leave no trace of an attempt."""
+        self.restore(work)
+        self.loss_scale.forget()
+
+
+def create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Make the state of parameters that have none, so that it is never born half-way through a step.
+
+    Out of memory while Adam allocates its moments leaves an entry that holds only ``step``; every later step then
+    fails with ``KeyError: 'exp_avg'``. torch's optimizers make their state in one place, which is called here ahead
+    of time, with gradients of zeros that take no memory. SGD's momentum is made from the first gradient and not here:
+    for it an out-of-memory in the first step returns to the last good state, like any other inside a step.
+
+    Returns:
+        The parameters that have state now and had none before.
+
+    Raises:
+        Exception: what the allocator raises when memory is short; entries made in this call are then gone.
+    """
+    make = getattr(optimizer, "_init_group", None)
+    if make is None:
+        return []
+    lists = len(inspection.signature(make).parameters) - 1
+    wanted = {id(parameter) for parameter in parameters if not optimizer.state.get(parameter)}
+    missing = [p for group in optimizer.param_groups for p in group["params"] if id(p) in wanted]
+    if not missing:
+        return []
+    try:
+        with _only_gradients_of(optimizer, missing):
+            for group in optimizer.param_groups:
+                make(group, *([] for _ in range(lists)))
+    except BaseException:
+        drop_state(optimizer, missing)
+        raise
+    drop_state(optimizer, [p for p in missing if not optimizer.state.get(p)])
+    return [p for p in missing if p in optimizer.state]
+
+
+@contextlib.contextmanager
+def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let these parameters have gradients of zero, without memory, and all others none."""
+    everything = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.grad for p in everything]
+    try:
+        for p in everything:
+            p.grad = None
+        for p in chosen:
+            p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
+        yield
+    finally:
+        for p, gradient in zip(everything, before, strict=True):
+            p.grad = gradient
+
+
+def drop_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    """Remove the state of these parameters, as if they had never been stepped."""
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)

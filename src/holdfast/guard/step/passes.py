@@ -1,0 +1,293 @@
+"""Forward and backward over a batch, in one pass or several that add up to the same gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from holdfast.core.errors import BatchError
+from holdfast.core.policy import Precision
+from holdfast.guard.splitting.closure import weights_stay
+from holdfast.guard.splitting.split_safety import LossFunction, Promises
+from holdfast.guard.splitting.two_pass import Inputs, TwoPass, TwoPassRun
+from holdfast.guard.splitting.weighting import Weighting, shares
+from holdfast.guard.step.mixed_precision import LossScale, autocast
+from holdfast.loader.random_state import capture, restore
+from holdfast.loader.splitting import fresh
+from holdfast.numerics.loss import Terms, bad_items, read_loss, without_graph
+
+_Parts: TypeAlias = Sequence[tuple[Any, int]]
+Range: TypeAlias = tuple[int, int]
+
+
+class Passed(NamedTuple):
+    """What a batch has given.
+
+    Args:
+        loss: Mean over the items, shape ``()``, detached.
+        items: What it is over.
+        dropped: Ranges ``(start, end)`` of samples in the batch whose part had a loss of NaN or Inf.
+        counted: Whether the items must be whole.
+    """
+
+    loss: torch.Tensor
+    items: float | torch.Tensor
+    dropped: tuple[Range, ...] = ()
+    counted: bool = False
+
+
+class Passes:
+    """Runs a loss function and its backward.
+
+    Args:
+        promises: Knows what a loss function is a mean over, and whether it may be given the batch itself.
+        loss_scale: Of fp16.
+        device_type: Where autocast applies.
+        precision: Autocast type.
+    """
+
+    def __init__(self, promises: Promises, loss_scale: LossScale, device_type: str, precision: Precision) -> None:
+        self._promises = promises
+        self._loss_scale = loss_scale
+        self._device_type = device_type
+        self._precision: Precision = precision
+        self._keeper = promises.keeper
+        self._devices = promises.parts.devices()
+        self._inside = promises.inside
+        self.watched: Sequence[torch.Tensor] = ()  # parameters whose hooks are looked at in backward
+
+    def whole(self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs) -> Passed:
+        """Run one pass, with no arithmetic of ours: bit-identical to a bare loop.
+
+        Args:
+            batch: The batch.
+            size: Its samples, None if unknown.
+            loss_fn: Of the batch.
+            inputs: Where gradients may go, asked before each backward: a loss function may freeze and unfreeze.
+
+        Returns:
+            The mean loss, shape ``()``, detached, and the items that it is over; of several terms, the sum of their
+            means and the items of the first.
+        """
+        terms = self._forward(batch, size, loss_fn)
+        terms.check_items()
+        loss = terms.total()
+        self._backward(loss, inputs())
+        return Passed(loss.detach(), terms.items[0], counted=terms.counted)
+
+    def parted(
+        self,
+        parts: _Parts,
+        size: int,
+        loss_fn: LossFunction,
+        parameters: Sequence[torch.Tensor],
+        inputs: Inputs,
+        *,
+        batch: Any = None,
+        drops: bool = True,
+    ) -> Passed:
+        """Run several passes, each weighted by its share of the items.
+
+        Items are known only after each forward pass, so weights are relative to an estimate, and the gradients are
+        corrected once at the end. Of several terms that is impossible, since they share ``.grad``: the items of
+        all parts are counted first, by a forward pass without a graph.
+
+        Args:
+            parts: Micro-batches with their samples.
+            size: Samples of all.
+            loss_fn: Of a micro-batch, or a `TwoPass`.
+            parameters: Whose gradients are corrected.
+            inputs: As `whole`.
+            batch: All of it, which a `TwoPass` needs; None for a window of several.
+            drops: Whether a part whose loss is NaN or Inf is left out, as long as there is a sound one.
+
+        Returns:
+            As `whole`, over all parts that were not dropped. Cost: a host sync for each part.
+
+        Raises:
+            BatchError: H203, for a `TwoPass` without a batch.
+        """
+        if isinstance(loss_fn, TwoPass):
+            if batch is None:
+                raise _compares_a_window()
+            terms = self._in_two_passes(loss_fn, batch, parts, inputs)
+            return Passed(terms.total().detach(), terms.read()[1][0])
+        tally = _Tally(self._promises.weighting(loss_fn), size, drops=drops)
+        for index, (part, samples) in enumerate(parts):
+            terms = self._forward(part, samples, loss_fn)
+            weights = tally.weigh(terms, part, samples, partial(self._counted, parts[index + 1 :], loss_fn))
+            if weights is not None:
+                loss = sum(mean * weight for mean, weight in zip(terms.means, weights, strict=True) if weight)
+                assert isinstance(loss, torch.Tensor)
+                tally.add(loss.detach())
+                self._backward(loss, inputs())
+        return tally.finish(parameters)
+
+    def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> Passed:
+        """Run several batches whose losses add up as they are; parts of one batch by their share in its mean.
+
+        Args:
+            batches: Each as one part, or several, with their samples.
+            loss_fn: Of a batch, which declares no items.
+            inputs: As `whole`.
+
+        Returns:
+            As `whole`; the loss is the sum over the batches.
+
+        Raises:
+            BatchError: H203, if the loss function declares items.
+        """
+        losses, samples = [], 0
+        for parts in batches:
+            weights = shares(self._promises.weighting(loss_fn), parts) if len(parts) > 1 else (1.0,)
+            for (part, size), weight in zip(parts, weights or (0.0,) * len(parts), strict=True):
+                terms, samples = self._forward(part, size, loss_fn), samples + size
+                if terms.declared:
+                    raise _declared()
+                if weight:  # a part without any item weighs nothing
+                    loss = terms.total() if weight == 1.0 else terms.total() * weight
+                    losses.append(loss.detach())
+                    self._backward(loss, inputs())
+        return Passed(sum(losses[1:], losses[0]), samples)
+
+    def _in_two_passes(self, loss_fn: TwoPass, batch: Any, parts: _Parts, inputs: Inputs) -> Terms:
+        run = TwoPassRun(
+            call=lambda function, given: self._call(loss_fn, function, given),
+            backward=self._backward,
+            keeper=self._keeper,
+            devices=self._devices,
+            inputs=inputs,
+        )
+        terms = run.accumulate(loss_fn, batch, parts)
+        terms.check_items()
+        return terms
+
+    def _counted(self, parts: _Parts, loss_fn: LossFunction) -> list[list[float]]:
+        """Return the items of each term in the parts that are still to come; all is left as it is."""
+        random_state, buffers = capture(self._devices), self._keeper()
+        buffers.keep()
+        read = without_graph(
+            lambda: [self._forward(part, samples, loss_fn, needs_graph=False).read() for part, samples in parts]
+        )
+        buffers.put_back()
+        restore(random_state)
+        return [counts for means, counts in read if not _is_bad(means, counts)]
+
+    def _forward(self, part: Any, samples: int | None, loss_fn: LossFunction, *, needs_graph: bool = True) -> Terms:
+        return read_loss(self._call(loss_fn, loss_fn, part), samples, needs_graph=needs_graph)
+
+    def _call(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
+        pristine = self._promises.pristine(loss_fn, fresh(part))
+        with self._inside(), autocast(self._device_type, self._precision), pristine as given:
+            return function(given)
+
+    def _backward(self, loss: torch.Tensor, reached: Sequence[torch.Tensor] | None) -> None:
+        if reached is None or reached:  # into nothing there is no backward
+            with weights_stay(self.watched):
+                self._loss_scale.scale(loss).backward(inputs=reached)  # type: ignore[no-untyped-call]
+
+
+class _Tally:
+    """The items, the loss and what was dropped, while the parts of a batch go by."""
+
+    def __init__(self, weighting: Weighting, size: int, *, drops: bool) -> None:
+        self._weighting = weighting
+        self._size = size
+        self._drops = drops
+        self._seen = 0  # samples
+        self._estimates: list[float] = []  # of the items of each term
+        self._items: list[float] = []
+        self._several = self._is_mean = self._declared = True
+        self._loss: torch.Tensor | None = None
+        self._bad: torch.Tensor | None = None
+        self._dropped: list[Range] = []
+
+    def weigh(
+        self, terms: Terms, part: Any, samples: int, count_rest: Callable[[], list[list[float]]]
+    ) -> list[float] | None:
+        """Return the weight of each term of a part, or None if the part is to be left out."""
+        start, self._seen = self._seen, self._seen + samples
+        if not terms.declared:
+            terms = Terms(means=terms.means, items=(self._weighting.count(part, samples),), declared=False)
+        means, counts = terms.read()
+        if not any(counts):
+            return None  # a part without any item has no mean, and weighs nothing
+        if self._drops and _is_bad(means, counts):
+            self._dropped.append((start, self._seen))
+            self._bad = terms.total().detach()
+            return None
+        if not self._estimates:
+            self._estimate(terms, counts, samples, count_rest)
+        if len(counts) != len(self._estimates):
+            raise _uneven(f"{len(self._estimates)} terms for one part of the batch and {len(counts)} for another")
+        self._items = [total + count for total, count in zip(self._items, counts, strict=True)]
+        return [count / estimate if count else 0.0 for count, estimate in zip(counts, self._estimates, strict=True)]
+
+    def _estimate(
+        self, terms: Terms, counts: list[float], samples: int, count_rest: Callable[[], list[list[float]]]
+    ) -> None:
+        self._items = [0.0] * len(counts)
+        self._declared, self._several = terms.declared, len(counts) > 1
+        self._is_mean = terms.declared or self._weighting.kind != "sum"
+        if self._several:
+            self._estimates = [sum(column) for column in zip(counts, *count_rest(), strict=True)]
+            if 0 in self._estimates:
+                raise bad_items(0)
+        else:
+            self._estimates = [counts[0] * self._size / samples if self._is_mean else 1.0]
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the weighted loss of a part."""
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def finish(self, parameters: Sequence[torch.Tensor]) -> Passed:
+        """Correct the gradients by what was really counted, and return the loss."""
+        if self._loss is None:
+            if self._bad is None:
+                raise bad_items(0)
+            for parameter in parameters:  # as backward of such a loss would leave them
+                if parameter.requires_grad:
+                    parameter.grad = torch.full_like(parameter, math.nan)
+            return Passed(self._bad, self._size)
+        factor = self._estimates[0] / self._items[0] if self._is_mean else 1.0
+        if self._several and self._items != self._estimates:
+            raise _uneven(f"items of {self._estimates} in one forward pass and of {self._items} in the next")
+        if factor != 1.0:
+            torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
+        good = self._size - sum(end - start for start, end in self._dropped)
+        return Passed(self._loss * factor, self._items[0] if self._declared else good, tuple(self._dropped))
+
+
+def _is_bad(means: Sequence[float], counts: Sequence[float]) -> bool:
+    return not all(math.isfinite(mean) for mean, count in zip(means, counts, strict=True) if count)
+
+
+def _compares_a_window() -> BatchError:
+    return BatchError(
+        "a TwoPass is given a window of several batches",
+        limit="it compares the samples of one batch",
+        fix="collate the samples into one batch: it is cut when memory is short.",
+        rule="H203",
+    )
+
+
+def _declared() -> BatchError:
+    return BatchError(
+        "loss_fn declares the items of its mean, for a window of batches that are added as they are",
+        limit="what each of them weighs is either declared or settled by the caller",
+        fix="return the bare loss, or make the window without added=True.",
+        rule="H203",
+    )
+
+
+def _uneven(what: str) -> BatchError:
+    return BatchError(
+        f"loss_fn returned {what}",
+        limit="the terms of a loss must be the same for each part, and their items for each pass over it",
+        fix="return the same terms each time, with items=0 where there are none; count them from the batch.",
+        rule="H203",
+    )

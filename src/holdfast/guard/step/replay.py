@@ -1,0 +1,128 @@
+"""A step that held NaN or Inf, made again under a tracer: which operation, which module, which samples.
+
+It starts from where the failed step began, and leaves no trace either. It runs only after a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from holdfast.guard.parts import Parts
+from holdfast.guard.record import RunRecord
+from holdfast.guard.step.attempts import Attempts, Work
+from holdfast.guard.step.outcome import Provenance
+from holdfast.guard.step.window import samples_of, selected
+from holdfast.loader.splitting import tensors_in, versions_of
+from holdfast.memory.ladder import Plan
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, release_memory
+from holdfast.numerics.bad_samples import find_bad_samples
+from holdfast.numerics.eager import eager
+from holdfast.numerics.provenance import UntraceableError, trace
+
+_FINITE = (
+    "a replay of the same step is finite: a race, the hardware, compiled code, or randomness that is not torch's"
+)
+
+
+class Replay:
+    """Replays failed steps of one set of parts.
+
+    Args:
+        parts: Models and optimizers.
+        attempts: Makes and takes back attempts.
+        record: Where it is noted that a replay was impossible.
+    """
+
+    def __init__(self, parts: Parts, attempts: Attempts, record: RunRecord) -> None:
+        self._parts = parts
+        self._attempts = attempts
+        self._record = record
+
+    def find(self, work: Work, plan: Plan) -> Provenance:
+        """Replay a step that was taken back, and say where its NaN or Inf came from.
+
+        Args:
+            work: The step.
+            plan: How its attempt ran.
+
+        Never raises for what the replay itself meets: training has to go on.
+        """
+        if versions_of(work.tensors) != work.versions:
+            return Provenance(problem="loss_fn changes its batch in place, so the step cannot be replayed")
+        try:
+            with eager():  # the sizes that it tries are compiled for otherwise, and stay
+                return self._search(work, plan)
+        except Exception as error:  # noqa: BLE001 - a replay is a courtesy
+            failure = error
+        found = find_out_of_memory(failure)
+        why = found or f"{type(failure).__name__}: {failure}"[:300]
+        clear_exception_frames(failure)
+        del failure
+        self._attempts.take_back(work)
+        if found is not None:
+            release_memory(self._parts.devices())
+        return Provenance(problem=f"the replay failed ({why})")
+
+    def _search(self, work: Work, plan: Plan) -> Provenance:
+        named = [(name, p) for name, p in self._parts.named_parameters() if p.requires_grad]
+        mine = {id(p) for p in work.parameters}
+
+        def run_once() -> torch.Tensor:
+            self._attempts.restore(work)
+            return self._attempts.run(work, plan, drops=False).loss
+
+        try:
+            origin = trace(
+                run_once,
+                self._parts.models,
+                [(name, p) for name, p in named if id(p) in mine],
+                [(f"batch tensor {number}", tensor) for number, tensor in enumerate(tensors_in(work.batch))],
+                work.size,
+            )
+            if origin is None:
+                return Provenance(problem=_FINITE)
+            return Provenance(origin=origin, samples=self._samples(work, plan, origin.samples))
+        except UntraceableError as error:
+            return Provenance(problem=str(error))
+        finally:
+            self._attempts.take_back(work)
+            release_memory(self._parts.devices())  # a replay takes more than a step: give it back
+
+    def _samples(self, work: Work, plan: Plan, hint: Sequence[int]) -> tuple[int, ...]:
+        """Return the samples without which the step is finite."""
+        if work.size is None or callable(work.split):
+            return ()
+        size = samples_of(work.batch, work.split)
+        if size < 2:
+            return ()
+        smallest = self._attempts.promises.smallest_part()
+
+        def is_bad(chosen: Sequence[int]) -> bool:
+            # BatchNorm cannot take one sample; the same one twice is as good or bad as once.
+            indices = list(chosen) * -(-smallest // len(chosen)) if len(chosen) < smallest else list(chosen)
+            part = replace(work, batch=selected(work.batch, indices, work.split), size=len(indices))
+            self._attempts.restore(work)
+            loss = self._attempts.run(part, plan, drops=False).loss
+            gradients = [p.grad for p in work.parameters if p.grad is not None]
+            return not bool(torch.isfinite(loss)) or not all(bool(_finite(gradient)) for gradient in gradients)
+
+        return tuple(find_bad_samples(is_bad, size, hint))
+
+    def without_samples(self, work: Work, provenance: Provenance | None) -> Any | None:
+        """Return the batch of a step without its bad samples, or None if that is not possible."""
+        if provenance is None or not provenance.samples or work.size is None or callable(work.split):
+            return None
+        size = samples_of(work.batch, work.split)
+        kept = [index for index in range(size) if index not in set(provenance.samples)]
+        if len(kept) < self._attempts.promises.smallest_part():
+            return None
+        return selected(work.batch, kept, work.split)
+
+
+def _finite(gradient: torch.Tensor) -> torch.Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.isfinite(values).all()

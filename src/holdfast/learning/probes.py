@@ -1,0 +1,396 @@
+"""Find out why a run does not learn, by trying things on a copy: only after a rule has seen that it does not.
+
+H831  does the loss fall along the negative gradient?        wrong sign, wrong backward, optimizer that climbs
+H830  does the loss change when an input is given to others?  a path from input to output that is broken
+H825  does the run's own step lower the loss of its batch?    learning rate too high
+H824  does a hundred times the step lower it far more?        learning rate too low
+H829  can a fresh Adam fit eight samples?                     fault in code or architecture, or dead weights
+
+On the CPU this runs in a forked copy of the process. With an accelerator it runs in place, and all that a trial
+changes (see ``trial``) is put back. Every evaluation starts from the same random state, so dropout and noise
+are the same in all of them.
+
+Does not: change anything, or know what a loss function does beside its models. In place, its own side effects remain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.core.clock import Clock
+from holdfast.core.forked import NoAnswer, backward_works_in_a_copy, in_a_copy_of_this_process
+from holdfast.learning.finding import Finding
+from holdfast.learning.trial import CannotTry, OutOfTime, Trial
+from holdfast.loader.splitting import Split
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
+from holdfast.numerics.eager import eager
+
+_STEPS = 20  # numerics.md 4.4, number 25
+_TAIL = 5
+_LOWER = (0.3, 0.1, 0.03, 0.01, 0.001)
+_HIGHER = (10.0, 100.0, 1e3, 1e4, 1e5)
+_FELL = 0.01  # of the loss in 20 steps on one batch: healthy runs of the tests fall by 0.02 and more
+_SMOOTH = 0.1  # of the way down is climbed again: healthy runs below 0.05, rates too high above 1
+_HARDLY = 3e-3
+_OFTEN = 0.3  # of the steps: a sampled loss of reinforcement learning jumps now and then
+_FELL_CLEARLY = 0.05
+_FIT_STEPS = 200  # numerics.md 4.4, number 29
+_FIT_SAMPLES = 8
+_FIT_DROP = 0.5
+_FIT_PAIRS = 0.75
+_FIT_DROP_ALONE = 0.05  # of losses without targets: a likelihood or a divergence has a floor that nobody knows
+_FIT_RATES = (1e-3, 1e-2, 1e-1)  # Adam moves each weight by at most this: unscaled targets need the last one
+_TENSORS = 16
+# A correct gradient has the slope 1, a reversed one -1. A rounding in the forward, as in quantised networks, has any.
+_REVERSED = (-5.0, -0.3)
+_AGREE = 0.8  # the slopes of two steps of different length; those of a rounded forward do not
+_SAME = 1e-7  # relative: an input that is ignored changes no bit; unscaled targets leave a healthy one 1e-6
+
+
+def probe(
+    batch: Any,
+    loss_fn: Callable[[Any], Any],
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    *,
+    size: int | None,
+    split: Split,
+    budget_seconds: float,
+    clock: Clock,
+    before_step: Callable[[], object] | None = None,
+    in_place: bool | None = None,
+) -> list[Finding]:
+    """Try out on one batch why a run does not learn. Nothing of the run is changed.
+
+    Args:
+        batch: A batch that fits into memory as a whole. The first 32 samples are used, if it can be cut.
+        loss_fn: Of a batch, as given to ``Guard.step``, and under autocast by itself if the run is.
+        models: By name: all that the loss function uses.
+        optimizers: By name: those that the step moves. Gradients go to their parameters only.
+        size: Samples of the batch; None if it has no batch dimension.
+        split: How it is cut.
+        budget_seconds: When to stop trying; looked at before each evaluation.
+        clock: Time.
+        before_step: Called between backward and step, to clip as the run does.
+        in_place: Whether to try in this process. None: only if the models are on an accelerator, or there is one and
+            so no backward pass in a copy of this process.
+
+    Returns:
+        Causes that were found, none in a healthy run; and a note, with rule H828, of what was not tried.
+    """
+    deadline = clock.monotonic_seconds() + budget_seconds
+    trial = Trial(
+        batch, size, split, loss_fn, models, optimizers, before_step, lambda: clock.monotonic_seconds() >= deadline
+    )
+    if in_place is None:
+        devices = {parameter.device.type for model in models.values() for parameter in model.parameters()}
+        in_place = not devices <= {"cpu", "meta"} or not backward_works_in_a_copy()
+    if in_place:
+        return _probe(trial)
+    try:
+        answer = in_a_copy_of_this_process(
+            lambda: {"findings": [finding.as_json() for finding in _probe(trial)]},
+            timeout_seconds=2 * budget_seconds + 30,  # one evaluation may take long, and is not interrupted
+        )
+    except NoAnswer as error:
+        return [_untried({"all probes": str(error)}, [])]
+    return [Finding(**finding) for finding in answer["findings"]]
+
+
+def _probe(trial: Trial) -> list[Finding]:
+    found: list[Finding] = []
+    untried: dict[str, str] = {}
+    tried = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(eager())  # what is tried has other sizes, and a copy of the process has no compiler
+        try:
+            stack.enter_context(trial)
+        except Exception as error:  # noqa: BLE001 - no memory for copies: nothing was changed yet
+            return [_untried({"all probes": _why(error)}, [])]
+        for name, attempt in _PROBES.items():
+            if {finding.rule for finding in found} & _EXPLAINED_BY.get(name, set()):
+                continue
+            try:
+                trial.begin()
+                found += attempt(trial)
+                tried.append(name)
+            except Exception as error:  # noqa: BLE001 - a loss function may fail on what it never meets in training
+                untried[name] = _why(error)
+    return [*found, _untried(untried, tried)] if untried else found
+
+
+def _why(error: BaseException) -> str:
+    why = find_out_of_memory(error) or f"{type(error).__name__}: {error}"[:200]
+    clear_exception_frames(error)
+    return str(error) if isinstance(error, (OutOfTime, CannotTry)) else why
+
+
+_EXPLAINED_BY = {"H825": {"H831"}, "H829": {"H831", "H830", "H825"}}
+
+
+def _untried(why: dict[str, str], tried: Sequence[str]) -> Finding:
+    first = next(iter(why.values()))
+    return Finding(
+        rule="H828",
+        severity="note",
+        kind="symptom",
+        confidence=1.0,
+        what=f"The search for the cause is not complete: {', '.join(why)} not tried ({first})",
+        evidence={"untried": why, "tried": list(tried)},
+        fix="Allow the diagnosis more time, or look at the causes that the rule names one by one.",
+    )
+
+
+# --- the direction of the gradient ------------------------------------------------------------------------------
+
+
+def _try_direction(trial: Trial) -> list[Finding]:
+    """Compare what the gradient predicts with what the loss does, for all weights and for single tensors."""
+    loss = trial.loss(trial.batch, backward=True)
+    gradients = trial.gradients()
+    if not math.isfinite(loss):
+        raise CannotTry(f"its loss is {loss:g}")
+    squares = {name: float(gradient.double().square().sum()) for name, (_, gradient) in gradients.items()}
+    total = sum(squares.values())
+    if total == 0 or not math.isfinite(total):
+        return []
+    whole = trial.slopes(list(gradients.values()), loss)
+    largest = sorted((name for name in squares if squares[name] > 1e-4 * total), key=lambda name: -squares[name])
+    single = {name: trial.slopes([gradients[name]], loss) for name in largest[:_TENSORS]}
+    reversed_tensors = {name: slopes for name, slopes in single.items() if _is_reversed(slopes)}
+    if not _is_reversed(whole) and not reversed_tensors:
+        return []
+    names = ", ".join([*reversed_tensors][:3]) + ", ..." * (len(reversed_tensors) > 3)
+    is_all = _is_reversed(whole)
+    return [
+        Finding(
+            rule="H831",
+            severity="error" if is_all else "advice",
+            kind="cause",
+            confidence=0.95 if is_all else 0.8,
+            what="The loss rises along the negative gradient"
+            + ("" if is_all else f" of {len(reversed_tensors)} weight tensor(s)"),
+            evidence={
+                "loss": loss,
+                "slopes_of_all": _rounded(whole),
+                "slopes": {name: _rounded(slopes) for name, slopes in reversed_tensors.items()},
+                "slope_of_a_right_gradient": 1.0,
+            },
+            fix="Look for a wrong sign in a custom autograd function or in a gradient hook between these weights and "
+            "the loss; a gradient-reversal layer does this on purpose.",
+            where=names,
+        )
+    ]
+
+
+def _is_reversed(slopes: Sequence[float]) -> bool:
+    low, high = _REVERSED
+    return len(slopes) == 2 and low < min(slopes) and max(slopes) < high and max(slopes) < _AGREE * min(slopes)
+
+
+# --- the way from the inputs to the loss --------------------------------------------------------------------------
+
+
+def _try_inputs(trial: Trial) -> list[Finding]:
+    """Give samples the inputs of others, one tensor of the batch at a time."""
+    loss = trial.loss(trial.batch)
+    same = max(_SAME * abs(loss), 2 * abs(trial.loss(trial.batch) - loss))  # kernels may not be reproducible
+    influence: dict[int, float] = {}
+    for number in trial.varying(trial.batch):
+        changes = []
+        for changed in trial.mixed(trial.batch, number):
+            with contextlib.suppress(ValueError, RuntimeError, IndexError):  # lengths that fit no other sample
+                changes.append(abs(trial.loss(changed) - loss))
+        influence[number] = max(changes) if len(changes) == 3 and not any(map(math.isnan, changes)) else math.inf
+    ignored = [number for number, change in influence.items() if change <= same]
+    ignored = [number for number in ignored if trial.is_feature(number)]
+    if not ignored or len(ignored) == len(influence):
+        return []
+    read = trial.read_by_loss()
+    ignored = [number for number in ignored if number in read]
+    return [
+        Finding(
+            rule="H830",
+            severity="error",
+            kind="cause",
+            confidence=0.95,
+            what=f"The loss stays the same when samples are given the {_tensor(number)} of other samples",
+            evidence={
+                "loss": loss,
+                "largest_change": influence[number],
+                "shape": list(trial.shape(number)),
+                "change_by_others": {_tensor(n): c for n, c in influence.items() if n not in ignored},
+            },
+            fix="Follow it through forward: an output that is overwritten or detached, a multiplication by 0, an "
+            "activation that is the same for every input, or units that are all dead.",
+            where=_tensor(number),
+        )
+        for number in ignored
+    ]
+
+
+def _tensor(number: int) -> str:
+    return f"tensor {number} of the batch"
+
+
+# --- the learning rate --------------------------------------------------------------------------------------------
+
+
+def _try_rates(trial: Trial) -> list[Finding]:
+    """Make the run's own steps on one batch; if they do not lower its loss, with other learning rates."""
+    own = trial.own_steps(1.0, _STEPS)
+    start = abs(own[0])
+    if not math.isfinite(start):
+        raise CannotTry(f"its loss is {own[0]:g}")
+    fall = _fall(own)
+    if _climb(own) > fall and _rises(own) >= _OFTEN:
+        return _try_lower_rates(trial, own)
+    if max(abs(loss - own[0]) for loss in own) < _HARDLY * start:
+        for factor in _HIGHER:
+            higher = trial.own_steps(factor, _STEPS)
+            if _fall(higher) > _FELL_CLEARLY * start:
+                return [_rate_finding("H824", trial, own, factor, higher)]
+    return []
+
+
+def _try_lower_rates(trial: Trial, own: list[float]) -> list[Finding]:
+    lower = own
+    for factor in _LOWER:
+        lower = trial.own_steps(factor, _STEPS)
+        if _fall(lower) > max(_FELL * abs(own[0]), _fall(own)) and _climb(lower) < _SMOOTH * _fall(lower):
+            return [_rate_finding("H825", trial, own, factor, lower)]
+    if _fall(lower) < -1e-6 * abs(own[0]) and _rises(lower) >= 0.9:
+        return [
+            Finding(
+                rule="H831",
+                severity="error",
+                kind="cause",
+                confidence=0.9,
+                what="The optimizer moves against the gradient: the loss rises with every step, however small",
+                evidence={"losses": _rounded(own), f"losses_at_lr_x{_LOWER[-1]:g}": _rounded(lower)},
+                fix="Look for maximize=True, a negative learning rate or a wrong sign in the optimizer's step.",
+                where=trial.optimizer_names,
+            )
+        ]
+    return []
+
+
+def _fall(losses: Sequence[float]) -> float:
+    """Return by how much the last losses lie below the first; -Inf if one is not finite."""
+    if not all(map(math.isfinite, losses)):
+        return -math.inf
+    return losses[0] - math.fsum(losses[-_TAIL:]) / _TAIL
+
+
+def _climb(losses: Sequence[float]) -> float:
+    """Return the sum of all steps upwards."""
+    return math.fsum(max(after - before, 0.0) for before, after in itertools.pairwise(losses))
+
+
+def _rises(losses: Sequence[float]) -> float:
+    """Return the share of steps after which the loss was not lower."""
+    return sum(not after < before for before, after in itertools.pairwise(losses)) / (len(losses) - 1)
+
+
+def _rate_finding(rule: str, trial: Trial, own: list[float], factor: float, other: list[float]) -> Finding:
+    high = rule == "H825"
+    after = math.fsum(other[-_TAIL:]) / _TAIL
+    return Finding(
+        rule=rule,
+        severity="advice",
+        kind="cause",
+        confidence=0.85,
+        what=f"The learning rate is too {'high' if high else 'low'}: the run's own steps "
+        + (
+            f"raise the loss of one batch in {_rises(own):.0%} of {len(own) - 1} steps"
+            if high
+            else "hardly change it"
+        )
+        + f", with {factor:g} times the rate it falls from {other[0]:.4g} to {after:.4g}",
+        evidence={"losses": _rounded(own), "factor": factor, "losses_with_factor": _rounded(other)},
+        fix=f"Multiply the learning rate by {factor:g}, from a state before the trouble if there is one.",
+        where=trial.optimizer_names,
+    )
+
+
+# --- whether it can learn at all ----------------------------------------------------------------------------------
+
+
+def _try_to_fit(trial: Trial) -> list[Finding]:
+    """Fit a few samples with a fresh Adam; if that fails, again from new weights."""
+    few = trial.first(_FIT_SAMPLES)
+    start = trial.loss(few, backward=True)
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for _, gradient in trial.gradients().values()))
+    drop = _FIT_DROP if len(trial.varying(few)) > 1 else _FIT_DROP_ALONE
+    lowest: dict[str, float] = {}
+    for rate in _FIT_RATES:
+        trial.begin()
+        reached = _fit(trial, few, rate, drop)
+        if reached is None:
+            return []
+        lowest[f"{rate:g}"] = reached
+    new_weights = False
+    for rate in _FIT_RATES[:2]:
+        trial.begin()
+        new_weights = new_weights or (trial.reset_weights() and _fit(trial, few, rate, drop) is None)
+    return [
+        Finding(
+            rule="H829",
+            severity="error" if drop == _FIT_DROP else "advice",
+            kind="cause",
+            confidence=0.85 if drop == _FIT_DROP else 0.6,
+            what=f"A fresh Adam cannot lower the loss of {trial.samples_of_first(_FIT_SAMPLES) or 'all'} samples by "
+            f"{drop:.0%} in {_FIT_STEPS} steps" + ("; from new weights it can" if new_weights else ""),
+            evidence={
+                "loss": start,
+                "lowest_by_learning_rate": lowest,
+                "grad_norm": norm,
+                "fits_from_new_weights": new_weights,
+            },
+            fix="The code can learn, but these weights cannot any more (dead or saturated units): start again from "
+            "new or earlier weights with a lower learning rate."
+            if new_weights
+            else "The fault is in the code or the architecture, not in the data or the learning rate: look for a "
+            "detached path, a loss on the wrong tensor, a saturated output, or too few trainable weights.",
+        )
+    ]
+
+
+def _fit(trial: Trial, few: Any, rate: float, drop: float) -> float | None:
+    """Return the lowest loss that a fresh Adam reaches on a few samples, or None if it fits them."""
+    optimizer = torch.optim.Adam(trial.parameters, lr=rate)
+    first = lowest = last = trial.loss(few, backward=True)
+    if not math.isfinite(first):
+        raise CannotTry(f"its loss is {first:g}")
+    for _ in range(_FIT_STEPS):
+        trial.densify()
+        optimizer.step()
+        last = trial.loss(few, backward=True)
+        if not math.isfinite(last):
+            return lowest
+        lowest = min(lowest, last)
+        if first - last >= drop * abs(first):
+            return None
+    # A loss with a floor, such as label smoothing, may not halve. It fits if only the right pairs have a low one.
+    pairs = (pair for number in trial.varying(few)[1:] for pair in trial.mixed(few, number))
+    return None if any(last < _FIT_PAIRS * trial.loss(pair) for pair in pairs) else lowest
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [float(f"{value:.5g}") for value in values]
+
+
+_PROBES: dict[str, Callable[[Trial], list[Finding]]] = {
+    "H831": _try_direction,
+    "H830": _try_inputs,
+    "H825": _try_rates,
+    "H829": _try_to_fit,
+}

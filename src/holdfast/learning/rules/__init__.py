@@ -1,0 +1,1 @@
+"""The rules about learning: pure functions from facts to findings."""

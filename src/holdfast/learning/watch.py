@@ -1,0 +1,205 @@
+"""`watch`: the diagnosis for a training loop of one's own, without a guard and without changing the loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.core.clock import Clock, SystemClock
+from holdfast.core.errors import PolicyError
+from holdfast.core.policy import Objective, Policy
+from holdfast.explain.rules import find_rule
+from holdfast.learning.finding import Finding
+from holdfast.learning.flow import makes_state
+from holdfast.learning.insight import LOST
+from holdfast.learning.observer import Observer
+from holdfast.numerics.alignment import alignment_facts
+from holdfast.numerics.eager import as_written, is_symbolic
+
+_log = logging.getLogger("holdfast")
+_LEVELS = {"error": logging.ERROR, "advice": logging.WARNING, "note": logging.INFO}
+
+
+class Watch:
+    """A running observation; made by `watch`, used as a context manager."""
+
+    def __init__(self, observer: Observer, optimizers: Mapping[str, Optimizer], *, clock: Clock) -> None:
+        self._observer = observer
+        self._optimizers = optimizers
+        self._clock = clock
+        self._depth = 0
+        self._said = False  # that little is seen
+        self._hooks: list[Any] = []
+        self._started = 0.0
+        self.elapsed_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        if self._hooks:
+            raise PolicyError(
+                "this watch is entered a second time",
+                limit="it observes one loop at a time",
+                fix="call watch() for each loop.",
+                rule="H105",
+            )
+        self._started = self._clock.monotonic_seconds()
+        self._depth = torch._C._len_torch_function_stack()
+        self._observer.install()
+        for optimizer in self._optimizers.values():
+            # Registered after the observer's own hooks, so they run after them.
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        self._look()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._observer.insight.leave_mode()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        try:
+            self._observer.finish()
+            self._tell(self._observer.take_fresh())
+        finally:
+            self._observer.close()
+        self.elapsed_seconds = self._clock.monotonic_seconds() - self._started
+
+    def findings(self) -> list[Finding]:
+        """Return what was found until now, the most important first."""
+        return self._observer.findings()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the plain data that the findings rest on.
+
+        ``["layers"]`` has, by parameter, the usual size of the gradient's elements and the usual length of a step
+        beside that of the weights; ``["dead_units"]`` and ``["saturated"]`` have shares of activations by module.
+        """
+        return self._observer.facts()
+
+    def validated(self, loss: float) -> None:
+        """Tell the result of an evaluation.
+
+        Args:
+            loss: Less is better.
+        """
+        self._observer.validated(float(loss))
+
+    def aligned(
+        self, attention: torch.Tensor, input_lengths: torch.Tensor, output_lengths: torch.Tensor, **limit: Any
+    ) -> None:
+        """Tell how the attention of a speech synthesiser lies; see `holdfast.numerics.alignment.alignment_facts`."""
+        self._observer.alignment = alignment_facts(attention, input_lengths, output_lengths, **limit)
+
+    def _look(self) -> None:
+        if self._observer.due():
+            self._observer.look()
+            # Inside a mode of the caller's own, ours would be left by the caller's exit: then not in this step.
+            if torch._C._len_torch_function_stack() == self._depth:
+                self._observer.insight.enter_mode()
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not (is_symbolic() or self._observer.closure or makes_state(optimizer)):
+            self._observer.insight.leave_mode()
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not (is_symbolic() or makes_state(optimizer)):
+            self._observer.insight.leave_mode()
+            self._tell(self._observer.end_step())
+            self._look()
+
+    def _tell(self, findings: Sequence[Finding]) -> None:
+        if self._observer.insight.lost and not self._said:
+            self._said = True
+            _log.warning("%s", LOST)
+        for finding in findings:
+            _log.log(_LEVELS[finding.severity], "%s", finding)
+
+
+def watch(
+    model: nn.Module | Mapping[str, nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    *,
+    scheduler: Any = None,
+    total_steps: int | None = None,
+    objective: Objective = "minimize",
+    frozen: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    clock: Clock | None = None,
+) -> Watch:
+    """Look for the reasons why a model does not learn, in any loop.
+
+    The first 30 steps are observed fully, later one in ten, after 400 steps one in fifty. Observing changes no
+    result: no random number is drawn and no value is altered. Where ``torch.compile`` is at work in the process, only
+    what needs no look inside of a model is observed, which is said once.
+
+    Args:
+        model: One module, or a dict of named ones.
+        optimizer: One optimizer, or a dict of named ones.
+        scheduler: Learning-rate scheduler(s), to see whether they are advanced at the right times.
+        total_steps: Optimizer steps that the run is meant to have.
+        objective: What the loss means: ``"minimize"``, ``"adversarial"`` or ``"reinforcement"``.
+        frozen: Shell patterns of names of parameters that are meant not to learn.
+        ignore: Rules that shall be silent, such as ``"H808"``.
+        clock: Time, for tests.
+
+    Returns:
+        A context manager; what was found is in its ``findings()``, and is logged to ``holdfast`` when first found.
+
+    Raises:
+        PolicyError: H102 or H105 for an argument that cannot be, H702 for a rule to ignore that does not exist.
+
+    Example:
+        >>> import torch
+        >>> from holdfast.learning.watch import watch
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> x, y = torch.randn(8, 2), torch.randint(2, (8,))
+        >>> with watch(model, optimizer) as watching:
+        ...     for _ in range(5):
+        ...         optimizer.zero_grad()
+        ...         probabilities = model(x).softmax(-1)
+        ...         torch.nn.functional.cross_entropy(probabilities, y).backward()
+        ...         optimizer.step()
+        >>> watching.findings()[0].rule
+        'H836'
+    """
+    frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+    ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+    checked = Policy(objective=objective, frozen=frozen, ignore_rules=ignore)
+    for rule in checked.ignore_rules:
+        find_rule(rule)
+    given: dict[str, nn.Module] = _named(model, "model", nn.Module)
+    optimizers = _named(optimizer, "optimizer", Optimizer)
+    schedulers = {} if scheduler is None else _named(scheduler, "scheduler", object)
+    models, compiled = as_written(given)
+    observer = Observer(
+        models,
+        optimizers,
+        schedulers,
+        total_steps=total_steps,
+        objective=objective,
+        frozen=frozen,
+        ignore=ignore,
+        compiled=compiled,
+    )
+    return Watch(observer, optimizers, clock=clock or SystemClock())
+
+
+def _named(given: Any, what: str, kind: type) -> dict[str, Any]:
+    found = dict(given) if isinstance(given, Mapping) else {what: given}
+    for name, value in found.items():
+        if not isinstance(value, kind) or value is None:
+            raise PolicyError(
+                f"{what} {name!r} is a {type(value).__name__}",
+                limit=f"a torch {what} is needed, or a dict of such",
+                fix='pass one object, or a dict of named ones such as {"generator": ..., "discriminator": ...}.',
+                rule="H105",
+            )
+    return found

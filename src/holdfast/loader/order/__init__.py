@@ -1,0 +1,1 @@
+"""Which sample is at which position of an epoch."""

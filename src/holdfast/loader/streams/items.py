@@ -1,0 +1,230 @@
+"""The items of a stream, each with random numbers of its own, and the state with which they go on after any of them.
+
+What an iterator draws as it begins, such as the order of an epoch in the head of a generator's ``__iter__``, belongs
+to the call that gives its first item. It has to come out alike wherever the stream goes on, so that this call is made
+with the seed of the epoch's first item; and since nothing shows where the head ends and the item begins, the item
+that comes with it is then one that was handed out before, and dropped. Where the head draws nothing, which the first
+items show, no item is read twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker as _torch_worker
+
+from holdfast.core.errors import LoaderError
+from holdfast.loader.random_state import isolated, seed_cpu
+from holdfast.loader.seeds import derive_seed
+from holdfast.loader.signalled import let_through
+from holdfast.loader.workers.board import Board
+
+_Stand: TypeAlias = tuple[Any, int] | None
+_BEHIND = "holdfast_items_behind"
+_LOOKED_AT = 16  # items: where these draw equally much, the others are taken to
+_WORDS = 624  # of a generator's state: so many numbers come of it before it is made anew
+_MOST_BLOCKS = 1_000  # of so many numbers are counted: what draws more is taken to differ
+_TORCH_WORDS = 632  # of 64 bits in torch's state: a seed, two places, the generator's words, a pair of normal numbers
+
+
+def behind(items: int, state: Any) -> dict[str, Any]:
+    """Return the state from which a stream goes on if so many items after it are dropped."""
+    return {_BEHIND: items, "state": state}
+
+
+def quietly(board: Board | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context that leaves training's random state alone; in a worker there is none to leave alone."""
+    return isolated() if board is None else contextlib.nullcontext()
+
+
+class StreamError(Exception):
+    """What a stream has raised, as its cause."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__()  # without its text, which may be broken
+        self.cause = cause
+
+
+class _Noticing:
+    """torch's facts about this worker, which remember that they were asked for."""
+
+    def __init__(self, info: Any) -> None:
+        self._info = info
+        self.asked = False
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked |= name in ("id", "num_workers")
+        return getattr(self._info, name)
+
+
+class Items:
+    """The items of a stream, each with random numbers of its own, and their count.
+
+    Args:
+        dataset: The user's.
+        parts: What their random numbers depend on, beside an item's number.
+        board: Where a worker says what it is doing, or None.
+        keeps_state: Whether the dataset keeps its own position.
+    """
+
+    def __init__(self, dataset: Any, parts: tuple[Any, ...], board: Board | None, *, keeps_state: bool) -> None:
+        self._dataset = dataset
+        self._parts = parts
+        self._board = board
+        self._keeps_state = keeps_state
+        self._noticing: _Noticing | None = None
+        self._iterator: Iterator[Any] = iter(())
+        self._head = _Head()
+        self._first_seed: int | None = None  # of the call that lets the iterator begin, where it is not the item's
+        self._kept: tuple[int, Any] = (0, None)  # a place to go on from, at the last item or before it
+        self.show: Callable[[], None] = lambda: None
+        self.number = 0
+        self.ended = False
+
+    def open(self, items: int, state: Any) -> None:
+        """Go to the place after so many items, by the state that `state` returned there."""
+        self.show()  # what follows may take its time: a worker that reads over is no idle one
+        dropped = items if state is None else 0
+        if isinstance(state, dict) and _BEHIND in state:
+            dropped, state = state[_BEHIND], state["state"]
+        self.number = items - dropped
+        self._first_seed = 0 if dropped else None
+        self._kept = self.number, state
+        with self._guarded():
+            seed_cpu(derive_seed(*self._parts, -1))
+            if state is not None:
+                self._dataset.load_state_dict(copy.deepcopy(state))
+            self._iterator = iter(self._dataset)
+        self._check()
+        while self.number < items and next(self, self) is not self:
+            self.show()
+
+    def remember(self) -> None:
+        """Keep the place before the next item, if the stream has to go on from there after it.
+
+        Not before the first one of all: many a dataset has no state until it is read.
+        """
+        if self._keeps_state and self._head.may_draw and self.number > self._kept[0]:
+            self._kept = self.number, self._own_state()
+
+    def state(self) -> Any:
+        """Return what `open` needs to go on here, or None if it is to read over."""
+        if not self._keeps_state:
+            return None
+        if not self._head.may_draw:
+            return self._own_state()
+        number, state = self._kept
+        return None if state is None else behind(self.number - number, state)
+
+    def notice(self) -> None:
+        """From now on see whether the dataset asks which worker it is in."""
+        self._noticing = _Noticing(get_worker_info())
+        _torch_worker._worker_info = self._noticing  # type: ignore[assignment] # of this worker process alone
+
+    def _own_state(self) -> Any:
+        with self._guarded():
+            return copy.deepcopy(self._dataset.state_dict())
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Leave training's random state alone, and raise what the dataset raises as a `StreamError`."""
+        try:
+            with quietly(self._board):
+                yield
+        except (Exception, SystemExit) as error:
+            let_through(error)
+            raise StreamError(error) from error
+
+    def _check(self) -> None:
+        if self._noticing is not None and self._noticing.asked:
+            raise StreamError(
+                LoaderError(
+                    f"{type(self._dataset).__name__} asks get_worker_info() which worker it is in",
+                    limit="if it divides its items among workers, dividing them again would leave most of them out",
+                    fix="pass sharded=True if it does, sharded=False if it asks for another reason.",
+                    rule="H607",
+                )
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.ended:  # as torch: one that is asked again may begin anew
+            raise StopIteration
+        seed, self._first_seed = self.number if self._first_seed is None else self._first_seed, None
+        with quietly(self._board):
+            seed_cpu(derive_seed(*self._parts, seed))
+            before = _stands() if self._keeps_state and self._head.is_open else None
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                self.ended = True
+                self._check()
+                raise
+            except (Exception, SystemExit) as error:
+                let_through(error)
+                raise StreamError(error) from error
+            if before is not None:
+                self._head.note(before, _stands())
+        self._check()
+        self.number += 1
+        return item
+
+
+class _Head:
+    """Whether an iterator may have drawn as it began: not if its first item drew nothing, or as much as the next.
+
+    `may_draw` is the answer so far, and `is_open` whether more items are to be looked at.
+    """
+
+    def __init__(self) -> None:
+        self.may_draw = self.is_open = True
+        self._first: list[int | None] = []
+        self._seen = 0
+
+    def note(self, before: list[_Stand], after: list[_Stand]) -> None:
+        """Note where the generators stood before an item and after it."""
+        drawn = [_drawn(*each) for each in zip(before, after, strict=True)]
+        self._seen += 1
+        if self._seen == 1:
+            self._first = drawn
+            self.may_draw = self.is_open = any(count != 0 for count in drawn)
+        else:
+            self.may_draw = None in drawn or drawn != self._first
+            self.is_open = not self.may_draw and self._seen < _LOOKED_AT
+
+
+def _stands() -> list[_Stand]:
+    """Return the words and the place in them of python's, numpy's and torch's generator, all of one make."""
+    words = random.getstate()[1]
+    found: list[_Stand] = [(np.array(words[:-1], dtype=np.uint32), words[-1])]
+    state: Any = np.random.get_state(legacy=False)
+    found.append((state["state"]["key"], state["state"]["pos"]) if state["bit_generator"] == "MT19937" else None)
+    raw = torch.get_rng_state().numpy().view(np.uint64)
+    found.append((raw[3 : 3 + _WORDS].astype(np.uint32), int(raw[2])) if len(raw) == _TORCH_WORDS else None)
+    return found
+
+
+def _drawn(before: _Stand, after: _Stand) -> int | None:
+    """Return how many numbers a generator gave since it was seeded, or None if that cannot be told."""
+    if before is None or after is None:
+        return None
+    if np.array_equal(before[0], after[0]):
+        return after[1] - before[1]
+    twin = np.random.MT19937(0)
+    twin.state = {"bit_generator": "MT19937", "state": {"key": before[0], "pos": _WORDS}}
+    words = np.ctypeslib.as_array((ctypes.c_uint32 * _WORDS).from_address(twin.ctypes.state_address))
+    for block in range(_MOST_BLOCKS):
+        twin.random_raw(_WORDS, output=False)
+        if words[0] == after[0][0] and np.array_equal(words, after[0]):
+            return block * _WORDS + after[1]
+    return None

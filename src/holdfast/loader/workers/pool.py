@@ -1,0 +1,238 @@
+"""One generation of workers: a torch loader, its processes and the watch over them; made, asked, dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import IterableDataset, get_worker_info
+
+from holdfast.core.warned import ignoring
+from holdfast.loader.fetch import as_is, received, shortage_in
+from holdfast.loader.signalled import let_through
+from holdfast.loader.workers.board import IDLE, PLACE, PREPARING, Board
+from holdfast.loader.workers.processes import Started, WorkerLostError, kill, let_go, recording_context, undisturbed
+from holdfast.loader.workers.queue import UnreadableError
+from holdfast.loader.workers.watch import Loss, Watch
+
+_PATIENCE_SECONDS = 0.25
+"""A connection that breaks because a worker dies may break before the death shows."""
+
+
+class WorkersLostError(Exception):
+    """This generation is lost.
+
+    Args:
+        loss: Why.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss.cause)
+        self.loss = loss
+
+
+class _Entries:
+    """What torch takes for a sampler: the entries of the epoch that is under way."""
+
+    def __init__(self) -> None:
+        self.source: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.source
+
+
+class _Started:
+    """The user's ``worker_init_fn``; after it, a worker that waits for its first batch does not count as busy."""
+
+    def __init__(self, board: Board, given: Callable[[int], Any] | None) -> None:
+        self._board = board
+        self._given = given
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        # As torch: the user's own, not ours. The facts of a worker are frozen.
+        object.__setattr__(info, "dataset", info.dataset.users)  # type: ignore[attr-defined]
+        if self._given is not None:
+            self._board.of(worker)[PLACE] = PREPARING
+            self._given(worker)
+        self._board.of(worker)[PLACE] = IDLE
+
+
+class Generation:
+    """Makes batches in worker processes, or in this one if there are none.
+
+    Args:
+        make_dataset: Given the board, returns the dataset whose items are batches with reports.
+        num_workers: Worker processes; 0 for none.
+        method: Start method of the workers, or None for the default.
+        options: Further arguments of torch's loader.
+        limit_seconds: As `Watch`.
+        timeout_seconds: As `Watch`.
+        share_by_file: As `recording_context`.
+    """
+
+    def __init__(
+        self,
+        make_dataset: Callable[[Board | None], Any],
+        num_workers: int,
+        *,
+        method: str | None,
+        options: dict[str, Any],
+        limit_seconds: float,
+        timeout_seconds: float,
+        share_by_file: bool,
+    ) -> None:
+        self.num_workers = num_workers
+        self._processes = Started()
+        self._entries = _Entries()
+        self._limits = {"limit_seconds": limit_seconds, "timeout_seconds": timeout_seconds}
+        self._watch: Watch | None = None
+        self._board: Board | None = None
+        if num_workers:
+            context = recording_context(method, self._processes, share_by_file=share_by_file)
+            self._board = Board(context, num_workers)
+            options = {**options, "num_workers": num_workers, "multiprocessing_context": context}
+            options["worker_init_fn"] = _Started(self._board, options.get("worker_init_fn"))
+        else:
+            single = ("generator", "pin_memory", "pin_memory_device")
+            options = {name: value for name, value in options.items() if name in single}
+        dataset = make_dataset(self._board)
+        self._may_end = isinstance(dataset, IterableDataset)  # a worker whose part of a stream is over
+        sampler = None if self._may_end else self._entries
+        with ignoring(UserWarning):  # of the number of workers: the outer loader has said it
+            self._inner = [TorchDataLoader(dataset, batch_size=None, collate_fn=as_is, sampler=sampler, **options)]
+        self._iterator: list[Any] = []
+        self._asked = False  # for a batch that has not come, of which half may have been received
+
+    @property
+    def longest_seconds(self) -> float:
+        """Return the longest that a worker was seen at one thing."""
+        return 0.0 if self._watch is None else self._watch.longest_seconds
+
+    @property
+    def can_go_on(self) -> bool:
+        """Return whether its workers may be kept: all were started, nothing is half done, and it is not over."""
+        return self._watch is not None and bool(self._inner) and not self._asked
+
+    @property
+    def lost_at(self) -> float | None:
+        """Return when the loss was noticed, on the monotonic clock, or None if it was not the watch that noticed."""
+        return self._watch.lost_at if self._watch is not None and self._watch.lost else None
+
+    def begin(self, entries: Iterator[Any]) -> None:
+        """Start with the entries of an epoch, or of the rest of one.
+
+        Raises:
+            WorkersLostError: if the workers cannot be started for want of something.
+        """
+        self._entries.source = map(tuple, entries) if self.num_workers else entries  # quicker to pickle
+        watch = self._watch
+        if watch is not None and watch.lost:  # between two epochs
+            raise WorkersLostError(watch.loss())
+        loss: Loss | None
+        try:
+            with watch if watch is not None else contextlib.nullcontext(), ignoring(UserWarning):  # as above
+                self._iterator[:] = [iter(self._inner[0])]
+        except WorkerLostError:
+            assert watch is not None
+            loss = watch.loss()
+        except UnreadableError as unreadable:  # of the last epoch, by workers that were kept
+            assert watch is not None
+            loss = _broken(unreadable.cause, watch)
+        except (OSError, MemoryError, RuntimeError) as error:
+            let_through(error)
+            if not self.num_workers:
+                raise
+            shortage = shortage_in(error)
+            of_torch = "DataLoader worker" in str(error) or "Pin memory thread" in str(error)
+            if shortage is None and not isinstance(error, OSError) and not of_torch:
+                raise
+            loss = Loss(cause=f"workers could not be started: {error!r}", kind="machinery", shortage=shortage)
+        else:
+            loss = None
+        if loss is not None:  # raised here, so that nothing holds the iterator that was cut short
+            raise WorkersLostError(loss)
+        if self._board is not None and self._watch is None:
+            self._watch = Watch(self._processes, self._board, may_end=self._may_end, **self._limits)
+            weakref.finalize(self, self._watch.end).atexit = False  # a loader that is dropped leaves no thread
+
+    def next(self) -> Any:
+        """Return the next batch and its report.
+
+        Raises:
+            StopIteration: after the last one.
+            WorkersLostError: if there will be no more from these workers.
+        """
+        watch = self._watch
+        if watch is None:
+            return _ask(self._iterator[0])
+        self._asked = True
+        try:
+            with watch:
+                batch, fields = _ask(self._iterator[0])
+        except StopIteration:
+            self._asked = False
+            raise
+        except WorkerLostError:
+            loss = watch.loss()
+        except UnreadableError as unreadable:
+            loss = _broken(unreadable.cause, watch)
+        except Exception as error:
+            let_through(error)
+            if "in DataLoader worker process" in str(error):
+                raise  # of the user's worker_init_fn: everything else comes as a report
+            loss = _broken(error, watch)
+        else:
+            self._asked = False
+            return batch, received(fields)
+        raise WorkersLostError(loss)
+
+    def abandon(self) -> None:
+        """Kill the workers and forget them: they may have died holding a lock, so nothing of theirs is used again."""
+        with undisturbed():
+            if self._watch is not None:
+                self._watch.end()
+            kill(self._processes)
+            let_go(self._take())
+
+    def _take(self) -> list[Any]:
+        taken = [*self._iterator, *self._inner]
+        self._iterator.clear()
+        self._inner.clear()
+        return taken
+
+    def close(self) -> None:
+        """End the workers in order, and those that do not end by force."""
+        with undisturbed():
+            if self._watch is not None:
+                self._watch.end()
+            taken = self._take()
+            if self._processes:
+                let_go(taken)
+            else:
+                taken.clear()
+            kill([process for process in self._processes if process.is_alive()])
+
+
+def _ask(iterator: Any) -> Any:
+    """Return the next item of a torch iterator; without the mark for profilers, if none is there to see it.
+
+    That mark takes 10 microseconds, and 100 where a step lies between two batches, so that nothing of it is cached.
+    """
+    found = None if torch._C._autograd._profiler_enabled() else getattr(iterator, "_next_data", None)
+    return next(iterator) if found is None else found()
+
+
+def _broken(error: Exception, watch: Watch) -> Loss:
+    """Return the loss behind an exception of torch's machinery: a death, a shortage, or something unknown."""
+    shortage = shortage_in(error)
+    found = watch.loss(patience_seconds=_PATIENCE_SECONDS) if shortage is None else None
+    if found is None or found.kind == "machinery":
+        short = "" if shortage is None else f"no {shortage} left here: "
+        return Loss(cause=f"{short}{type(error).__name__}: {error}", kind="machinery", shortage=shortage)
+    return found

@@ -1,0 +1,398 @@
+"""Worker processes that die with their parent, whose death is known at once, and that can be let go without waiting.
+
+torch starts them through a multiprocessing context; ours notes each process and lets it begin with what an orphan
+must not be without. When one of them ends, torch raises an exception in the main thread *wherever that is*, in the
+middle of an optimizer step if it must be; here it is raised only while the loop waits for a batch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import fcntl
+import functools
+import gc
+import mmap
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from multiprocessing.reduction import DupFd, ForkingPickler
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data._utils import signal_handling
+
+from holdfast.core.threads import start_thread
+from holdfast.loader.workers.queue import LoaderQueue
+from holdfast.loader.workers.shared_files import SharedFiles, keeps_files
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_SECONDS = 1.0
+_left: list[list[Any]] = []  # iterators that no thread could be had for
+_LOOKS, _LOOK_SECONDS = 50, 0.01  # half a second: a process whose sentinel fires is dead already
+
+
+class WorkerLostError(BaseException):
+    """A worker ended, or was ended, while the loop waited for a batch.
+
+    Not an `Exception`, which torch's loader would catch around its wait: it then opens ten temporary files to see
+    whether descriptors are left, and raises something else.
+    """
+
+
+class Waiting(Protocol):
+    """Who wants to be woken when a worker is lost.
+
+    Args:
+        waiter: The thread that waits, or 0.
+        called: Whether an exception was raised there.
+        lost: Whether there is a loss.
+    """
+
+    waiter: int
+    called: bool
+    lost: bool
+
+    def end(self, *, kills: bool = False) -> None:
+        """Stop watching."""
+
+
+class Started(list[Any]):
+    """Worker processes of ours, known from before they run, so that torch never raises about one of them."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment] # so that a weak set can hold it
+    __eq__ = object.__eq__
+
+
+_alive: weakref.WeakSet[Any] = weakref.WeakSet()
+_started: weakref.WeakSet[Started] = weakref.WeakSet()
+_previous: Any = None
+_closing = 0
+
+
+@atexit.register  # before that of multiprocessing, which would wait for ever for a worker that is stopped
+def _kill_all() -> None:
+    for each in list(_alive):
+        each.end(kills=True)
+
+
+def _on_child(number: int, frame: Any) -> None:
+    """Wake who waits for a batch of a lost worker; let torch raise about workers that are not ours."""
+    for each in list(_alive):
+        # This runs in the main thread: if that is not the one that waits, it must not be interrupted.
+        if each.lost and not each.called and each.waiter == threading.get_ident() and not _closing:
+            each.called = True
+            raise WorkerLostError
+    while callable(_previous):
+        try:
+            _previous(number, frame)
+        except RuntimeError as error:
+            named = set(re.findall(r"\d+", str(error)))
+            if any(str(process.pid) in named for started in list(_started) for process in started):
+                continue  # torch forgets a loader that it has raised about, so this ends
+            raise
+        return
+
+
+def wake_on_loss(waiting: Waiting) -> None:
+    """Let a lost worker interrupt this one's waiting. Without effect outside the main thread, as with torch."""
+    _alive.add(waiting)
+
+
+@contextmanager
+def undisturbed() -> Generator[None]:
+    """Have a loss wait until the end of the block.
+
+    A loader that was dropped is closed wherever the interpreter collects it, so also where the main thread waits for
+    a batch of another one, whose loss would leave the workers of the first running.
+    """
+    global _closing
+    counts = threading.current_thread() is threading.main_thread()  # nobody else is interrupted
+    _closing += counts
+    try:
+        yield
+    finally:
+        _closing -= counts
+
+
+def _handle_children() -> None:
+    """Have our handler of SIGCHLD around torch's, before any worker runs.
+
+    torch's raises wherever the main thread is: inside a queue that leaves a lock locked for ever.
+    """
+    global _previous
+    if threading.current_thread() is not threading.main_thread() or _previous is not None:
+        return  # once: a handler that is set after ours may call ours, and must not be called by it
+    signal_handling._set_SIGCHLD_handler()  # else it would be set around ours when the first workers start
+    _previous = signal.signal(signal.SIGCHLD, _on_child) or signal.SIG_DFL
+
+
+def silence_torch() -> None:
+    """Let torch's handler, which ours calls, raise about no worker any more: the process was asked to end."""
+    global _previous
+    if callable(_previous):
+        _previous = signal.SIG_DFL
+
+
+def wake_main_thread() -> None:
+    """Interrupt a wait of the main thread, so that it runs the handler."""
+    with suppress(ProcessLookupError, RuntimeError):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
+
+
+def recording_context(method: str | None, started: Started, *, share_by_file: bool) -> Any:
+    """Return a multiprocessing context that notes the processes it starts.
+
+    Args:
+        method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or None for the default.
+        started: Gets the processes, in order.
+        share_by_file: Whether tensors are shared through named files, which takes no file descriptors.
+    """
+    _handle_children()
+    _started.add(started)
+    context = multiprocessing.get_context(method)
+    kind: Any = type(context)
+    recording = _recording(kind)()
+    recording.started = started
+    recording.files = SharedFiles(context) if share_by_file else None
+    by_server = context.get_start_method() == "forkserver"  # it forks in its main thread
+    recording.how = _Beginning(
+        parent=None if by_server else os.getpid(),
+        dies_with_thread=by_server or threading.current_thread() is threading.main_thread(),
+    )
+    return recording
+
+
+@functools.cache  # a class is a cycle of references: one for each generation would keep its pipes open
+def _recording(kind: Any) -> Any:
+    class Recording(kind):  # type: ignore[misc]
+        started: Started
+        files: SharedFiles | None
+        how: _Beginning
+
+        def Process(self, *, target: Callable[..., Any], args: Sequence[Any], **options: Any) -> Any:  # noqa: N802
+            if self.files is not None:  # in the parcel, since no descriptor may be handed over twice
+                target, args = self.files.work, (not self.started, target, args)
+            parcel = (target, args) if self.get_start_method() == "fork" else _Parcel(target, args)
+            process = kind.Process(target=_begin, args=(self.how, parcel), **options)
+            self.started.append(process)
+            return process
+
+        def Queue(self, maxsize: int = 0) -> LoaderQueue:  # noqa: N802
+            return LoaderQueue(maxsize, ctx=self)
+
+    return Recording
+
+
+class _Parcel:
+    """What a worker that is not forked gets, which arrives as a tuple of both.
+
+    It lies in a file. A pipe, as multiprocessing has, is full after 64 KiB: who writes more waits for its reader, and
+    for ever if that has died, since he himself holds its other end.
+
+    Args:
+        target: What the worker runs.
+        args: With what.
+    """
+
+    def __init__(self, target: Callable[..., Any], args: Sequence[Any]) -> None:
+        self._content = target, args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        file = os.memfd_create("holdfast-worker")
+        weakref.finalize(self, os.close, file)  # it is needed until the worker is started, and this is then dropped
+        left = memoryview(ForkingPickler.dumps(self._content))
+        while left:  # no more than 2 GiB are written at once
+            left = left[os.write(file, left) :]
+        return _unpacked, (DupFd(file),)
+
+
+def _unpacked(file: Any) -> Any:
+    descriptor = file.detach()
+    try:
+        with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as content:
+            return ForkingPickler.loads(content)
+    finally:
+        os.close(descriptor)
+
+
+class _Beginning(NamedTuple):
+    """What a worker is told first.
+
+    Args:
+        parent: Process that it must not outlive, or None if another one forks it.
+        dies_with_thread: Whether the thread that forks it lives as long as that process.
+    """
+
+    parent: int | None
+    dies_with_thread: bool
+
+
+def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) -> None:
+    """Start as a worker: no orphan, no handler of the parent's."""
+    parent = how.parent
+    if how.dies_with_thread:
+        # The signal comes when the *thread* that forked ends, so only the main thread may ask for it.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is None:
+        _leave_server_alone()
+    if parent is None or not how.dies_with_thread:
+        _die_with_parent()
+    if not how.dies_with_thread:
+        start_thread(threading.Thread(target=_watch_parent, args=(parent,), daemon=True))
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)  # it died before we asked
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with suppress(OSError, ValueError, RuntimeError):
+        faulthandler.register(signal.SIGUSR1)
+    # Loaders of the parent that nobody has collected yet must not be collected here: on their way out they would tell
+    # the parent's other workers to end.
+    gc.freeze()
+    target, args = parcel
+    del parcel
+    target(*args)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the parent's end of the pipe between them closes, whatever it is doing.
+
+    A forked worker holds copies of those ends of workers before it, so the last one dies first. If a child of the
+    parent that lives on holds one too, `_watch_parent` is left.
+    """
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    pipe = starter.sentinel
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _leave_server_alone() -> None:
+    """Let go of what keeps the server of forks alive, which is then gone with the process that started it.
+
+    It sees an end of that process as the end of a pipe, and hands that pipe's other end to all that it forks: so it
+    would wait for its workers, which die with it.
+    """
+    held = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
+    if held is not None:
+        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+        os.close(held)
+
+
+def _watch_parent(parent: int) -> None:
+    patience = threading.Event()
+    while os.getppid() == parent:
+        patience.wait(_GRACE_SECONDS / 4)
+    os._exit(1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Say whether a process was stopped by a signal."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
+
+
+def _offspring(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have; not torch's keeper of shared files.
+
+    The main process needs that one for the batches it has got, and it ends by itself when nobody needs it.
+    """
+    found = []
+    with suppress(OSError):  # it has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # that thread has; others go on
+                found += [int(child) for child in (thread / "children").read_text().split()]
+    return [each for child in found if not keeps_files(child) for each in (child, *_offspring(child))]
+
+
+def strike(process: Any) -> None:
+    """Kill a process, and what it waits for, such as a program that reads a sample and hangs."""
+    offspring = []
+    with suppress(ProcessLookupError, ValueError):
+        if process.exitcode is None:  # else its number may be another's by now
+            offspring = _offspring(process.pid)
+        process.kill()
+    for pid in offspring:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill(processes: Sequence[Any]) -> None:
+    """Kill processes, also stopped ones, with what they have started, and reap them."""
+    for process in processes:
+        if process.pid is not None:
+            strike(process)
+    for process in processes:
+        if process.pid is not None:
+            with suppress(AssertionError, ValueError):
+                process.join(_GRACE_SECONDS)
+
+
+def let_go(iterator: list[Any]) -> None:
+    """Drop the last reference to a torch iterator whose workers were killed, without waiting for it for long.
+
+    Its clean-up may wait for a lock that a killed worker held, so it happens in a thread that nobody needs. Where
+    memory is too short for a thread it does not happen.
+
+    Args:
+        iterator: A list that holds the only reference to it; emptied.
+    """
+    if sys.is_finalizing():  # no thread can be started any more, and torch does nothing more on its way out
+        iterator.clear()
+        return
+    try:
+        thread = threading.Thread(target=iterator.clear, daemon=True, name="holdfast-loader-cleanup")
+        start_thread(thread, _GRACE_SECONDS / 4)
+        thread.join(_GRACE_SECONDS / 4)  # mostly a matter of milliseconds, and frees descriptors for the next ones
+    except (MemoryError, RuntimeError):
+        _left.append(iterator)
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed for want of memory since the machine started, 0 if unknown."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return 0
+
+
+def exit_code(process: Any) -> int | None:
+    """Return the exit code of a process that has just ended, or None if it cannot be had."""
+    for _ in range(_LOOKS):
+        process.join(_LOOK_SECONDS)
+        if process.exitcode is not None:
+            break
+        time.sleep(_LOOK_SECONDS)  # another thread, mostly torch's own, is reaping it and has not written it down yet
+    code: int | None = process.exitcode
+    return code
+
+
+def how_it_ended(process: Any, oom_kills_before: int) -> str:
+    """Return in words how a worker process ended."""
+    code = exit_code(process) if process.pid is not None else None
+    if code is None:
+        return "is gone"
+    if code >= 0:
+        return f"exited with code {code}"
+    if code == -signal.SIGKILL and oom_kills() > oom_kills_before:
+        return "was killed by the kernel, which was out of memory"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}"

@@ -1,0 +1,1 @@
+"""Starting a command, again if that helps, and its run directory."""

@@ -1,0 +1,199 @@
+"""How a supervised command is started: what is executed, in which environment, with which streams.
+
+Does not: wait for it (``attempt``), or decide whether it is started again (``restarts``).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.core.errors import PolicyError
+from holdfast.supervise import process_tree
+from holdfast.supervise.launch import child_start
+from holdfast.supervise.launch.launchers import find_launcher_name
+from holdfast.supervise.launch.output import Streams
+from holdfast.supervise.process_tree import MARK_VARIABLE
+
+_RESTARTS_OPTIONS = ("--max-restarts", "--max_restarts")
+_MINIMAL = (sys.executable, "-I", "-S")  # no site-packages, no sitecustomize: 15 ms
+
+
+class CommandError(PolicyError):
+    """A command cannot be executed.
+
+    Args:
+        status: What a shell would exit with: 127 if there is none, 126 if it is not executable.
+    """
+
+    status = child_start.NOT_FOUND
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """A program that starts the ranks, and starts them again by itself.
+
+    Args:
+        name: Such as ``"torchrun"``.
+        restarts: How often it restarts its workers.
+    """
+
+    name: str
+    restarts: int
+
+
+def find_program(command: Sequence[str]) -> str:
+    """Return the file that the first word of a command means.
+
+    Raises:
+        CommandError: H720 if there is none, H721 if it is not executable; with the exit status of shells.
+    """
+    found = shutil.which(command[0])
+    if found is not None:
+        return str(Path(found).absolute())
+    path = Path(command[0])
+    if path.exists() and ("/" in command[0] or path.suffix == ".py"):
+        fix = f"run `python {command[0]}`" if path.suffix == ".py" else f"chmod +x {command[0]}"
+        if path.is_dir():
+            fix = "name the program in it."
+        error = CommandError(
+            f"{command[0]!r} is not executable",
+            limit="the first word after -- is executed as it is, without a shell",
+            fix=fix if fix.endswith(".") else f"{fix}.",
+            rule="H721",
+        )
+        error.status = child_start.NOT_EXECUTABLE
+        raise error
+    near = "python3" if command[0] == "python" and shutil.which("python3") else None
+    raise CommandError(
+        f"there is no command {command[0]!r}",
+        limit="the first word after -- is a program in PATH or a path",
+        fix=f"write {near!r}." if near else "correct its name, or activate the environment that it belongs to.",
+        rule="H720",
+    )
+
+
+def find_launcher(command: Sequence[str]) -> Launcher | None:
+    """Return the launcher that a command starts ranks with, or None."""
+    name = find_launcher_name(command)
+    if name is None:
+        return None
+    restarts = 0
+    for index, word in enumerate(command):
+        option, _, value = word.partition("=")
+        if option in _RESTARTS_OPTIONS:
+            value = value or (command[index + 1] if index + 1 < len(command) else "")
+            restarts = int(value) if value.isdigit() else 0
+    return Launcher(name=name, restarts=restarts)
+
+
+def make_environment(
+    environment: Mapping[str, str], run: Path, attempt: int, mark: str, *, observe: bool
+) -> dict[str, str]:
+    """Return the environment of the command.
+
+    Args:
+        environment: Ours, with what a verdict has changed.
+        run: The run directory.
+        attempt: Its number.
+        mark: By which the sentinel finds every process; marks of supervisors above us are kept.
+        observe: Whether Python processes record themselves.
+    """
+    found = dict(environment)
+    if observe:
+        from holdfast.supervise.observe.environment import observing
+
+        found = observing(found, run, attempt)
+    else:
+        found.setdefault("PYTHONUNBUFFERED", "1")  # or what it printed last would be lost when it is killed
+    above = found.get(MARK_VARIABLE)
+    found[MARK_VARIABLE] = f"{above},{mark}" if above else mark
+    return found
+
+
+def start(
+    program: str, command: Sequence[str], environment: Mapping[str, str], streams: Streams
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; it is killed when the thread that calls this ends."""
+    out, err = streams.theirs
+    arguments = [*_MINIMAL, child_start.__file__, str(os.getpid()), program, *command]
+    return subprocess.Popen(  # noqa: S603 - the user's own command is the point
+        arguments,
+        stdin=None if _may_read_stdin() else subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        env=dict(environment),
+        start_new_session=True,
+    )
+
+
+def _may_read_stdin() -> bool:
+    """Return whether our stdin may be the command's: a job in the background must not read what is typed."""
+    try:
+        fcntl.fcntl(0, fcntl.F_GETFD)
+        return not os.isatty(0) or os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:  # no stdin at all, or a terminal that is not the one of our session
+        return os.isatty(0)
+
+
+class Sentinel:
+    """The process that ends the command's processes if this one is killed.
+
+    Args:
+        mark: See `process_tree.marked_processes`.
+        note: File in which it says that it had to.
+    """
+
+    def __init__(self, mark: str, note: Path) -> None:
+        self._mark, self._note = mark, note
+        self._session = 0
+        self._start()
+
+    def _start(self) -> None:
+        reading, self._pipe = os.pipe()
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - our own program
+                [*_MINIMAL, process_tree.__file__, str(reading), self._mark, str(self._note.absolute())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={name: value for name, value in os.environ.items() if name != MARK_VARIABLE},
+                cwd="/",
+                pass_fds=[reading],
+                process_group=0,
+            )
+        finally:
+            os.close(reading)
+        os.set_blocking(self._pipe, False)
+
+    def guard_session(self, session: int) -> None:
+        """Name the session of the newest command."""
+        self._session = session
+        self._tell(b"%d\n" % session)
+
+    def revive(self) -> bool:
+        """Start it again if somebody has killed it; return whether that was so."""
+        if self._process.poll() is None:
+            return False
+        os.close(self._pipe)
+        self._start()
+        self.guard_session(self._session)
+        return True
+
+    def release(self) -> None:
+        """Let it go: the supervisor ends by itself, and has ended everything."""
+        self._tell(b"done\n")
+        os.close(self._pipe)
+        self._process.wait()
+
+    def _tell(self, line: bytes) -> None:
+        try:
+            os.write(self._pipe, line)
+        except OSError:  # it was killed this moment; `revive` follows
+            return

@@ -1,0 +1,1 @@
+"""Who stands still, and what memory does."""

@@ -1,0 +1,396 @@
+"""Take the stacks of processes that stand still, twice, and write them down: by py-spy, faulthandler or the kernel.
+
+py-spy reads another process without stopping it. Where it is missing or may not (a container without ptrace), an
+observed process writes its own stack when SIGUSR1 comes; a process that has no handler would end of it, so it gets
+none. Everything has a time limit: a process in an uninterruptible wait must not block who looks at it.
+
+Does not: judge what it sees (``diagnose.hangs``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.explain.evidence import Frame
+from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, clean
+from holdfast.recorder.run_files import FAULTHANDLER_FILE, STACKS_FOLDER
+from holdfast.supervise.watch.process_evidence import (
+    KernelView,
+    catches_sigusr1,
+    is_python,
+    read_kernel_view,
+    uses_gpu,
+)
+
+_APART_SECONDS = 1.0  # runtime facts: 1 s tells what is blocked (no CPU time, same frames) from what is slow
+_PY_SPY_SECONDS = 3.0  # it takes 0.02 s, on a busy machine 0.1 s
+_NATIVE_SECONDS = 10.0  # it reads the symbols of every library
+_ANSWER_SECONDS = 0.5  # faulthandler takes 0.003 s
+_QUIET_SECONDS = 0.02
+_AT_ONCE = 8
+_MORE_LOOKS = 3
+_MORE_LOOKS_IF_SAME = 24  # a loop that spends most of its time in a helper is seen there many times in a row
+_MORE_APART_SECONDS = (0.01, 0.05)  # drawn each time: equal steps meet a loop of their period at one line for ever
+_NATIVE_LOOKS = 3  # where a loop spends half its time in C, one look finds it there as often as not
+_CHANCE = random.SystemRandom()  # has no seed that anybody counts on
+_BUSY_SHARE = 0.3
+_MOST_FRAMES = 256
+_MOST_FILES = 1000  # dumps that are kept, some 5 KB each
+_MOST_BYTES = 1 << 22
+_C_LIBRARY = re.compile(r"lib(?:c|m|pthread)[-.]|ld-|\[vdso\]")
+_INTERPRETER = re.compile(r"(?:lib)?(?:python|pypy)\d")
+_FAULT_THREAD = re.compile(
+    r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]{1,16})(?: \[(?P<name>.*?)\])? \(most recent call first\):"
+)
+_FAULT_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A process to look at.
+
+    Args:
+        about: What is known of it already; without looks.
+        folder: Where it writes its stacks upon SIGUSR1, or None if it does not.
+        observed: Whether it is known to be Python.
+    """
+
+    about: Examined
+    folder: Path | None = None
+    observed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What was taken.
+
+    Args:
+        processes: Those that were still there.
+        files: Names of the dumps by pid.
+        seconds: How long it took.
+    """
+
+    processes: tuple[Examined, ...]
+    files: Mapping[int, tuple[str, ...]]
+    seconds: float
+
+
+class Stacks:
+    """Take stacks and number the dumps.
+
+    Args:
+        run: The run's directory; dumps go into its folder of stacks.
+        pause: Waits for some seconds; returns early when the supervisor ends.
+        py_spy: Path of the program, empty for none; None to look for it.
+    """
+
+    def __init__(self, run: Path, *, pause: Callable[[float], Any] = time.sleep, py_spy: str | None = None) -> None:
+        self._folder = run / STACKS_FOLDER
+        self._pause = pause
+        self._py_spy = find_py_spy() if py_spy is None else py_spy
+        self._number = self._newest_number()
+
+    def take(self, subjects: Sequence[Subject]) -> Taken:
+        """Look at processes twice, about a second apart, and write down both. Never raises for a process's sake."""
+        began = time.monotonic()
+        self._number += 1
+        files: dict[int, list[str]] = {}
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="holdfast-stacks") as pool:
+            current = self._look(pool, subjects, files, "a")
+            self._pause(max(0.0, _APART_SECONDS - (time.monotonic() - began)))
+            current = self._look(pool, current, files, "b")
+            current = list(pool.map(self._look_closer, current))
+        self._keep_newest()
+        return Taken(
+            processes=tuple(subject.about for subject in current),
+            files={pid: tuple(names) for pid, names in files.items()},
+            seconds=time.monotonic() - began,
+        )
+
+    def _look(
+        self, pool: ThreadPoolExecutor, subjects: Sequence[Subject], files: dict[int, list[str]], letter: str
+    ) -> list[Subject]:
+        found = []
+        for subject, look in zip(subjects, pool.map(self._once, subjects), strict=True):
+            if look is None:
+                continue
+            about = replace(subject.about, looks=(*subject.about.looks, look))
+            name = self._write(about, letter)
+            if name is not None:
+                files.setdefault(about.pid, []).append(name)
+            found.append(replace(subject, about=about))
+        return found
+
+    def _once(self, subject: Subject) -> ProcessLook | None:
+        pid = subject.about.pid
+        view = read_kernel_view(pid)
+        if view.state in ("", "Z", "X"):
+            return None
+        seconds = time.monotonic()
+        threads: tuple[ThreadLook, ...] | None = None
+        source = "/proc"
+        if view.state != "D" and (subject.observed or is_python(pid)):
+            threads, source = self._py_spy_frames(pid, stopped=view.state in "Tt"), "py-spy"
+            if threads is None and subject.folder is not None and view.state not in "Tt":
+                threads, source = ask_for_stacks(pid, subject.folder / FAULTHANDLER_FILE), "faulthandler"
+        if threads is None:
+            threads, source = (), "/proc"
+        return ProcessLook(
+            seconds=seconds,
+            source=source,
+            state=view.state,
+            cpu_seconds=view.cpu_seconds,
+            io_bytes=view.io_bytes,
+            threads=_joined(pid, threads, view),
+        )
+
+    def _look_closer(self, subject: Subject) -> Subject:
+        """Look some times more at one that computes, and into native code if its stack does not move."""
+        about = subject.about
+        about = replace(about, uses_gpu=uses_gpu(about.pid))
+        if about.cpu_share < _BUSY_SHARE and about.last.main.waits != "running":
+            return replace(subject, about=about)
+        for number in range(_MORE_LOOKS_IF_SAME):
+            if about.last.source == "/proc" or (number >= _MORE_LOOKS and not _is_in_same_functions(about)):
+                break
+            time.sleep(_CHANCE.uniform(*_MORE_APART_SECONDS))
+            look = self._once(subject)
+            if look is not None:
+                about = replace(about, looks=(*about.looks, look))
+        if _is_still(about):
+            about = replace(about, native=self._native(about))
+        return replace(subject, about=about)
+
+    # --- py-spy -----------------------------------------------------------------------------------------------------
+
+    def _py_spy_frames(self, pid: int, *, stopped: bool) -> tuple[ThreadLook, ...] | None:
+        """Return the threads of a process; None if py-spy is missing, may not, or cannot."""
+        if not self._py_spy:
+            return None
+        found = self._run(["--nonblocking"], pid, _PY_SPY_SECONDS)
+        if found is None and not stopped:
+            # Without stopping it, a stack that changes may be torn; a stopped process cannot be stopped once more.
+            found = self._run([], pid, _PY_SPY_SECONDS)
+        return None if found is None else tuple(map(_thread, found))
+
+    def _native(self, about: Examined) -> tuple[str, ...] | None:
+        """Return the native functions below Python's innermost frame in the main thread, innermost first.
+
+        A loop calls functions in C too, for a moment each: only what is there at each of a few looks counts. None of
+        them if that frame is another one than at the looks: what moves is in no native function for long.
+        """
+        names: tuple[str, ...] | None = None
+        homes: set[str] | None = None
+        for number in range(_NATIVE_LOOKS if self._py_spy else 0):
+            if number:
+                time.sleep(_CHANCE.uniform(*_MORE_APART_SECONDS))
+            dump = self._run(["--native"], about.pid, _NATIVE_SECONDS) or ()
+            thread = next((each for each in dump if each.get("os_thread_id") == about.pid), None)
+            if thread is None:
+                break
+            found = _native_functions(thread, about.last.main.frames[-1].line)
+            homes = {home for _, home in found if homes is None or home in homes}
+            names = tuple(name for name, home in found if home in homes)[:_MOST_FRAMES]
+            if not names:
+                break
+        return names
+
+    def _run(self, options: list[str], pid: int, seconds: float) -> list[dict[str, Any]] | None:
+        command = [self._py_spy, "dump", "--json", *options, "--pid", str(pid)]
+        try:
+            child = subprocess.Popen(  # noqa: S603 - our own program and a number
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        except OSError:
+            return None
+        try:
+            output, _ = child.communicate(timeout=seconds)
+            found = json.loads(output) if child.returncode == 0 else None
+        except subprocess.TimeoutExpired:
+            child.kill()
+            with suppress(subprocess.TimeoutExpired):  # it may hang with the process that it looks at
+                child.communicate(timeout=1.0)
+            return None
+        except (OSError, ValueError, RecursionError):
+            return None
+        good = isinstance(found, list) and found and all(isinstance(each, dict) for each in found)
+        return found if good else None
+
+    def forget(self, taken: Taken) -> None:
+        """Delete what was written down of looks that came to nothing."""
+        for name in (name for names in taken.files.values() for name in names):
+            with suppress(OSError):
+                (self._folder / name).unlink()
+
+    # --- the dumps --------------------------------------------------------------------------------------------------
+
+    def _write(self, about: Examined, letter: str) -> str | None:
+        name = f"{self._number:04d}-{about.pid}-{letter}.txt"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / name).write_text(describe(about), encoding="utf-8")
+        except OSError:
+            return None  # a full disk: the event still tells the frame
+        return name
+
+    def _keep_newest(self) -> None:
+        """Delete the oldest dumps of many: a limit that is too low would fill a disk in weeks."""
+        with suppress(OSError):
+            for path in sorted(self._folder.glob("*.txt"))[:-_MOST_FILES]:
+                path.unlink()
+
+    def _newest_number(self) -> int:
+        taken = [path.name.partition("-")[0] for path in self._folder.glob("*.txt")]
+        return max((int(number) for number in taken if number.isdigit()), default=0)
+
+
+def find_py_spy() -> str:
+    """Return the path of py-spy: beside this interpreter, else on the PATH; empty if it is not installed."""
+    return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy") or ""
+
+
+def _thread(found: dict[str, Any]) -> ThreadLook:
+    frames = [
+        Frame(
+            file=clean(str(each.get("filename"))),
+            line=int(each.get("line") or 0),
+            function=clean(str(each.get("name"))),
+        )
+        for each in (found.get("frames") or ())[:_MOST_FRAMES]
+        if isinstance(each, dict)
+    ]
+    return ThreadLook(
+        tid=int(found.get("os_thread_id") or 0),
+        name=clean(str(found.get("thread_name") or "")),
+        main=found.get("os_thread_id") == found.get("pid"),
+        frames=tuple(reversed(frames)),
+        holds_gil=bool(found.get("owns_gil")),
+    )
+
+
+def _native_functions(thread: Mapping[str, Any], line: int) -> list[tuple[str, str]]:
+    """Return name and home of the native functions below Python's innermost frame, if that is at a line.
+
+    The home is the library's file: not all have names, and of MKL py-spy finds often only the innermost. Within the
+    interpreter it is the function. The C library and the kernel's (allocating, copying, clocks) are left out: any
+    Python runs them.
+    """
+    found: list[tuple[str, str]] = []
+    for each in (each for each in thread.get("frames") or () if isinstance(each, dict)):
+        name, file = clean(str(each.get("name"))), clean(Path(str(each.get("module") or "")).name)
+        if not file and each.get("filename") != "?":  # that is machine code from no file
+            return found if each.get("line") == line else []
+        if file and not _C_LIBRARY.match(file):
+            found.append((file if name.startswith("0x") else name, name if _INTERPRETER.match(file) else file))
+    return found
+
+
+def _joined(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tuple[ThreadLook, ...]:
+    """Put what the kernel says to each thread; threads without Python frames, but the main one, are left out."""
+    found = []
+    others = [tid for tid in view.waits if tid != pid]
+    only = others[0] if len(others) == 1 and len(threads) == 2 else None  # faulthandler knows no numbers
+    for thread in threads:
+        tid = pid if thread.main else only or thread.tid
+        waits, target = view.waits.get(tid, ("", ""))
+        found.append(replace(thread, tid=tid, waits=waits, target=target))
+    if not any(thread.main for thread in found):
+        waits, target = view.waits.get(pid, ("", ""))
+        found.append(ThreadLook(tid=pid, main=True, waits=waits, target=target))
+    return tuple(sorted(found, key=lambda thread: not thread.main))
+
+
+# --- faulthandler -----------------------------------------------------------------------------------------------
+
+
+def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
+    """Let an observed process write its own stacks; None if it has no handler for that, or does not answer.
+
+    Args:
+        pid: The process.
+        file: Where its faulthandler writes to.
+    """
+    try:
+        before = file.stat().st_size
+        if not file.is_file() or not catches_sigusr1(pid):  # who replaces it by a pipe gets no reader
+            return None
+        os.kill(pid, signal.SIGUSR1)
+        size, until = before, time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < until:
+            time.sleep(_QUIET_SECONDS)
+            now = file.stat().st_size
+            if now == size > before:
+                break
+            size = now
+        with file.open("rb") as opened:
+            opened.seek(before)
+            text = opened.read(_MOST_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
+    return read_faulthandler(text) or None
+
+
+def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
+    """Return the threads of a dump by faulthandler, which lists them from the newest to the main one."""
+    idents: list[int] = []  # not the system's numbers, but the same at each look
+    names: list[str] = []
+    stacks: list[list[Frame]] = []
+    for line in text.splitlines():
+        if found := _FAULT_THREAD.match(line):
+            idents.append(int(found["ident"], 16))
+            names.append(clean(found["name"] or ""))
+            stacks.append([])
+        elif stacks and (found := _FAULT_FRAME.match(line)) and len(stacks[-1]) < _MOST_FRAMES:
+            frame = Frame(file=clean(found["file"]), line=int(found["line"]), function=clean(found["function"]))
+            stacks[-1].append(frame)
+    last = len(stacks) - 1
+    return tuple(
+        ThreadLook(tid=ident, name=name, main=index == last, frames=tuple(reversed(frames)))
+        for index, (ident, name, frames) in enumerate(zip(idents, names, stacks, strict=True))
+    )
+
+
+def _is_still(about: Examined) -> bool:
+    """Say whether the stack of the main thread is known, and was the same at each look."""
+    return bool(about.last.main.frames) and len({look.main.frames for look in about.looks}) == 1
+
+
+def _is_in_same_functions(about: Examined) -> bool:
+    """Say whether the main thread was in the same functions at each look: the innermost may be a loop's helper."""
+    looks = {tuple((frame.file, frame.function) for frame in look.main.frames) for look in about.looks}
+    return bool(about.last.main.frames) and len(looks) == 1
+
+
+# --- in words ---------------------------------------------------------------------------------------------------
+
+
+def describe(about: Examined) -> str:
+    """Return the newest look at a process as text, innermost frames first."""
+    look = about.last
+    rank = "" if about.rank is None else f", rank {about.rank}"
+    used = f"{look.cpu_seconds:.2f} s of CPU time, {look.io_bytes} bytes read and written"
+    lines = [f"process {about.pid} ({about.role}{rank}), state {look.state}, {used}; stacks from {look.source}"]
+    if about.phase:
+        lines.append(f"in the phase {about.phase!r} for {about.seconds:.1f} s, at step {about.step}")
+    for thread in look.threads:
+        lock = ", holds the interpreter's lock" if thread.holds_gil else ""
+        waits = f": {thread.waits}{f' ({thread.target})' if thread.target else ''}" if thread.waits else ""
+        lines += ["", f"thread {thread.tid} {thread.name or ('MainThread' if thread.main else '')}{waits}{lock}"]
+        lines += [
+            f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in reversed(thread.frames)
+        ]
+    return "\n".join(lines) + "\n"
