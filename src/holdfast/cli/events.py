@@ -16,9 +16,9 @@ import typer
 from holdfast.cli.output import Json, failing_clearly, print_json
 from holdfast.core.clock import SystemClock
 from holdfast.core.events import Event
+from holdfast.core.text import as_json_value
 from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.run_recordings import Recordings, all_rings, open_recordings
-from holdfast.report.inert import as_json_value
 from holdfast.report.sources import Source, is_sound_event
 
 if TYPE_CHECKING:

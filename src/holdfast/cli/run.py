@@ -192,15 +192,14 @@ def _print_plan(plan: Plan, *, as_json: bool) -> None:
 
 
 def _print_end(outcome: Outcome) -> None:
-    from holdfast.report.inert import inert
-    from holdfast.report.quantities import duration
+    from holdfast.core.text import duration, sanitise
     from holdfast.report.verdicts import how_sure
 
     verdict, times = outcome.verdict, "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
-    where = f", {inert(verdict.where)}" if verdict.where else ""
+    where = f", {sanitise(verdict.where)}" if verdict.where else ""
     sure = "" if verdict.family == "ended well" else how_sure(verdict)
     run = _shown(outcome.run)
-    _echo(f"holdfast: {inert(verdict.title)} [{verdict.cause}]{', ' if sure else ''}{sure}{where}", 2)
+    _echo(f"holdfast: {sanitise(verdict.title)} [{verdict.cause}]{', ' if sure else ''}{sure}{where}", 2)
     _echo(f"holdfast: {times} in {duration(outcome.seconds)}; {outcome.why}; recorded in {run}", 2)
     _echo(f"holdfast: holdfast explain {shlex.quote(run)}", 2)
 

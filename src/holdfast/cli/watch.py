@@ -41,7 +41,7 @@ def run(
 
 
 def _facts(glance: Glance) -> Any:
-    from holdfast.report.inert import as_json_value
+    from holdfast.core.text import as_json_value
 
     facts = dataclasses.asdict(glance)
     for process in facts["processes"]:

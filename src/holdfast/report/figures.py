@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.core.text import duration, moment, sanitise
 from holdfast.report.gathering import Lane, ProcessSeen, RunPicture
-from holdfast.report.inert import inert
-from holdfast.report.quantities import duration, moment
 from holdfast.report.series import Numbers, Series
 from holdfast.report.sources import EventSeen
 
@@ -70,7 +69,7 @@ _MOST_MARKS = 200
 
 def label(value: object, most: int = 120) -> str:
     """Return text that plotly.js draws as it stands: no tag, no entity, no control character."""
-    return inert(value, most=most).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return sanitise(value, most=most).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def figures(picture: RunPicture) -> dict[str, Figure]:

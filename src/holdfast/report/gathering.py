@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from holdfast.checkpoint.manifest import read_manifest
 from holdfast.checkpoint.store import Store
 from holdfast.core.errors import CheckpointError, HoldfastError
+from holdfast.core.text import sanitise
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.progress import Standing, read_board
@@ -32,7 +33,6 @@ from holdfast.recorder.run_files import (
     ProcessInfo,
 )
 from holdfast.report.images import ImageSeen, read_images
-from holdfast.report.inert import inert
 from holdfast.report.series import MOST_POINTS, Series, columns_of_marks, columns_of_samples, read_sample_array
 from holdfast.report.sources import (
     CHECKPOINTS_FOLDER,
@@ -162,7 +162,7 @@ class _Reading:
             return list(read(path))
         except (HoldfastError, OSError, ValueError, TypeError, struct.error) as error:
             what = error.what if isinstance(error, HoldfastError) else str(error)
-            self.problems.append(inert(what, most=300))
+            self.problems.append(sanitise(what, most=300))
             return []
 
 
@@ -310,7 +310,7 @@ def _checkpoints(run: Path) -> Iterator[CheckpointSeen]:
     try:
         entries, damaged = store.entries(), store.damaged()
     except CheckpointError as error:
-        yield CheckpointSeen(name=CHECKPOINTS_FOLDER, global_step=0, status=inert(error.what, most=200))
+        yield CheckpointSeen(name=CHECKPOINTS_FOLDER, global_step=0, status=sanitise(error.what, most=200))
         return
     for entry in entries:
         status, size, saved = "complete", None, None
@@ -318,7 +318,7 @@ def _checkpoints(run: Path) -> Iterator[CheckpointSeen]:
             manifest = read_manifest(entry.path)
             size, saved = manifest.size_bytes(), manifest.unix_seconds
         except (HoldfastError, OSError, ValueError, KeyError, TypeError) as error:
-            status = inert(error.what if isinstance(error, HoldfastError) else error, most=200)
+            status = sanitise(error.what if isinstance(error, HoldfastError) else error, most=200)
         yield CheckpointSeen(
             name=entry.path.name, global_step=entry.global_step, status=status, size_bytes=size, saved=saved
         )
@@ -333,7 +333,7 @@ def _stacks(run: Path, processes: list[ProcessSeen]) -> Iterator[StackSeen]:
     for path in paths:
         with contextlib.suppress(OSError):
             if text := _tail(path, _MOST_STACK_BYTES).strip():
-                yield StackSeen(name=inert(path.relative_to(run)), text=text)
+                yield StackSeen(name=sanitise(path.relative_to(run)), text=text)
 
 
 def _tail(path: Path, most: int = _OUTPUT_BYTES) -> str:
@@ -348,7 +348,7 @@ def _tail(path: Path, most: int = _OUTPUT_BYTES) -> str:
     text = data.decode("utf-8", "replace")
     if size > most:
         text = text.partition("\n")[2] or text
-    return inert(_without_redrawn_lines(text), most=most, lines=True)
+    return sanitise(_without_redrawn_lines(text), most=most, lines=True)
 
 
 def _without_redrawn_lines(text: str) -> str:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from holdfast.core.text import sanitise
 from holdfast.guard.images import IMAGES_FOLDER, MOST_FILE_BYTES, MOST_TAGS, png_size
-from holdfast.report.inert import inert
 
 _SHOWN_OF_A_TAG = 5
 _MOST_FILES = 1000  # of a folder that are looked at
@@ -52,7 +52,7 @@ def read_images(runs: Iterable[Path], problems: list[str]) -> list[ImageSeen]:
     chosen: list[tuple[int, str, int, Path]] = []  # how far down in its tag, tag, step, file
     for run in with_images:
         for tag, files in _tags(run / IMAGES_FOLDER, problems):
-            name = inert(tag if len(with_images) == 1 else f"{tag} of {run.name}", most=160)
+            name = sanitise(tag if len(with_images) == 1 else f"{tag} of {run.name}", most=160)
             chosen += [(place, name, step, path) for place, (step, path) in enumerate(_spread(files))]
     found, left, size = [], 0, 0
     for _, name, step, path in sorted(chosen):  # the newest of every tag before the second of any
@@ -61,7 +61,7 @@ def read_images(runs: Iterable[Path], problems: list[str]) -> list[ImageSeen]:
             width, height = png_size(png)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            problems.append(inert(f"image {name} of step {step} is left out: {why}", most=300))
+            problems.append(sanitise(f"image {name} of step {step} is left out: {why}", most=300))
             continue
         if size + len(png) > _MOST_BYTES_IN_ALL:
             left += 1
@@ -88,7 +88,7 @@ def _tags(folder: Path, problems: list[str]) -> Iterator[tuple[str, list[tuple[i
             if files:
                 yield tag.name, sorted(files, reverse=True)
     except OSError as error:
-        problems.append(inert(f"images cannot be listed: {error.strerror or error}", most=300))
+        problems.append(sanitise(f"images cannot be listed: {error.strerror or error}", most=300))
 
 
 def _is_folder(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """The live view: a glance at a run, drawn in a terminal with Rich.
 
-Every text that a run chose is put in as `Text` after `inert`, never as markup, so that it cannot colour, link, clear
+Every text that a run chose is put in as `Text` after `sanitise`, never as markup, so that it cannot colour, link, clear
 or move anything.
 
 Does not: read a run (``watching``).
@@ -18,9 +18,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.core.text import duration, moment, sanitise, size
 from holdfast.recorder.progress import Phase
-from holdfast.report.inert import inert
-from holdfast.report.quantities import duration, moment, size
 from holdfast.report.verdicts import how_sure
 from holdfast.report.watching import Glance, ProcessGlance, Watched
 
@@ -85,7 +84,7 @@ def draw(glance: Glance, width: int) -> RenderableType:
         parts.append(_events(glance))
     if glance.verdict is not None:
         parts.append(_verdict(glance))
-    parts += [Text(f"note: {inert(problem, most=200)}", style="yellow") for problem in glance.problems[:3]]
+    parts += [Text(f"note: {sanitise(problem, most=200)}", style="yellow") for problem in glance.problems[:3]]
     return Group(*parts)
 
 
@@ -99,11 +98,11 @@ def _head(glance: Glance) -> Panel:
         line.append(f", since {duration(max(0.0, glance.now - glance.began))}")
     lines = [line]
     if glance.command:
-        lines.insert(0, Text(inert(glance.command, most=300), no_wrap=True, overflow="ellipsis"))
+        lines.insert(0, Text(sanitise(glance.command, most=300), no_wrap=True, overflow="ellipsis"))
     if glance.limits:
-        told = ", ".join(f"{inert(name, most=20)} {duration(seconds)}" for name, seconds in glance.limits)
+        told = ", ".join(f"{sanitise(name, most=20)} {duration(seconds)}" for name, seconds in glance.limits)
         lines.append(Text(f"limits: {told}", style="dim"))
-    title = Text(inert(glance.name, most=60))
+    title = Text(sanitise(glance.name, most=60))
     return Panel(Group(*lines), title=title, title_align="left", box=box.ROUNDED)
 
 
@@ -123,7 +122,7 @@ def _standings(processes: Sequence[ProcessGlance], *, wide: bool) -> Table:
     table = _table(columns[0], "role", *columns[1:]) if wide else _table(*columns)
     for process in processes:
         cells = [
-            Text(inert(process.label, most=40)),
+            Text(sanitise(process.label, most=40)),
             _phase(process),
             Text("" if process.since_seconds is None else duration(process.since_seconds)),
             Text(f"{process.step:,}" if process.step else ""),
@@ -160,7 +159,7 @@ def _training(processes: Sequence[ProcessGlance], width: int) -> Table:
     for process in processes:
         loss = process.loss
         cells = [
-            Text(inert(process.label, most=40)),
+            Text(sanitise(process.label, most=40)),
             _value(loss, 4),
             Text("" if loss is None else sparkline(process.losses, bars), style="cyan"),
             _value(process.grad_norm, 3),
@@ -188,9 +187,9 @@ def _events(glance: Glance) -> Table:
         facts = ", ".join(f"{key}={value!r}"[:200] for key, value in list(seen.event.data.items())[:12])
         table.add_row(
             Text(moment(seen.event.unix_seconds, "%H:%M:%S")),
-            Text(inert(seen.source, most=20)),
-            Text(inert(seen.event.kind, most=24), style="red" if seen.event.kind in _ALARMING else ""),
-            Text(inert(facts, most=300), no_wrap=True, overflow="ellipsis"),
+            Text(sanitise(seen.source, most=20)),
+            Text(sanitise(seen.event.kind, most=24), style="red" if seen.event.kind in _ALARMING else ""),
+            Text(sanitise(facts, most=300), no_wrap=True, overflow="ellipsis"),
         )
     return table
 
@@ -198,13 +197,13 @@ def _events(glance: Glance) -> Table:
 def _verdict(glance: Glance) -> Panel:
     verdict = glance.verdict
     assert verdict is not None
-    lines = [Text(inert(verdict.summary, most=1000))]
+    lines = [Text(sanitise(verdict.summary, most=1000))]
     if verdict.fix:
-        lines.append(Text.assemble(("Fix: ", "bold"), inert(verdict.fix, most=1000)))
+        lines.append(Text.assemble(("Fix: ", "bold"), sanitise(verdict.fix, most=1000)))
     if sure := how_sure(verdict):
         lines.append(Text(f"How sure: {sure}", style="dim"))
     style = "green" if verdict.family == "ended well" else "red"
-    title = Text(f"{inert(verdict.title, most=60)} [{inert(verdict.cause, most=10)}]")
+    title = Text(f"{sanitise(verdict.title, most=60)} [{sanitise(verdict.cause, most=10)}]")
     return Panel(Group(*lines), title=title, title_align="left", border_style=style, box=box.ROUNDED)
 
 

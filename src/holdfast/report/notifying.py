@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import PolicyError
+from holdfast.core.text import as_json_value, sanitise
 from holdfast.core.version import __version__
-from holdfast.report.inert import as_json_value, inert
 from holdfast.report.verdicts import how_sure, verdict_from
 
 TIMEOUT_SECONDS = 5.0
@@ -72,7 +72,7 @@ def stop_message(run: Path, verdict: Mapping[str, Any]) -> dict[str, Any]:
         f"holdfast explain {run}",
     ]
     return {
-        "text": "\n".join(inert(line, most=1200).translate(_NO_COMMANDS) for line in lines if line),
+        "text": "\n".join(sanitise(line, most=1200).translate(_NO_COMMANDS) for line in lines if line),
         "run": str(run),
         "hostname": socket.gethostname(),
         "holdfast": __version__,
@@ -101,7 +101,7 @@ def notify(
         host = urllib.parse.urlsplit(url).hostname
     except (PolicyError, ValueError, TypeError) as error:
         # Not what a PolicyError says, since that names the whole address.
-        told = "its address is none" if isinstance(error, PolicyError) else inert(error, most=200)
+        told = "its address is none" if isinstance(error, PolicyError) else sanitise(error, most=200)
         _log.warning("no message was sent: %s", told)
         return False
     for pause in (*RETRY_SECONDS, None):
@@ -138,7 +138,7 @@ def _try(url: str, body: bytes, timeout_seconds: float) -> tuple[str, bool]:
         redirected = ", a redirect: give the address that it leads to" if 300 <= error.code < 400 else ""
         return f"status {error.code}{redirected}", error.code in _RETRIED
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return inert(error, most=200) or type(error).__name__, True
+        return sanitise(error, most=200) or type(error).__name__, True
     return "", False
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from string import Template
 
 from holdfast.core.errors import PolicyError
+from holdfast.core.text import as_json_value, sanitise
 from holdfast.core.version import __version__
-from holdfast.report.inert import as_json_value, inert
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -105,8 +105,8 @@ def _json(value: object) -> str:
 
 
 def as_html(value: object, *, most: int = 2000, lines: bool = False) -> str:
-    """Return text as HTML that does nothing; see `inert`."""
-    return escape(inert(value, most=most, lines=lines), quote=True)
+    """Return text as HTML that does nothing; see `sanitise`."""
+    return escape(sanitise(value, most=most, lines=lines), quote=True)
 
 
 def prose(value: str) -> str:

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from itertools import groupby
 
+from holdfast.core.text import as_json_value, duration, moment, size
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.report.figures import figures
 from holdfast.report.gathering import CheckpointSeen, ProcessSeen, RunPicture
 from holdfast.report.images import ImageSeen
-from holdfast.report.inert import as_json_value
 from holdfast.report.offline_page import as_html, fill_page, plot, prose
-from holdfast.report.quantities import duration, moment, size
 from holdfast.report.sources import EventSeen
 from holdfast.report.verdicts import how_sure
 

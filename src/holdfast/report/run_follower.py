@@ -15,6 +15,7 @@ from pathlib import Path
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.events import Event
+from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import EVENTS_FILE, STEPS_FILE, StepMark
 from holdfast.recorder.following import EventFollower, MarkFollower, SampleFollower
 from holdfast.recorder.progress import StepSample
@@ -28,7 +29,6 @@ from holdfast.recorder.run_files import (
     process_lives,
     read_process_file,
 )
-from holdfast.report.inert import inert
 from holdfast.report.sources import (
     Source,
     find_sources,
@@ -87,7 +87,7 @@ class RunFollower:
         try:
             self.sources = [*find_sources(self._run, self._processes.present()), *self._guards.values()]
         except (OSError, TypeError) as error:
-            self.problems[str(self._run)] = inert(error, most=200)
+            self.problems[str(self._run)] = sanitise(error, most=200)
         here = ran_here(read_json(self._run / SUPERVISED_FILE))
         found: list[News] = []
         over: set[Path] = set()
@@ -98,11 +98,11 @@ class RunFollower:
             try:
                 news = track.new(source, hold_back=hold_back and source.directory not in over)
             except RunDirectoryError as error:
-                self.problems[str(source.directory)] = inert(error.what, most=200)
+                self.problems[str(source.directory)] = sanitise(error.what, most=200)
                 continue
             if news.lost and news.samples:
                 words = words_of_lost(track.lost, news.samples[0].step)
-                self.problems[f"{source.directory} lost"] = f"of {inert(source.label, most=60)} {words}"
+                self.problems[f"{source.directory} lost"] = f"of {sanitise(source.label, most=60)} {words}"
             if news.samples or news.events or news.lost:
                 found.append(news)
                 self._remember_guards(news)

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from holdfast.core.text import sanitise
 from holdfast.explain.signature import FAMILIES, Restart
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
-from holdfast.report.inert import inert
 from holdfast.report.sources import read_json
 
 # Between the confidences of the tiers of evidence in ``diagnose.weighing``: 0.97 and 0.93, 0.80, 0.70, 0.40.
@@ -36,7 +36,7 @@ def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
 
         return judge(collect(run))
     except Exception as error:  # noqa: BLE001 - a report of what is known is better than none; the reason is shown
-        problems.append(f"no verdict could be made: {inert(error, most=200)}")
+        problems.append(f"no verdict could be made: {sanitise(error, most=200)}")
         return None
 
 

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 from tests.unit.report.made_runs import Clock, happened, make_run, write_events
 
+from holdfast.core.text import as_json_value
 from holdfast.recorder.black_box import BlackBox, StepMark
 from holdfast.report.figures import figures
 from holdfast.report.gathering import gather
-from holdfast.report.inert import as_json_value
 from holdfast.report.live import draw
 from holdfast.report.metrics import follow, open_sinks
 from holdfast.report.watching import Watched

@@ -9,9 +9,9 @@ import math
 import pytest
 from tests.unit.report.made_runs import GONE, add_process, happened, make_run, sample, write_events
 
+from holdfast.core.text import as_json_value
 from holdfast.report.figures import figures, label
 from holdfast.report.gathering import gather
-from holdfast.report.inert import as_json_value
 
 graph_objects = pytest.importorskip("plotly.graph_objects")
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from holdfast.report.inert import inert
+from holdfast.core.text import sanitise
 from holdfast.report.metrics.points import Happened, Naming, Sink
 from holdfast.report.run_follower import News, RunFollower
 
@@ -97,7 +97,7 @@ def _look(follower: RunFollower, failures: list[str], *, last: bool) -> list[New
     try:
         return follower.new(hold_back=not last)
     except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor lives on
-        told = f"the run directory cannot be read: {type(error).__name__}: {inert(error, most=300)}"
+        told = f"the run directory cannot be read: {type(error).__name__}: {sanitise(error, most=300)}"
         if told not in failures:
             failures.append(told)
             _log.warning("%s", told)
@@ -123,6 +123,6 @@ def _close(sink: Sink, failures: list[str]) -> None:
 
 
 def _failed(sink: Sink, error: Exception) -> str:
-    told = f"{sink.name}: {type(error).__name__}: {inert(error, most=300)}"
+    told = f"{sink.name}: {type(error).__name__}: {sanitise(error, most=300)}"
     _log.warning("metrics are not written any more to %s", told)
     return told

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.inert import as_json_value
+from holdfast.core.text import as_json_value
 from holdfast.report.metrics.points import Happened, Point
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.report.inert import inert
+from holdfast.core.text import sanitise
 from holdfast.report.metrics.points import Happened, Point
 
 _EXPERIMENT = "holdfast"
@@ -34,7 +34,7 @@ class MlflowRun:
         self._client: Any = MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name(_EXPERIMENT)
         number = experiment.experiment_id if experiment else self._client.create_experiment(_EXPERIMENT)
-        self._run: str = self._client.create_run(number, run_name=inert(name, most=200)).info.run_id
+        self._run: str = self._client.create_run(number, run_name=sanitise(name, most=200)).info.run_id
         self._counts: dict[str, int] = {}
 
     def write(self, points: list[Point], events: list[Happened]) -> None:
@@ -59,4 +59,4 @@ class MlflowRun:
 
 def _key(text: str) -> str:
     """Return a text with the characters that MLflow allows in a name."""
-    return "".join(c if c.isascii() and (c.isalnum() or c in "_-. ") else "_" for c in inert(text, most=100))
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_-. ") else "_" for c in sanitise(text, most=100))

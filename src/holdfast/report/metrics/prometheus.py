@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import PolicyError
-from holdfast.report.inert import inert
+from holdfast.core.text import sanitise
 from holdfast.report.metrics.points import Happened, Point
 
 _GAUGES = {
@@ -45,7 +45,7 @@ class Prometheus:
 
         self.registry = CollectorRegistry()
         self.name = "Prometheus"
-        self._run = inert(run, most=200)
+        self._run = sanitise(run, most=200)
         labels = ["run", "process"]
         self._gauges = {
             key: Gauge(name, told, labels, registry=self.registry) for key, (name, told) in _GAUGES.items()
@@ -61,7 +61,7 @@ class Prometheus:
             for key, value in {**point.values, **facts}.items():
                 self._gauges[key].labels(self._run, process).set(value)
         for happened in events:
-            kind = inert(happened.event.kind, most=60)
+            kind = sanitise(happened.event.kind, most=60)
             if len(self._kinds) < _MOST_KINDS:
                 self._kinds.add(kind)
             self._events.labels(self._run, kind if kind in self._kinds else "other").inc()

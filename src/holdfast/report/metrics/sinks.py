@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.core.errors import PolicyError
-from holdfast.report.inert import inert
+from holdfast.core.text import sanitise
 from holdfast.report.metrics.json_lines import JsonLines
 from holdfast.report.metrics.mlflow_runs import MlflowRun
 from holdfast.report.metrics.points import Sink
@@ -102,7 +102,8 @@ def _open(wanted: str, run: Path) -> Sink:
         raise
     except Exception as error:  # clients raise what they like
         raise PolicyError(
-            f"metrics target {kind}={target!r} cannot be opened ({type(error).__name__}: {inert(error, most=300)})",
+            f"metrics target {kind}={target!r} cannot be opened "
+            f"({type(error).__name__}: {sanitise(error, most=300)})",
             limit="it must be writable, and a port must be free",
             fix="choose another target, or correct this one.",
             rule="H743",

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from holdfast.report.inert import inert
+from holdfast.core.text import sanitise
 from holdfast.report.metrics.points import Happened, Point
 
 _TAGS = {
@@ -53,10 +53,10 @@ class TensorBoard:
                 writer.add_scalar(_TAGS.get(name, name), value, point.step, walltime=point.unix_seconds)
         for happened in events:
             event = happened.event
-            facts = "\n".join(f"    {inert(key)}: {inert(value)}" for key, value in event.data.items())
+            facts = "\n".join(f"    {sanitise(key)}: {sanitise(value)}" for key, value in event.data.items())
             self._writer("events", 0).add_text(  # indented: Markdown shows it as it stands
-                inert(event.kind, most=60),
-                f"    by: {inert(happened.process)}, attempt {happened.attempt}\n{facts}",
+                sanitise(event.kind, most=60),
+                f"    by: {sanitise(happened.process)}, attempt {happened.attempt}\n{facts}",
                 event.global_step,
                 walltime=event.unix_seconds,
             )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.report.inert import as_json_value, inert
+from holdfast.core.text import as_json_value, sanitise
 
 
 @pytest.mark.parametrize(
@@ -32,23 +32,23 @@ from holdfast.report.inert import as_json_value, inert
 )
 def test_what_would_do_something_is_taken_away_or_shown(text, shown):
     """Escape sequences vanish, and other controls, surrogates and marks of direction are replaced."""
-    assert inert(text) == shown
+    assert sanitise(text) == shown
 
 
 def test_a_long_text_is_cut_and_lines_stay_where_they_may():
     """The bound holds, with a mark; with lines a carriage return is a line break."""
-    assert inert("x" * 5000, most=10) == "x" * 9 + "…"
-    assert inert("a\r\nb\rc", lines=True) == "a\nb\nc"
-    assert inert(None) == "None"
+    assert sanitise("x" * 5000, most=10) == "x" * 9 + "…"
+    assert sanitise("a\r\nb\rc", lines=True) == "a\nb\nc"
+    assert sanitise(None) == "None"
 
 
 @given(st.text())
 def test_nothing_that_is_not_seen_remains(text):
     """Of any text, what remains is printable, fits UTF-8 and is inert already."""
-    shown = inert(text)
+    shown = sanitise(text)
     shown.encode()
     assert shown.isprintable()
-    assert inert(shown) == shown
+    assert sanitise(shown) == shown
 
 
 _VALUES = st.recursive(

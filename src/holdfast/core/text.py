@@ -1,6 +1,6 @@
-"""Make text from logs and recordings harmless: what a run printed may be hostile, or just binary.
+"""Text for people: what a run printed made harmless, and durations, sizes and moments with a unit.
 
-Does not: escape for HTML (``page`` does, once, where text enters it) or for Rich (``live`` uses `Text`, not markup).
+Does not: escape for HTML (the page does, once, where text enters it) or for Rich (which gets `Text`, not markup).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from datetime import UTC, datetime
 from typing import Any
 
 # Escape sequences of terminals (ECMA-48): CSI, the string sequences OSC, DCS, SOS, PM and APC, and short ones. A
@@ -21,7 +22,7 @@ _UNSEEN = frozenset({"Cc", "Cs", "Cf", "Co", "Cn", "Zl", "Zp"})
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def inert(value: object, *, most: int = 2000, lines: bool = False) -> str:
+def sanitise(value: object, *, most: int = 2000, lines: bool = False) -> str:
     """Return text that shows what it is and does nothing.
 
     Args:
@@ -56,7 +57,7 @@ def as_json_value(value: Any, *, depth: int = 8) -> Any:
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if depth == 0:
-        return inert(value)
+        return sanitise(value)
     if isinstance(value, dict):
         return {_whole(str(key)): as_json_value(each, depth=depth - 1) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -67,3 +68,33 @@ def as_json_value(value: Any, *, depth: int = 8) -> Any:
 def _whole(text: str) -> str:
     """Return the text without lone surrogates, which UTF-8 cannot hold."""
     return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units: "8.2 s", "45 s", "3 min 5 s", "5 h 3 min", "2 d 4 h"."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    large, small = ((days, "d"), (hours, "h")) if days else ((hours, "h"), (minutes, "min")) if hours else (
+        (minutes, "min"), (rest, "s")
+    )  # fmt: skip
+    return f"{large[0]} {large[1]}" + (f" {small[0]} {small[1]}" if small[0] else "")
+
+
+def size(count: float) -> str:
+    """Return a number of bytes with three digits and a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def moment(unix_seconds: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Return a time in UTC, "unknown" if it is none."""
+    try:
+        return datetime.fromtimestamp(unix_seconds, UTC).strftime(form)
+    except (ValueError, OverflowError, OSError):
+        return "unknown"
