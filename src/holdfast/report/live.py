@@ -1,7 +1,7 @@
 """The live view: a glance at a run, drawn in a terminal with Rich.
 
-Every text that a run chose is put in as `Text` after `sanitise`, never as markup, so that it cannot colour, link, clear
-or move anything.
+Every text that a run chose is put in as `Text` after `sanitise`, never as markup, so that it cannot colour, link,
+clear or move anything.
 
 Does not: read a run (``watching``).
 """
