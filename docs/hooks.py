@@ -186,6 +186,7 @@ def figures(name: str, wanted: list[str]) -> str:
     Raises:
         LookupError: if there is no such figure, or no such file.
     """
+    from benchmarks.freshness import FIRST_LOOKS, declared
     from benchmarks.tables import is_shown, row
 
     file = RESULTS / f"{name}.json"
@@ -199,9 +200,12 @@ def figures(name: str, wanted: list[str]) -> str:
             raise LookupError(f"{name}.json has no figure {pattern!r}")
         chosen += found
     where = f"`{name}`, {result['date'][:10]}, commit {str(result['commit']['commit'])[:9]}"
-    return "\n".join(
-        [f"| {where} | measured | to reach |", "|---|---|---|", *(f"| {row(each)} |" for each in chosen)]
-    )
+    lines = [f"| {where} | measured | to reach |", "|---|---|---|", *(f"| {row(each)} |" for each in chosen)]
+    if name in FIRST_LOOKS:
+        lines += ["", "The first and only look at these programs; the rules have changed since."]
+    elif name in (excuses := declared()):
+        lines += ["", f"The code has changed since: {excuses[name]['because']}"]
+    return "\n".join(lines)
 
 
 def faults_table() -> str:
