@@ -5,8 +5,8 @@
 
 A result file holds the digest of the sources that `SOURCES` names for its script; comments, docstrings and formatting
 do not count. Where the digest differs, the figures are stale and a test fails, until they are measured again or the
-change is declared harmless in ``harmless.json``, with a reason that the page of figures prints. The next change of the
-same sources asks again.
+change is declared harmless in ``harmless.json``, with a reason that the page of figures prints. The next change of
+the same sources asks again.
 """
 
 from __future__ import annotations
