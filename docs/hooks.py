@@ -6,6 +6,7 @@ A page of docs/ may hold a directive, an HTML comment on a line of its own that 
     <!-- policy -->     every field of `Policy`
     <!-- presets -->    every preset
     <!-- commands -->   every command with its arguments and options
+    <!-- modules -->    every module with the first sentence of its docstring
     <!-- faults -->     what faults do to a training in each framework
     <!-- figures: NAME  these figures of benchmarks/results/NAME.json, a line each; * is any text;
     ...                 without a line: those with something to reach, and what was measured beside them
@@ -18,6 +19,7 @@ repository. A link to a file that does not exist is a warning, which strict mode
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import fnmatch
 import json
@@ -51,7 +53,7 @@ STAND_INS = {
     **{f"recipes/{name}": f"recipes/{name}.md" for name in RECIPES},
 }
 _DIRECTIVE = re.compile(
-    r"^<!-- (rules|policy|presets|commands|faults|figures: (?P<given>.*?))\s-->$",
+    r"^<!-- (rules|policy|presets|commands|modules|faults|figures: (?P<given>.*?))\s-->$",
     re.MULTILINE | re.DOTALL,
 )
 _LINK = re.compile(r"(?P<bang>!?)\[(?P<words>[^\]]*)\]\((?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)")
@@ -100,6 +102,7 @@ def expanded(markdown: str) -> str:
         "policy": policy_table,
         "presets": presets_table,
         "commands": commands,
+        "modules": modules,
         "faults": faults_table,
     }
 
@@ -205,6 +208,22 @@ def figures(name: str, wanted: list[str]) -> str:
         lines += ["", "The first and only look at these programs; the rules have changed since."]
     elif name in (excuses := declared()):
         lines += ["", f"The code has changed since: {excuses[name]['because']}"]
+    return "\n".join(lines)
+
+
+def modules() -> str:
+    """Return a table of each package's modules with the first sentence of their docstrings."""
+    package = ROOT / "src" / "holdfast"
+    lines: list[str] = []
+    folder = None
+    for file in sorted(package.rglob("*.py"), key=lambda each: (each.parent, each.name)):
+        docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        sentence = " ".join(docstring.split("\n\n")[0].split())
+        if file.parent != folder:
+            folder = file.parent
+            lines += ["", f"### {folder.relative_to(package.parent)}", "", "| module | holds |", "|---|---|"]
+        if file.name != "__init__.py":
+            lines.append(f"| `{file.stem}` | {_cell(sentence)} |")
     return "\n".join(lines)
 
 
