@@ -289,7 +289,7 @@ class _Search:
 
     def _some(self, optimizer: str, allocator: AllocatorOptions, nothing: Row, everything: Row) -> Row | None:
         """Return the fastest plan that recomputes some blocks only, at a size between those of none and of all."""
-        sizes = {max(1, everything.micro_batch_size)}
+        sizes = {self._step.whole.planned_size(max(1, everything.micro_batch_size))}
         size = max(1, nothing.micro_batch_size + 1)
         while size < everything.micro_batch_size:
             sizes.add(self._step.whole.planned_size(size))
