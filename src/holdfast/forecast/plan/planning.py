@@ -16,17 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from holdfast.forecast.allocator.fit import (
-    Fit,
-    check_fit,
-    default_margin_bytes,
-    live_peak_bytes,
-    smallest_cap_bytes,
-    with_workspaces,
-)
-from holdfast.forecast.allocator.replay import DEFAULT_ALLOCATOR, EXPANDABLE_ALLOCATOR, AllocatorOptions
+from holdfast.forecast.allocator.replay import live_peak_bytes, smallest_cap_bytes
 from holdfast.forecast.devices.catalogue import Device
 from holdfast.forecast.devices.timing import seconds_per_sample, step_seconds
+from holdfast.forecast.plan.fit import Fit, check_fit, default_margin_bytes, with_workspaces
 from holdfast.forecast.plan.recompute_choice import choose
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Trace, live_peak, played
@@ -44,7 +37,8 @@ MOST_SAMPLES = 4096  # looked for without a global batch size; gains of larger m
 _TIE = 0.02  # of the time per sample: less than what a roofline can tell apart
 _SIZES_WITH_SOME = 2  # for which a choice of blocks is sought, the most promising first; each takes ten replays or so
 GRANULE_BYTES = 512  # in which `max_memory_allocated` counts
-_ALLOCATORS = (DEFAULT_ALLOCATOR, EXPANDABLE_ALLOCATOR)
+EXPANDABLE = "expandable_segments:True"
+_ALLOCATORS = ("", EXPANDABLE)  # values of PYTORCH_ALLOC_CONF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +51,7 @@ class Row:
         optimizer: Implementation, as `Variant.name`; empty if no optimizer is stepped.
         recompute: ``"none"`` of the blocks, ``"some"`` or ``"all"``.
         modules: Which.
-        allocator: How torch's allocator is set.
+        allocator: What ``PYTORCH_ALLOC_CONF`` is, `EXPANDABLE` or empty.
         micro_batch_size: The largest that fits, in samples; 0 if not even one does.
         live_bytes: Most that tensors hold at once, as ``max_memory_allocated`` counts it, without workspaces.
         process_bytes: What the process takes of the device, context included.
@@ -72,7 +66,7 @@ class Row:
     optimizer: str
     recompute: Recompute
     modules: tuple[str, ...]
-    allocator: AllocatorOptions
+    allocator: str
     micro_batch_size: int
     live_bytes: int
     process_bytes: int
@@ -185,7 +179,7 @@ def recommended(rows: Sequence[Row]) -> Row | None:
         return (
             len(row.modules),
             row.retries > 0,
-            row.allocator != DEFAULT_ALLOCATOR,
+            row.allocator != "",
             optimizers.index(row.optimizer),
             precisions.index(row.precision),
             -row.micro_batch_size,
@@ -208,7 +202,13 @@ def check_row(row: Row, trace: Trace, question: Question) -> tuple[Fit, int]:
         question: What the plan answers.
     """
     events, sizes = played(trace, _STEPS, row.optimizer)
-    fit = check_fit(events, sizes, question.device, allocator=row.allocator, margin_bytes=question.margin(trace))
+    fit = check_fit(
+        events,
+        sizes,
+        question.device,
+        expandable_segments=row.allocator == EXPANDABLE,
+        margin_bytes=question.margin(trace),
+    )
     return fit, live_peak(trace, row.optimizer, GRANULE_BYTES)
 
 
@@ -228,9 +228,9 @@ class _Search:
         runs = {run.block for run in template.block_runs if run.backward >= 0}
         self._blocks = tuple(name for number, name in enumerate(template.blocks) if number in runs)
         self._at = functools.lru_cache(maxsize=128)(self._make)
-        self._chosen: dict[tuple[int, AllocatorOptions], tuple[str, ...] | None] = {}
+        self._chosen: dict[tuple[int, str], tuple[str, ...] | None] = {}
 
-    def rows(self, optimizer: str, allocator: AllocatorOptions) -> Iterable[Row]:
+    def rows(self, optimizer: str, allocator: str) -> Iterable[Row]:
         """Yield the plans without recomputation, with some, and with all of it."""
         nothing = self._largest(optimizer, allocator, ())
         yield nothing
@@ -252,7 +252,7 @@ class _Search:
         total = self._question.global_batch_size
         return with_accumulation(trace, total) if total is not None and self._step.accumulates else trace
 
-    def _largest(self, optimizer: str, allocator: AllocatorOptions, modules: tuple[str, ...]) -> Row:
+    def _largest(self, optimizer: str, allocator: str, modules: tuple[str, ...]) -> Row:
         """Return the plan with the largest micro-batch that fits: of all that live bytes allow, found by halving."""
         low, high = 0, self._most_samples + 1
         fit = None
@@ -265,14 +265,14 @@ class _Search:
                 trial = (low + high) // 2
         return self._row(optimizer, allocator, modules, low, fit if isinstance(fit, Fit) else None)
 
-    def _may_fit(self, trace: Trace, optimizer: str, allocator: AllocatorOptions) -> bool:
+    def _may_fit(self, trace: Trace, optimizer: str, allocator: str) -> bool:
         """Return whether live bytes alone are within the memory, which takes no replay."""
         trace = self._in_memory(trace)
         cap = self._question.device.available_bytes - self._question.margin(trace)
         events, sizes = with_workspaces(*played(trace, 1, optimizer), self._question.device)
-        return live_peak_bytes(events, sizes, allocator) <= cap
+        return live_peak_bytes(events, sizes) <= cap
 
-    def _fit(self, trace: Trace, optimizer: str, allocator: AllocatorOptions) -> Fit | None:
+    def _fit(self, trace: Trace, optimizer: str, allocator: str) -> Fit | None:
         """Return how a step fits; None if it does not."""
         if not self._may_fit(trace, optimizer, allocator):
             return None
@@ -282,12 +282,18 @@ class _Search:
             return later if later.fits and later.replay.retries == found.replay.retries else None
         return found if found.fits else None
 
-    def _replayed(self, trace: Trace, optimizer: str, allocator: AllocatorOptions, steps: int = _STEPS) -> Fit:
+    def _replayed(self, trace: Trace, optimizer: str, allocator: str, steps: int = _STEPS) -> Fit:
         question, trace = self._question, self._in_memory(trace)
         events, sizes = played(trace, steps, optimizer)
-        return check_fit(events, sizes, question.device, allocator=allocator, margin_bytes=question.margin(trace))
+        return check_fit(
+            events,
+            sizes,
+            question.device,
+            expandable_segments=allocator == EXPANDABLE,
+            margin_bytes=question.margin(trace),
+        )
 
-    def _some(self, optimizer: str, allocator: AllocatorOptions, nothing: Row, everything: Row) -> Row | None:
+    def _some(self, optimizer: str, allocator: str, nothing: Row, everything: Row) -> Row | None:
         """Return the fastest plan that recomputes some blocks only, at a size between those of none and of all."""
         sizes = {self._step.whole.planned_size(max(1, everything.micro_batch_size))}
         size = max(1, nothing.micro_batch_size + 1)
@@ -304,18 +310,16 @@ class _Search:
                 best = row
         return best
 
-    def _estimate(self, samples: int, optimizer: str, allocator: AllocatorOptions) -> float:
+    def _estimate(self, samples: int, optimizer: str, allocator: str) -> float:
         """Return about what a sample takes if just enough is recomputed, as if each block saved its share."""
         none, every = self._at(samples, ()), self._at(samples, self._blocks)
         cap = self._question.device.available_bytes - self._question.margin(none)
-        most, least = (
-            live_peak_bytes(*played(self._in_memory(trace), 1, optimizer), allocator) for trace in (none, every)
-        )
+        most, least = (live_peak_bytes(*played(self._in_memory(trace), 1, optimizer)) for trace in (none, every))
         share = min(1.0, max(0.0, (most - cap) / max(1, most - least)))
         fastest, slowest = (self._seconds(samples, modules, optimizer) for modules in ((), self._blocks))
         return fastest + share * (slowest - fastest)
 
-    def _some_at(self, samples: int, optimizer: str, allocator: AllocatorOptions) -> Row | None:
+    def _some_at(self, samples: int, optimizer: str, allocator: str) -> Row | None:
         known = self._chosen.get((samples, allocator))
         if known is not None:
             fit = self._fit(self._at(samples, known), optimizer, allocator)
@@ -347,9 +351,7 @@ class _Search:
             seconds += last(micro_steps=2) - last(micro_steps=1)
         return seconds / total
 
-    def _row(
-        self, optimizer: str, allocator: AllocatorOptions, modules: tuple[str, ...], samples: int, fit: Fit | None
-    ) -> Row:
+    def _row(self, optimizer: str, allocator: str, modules: tuple[str, ...], samples: int, fit: Fit | None) -> Row:
         question, missing = self._question, 0
         samples = 0 if fit is None else samples
         trace = self._at(max(1, samples), modules)
@@ -357,7 +359,7 @@ class _Search:
         if fit is None:
             fit = self._replayed(trace, optimizer, allocator)
             events, sizes = with_workspaces(*played(in_memory, _STEPS, optimizer), question.device)
-            needed = smallest_cap_bytes(events, sizes, allocator=allocator)
+            needed = smallest_cap_bytes(events, sizes, expandable_segments=allocator == EXPANDABLE)
             missing = max(1, needed + fit.margin_bytes - question.device.available_bytes)
         return Row(
             device=question.device.name,
