@@ -89,9 +89,9 @@ def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
         kwargs: Its keyword arguments.
         out: What it returned.
     """
-    rule = _rules.get(op, False)
-    if rule is False:
-        rule = _rules[op] = _rule_of(op)
+    if op not in _rules:
+        _rules[op] = _rule_of(op)
+    rule = _rules[op]
     return None if rule is None else rule(_arguments(op, args, kwargs), out)
 
 

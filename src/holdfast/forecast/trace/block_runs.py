@@ -1,4 +1,4 @@
-"""The modules of a job that could be recomputed, and their passes: where they begin and end, what they take and leave."""
+"""The modules of a job that could be recomputed, and their passes: where each begins and ends, what it leaves."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Tracer(TorchDispatchMode):
 
     Args:
         device: Only tensors on devices of its type are watched.
-        scratch: Returns what an operation allocates for itself, from the overload, its arguments and what it returned.
+        scratch: Returns what an operation allocates for itself; takes the overload, its arguments and its result.
         uncalibrated: Takes down what those figures leave open.
     """
 
