@@ -35,7 +35,7 @@ _LOADED = (
     "torch", "numpy", "holdfast",
     "torch._dynamo",  # imported by the first step of an optimizer
     "holdfast.forecast.job.building", "holdfast.forecast.fake.device", "holdfast.forecast.job.jobs",
-    "holdfast.forecast.fake.other_answers", "holdfast.forecast.trace.tracer",
+    "holdfast.forecast.trace.tracer", "holdfast.forecast.kernels.scratch_cpu",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ def run(
     index: Annotated[int, typer.Option(min=0, help="Which of this machine's devices.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure memory, workspaces, rates and scratch of a CUDA device, in under 3 minutes, and write them to a file.
+    """Measure memory, workspaces and rates of a CUDA device, in under a minute, and write them to a file.
 
     Take the file to a machine without a GPU and plan there: `holdfast plan … --device FILE.json`.
     """
@@ -52,7 +52,4 @@ def _table(device: Device) -> Table:
     table.add_row("bandwidth", f"{device.bandwidth / 1e9:.0f} GB/s")
     for dtype, rate in device.flops.items():
         table.add_row(f"matrix products, {dtype}", f"{rate / 1e12:.1f} TFLOPS")
-    for name, size in device.scratch_bytes.items():
-        if size:
-            table.add_row(f"scratch: {name}", f"{size / 2**20:.1f} MiB")
     return table

@@ -11,23 +11,20 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.status import Status
 
 from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json
 from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
-from holdfast.forecast.devices.catalogue import Device, find_device
+from holdfast.forecast.devices.catalogue import Device, bytes_in, find_device
 from holdfast.forecast.job import tracing
-from holdfast.forecast.plan.device_plans import Order, Watcher, has_bf16
-from holdfast.forecast.plan.forecasting import Forecast, make_forecast
+from holdfast.forecast.plan.forecasting import Forecast, Order, Watcher, has_bf16, make_forecast
 from holdfast.forecast.plan.planning import Row
 from holdfast.report.memory_page import render
 from holdfast.report.offline_page import plotly_script
 
 _PRECISIONS = ("fp32", "bf16", "fp16")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
-_UNITS = {"gib": 1 << 30, "gb": 10**9, "mib": 1 << 20, "mb": 10**6}
 
 
 Factory = Annotated[
@@ -98,7 +95,7 @@ def run(
             verify=verify,
         )
         _check_files(out, html, len(devices))
-        with _progress(tells=not json) as watcher:
+        with _progress(quiet=json) as watcher:
             forecast = make_forecast(order, watcher)
         written = list(_write(forecast, out, html))
     if json:
@@ -123,10 +120,15 @@ def _check_files(out: Path | None, html: Path | None, devices: int) -> None:
     if out is not None and devices > 1:
         raise _wrong(f"--out for {devices} devices", "a policy is for one", "name one --device.")
     for file in (out, html):
-        if file is not None and file.is_dir():
+        if file is None:
+            continue
+        folder = file.absolute().parent
+        if file.is_dir():
             raise IsADirectoryError(f"{file} is a directory; the name of a file is needed")
-        if file is not None:
-            _check_folder(file.absolute().parent)
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is no directory")
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written")
     if html is not None:
         plotly_script()
 
@@ -138,18 +140,6 @@ def _write(forecast: Forecast, out: Path | None, html: Path | None) -> Iterator[
     if html is not None:
         replace_file(html, render(forecast).encode())
         yield html
-
-
-def _check_folder(folder: Path) -> None:
-    """Find out whether a file can be written there.
-
-    Raises:
-        OSError: It cannot.
-    """
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is no directory")
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(f"{folder} cannot be written")
 
 
 def read_lengths(path: Path) -> list[int]:
@@ -191,42 +181,36 @@ def _read_precisions(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in _PRECISIONS]
     if unknown or not names:
-        told = ", ".join(_PRECISIONS)
-        raise _wrong(f"--precision {text!r}", f"it is a list of {told}", "write --precision fp32,bf16.")
+        known = ", ".join(_PRECISIONS)
+        raise _wrong(f"--precision {text!r}", f"it is a list of {known}", "write --precision fp32,bf16.")
     return names
 
 
 def _read_margin(text: str) -> int:
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    size = bytes_in(text)
+    if size is None:
         raise _wrong(f"--margin {text!r}", "it is a number with GiB, GB, MiB or MB", "write --margin 1GiB.")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return size
 
 
 def _wrong(what: str, limit: str, fix: str) -> PolicyError:
     return PolicyError(what, limit=limit, fix=fix, rule="H421")
 
 
-@contextlib.contextmanager
-def _progress(*, tells: bool) -> Iterator[Watcher]:
-    """Show on the terminal how far it is; lines where stderr is none, if it `tells`."""
-    terminal = Console(stderr=True)
-    if not terminal.is_terminal:
-        yield _Told() if tells else Watcher()
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=terminal, transient=True) as shown:
-        yield _Shown(shown)
+class _Progress(Watcher):
+    """Says what is being done: a spinner on a terminal, lines elsewhere, each once.
 
+    Args:
+        status: Of the terminal; None: lines.
+        quiet: Whether lines are left out.
+    """
 
-class _Told(Watcher):
-    """Says in lines, each once, what is being done."""
-
-    def __init__(self) -> None:
+    def __init__(self, status: Status | None, *, quiet: bool) -> None:
+        self._status, self._quiet = status, quiet
         self._said: set[str] = set()
 
-    def traced(self, precision: str, progress: tracing.Progress) -> None:  # noqa: ARG002 - the text has it
-        """Say what a child does."""
+    def traced(self, progress: tracing.Progress) -> None:
+        """Say what the process that traces does."""
         self._say(progress.text)
 
     def planned(self, row: Row) -> None:
@@ -238,41 +222,18 @@ class _Told(Watcher):
         self._say(f"tracing micro-batches of {row.micro_batch_size} for {row.device} once more")
 
     def _say(self, text: str) -> None:
-        if text not in self._said:
+        if self._status is not None:
+            self._status.update(text)
+        elif not self._quiet and text not in self._said:
             self._said.add(text)
             typer.echo(f"holdfast plan: {text}", err=True)
 
 
-class _Shown(Watcher):
-    """Shows how far a forecast is.
-
-    Args:
-        progress: Where.
-    """
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._tasks: dict[str, TaskID] = {}
-        self._rows = 0
-
-    def traced(self, precision: str, progress: tracing.Progress) -> None:
-        """Show what a child does."""
-        self._update(precision, progress.text, progress.done, progress.total)
-
-    def planned(self, row: Row) -> None:
-        """Show for which device plans are sought."""
-        for precision in list(self._tasks):
-            self._progress.update(self._tasks[precision], completed=1, total=1, visible=False)
-        self._rows += 1
-        self._update(f"plans {row.device}", f"planning for {row.device}: {self._rows} plans", None, None)
-
-    def verifies(self, row: Row) -> None:
-        """Show that a plan is traced once more."""
-        for name in self._tasks.values():
-            self._progress.update(name, visible=False)
-        self._update(f"verify {row.device}", f"tracing the plan for {row.device} once more", None, None)
-
-    def _update(self, name: str, text: str, done: int | None, total: int | None) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(text, total=total)
-        self._progress.update(self._tasks[name], description=text, completed=done, total=total, visible=True)
+@contextlib.contextmanager
+def _progress(*, quiet: bool) -> Iterator[Watcher]:
+    terminal = Console(stderr=True)
+    if not terminal.is_terminal:
+        yield _Progress(None, quiet=quiet)
+        return
+    with terminal.status("starting") as status:
+        yield _Progress(status, quiet=quiet)

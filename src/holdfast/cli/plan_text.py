@@ -1,7 +1,4 @@
-"""How a forecast is printed: tables for people, JSON for machines, YAML for `Policy.from_yaml`.
-
-Does not: make a forecast (``memory.forecast.forecasting``), or draw it (``report.memory_page``).
-"""
+"""How a forecast is printed: tables for people, JSON for machines, YAML for `Policy.from_yaml`."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from rich.text import Text
 
 from holdfast.cli.output import console
 from holdfast.forecast.devices.catalogue import GIB
-from holdfast.forecast.plan.device_plans import DevicePlan
-from holdfast.forecast.plan.forecasting import Forecast
+from holdfast.forecast.plan.forecasting import DevicePlan, Forecast
 from holdfast.forecast.plan.planning import Row, with_relative_times
 from holdfast.forecast.trace.shares import shares_of
 from holdfast.report.forecast_words import (
@@ -121,7 +117,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
 
 def _row(row: Row, relative: float) -> dict[str, Any]:
     facts = {name: getattr(row, name) for name in Row.__slots__}
-    return {**facts, "modules": list(row.modules), "allocator": row.allocator.setting(), "relative_time": relative}
+    return {**facts, "modules": list(row.modules), "relative_time": relative}
 
 
 def _device(plan: DevicePlan) -> dict[str, Any]:
@@ -140,7 +136,7 @@ def _device(plan: DevicePlan) -> dict[str, Any]:
         **_row(best, 1.0),
         "policy": best.policy(),
         "optimizer_keyword": best.optimizer_keyword(),
-        "PYTORCH_ALLOC_CONF": best.allocator.setting(),
+        "PYTORCH_ALLOC_CONF": best.allocator,
     }
     facts["verified"] = None if found is None else {**asdict(found), "error": found.error}
     return facts

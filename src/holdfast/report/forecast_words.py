@@ -1,7 +1,4 @@
-"""How a forecast is told: the words that the terminal and the page share.
-
-Does not: print, draw (``memory_page``), or make a forecast (``memory.forecast.forecasting``).
-"""
+"""The words of a forecast that the terminal and the page share."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ from collections.abc import Iterable
 
 from holdfast.core.errors import OutOfMemoryError
 from holdfast.forecast.devices.catalogue import GIB
-from holdfast.forecast.plan.device_plans import DevicePlan, Order, Verification
-from holdfast.forecast.plan.forecasting import Forecast
+from holdfast.forecast.plan.forecasting import DevicePlan, Forecast, Order, Verification
 from holdfast.forecast.plan.planning import Row
 from holdfast.forecast.trace.events import Assumption
 
@@ -29,7 +25,7 @@ def cells(row: Row, relative: float) -> tuple[str, ...]:
         row.precision,
         row.optimizer,
         _blocks(row) if row.recompute == "some" else row.recompute,
-        row.allocator.setting().removesuffix(":True").replace("_", " ") or "default",
+        row.allocator.removesuffix(":True").replace("_", " ") or "default",
         str(row.micro_batch_size) if row.fits else "none",
         gib(row.process_bytes) if row.fits else f"{gib(row.missing_bytes)} too few",
         gib(row.margin_bytes),
@@ -53,7 +49,7 @@ def sources(plan: DevicePlan) -> str:
 def named(row: Row) -> str:
     """Return a plan in words."""
     recomputed = {"none": "nothing", "some": _blocks(row), "all": "all blocks"}[row.recompute]
-    parts = [row.precision, row.optimizer, f"{recomputed} recomputed", row.allocator.setting()]
+    parts = [row.precision, row.optimizer, f"{recomputed} recomputed", row.allocator]
     return ", ".join(part for part in parts if part)
 
 
@@ -72,7 +68,7 @@ def beside_the_policy(forecast: Forecast, row: Row) -> Iterable[str]:
     if keyword:
         names = sorted(set(forecast.traced[row.precision].optimizers.values()))
         yield f"{' and '.join(names)}(..., {keyword})"
-    if setting := row.allocator.setting():
+    if setting := row.allocator:
         yield f"export PYTORCH_ALLOC_CONF={setting}"
 
 
@@ -93,8 +89,8 @@ def margin_of(plan: DevicePlan) -> str:
     if not open_bytes:
         return ""
     return (
-        f"of its margin {gib(open_bytes)} are for what operators may allocate while they run and no table knows"
-        " (`holdfast calibrate` on that device measures it); --margin SIZE sets another"
+        f"of its margin {gib(open_bytes)} are for what operators may allocate while they run and no table knows;"
+        " --margin SIZE sets another"
     )
 
 

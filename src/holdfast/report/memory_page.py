@@ -1,8 +1,4 @@
-"""The page of a forecast: memory over one step by owner, every plan, and what was assumed, in one offline file.
-
-Does not: make a forecast (``memory.forecast.forecasting``), or keep its texts from being more than data
-(``offline_page``).
-"""
+"""The page of a forecast: memory over one step by owner, every plan, and what was assumed, in one offline file."""
 
 from __future__ import annotations
 
@@ -14,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.forecast.devices.catalogue import GIB
-from holdfast.forecast.plan.device_plans import DevicePlan
-from holdfast.forecast.plan.forecasting import Forecast
+from holdfast.forecast.plan.forecasting import DevicePlan, Forecast
 from holdfast.forecast.plan.planning import with_relative_times
 from holdfast.forecast.trace.events import OWNERS, PHASES, events_played, live_by_owner
 from holdfast.forecast.trace.shares import shares_of

@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from allocations import FakeAllocations
 
 from holdfast.forecast.fake.device import ForecastDevice, forecast_device
-from holdfast.forecast.kernels.attention_choice import Hardware
 
 
 class Seen:
@@ -128,7 +127,7 @@ def sequences(device: ForecastDevice, seen: Seen) -> None:
 
 
 def main() -> None:
-    with forecast_device(hardware=Hardware()) as device:
+    with forecast_device() as device:
         seen = Seen()
         for part in (attention, recurrent, normalization, sequences):
             part(device, seen)

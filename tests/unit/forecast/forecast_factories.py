@@ -176,7 +176,7 @@ def gan_by_guard() -> dict[str, Any]:
     return {"model": models, "optimizer": optimizers, "step": step, "batch": torch.randn(8, 32)}
 
 
-def own_step_of_a_size() -> tuple[Any, ...]:
+def own_step_of_a_size() -> dict[str, Any]:
     """Return a step that makes its own batch."""
     model = nn.Linear(32, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -186,14 +186,7 @@ def own_step_of_a_size() -> tuple[Any, ...]:
         model(torch.randn(batch_size, length or 5, 32)).square().mean().backward()
         optimizer.step()
 
-    return model, optimizer, step
-
-
-def four_things() -> tuple[Any, ...]:
-    """Return model, optimizer, criterion and sample batch, as tutorials have them."""
-    model = nn.Linear(32, 10)
-    batch = [torch.randn(8, 32), torch.randint(10, (8,))]
-    return model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), batch
+    return {"model": model, "optimizer": optimizer, "step": step}
 
 
 def of_length(length: int = 16, micro_batch_size: int = 2) -> dict[str, Any]:
@@ -359,19 +352,9 @@ def detached_loss() -> dict[str, Any]:
     return _job(model, torch.zeros(4, 3), lambda batch: model(batch).sum().detach())
 
 
-def crashes_on_the_accelerator() -> dict[str, Any]:
-    """Abort, as a fault in native code does, but only where CUDA is."""
-    model = nn.Linear(3, 2)
-
-    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
-        out = model(batch)
-        if out.is_cuda:
-            sys.stderr.write("terminate called after throwing an instance of 'c10::Error'\n")
-            sys.stderr.flush()
-            os.kill(os.getpid(), signal.SIGABRT)
-        return out.sum()
-
-    return _job(model, torch.zeros(4, 3), loss_fn)
+def aborts() -> dict[str, Any]:
+    """Abort, as a fault in native code does."""
+    return _job(nn.Linear(3, 2), torch.zeros(4, 3), lambda _: os.kill(os.getpid(), signal.SIGABRT))
 
 
 def is_killed() -> None:

@@ -8,8 +8,7 @@ from tests.unit.forecast.made_steps import Block, Layer, make_step
 
 from holdfast.forecast.devices.catalogue import Device, find_device
 from holdfast.forecast.job.tracing import TraceResult
-from holdfast.forecast.plan.device_plans import Order, Verification, plan_device
-from holdfast.forecast.plan.forecasting import Forecast
+from holdfast.forecast.plan.forecasting import Forecast, Order, Verification, plan_device
 from holdfast.forecast.plan.planning import Steps
 from holdfast.forecast.trace.events import Assumption
 from holdfast.forecast.trace.extrapolation import fit

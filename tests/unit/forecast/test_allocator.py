@@ -11,26 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import PolicyError
-from holdfast.forecast.allocator.blocks import Block
-from holdfast.forecast.allocator.caching import CachingAllocator, OutOfDeviceMemoryError
-from holdfast.forecast.allocator.fit import (
-    LEAST_MARGIN_BYTES,
-    check_fit,
-    default_margin_bytes,
-    live_peak_bytes,
-    smallest_cap_bytes,
-    with_workspaces,
-)
-from holdfast.forecast.allocator.recorded_traces import RecordedTrace, compare, from_snapshot
-from holdfast.forecast.allocator.replay import (
-    DEFAULT_ALLOCATOR,
-    EXPANDABLE_ALLOCATOR,
-    AllocatorOptions,
-    replay,
-    round_sizes,
-)
+from holdfast.forecast.allocator.caching import Block, CachingAllocator, OutOfDeviceMemoryError
+from holdfast.forecast.allocator.replay import live_peak_bytes, replay, round_sizes, smallest_cap_bytes
 from holdfast.forecast.devices.catalogue import find_device
+from holdfast.forecast.plan.fit import LEAST_MARGIN_BYTES, check_fit, default_margin_bytes, with_workspaces
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SETTINGS = settings(deadline=None, max_examples=60)
@@ -38,47 +22,18 @@ SETTINGS = settings(deadline=None, max_examples=60)
 
 def actions(allocator: CachingAllocator) -> list[tuple[str, int]]:
     """Return what the driver was asked for, in MiB."""
-    assert allocator.log is not None
-    return [(done.action.removeprefix("segment_"), done.size_bytes // MIB) for done in allocator.log]
+    return [(action.removeprefix("segment_"), size // MIB) for action, size in allocator.log]
 
 
-def make(options: AllocatorOptions = DEFAULT_ALLOCATOR, **limits: Any) -> CachingAllocator:
-    return options.make(keep_log=True, **limits)
-
-
-# Rounding
-
-
-def test_requests_are_rounded_to_512_bytes() -> None:
-    """Without settings a size goes up to the next multiple of 512 bytes, and nothing stays nothing."""
-    assert round_sizes(np.array([0, 1, 512, 513, MIB - 1])).tolist() == [0, 512, 512, 1024, MIB]
-
-
-def test_divisions_of_the_power_of_two() -> None:
-    """The example of torch's documentation holds: with 4 divisions 1200 becomes 1280, and 1024 stays."""
-    options = AllocatorOptions(roundup_power2_divisions=4)
-    sizes = np.array([1200 * KIB, 1024 * KIB, 1281 * KIB, 1800 * KIB, 1000])
-    assert (round_sizes(sizes, options) / KIB).tolist() == [1280, 1024, 1536, 2048, 1]
-
-
-def test_divisions_by_interval() -> None:
-    """One division for each interval from 1 MiB on acts on the sizes of its interval alone."""
-    options = AllocatorOptions(roundup_power2_divisions=(0, 2, *(0,) * 14))
-    sizes = np.array([1200 * KIB, 2200 * KIB, 5000 * KIB])
-    assert round_sizes(sizes, options).tolist() == [1200 * KIB, 3072 * KIB, 5000 * KIB]
-
-
-@given(st.lists(st.integers(1, 200 * GIB), min_size=1), st.sampled_from([0, 1, 2, 4, 8, 16]))
+@given(st.lists(st.integers(0, 200 * GIB), min_size=1))
 @SETTINGS
-def test_rounding_goes_up_and_stays(sizes: list[int], divisions: int) -> None:
-    """A rounded size is no less than the request, a multiple of 512, below twice of it, and rounds to itself."""
-    options = AllocatorOptions(roundup_power2_divisions=divisions)
+def test_rounding_goes_up_to_512_bytes_and_stays(sizes: list[int]) -> None:
+    """A rounded size is the next multiple of 512 from the request on, and rounds to itself; nothing stays nothing."""
     asked = np.array(sizes)
-    rounded = round_sizes(asked, options)
-    assert (rounded >= asked).all()
+    rounded = round_sizes(asked)
+    assert ((rounded >= asked) & (rounded < asked + 512)).all()
     assert not (rounded % 512).any()
-    assert (rounded < np.maximum(2 * asked, 513)).all()
-    assert (round_sizes(rounded, options) == rounded).all()
+    assert (round_sizes(rounded) == rounded).all()
 
 
 # Worked examples; the rules are those of CUDACachingAllocator.cpp
@@ -86,7 +41,7 @@ def test_rounding_goes_up_and_stays(sizes: list[int], divisions: int) -> None:
 
 def test_small_requests_share_a_segment_of_2_mib() -> None:
     """Up to 1 MiB a request is packed into 2 MiB segments."""
-    allocator = make()
+    allocator = CachingAllocator()
     first, second = allocator.allocate(512), allocator.allocate(MIB)
     assert (first.size, second.address - first.address) == (512, 512)
     allocator.allocate(MIB)
@@ -96,7 +51,7 @@ def test_small_requests_share_a_segment_of_2_mib() -> None:
 
 def test_large_requests_below_10_mib_share_20_mib() -> None:
     """A request above 1 MiB takes 20 MiB and splits them; from 10 MiB on it gets its own, rounded to 2 MiB."""
-    allocator = make()
+    allocator = CachingAllocator()
     allocator.allocate(MIB + 512)
     allocator.allocate(9 * MIB)
     allocator.allocate(9 * MIB)  # 10 MiB - 512 are left, so it fits
@@ -108,7 +63,7 @@ def test_large_requests_below_10_mib_share_20_mib() -> None:
 
 def test_best_fit_and_the_lower_address_among_equals() -> None:
     """The smallest free block that is large enough is taken, and the lowest of several of that size."""
-    allocator = make()
+    allocator = CachingAllocator()
     blocks = [allocator.allocate(size * MIB) for size in (40, 20, 30, 20)]
     for block in blocks:
         allocator.free(block)
@@ -119,7 +74,7 @@ def test_best_fit_and_the_lower_address_among_equals() -> None:
 
 def test_neighbours_join() -> None:
     """Freed neighbours of one segment become one block again, those of two segments never do."""
-    allocator = make()
+    allocator = CachingAllocator()
     blocks = [allocator.allocate(6 * MIB) for _ in range(4)]
     assert actions(allocator) == [("alloc", 20), ("alloc", 20)]
     for block in blocks:
@@ -132,7 +87,7 @@ def test_neighbours_join() -> None:
 
 def test_cached_segments_are_given_back_before_it_fails() -> None:
     """Under a cap all whole cached segments go back and the request is made again, which counts as a retry."""
-    allocator = make(cap_bytes=60 * MIB)
+    allocator = CachingAllocator(cap_bytes=60 * MIB)
     small, large = allocator.allocate(512), allocator.allocate(30 * MIB)
     allocator.free(small)
     allocator.free(large)
@@ -143,8 +98,8 @@ def test_cached_segments_are_given_back_before_it_fails() -> None:
 
 def test_a_segment_in_part_use_cannot_be_given_back() -> None:
     """Fragmentation: 12 free MiB of a 20 MiB segment do not help 24 MiB under a cap of 40; expandable segments do."""
-    for options, fits in ((DEFAULT_ALLOCATOR, False), (EXPANDABLE_ALLOCATOR, True)):
-        allocator = make(options, cap_bytes=40 * MIB)
+    for fits in (False, True):
+        allocator = CachingAllocator(expandable_segments=fits, cap_bytes=40 * MIB)
         first = allocator.allocate(8 * MIB)
         allocator.allocate(8 * MIB)
         allocator.free(first)
@@ -157,59 +112,9 @@ def test_a_segment_in_part_use_cannot_be_given_back() -> None:
             assert allocator.retries == 1
 
 
-def test_blocks_above_the_split_limit_stay_whole() -> None:
-    """With max_split_size a large cached block serves no small request, and a large one only if little is wasted."""
-    allocator = make(AllocatorOptions(max_split_size_mb=32))
-    allocator.free(allocator.allocate(64 * MIB))
-    allocator.allocate(24 * MIB)
-    allocator.allocate(40 * MIB)
-    assert actions(allocator) == [("alloc", 64), ("alloc", 24), ("alloc", 40)]
-    assert allocator.allocate(46 * MIB).size == 64 * MIB
-    assert len(actions(allocator)) == 3
-
-
-def test_enough_is_given_back_first_where_splitting_is_limited() -> None:
-    """release_available_cached_blocks frees the largest oversize blocks until they suffice, and is no retry."""
-    allocator = make(AllocatorOptions(max_split_size_mb=32), cap_bytes=150 * MIB)
-    blocks = [allocator.allocate(size * MIB) for size in (34, 40, 64)]
-    for block in blocks:
-        allocator.free(block)
-    allocator.allocate(90 * MIB)
-    assert actions(allocator)[3:] == [("free", 64), ("free", 40), ("alloc", 90)]
-    assert allocator.retries == 0
-
-
-def test_one_block_is_given_back_where_one_suffices() -> None:
-    """An oversize block that is large enough goes back alone: the first from the requested size on."""
-    allocator = make(AllocatorOptions(max_split_size_mb=32), cap_bytes=170 * MIB)
-    for block in [allocator.allocate(size * MIB) for size in (60, 100)]:
-        allocator.free(block)
-    allocator.allocate(40 * MIB)  # neither may serve it: both would waste 20 MiB or more
-    assert actions(allocator)[2:] == [("free", 60), ("alloc", 40)]
-    assert allocator.retries == 0
-
-
-def test_garbage_is_collected_by_age() -> None:
-    """Above the threshold the segments that were unused for longer than the average go back first."""
-    allocator = make(AllocatorOptions(garbage_collection_threshold=0.5), allowed_bytes=100 * MIB)
-    allocator.free(allocator.allocate(30 * MIB))
-    allocator.free(allocator.allocate(40 * MIB))
-    allocator.allocate(60 * MIB)
-    assert actions(allocator) == [("alloc", 30), ("alloc", 40), ("free", 30), ("alloc", 60)]
-    assert allocator.retries == 0
-
-
-def test_garbage_collection_needs_an_allowed_sum() -> None:
-    """Where set_per_process_memory_fraction was not called, the threshold does nothing, as in torch."""
-    allocator = make(AllocatorOptions(garbage_collection_threshold=0.5), cap_bytes=200 * MIB)
-    allocator.free(allocator.allocate(90 * MIB))
-    allocator.allocate(110 * MIB)
-    assert actions(allocator) == [("alloc", 90), ("alloc", 110)]
-
-
 def test_expandable_segments_grow_at_their_end() -> None:
     """They grow by 2 MiB or 20 MiB handles, and only by what the free end lacks."""
-    allocator = make(EXPANDABLE_ALLOCATOR)
+    allocator = CachingAllocator(expandable_segments=True)
     allocator.allocate(512)
     allocator.allocate(30 * MIB)
     allocator.allocate(25 * MIB)  # 10 are free at the end
@@ -219,7 +124,7 @@ def test_expandable_segments_grow_at_their_end() -> None:
 
 def test_expandable_segments_unmap_whole_handles() -> None:
     """Emptying the cache unmaps the handles that lie in a free block as a whole; the hole is mapped again first."""
-    allocator = make(EXPANDABLE_ALLOCATOR)
+    allocator = CachingAllocator(expandable_segments=True)
     blocks = [allocator.allocate(25 * MIB) for _ in range(4)]  # 100 MiB, 5 handles
     allocator.free(blocks[1])
     allocator.free(blocks[2])  # 25 to 75 are free: the handles from 40 to 60 are whole
@@ -233,24 +138,15 @@ def test_expandable_segments_unmap_whole_handles() -> None:
 
 def test_the_end_of_an_expandable_segment_is_taken_last() -> None:
     """Best fit counts a block at the end with all that it could grow to, so a larger block within is preferred."""
-    allocator = make(EXPANDABLE_ALLOCATOR)
+    allocator = CachingAllocator(expandable_segments=True)
     blocks = [allocator.allocate(size * MIB) for size in (17, 10, 8)]  # 5 are left of 40
     allocator.free(blocks[0])
     assert allocator.allocate(4 * MIB).address == blocks[0].address
 
 
-def test_the_allowed_sum_is_compared_with_whole_segments() -> None:
-    """As in torch, expandable segments map whole handles although the allowed sum was compared with less."""
-    allocator = make(EXPANDABLE_ALLOCATOR, allowed_bytes=15 * MIB)
-    allocator.allocate(12 * MIB)
-    assert allocator.reserved_bytes == 20 * MIB
-    with pytest.raises(OutOfDeviceMemoryError):
-        make(EXPANDABLE_ALLOCATOR, allowed_bytes=15 * MIB).allocate(8 * MIB)  # counts as 20
-
-
 def test_a_failed_expansion_keeps_what_it_mapped() -> None:
     """A hole that was filled before the end could not grow stays mapped, until all is given back."""
-    allocator = make(EXPANDABLE_ALLOCATOR, cap_bytes=80 * MIB)
+    allocator = CachingAllocator(expandable_segments=True, cap_bytes=80 * MIB)
     blocks = [allocator.allocate(20 * MIB) for _ in range(3)]
     allocator.free(blocks[1])
     allocator.empty_cache()
@@ -261,48 +157,12 @@ def test_a_failed_expansion_keeps_what_it_mapped() -> None:
     assert allocator.reserved_bytes == 60 * MIB
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"max_split_size_mb": 19},
-        {"max_non_split_rounding_mb": 1},
-        {"large_segment_size_mb": 21},
-        {"roundup_power2_divisions": 3},
-        {"roundup_power2_divisions": (1, 2)},
-        {"garbage_collection_threshold": 1.0},
-    ],
-)
-def test_settings_that_torch_refuses(wrong: dict[str, Any]) -> None:
-    """A setting that torch would refuse at start is refused with its name."""
-    with pytest.raises(PolicyError, match=next(iter(wrong))):
-        AllocatorOptions(**wrong)
-
-
-def test_the_setting_is_what_torch_parses() -> None:
-    """The text for PYTORCH_ALLOC_CONF holds what differs from the defaults, and nothing where nothing does."""
-    assert DEFAULT_ALLOCATOR.setting() == ""
-    assert EXPANDABLE_ALLOCATOR.setting() == "expandable_segments:True"
-    options = AllocatorOptions(roundup_power2_divisions=(2, *(4,) * 15), garbage_collection_threshold=0.8)
-    assert options.setting().startswith("roundup_power2_divisions:[1:2,2:4,4:4,")
-    assert options.setting().endswith("32768:4],garbage_collection_threshold:0.8")
-
-
 # Invariants under any sequence
 
 SIZES = st.sampled_from(
     [512, 4 * KIB, 700 * KIB, MIB, MIB + 512, 3 * MIB, 9 * MIB, 10 * MIB, 13 * MIB, 21 * MIB, 48 * MIB]
 )
 STEPS = st.lists(st.tuples(st.sampled_from("aaaaffffffe"), SIZES, st.integers(0, 1000)), max_size=120)
-OPTIONS = st.sampled_from(
-    [
-        DEFAULT_ALLOCATOR,
-        EXPANDABLE_ALLOCATOR,
-        AllocatorOptions(max_split_size_mb=20),
-        AllocatorOptions(large_segment_size_mb=12),
-        AllocatorOptions(garbage_collection_threshold=0.4),
-        AllocatorOptions(expandable_segments=True, max_split_size_mb=20),
-    ]
-)
 
 
 def segments_of(allocator: CachingAllocator, live: list[Block]) -> list[list[Block]]:
@@ -336,22 +196,18 @@ def check(allocator: CachingAllocator, live: list[Block]) -> None:
     assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans)), "blocks overlap"
 
 
-@given(STEPS, OPTIONS, st.none() | st.integers(2, 200), st.none() | st.integers(2, 200))
+@given(STEPS, st.booleans(), st.none() | st.integers(2, 200))
 @SETTINGS
-def test_invariants(
-    steps: list[tuple[str, int, int]], options: AllocatorOptions, cap: int | None, allowed: int | None
-) -> None:
+def test_invariants(steps: list[tuple[str, int, int]], expandable: bool, cap: int | None) -> None:
     """Blocks never overlap, free neighbours are joined, sums agree, limits hold, and all comes back in the end."""
-    allocator = options.make(
-        cap_bytes=None if cap is None else cap * MIB, allowed_bytes=None if allowed is None else allowed * MIB
-    )
+    allocator = CachingAllocator(expandable_segments=expandable, cap_bytes=None if cap is None else cap * MIB)
     live: list[Block] = []
     for action, size, index in steps:
         if action == "a":
             try:
                 block = allocator.allocate(size)
             except OutOfDeviceMemoryError:
-                assert cap is not None or allowed is not None
+                assert cap is not None
                 continue
             assert block.size >= size
             live.append(block)
@@ -361,8 +217,6 @@ def test_invariants(
             allocator.empty_cache()
         check(allocator, live)
         assert cap is None or allocator.reserved_bytes <= cap * MIB
-        if allowed is not None and not options.expandable_segments:
-            assert allocator.reserved_bytes <= allowed * MIB
     for block in live:
         allocator.free(block)
     allocator.empty_cache()
@@ -429,7 +283,7 @@ class SlowAllocator:
 @SETTINGS
 def test_it_does_what_the_slow_model_does(steps: list[tuple[str, int, int]], cap: int) -> None:
     """Reserved and allocated bytes, retries and failures equal those of the slow model after each step."""
-    slow, fast = SlowAllocator(cap * MIB), make(cap_bytes=cap * MIB)
+    slow, fast = SlowAllocator(cap * MIB), CachingAllocator(cap_bytes=cap * MIB)
     live: list[tuple[int, Block]] = []
     for owner, (action, size, index) in enumerate(steps, start=1):
         if action == "a":
@@ -490,36 +344,36 @@ def test_replay_refuses_a_trace_that_cannot_be(events: list[int], text: str) -> 
         replay(np.array(events, dtype=np.int32), np.array([512]))
 
 
-@given(STEPS, OPTIONS)
+@given(STEPS, st.booleans())
 @SETTINGS
-def test_caps_where_they_are_monotone(steps: list[tuple[str, int, int]], options: AllocatorOptions) -> None:
+def test_caps_where_they_are_monotone(steps: list[tuple[str, int, int]], expandable: bool) -> None:
     """The peak without a cap is a cap without retries; below the live peak none suffices; the smallest found does."""
     events, sizes = trace_of(steps)
-    free = replay(events, sizes, allocator=options)
-    assert replay(events, sizes, allocator=options, cap_bytes=free.peak_reserved_bytes) == free
-    live = live_peak_bytes(events, sizes, options)
+    free = replay(events, sizes, expandable_segments=expandable)
+    assert replay(events, sizes, expandable_segments=expandable, cap_bytes=free.peak_reserved_bytes) == free
+    live = live_peak_bytes(events, sizes)
     assert live <= free.peak_allocated_bytes <= free.peak_reserved_bytes
     if live:
-        assert replay(events, sizes, allocator=options, cap_bytes=live - 1).failed
-    smallest = smallest_cap_bytes(events, sizes, allocator=options, step_bytes=MIB)
-    assert not replay(events, sizes, allocator=options, cap_bytes=smallest).failed
+        assert replay(events, sizes, expandable_segments=expandable, cap_bytes=live - 1).failed
+    smallest = smallest_cap_bytes(events, sizes, expandable_segments=expandable, step_bytes=MIB)
+    assert not replay(events, sizes, expandable_segments=expandable, cap_bytes=smallest).failed
     assert live <= smallest <= free.peak_reserved_bytes
 
 
 def test_fit_on_a_device() -> None:
     """A trace fits if it is played within usable memory less context and margin, the workspaces counted."""
     device = find_device("RTX 4090")
-    room = device.available_bytes - default_margin_bytes(device) - sum(device.workspace_bytes)
+    free = device.available_bytes - default_margin_bytes(device) - sum(device.workspace_bytes)
     events = np.array([1], dtype=np.int32)
-    fitting = check_fit(events, np.array([room - 64 * MIB]), device)
+    fitting = check_fit(events, np.array([free - 64 * MIB]), device)
     assert fitting.fits
     assert fitting.process_bytes == fitting.replay.peak_reserved_bytes + device.context_bytes
-    assert fitting.replay.peak_allocated_bytes >= room - 64 * MIB + sum(device.workspace_bytes)
-    assert not check_fit(events, np.array([room + MIB]), device).fits
-    assert check_fit(events, np.array([room + MIB]), device, margin_bytes=0).fits
+    assert fitting.replay.peak_allocated_bytes >= free - 64 * MIB + sum(device.workspace_bytes)
+    assert not check_fit(events, np.array([free + MIB]), device).fits
+    assert check_fit(events, np.array([free + MIB]), device, margin_bytes=0).fits
 
 
-def test_workspaces_live_for_ever_and_change_no_id() -> None:
+def test_workspaces_stay_and_change_no_id() -> None:
     """They come first, are never freed, and leave the ids of the trace as they were."""
     device = find_device("H100")
     events, sizes = with_workspaces(np.array([1, -1], dtype=np.int32), np.array([512]), device)
@@ -543,133 +397,3 @@ def test_a_device_that_old_cuda_runs_on_keeps_its_context_free(name: str) -> Non
     assert default_margin_bytes(replace(device, measured=True)) == max(
         LEAST_MARGIN_BYTES, int(0.04 * device.usable_bytes)
     )
-
-
-# Recorded traces
-
-
-def snapshot_of(
-    events: np.ndarray[Any, Any],
-    sizes: np.ndarray[Any, Any],
-    options: AllocatorOptions = DEFAULT_ALLOCATOR,
-    *,
-    allowed_bytes: int | None = None,
-    empty_at: int = -1,
-    begin: int = 0,
-) -> dict[str, Any]:
-    """Write what torch would record from an event on, if it did what the simulator does."""
-    allocator = make(options, allowed_bytes=allowed_bytes)
-    entries: list[dict[str, Any]] = []
-    live: dict[int, Block] = {}
-
-    def note(action: str, addr: int, size: int) -> None:
-        if at >= begin:
-            entries.append({"action": action, "addr": addr, "size": size, "stream": 0, "time_us": at})
-
-    def drain() -> None:
-        assert allocator.log is not None
-        for done in allocator.log:
-            note(done.action, done.address, done.size_bytes)
-        allocator.log.clear()
-
-    for at, event in enumerate(events.tolist()):
-        storage = abs(event) - 1
-        if at == empty_at:
-            allocator.empty_cache()
-            drain()
-        if event < 0:
-            block = live.pop(storage, None)
-            if block is not None:
-                note("free_requested", block.address, int(sizes[storage]))
-                note("free_completed", block.address, int(sizes[storage]))
-                allocator.free(block)
-            continue
-        size = int(round_sizes(sizes[storage : storage + 1], options)[0])
-        try:
-            block = live[storage] = allocator.allocate(size)
-        except OutOfDeviceMemoryError:
-            drain()
-            entries.append({"action": "oom", "device_free": 0, "size": size, "stream": 0})
-            continue
-        drain()
-        note("alloc", block.address, int(sizes[storage]))
-    segments = [
-        {
-            "device": 1,
-            "address": chain[0].address,
-            "total_size": sum(block.size for block in chain),
-            "is_expandable": False,
-            "blocks": [
-                {"size": block.size, "state": "active_allocated" if block.allocated else "inactive"}
-                for block in chain
-            ],
-        }
-        for chain in segments_of(allocator, list(live.values()))
-    ]
-    return {"device_traces": [[], entries], "segments": [] if options.expandable_segments else segments}
-
-
-@given(STEPS, OPTIONS, st.integers(40, 300))
-@SETTINGS
-def test_a_recording_of_itself_is_identical(
-    steps: list[tuple[str, int, int]], options: AllocatorOptions, allowed: int
-) -> None:
-    """What the simulator did under a fraction, written as torch writes it, is found again, out-of-memory included."""
-    events, sizes = trace_of(steps)
-    recorded = from_snapshot(snapshot_of(events, sizes, options, allowed_bytes=allowed * MIB), device=1)
-    found = compare(recorded, allocator=options, allowed_bytes=allowed * MIB)
-    assert found.identical, found.first_difference
-    assert found.agreeing == found.segments == len(recorded.segments)
-    assert found.moved in (0, None)
-    assert found.recorded_peak_bytes == found.simulated_peak_bytes
-
-
-def recorded_example() -> RecordedTrace:
-    sizes = np.array([100, 30 * MIB, 5 * MIB, 12 * MIB])
-    events = np.array([1, 2, -2, 3, 4, -3], dtype=np.int32)
-    return from_snapshot(snapshot_of(events, sizes, empty_at=3), device=1)
-
-
-def test_a_recording_with_an_emptied_cache() -> None:
-    """torch.cuda.empty_cache() stands in a recording as segments that go back; the simulator does the same there."""
-    recorded = recorded_example()
-    assert [segment.action for segment in recorded.segments].count("segment_free") == 1
-    assert recorded.events.tolist() == [1, 2, -2, 3, 4, -3]
-    found = compare(recorded)
-    assert (found.identical, found.moved, found.segments) == (True, 0, 4)
-
-
-def test_a_recording_that_began_late() -> None:
-    """What was there before is found by undoing the recording, also what was freed in it and what was given back."""
-    sizes = np.array([100, 30 * MIB, 5 * MIB, 11 * MIB, 700 * KIB, 40 * MIB, 4 * MIB, 24 * MIB])
-    events = np.array([1, 2, 3, 4, 5, -2, 6, -5, 7, -3, 8, -6], dtype=np.int32)
-    recorded = from_snapshot(snapshot_of(events, sizes, empty_at=10, begin=6), device=1)
-    assert recorded.events.tolist() == [1, -2, 3, -4, 5, -1]
-    assert [segment.size_bytes // MIB for segment in recorded.found] == [2, 30, 20]
-    assert [len(segment.allocated) for segment in recorded.found] == [2, 0, 2]
-    found = compare(recorded)
-    assert (found.identical, found.moved, found.segments) == (True, 0, 3)
-    assert found.recorded_peak_bytes == found.simulated_peak_bytes == 92 * MIB
-
-
-def test_the_first_difference_is_named() -> None:
-    """Another size of a segment is told with both sides and the event, and what agreed before it is counted."""
-    recorded = recorded_example()
-    found = compare(recorded, allocator=AllocatorOptions(large_segment_size_mb=32))
-    assert found.agreeing == 3
-    assert found.first_difference == (
-        f"recorded: segment_alloc of {20 * MIB} bytes after 3 events; "
-        f"simulated: segment_alloc of {32 * MIB} bytes after 3 events"
-    )
-
-
-def test_recordings_that_cannot_be_compared() -> None:
-    """A recording without its beginning, with two streams, or with memory pools is refused with the reason."""
-    entry = {"action": "free_completed", "addr": 1, "size": 512, "stream": 0}
-    with pytest.raises(ValueError, match="begin earlier"):
-        from_snapshot({"device_traces": [[entry]]})
-    streams = [{"action": "alloc", "addr": index, "size": 512, "stream": index} for index in range(2)]
-    with pytest.raises(ValueError, match="2 streams"):
-        from_snapshot({"device_traces": [streams]})
-    with pytest.raises(ValueError, match="memory pools"):
-        from_snapshot({"device_traces": [[{**entry, "segment_pool_id": (0, 1)}]]})

@@ -11,18 +11,14 @@ from tests.unit.forecast.running import run_emulation
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from holdfast.forecast.kernels import attention
-from holdfast.forecast.kernels.attention_choice import (
+from holdfast.forecast.kernels.attention import (
     AttentionCall,
     Backend,
-    Hardware,
     choose_backend,
     describe,
-    prefers_cudnn,
 )
 
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-T4, V100, A100, RTX3090, RTX4090 = (7, 5), (7, 0), (8, 0), (8, 6), (8, 9)
-H100, B200, RTX5090 = (9, 0), (10, 0), (12, 0)
 
 
 def call(
@@ -47,94 +43,58 @@ def call(
 
 
 MASK = (2, 1, 128, 128)
-ROWS: list[tuple[str, AttentionCall, tuple[int, int], Backend]] = [
-    ("half precision on Ampere", call(), A100, Backend.FLASH),
-    ("fp16 on Ampere", call(HALF), A100, Backend.FLASH),
-    ("single precision has no flash kernel", call(FP32), A100, Backend.EFFICIENT),
-    ("double precision has only the math path", call(FP64), A100, Backend.MATH),
-    ("flash needs compute capability 8", call(HALF), T4, Backend.EFFICIENT),
-    ("bf16 before compute capability 8", call(BF16), V100, Backend.MATH),
-    ("fp32 before compute capability 8", call(FP32), V100, Backend.EFFICIENT),
-    ("a mask excludes flash", call(mask=MASK), A100, Backend.EFFICIENT),
-    ("a learned bias excludes flash", call(mask=MASK, mask_requires_grad=True), A100, Backend.EFFICIENT),
-    ("dropout", call(dropout=0.1), A100, Backend.FLASH),
-    ("causal and square", call(causal=True), A100, Backend.FLASH),
-    ("causal and not square", call(causal=True, key_length=256), A100, Backend.EFFICIENT),
-    ("head size 256 trains on A100", call(head=256), A100, Backend.FLASH),
-    ("head size above 256", call(head=264), A100, Backend.EFFICIENT),
-    ("head size 224 cannot train on consumer cards", call(head=224), RTX3090, Backend.EFFICIENT),
-    ("head size 256 with dropout neither", call(head=256, dropout=0.1), RTX4090, Backend.EFFICIENT),
-    ("head size 256 without dropout can", call(head=256), RTX4090, Backend.FLASH),
-    ("head size 224 can be inferred there", call(head=224, training=False), RTX5090, Backend.FLASH),
-    ("head size 60 is padded for flash", call(head=60), A100, Backend.FLASH),
-    ("head size 60 is not aligned for efficient", call(head=60, mask=MASK), A100, Backend.MATH),
-    ("head size 60 is aligned in fp32", call(FP32, head=60), A100, Backend.EFFICIENT),
-    ("head size 62 is not", call(FP32, head=62), A100, Backend.MATH),
-    ("head size 62 in fp32 is free before tensor cores for it", call(FP32, head=62), V100, Backend.EFFICIENT),
-    ("another head size of the values excludes flash", call(value_head=128), A100, Backend.EFFICIENT),
-    ("grouped queries in flash", call(key_heads=2, grouped=True), A100, Backend.FLASH),
-    ("grouped queries without the flag", call(key_heads=2), A100, Backend.MATH),
-    ("heads that do not divide", call(key_heads=3, grouped=True), A100, Backend.MATH),
-    ("a last dimension with strides", call(unit_strides=False), A100, Backend.MATH),
-    ("three dimensions", replace(call(), query=(8, 128, 64)), A100, Backend.MATH),
-    ("types that differ", replace(call(), dtypes=(BF16, BF16, FP32)), A100, Backend.MATH),
-    ("an empty sequence", call(length=0), A100, Backend.MATH),
-    ("nested and training", call(nested=True), A100, Backend.FLASH),
-    ("nested, single precision, training", call(FP32, nested=True), A100, Backend.MATH),
-    ("nested, single precision, inference", call(FP32, nested=True, training=False), A100, Backend.EFFICIENT),
-    ("Hopper asks cuDNN first", call(), H100, Backend.CUDNN),
-    ("so does Blackwell for servers", call(), B200, Backend.CUDNN),
-    ("but not Blackwell for desktops", call(), RTX5090, Backend.FLASH),
-    ("cuDNN takes masks", call(mask=MASK), H100, Backend.CUDNN),
-    ("cuDNN has no gradient for a mask", call(mask=MASK, mask_requires_grad=True), H100, Backend.EFFICIENT),
-    ("cuDNN takes masks of two or four dimensions", call(mask=(8, 128, 128)), H100, Backend.EFFICIENT),
-    ("cuDNN's dropout comes in sixteenths", call(dropout=0.1), H100, Backend.FLASH),
-    ("a quarter is four of them", call(dropout=0.25), H100, Backend.CUDNN),
-    ("cuDNN takes no single precision", call(FP32), H100, Backend.EFFICIENT),
-    ("cuDNN's head size ends at 128", call(head=160), H100, Backend.FLASH),
-    ("except for 192 with values of 128", call(head=192, value_head=128), H100, Backend.CUDNN),
-    ("cuDNN takes grouped queries", call(key_heads=2, grouped=True), H100, Backend.CUDNN),
-    ("cuDNN takes no single key", call(key_length=1), H100, Backend.FLASH),
+ROWS: list[tuple[str, AttentionCall, Backend]] = [
+    ("half precision on Ampere", call(), Backend.FLASH),
+    ("fp16 on Ampere", call(HALF), Backend.FLASH),
+    ("single precision has no flash kernel", call(FP32), Backend.EFFICIENT),
+    ("double precision has only the math path", call(FP64), Backend.MATH),
+    ("a mask excludes flash", call(mask=MASK), Backend.EFFICIENT),
+    ("a learned bias excludes flash", call(mask=MASK, mask_requires_grad=True), Backend.EFFICIENT),
+    ("dropout", call(dropout=0.1), Backend.FLASH),
+    ("causal and square", call(causal=True), Backend.FLASH),
+    ("causal and not square", call(causal=True, key_length=256), Backend.EFFICIENT),
+    ("head size 256 trains on A100", call(head=256), Backend.FLASH),
+    ("head size above 256", call(head=264), Backend.EFFICIENT),
+    ("head size 60 is padded for flash", call(head=60), Backend.FLASH),
+    ("head size 60 is not aligned for efficient", call(head=60, mask=MASK), Backend.MATH),
+    ("head size 60 is aligned in fp32", call(FP32, head=60), Backend.EFFICIENT),
+    ("head size 62 is not", call(FP32, head=62), Backend.MATH),
+    ("another head size of the values excludes flash", call(value_head=128), Backend.EFFICIENT),
+    ("grouped queries in flash", call(key_heads=2, grouped=True), Backend.FLASH),
+    ("grouped queries without the flag", call(key_heads=2), Backend.MATH),
+    ("heads that do not divide", call(key_heads=3, grouped=True), Backend.MATH),
+    ("a last dimension with strides", call(unit_strides=False), Backend.MATH),
+    ("three dimensions", replace(call(), query=(8, 128, 64)), Backend.MATH),
+    ("types that differ", replace(call(), dtypes=(BF16, BF16, FP32)), Backend.MATH),
+    ("an empty sequence", call(length=0), Backend.MATH),
 ]
 
 
-@pytest.mark.parametrize(("one", "capability", "expected"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
-def test_row(one: AttentionCall, capability: tuple[int, int], expected: Backend) -> None:
+@pytest.mark.parametrize(("one", "expected"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_row(one: AttentionCall, expected: Backend) -> None:
     """Each row of the table comes out as torch's own conditions in sdp_utils.cpp say."""
-    assert choose_backend(one, Hardware(capability=capability)) is expected
+    assert choose_backend(one) is expected
 
 
 def test_grouped_queries_with_a_mask_depend_on_the_version() -> None:
     """A mask excludes flash, and before torch 2.14 the efficient kernel takes no groups, so the scores are kept."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     expected = Backend.EFFICIENT if version >= (2, 14) else Backend.MATH
-    assert choose_backend(call(key_heads=2, grouped=True, mask=MASK), Hardware()) is expected
+    assert choose_backend(call(key_heads=2, grouped=True, mask=MASK)) is expected
 
 
 def test_what_the_user_forbids_is_not_taken() -> None:
     """The next kernel in the order is taken if one is forbidden, and torch's error comes if none is left."""
     allowed = frozenset({Backend.EFFICIENT, Backend.MATH})
-    assert choose_backend(call(), Hardware(), enabled=allowed) is Backend.EFFICIENT
+    assert choose_backend(call(), enabled=allowed) is Backend.EFFICIENT
     with pytest.raises(RuntimeError, match="No available kernel"):
-        choose_backend(call(FP32), Hardware(), enabled=frozenset({Backend.FLASH}))
+        choose_backend(call(FP32), enabled=frozenset({Backend.FLASH}))
 
 
 def test_an_order_of_the_users_is_followed() -> None:
     """An order that the user set is followed, on Hopper too."""
     order = (Backend.EFFICIENT, Backend.FLASH, Backend.MATH, Backend.CUDNN)
-    assert choose_backend(call(), Hardware(capability=H100), order=order) is Backend.EFFICIENT
-
-
-def test_determinism_excludes_cudnn() -> None:
-    """Deterministic algorithms exclude cuDNN's kernel."""
-    assert choose_backend(call(), Hardware(capability=H100), deterministic=True) is Backend.FLASH
-
-
-def test_an_old_cudnn_or_the_environment_puts_cudnn_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuDNN is not tried first if it is old, or if the environment variable says so."""
-    assert not prefers_cudnn(Hardware(capability=H100, cudnn_version=91002))
-    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    assert not prefers_cudnn(Hardware(capability=H100))
+    assert choose_backend(call(), order=order) is Backend.EFFICIENT
 
 
 def test_the_flags_of_torch_are_read() -> None:

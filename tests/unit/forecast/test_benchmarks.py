@@ -19,10 +19,10 @@ from benchmarks.gpu import forecast as gpu_forecast
 from benchmarks.gpu.forecast_decisions import MOST_SAMPLES, choose, judge
 from benchmarks.gpu.forecast_jobs import OUT_OF_MEMORY, STEPS, Outcome, Plan, build, train
 
-from holdfast.forecast.allocator.fit import with_workspaces
 from holdfast.forecast.allocator.replay import replay
 from holdfast.forecast.devices.catalogue import find_device
 from holdfast.forecast.job.tracing import trace_job
+from holdfast.forecast.plan.fit import with_workspaces
 from holdfast.forecast.trace.events import played
 from holdfast.forecast.trace.extrapolation import ScaledTrace, fit
 from holdfast.forecast.trace.recomputation import with_recompute

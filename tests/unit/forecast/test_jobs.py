@@ -21,7 +21,7 @@ from holdfast.forecast.job import building
 from holdfast.forecast.job.jobs import Job, StepOptions
 from holdfast.forecast.job.tracing import TraceRequest, trace_job
 from holdfast.forecast.job.user_functions import find_loss
-from holdfast.forecast.trace.blocks import find_blocks
+from holdfast.forecast.trace.block_runs import find_blocks
 from holdfast.numerics.loss import Loss
 
 FACTORIES = Path(__file__).with_name("forecast_factories.py")
@@ -49,7 +49,7 @@ def test_a_dict_with_a_loss_function_and_a_batch_is_read() -> None:
     """Keys that a forecast does not need are passed over."""
     built = called(lambda: parts(loss_fn=len, scheduler=object()))
     assert (list(built.models), list(built.optimizers), built.function, built.is_step) == (
-        ["model"], ["optimizer"], len, None,
+        ["model"], ["optimizer"], len, False,
     )  # fmt: skip
     assert built.has_batch
 
@@ -68,16 +68,6 @@ def test_a_factory_is_told_what_it_has_parameters_for() -> None:
     assert not building.takes_length(lambda: None)
 
 
-def test_tuples_are_read_by_their_length() -> None:
-    """Three things end with a step of its own, four with a sample batch for a function of unknown kind."""
-    given = parts()
-    model, optimizer, batch = given["model"], given["optimizer"], given["batch"]
-    assert called(lambda: (model, optimizer, len)).is_step is True
-    assert not called(lambda: (model, optimizer, len)).has_batch
-    built = called(lambda: (model, optimizer, len, batch))
-    assert (built.is_step, built.batch is batch) == (None, True)
-
-
 def test_a_loader_gives_its_first_batch_without_workers() -> None:
     """The batch is loaded in this process, whatever number of workers the loader has."""
     data = torch.utils.data.TensorDataset(torch.zeros(10, 2))
@@ -94,13 +84,15 @@ def test_a_loader_gives_its_first_batch_without_workers() -> None:
     [
         (None, "returned a NoneType"),
         (nn.Linear(1, 1), "returned a Linear"),
-        ((1, 2), "returned a tuple of 2"),
-        ({"model": nn.Linear(1, 1)}, "without 'optimizer'|without optimizer and batch"),
-        ((nn.Linear(1, 1), nn.Linear(1, 1), len), "a Linear as optimizer"),
-        ((nn.Linear(1, 1), None, len), "a NoneType as optimizer"),
-        (("net", None, len), "a str as model"),
-        ((nn.Linear(1, 1), None, 3), "a int where"),
-        (([nn.Linear(1, 1)], None, len), "a list as model; several go into a dict by name: {'a': model_a"),
+        ((1, 2), "returned a tuple"),
+        ({"model": nn.Linear(1, 1)}, "without optimizer and batch"),
+        (parts(optimizer=nn.Linear(1, 1), loss_fn=len), "a Linear as optimizer"),
+        (parts(model="net", loss_fn=len), "a str as model"),
+        (parts(loss_fn=3), "a int as loss_fn"),
+        (
+            parts(model=[nn.Linear(1, 1)], loss_fn=len),
+            "a list as model; several go into a dict by name: {'a': model_a",
+        ),
     ],
 )
 def test_what_a_factory_may_not_return_is_said(returned: Any, said: str) -> None:
@@ -212,59 +204,6 @@ def said_of(job: Job) -> str:
     return " | ".join(assumption.what for assumption in job.assumptions)
 
 
-def test_of_a_step_that_accumulates_over_calls_the_last_is_made() -> None:
-    """Its gradients are never emptied, its optimizer is stepped by itself only, and a whole step ends with that."""
-    calls: list[bool] = []
-    stepped: list[int] = []
-
-    def build() -> dict[str, Any]:
-        model, optimizer = trained()
-        optimizer.register_step_post_hook(lambda *_: stepped.append(len(calls)))
-
-        def step(batch: torch.Tensor) -> None:
-            calls.append(model.weight.grad is not None)
-            model(batch).mean().backward()
-            if len(calls) % 4 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-        return {"model": model, "optimizer": optimizer, "step": step, "batch": torch.zeros(4, 2)}
-
-    with job_of(build) as job:
-        job.settle(2, None)
-        job.step_whole(2, None)
-        job.step(4)
-        job.step_whole(4, None)
-        assert not job.accumulates
-    assert stepped == [4, 8, 12]
-    assert len(calls) == 12
-    assert calls == [False, True, True, True] * 3
-    assert "not every call of the step steps the optimizer" in said_of(job)
-
-
-def test_an_optimizer_that_no_call_steps_is_stepped_after_each() -> None:
-    """Calls are made until it ought to have come; then its state is made of the gradients that wait for it."""
-    optimizers: list[torch.optim.Optimizer] = []
-
-    def build() -> dict[str, Any]:
-        models = {name: nn.Linear(2, 1) for name in "ab"}
-        optimizers.extend(torch.optim.Adam(model.parameters()) for model in models.values())
-
-        def step(batch: torch.Tensor) -> None:
-            (models["a"](batch).mean() + models["b"](batch).mean()).backward()
-            optimizers[0].step()
-
-        named = {"optimizer": dict(zip("ab", optimizers, strict=True)), "model": models}
-        return {**named, "step": step, "batch": torch.zeros(4, 2)}
-
-    with job_of(build) as job:
-        job.settle(2, None)
-        assert not optimizers[1].state
-        job.step_whole(2, None)
-        assert len(optimizers[1].state) == 2
-    assert "did not step optimizer 'b': optimizer 'b' was stepped after each call" in said_of(job)
-
-
 def test_a_step_may_make_its_gradients_as_it_likes() -> None:
     """One that sets them by ``torch.autograd.grad`` and steps its optimizer owes nobody a loss."""
 
@@ -287,7 +226,7 @@ def test_a_length_that_nobody_is_told_of_is_refused(told: str) -> None:
     """A step that makes its own batch gets the length, or its factory did, or it is refused."""
     seen: list[int | None] = []
 
-    def made(length: int | None) -> tuple[Any, ...]:
+    def made(length: int | None) -> dict[str, Any]:
         model, optimizer = trained()
 
         def step(batch_size: int) -> None:
@@ -299,7 +238,7 @@ def test_a_length_that_nobody_is_told_of_is_refused(told: str) -> None:
             step(batch_size)
 
         seen.append(length)
-        return model, optimizer, step_of_length if told == "step" else step
+        return {"model": model, "optimizer": optimizer, "step": step_of_length if told == "step" else step}
 
     factory = {"nobody": lambda: made(None), "step": lambda: made(None), "factory": lambda length: made(length)}[told]
     with job_of(factory, length=50) as job:
@@ -362,18 +301,6 @@ def test_half_precision_of_the_jobs_own_is_said(half: bool, said: str) -> None:
     with job_of(build, as_cuda=True) as job:
         job.settle(2, None)
     assert said in said_of(job)
-
-
-def test_a_criterion_may_be_a_function() -> None:
-    """``F.cross_entropy`` is called with what the model makes of the first of a pair, as a module would be."""
-
-    def build() -> tuple[Any, ...]:
-        batch = torch.zeros(4, 2), torch.zeros(4, 1)
-        return (*trained(), torch.nn.functional.mse_loss, batch)
-
-    with job_of(build) as job:
-        job.settle(2, None)
-        assert job.accumulates
 
 
 @pytest.mark.usefixtures("prepared_forecasts")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.forecast.running import run_emulation
 
-from holdfast.forecast.kernels.recurrent_sizes import (
+from holdfast.forecast.kernels.recurrent import (
     RecurrentSize,
     reserve_bytes,
     reserve_upper_bytes,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.utils.rnn import pack_sequence
 
 from holdfast.core.errors import BatchError
 from holdfast.forecast.job.sample_batch import Leaf, SampleBatch
@@ -99,6 +99,7 @@ class Graph:
     ("batch", "said"),
     [
         ({"graph": Graph(), "y": torch.zeros(4)}, r"holds a Graph with tensors in it: batch\['graph'\]"),
+        (pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)]), "holds a PackedSequence with tensors in it: batch"),
         ({"x": torch.zeros(0, 3), "i": torch.zeros(0, dtype=torch.long)}, r"the sample batch is empty: batch\['x'\]"),
     ],
 )
@@ -132,15 +133,6 @@ def test_sequence_first_batches_are_resized_along_dimension_1() -> None:
     found = sample((torch.zeros(12, 4, dtype=torch.long), torch.zeros(12, 4, 8)), split=1)
     assert (found.size, found.length) == (4, 12)
     assert [tuple(leaf.shape) for leaf in found.resized(2, 30)] == [(30, 2), (30, 2, 8)]
-
-
-def test_packed_sequences_are_made_anew() -> None:
-    """A packed batch becomes one in which all samples have the full length."""
-    packed = pack_sequence([torch.zeros(5, 3), torch.zeros(2, 3)])
-    made = sample(packed).resized(4, 6)
-    assert isinstance(made, PackedSequence)
-    assert made.batch_sizes.tolist() == [4] * 6
-    assert made.data.shape == (24, 3)
 
 
 def test_what_does_not_depend_on_the_batch_stays_and_is_written_down() -> None:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.forecast.kernels.scratch import Uncalibrated, scratch_bytes
+from holdfast.forecast.kernels.scratch import Uncalibrated, scratch_of
 from holdfast.forecast.trace.events import (
     DTYPES,
     OWNERS,
@@ -646,17 +646,18 @@ def test_scratch_lies_on_top_of_what_the_operation_returns() -> None:
     images, weights = torch.randn(4, 3, 32, 32), torch.randn(8, 3, 3, 3)
     args = (images, weights, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     out = torch.ops.aten.convolution.default(*args)
-    expected = scratch_bytes(torch.ops.aten.convolution.default, args, {}, out, "cpu")
+    expected = scratch_of(torch.ops.aten.convolution.default, args, {}, out)
+    assert expected is not None
     assert expected.bytes > 0
     uncalibrated = Uncalibrated()
-    with Tracer(CPU, route="cpu", uncalibrated=uncalibrated) as tracer:
+    with Tracer(CPU, scratch=scratch_of, uncalibrated=uncalibrated) as tracer:
         with tracer.recording():
             made = functional.conv2d(images, weights, padding=1)
         trace = tracer.trace(micro_batch_size=4)
     sizes = (trace.size_bytes[np.abs(trace.events) - 1] * np.sign(trace.events)).tolist()
     assert sizes == [made.nbytes, expected.bytes, -expected.bytes]
     assert by_owner(trace, "scratch") == expected.bytes
-    assert trace.uncalibrated_bytes == uncalibrated.excess_bytes == expected.upper_bytes - expected.bytes
+    assert trace.uncalibrated_bytes == uncalibrated.excess_bytes == expected.at_most - expected.bytes
 
 
 def test_what_is_claimed_is_the_batch() -> None:

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.forecast.kernels.scratch import scratch_bytes
+from holdfast.forecast.kernels import scratch, scratch_cpu
 
 
 class FakeAllocations(TorchDispatchMode):
@@ -24,6 +24,7 @@ class FakeAllocations(TorchDispatchMode):
         self.sizes: list[int] = []
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._route = route
+        self._scratch_of = scratch_cpu.scratch_of if route == "cpu" else scratch.scratch_of
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -33,8 +34,8 @@ class FakeAllocations(TorchDispatchMode):
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and (tensor.device.type == "cpu") == (self._route == "cpu"):
                 self._note(tensor.untyped_storage())
-        estimate = scratch_bytes(func, args, kwargs, out, self._route)
-        self.peak = max(self.peak, self.live + estimate.bytes)
+        needed = self._scratch_of(func, args, kwargs, out)
+        self.peak = max(self.peak, self.live + (0 if needed is None else needed.bytes))
         return out
 
     def _note(self, storage: torch.UntypedStorage) -> None:

@@ -1,133 +1,75 @@
-"""Measuring what the forecast needs to know of a CUDA device: memory, workspaces, rates, scratch. In under 3 minutes.
+"""Measuring what the forecast needs to know of a CUDA device: memory, workspaces and rates. In under a minute.
 
 Run it in a fresh process on an idle device: what another process takes would count as this one's context.
-
-Does not: decide where the result is kept (``devices``, ``cli.calibrate``), or run without CUDA.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from holdfast.core.clock import Clock, SystemClock
 from holdfast.core.errors import PolicyError
-from holdfast.forecast.devices.catalogue import Device
-from holdfast.forecast.devices.probes import PROBES, CudaMeter, measure_scratch
+from holdfast.forecast.devices.catalogue import GIB, Device
 
-_GIB = 1 << 30
 # The largest context of the catalogue is 0.75 GiB: more than twice that before anything was done is another process.
-_MOST_CONTEXT_BYTES = 2 * _GIB
-_SCRATCH_SECONDS = 100.0  # what is left of 3 minutes; probes that come later are left out, and said to be
+_MOST_CONTEXT_BYTES = 2 * GIB
 _TIMED_SECONDS = (
     0.5  # of each rate, so that the resolution of CUDA's events (0.5 us, CUDA runtime API) does not count
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurements:
-    """What was seen on a device.
-
-    Args:
-        name: As torch writes it.
-        total_bytes: Of `torch.cuda.get_device_properties`.
-        usable_bytes: The total of `torch.cuda.mem_get_info`.
-        context_bytes: What the process took beside torch's allocator when all had run.
-        forward_workspace_bytes: What a first matrix product left in torch's allocator.
-        fused_workspace_bytes: What a first product with a bias, which cuBLASLt does, left beyond that.
-        all_workspaces_bytes: What was left when a backward pass had run too.
-        bandwidth: Bytes per second, copying on the device.
-        flops: Operations per second by dtype, of square matrix products.
-        capability: CUDA's compute capability.
-        scratch_bytes: By probe.
-        software: Versions.
-    """
-
-    name: str
-    total_bytes: int
-    usable_bytes: int
-    context_bytes: int
-    forward_workspace_bytes: int
-    fused_workspace_bytes: int
-    all_workspaces_bytes: int
-    bandwidth: float
-    flops: dict[str, float]
-    capability: tuple[int, int]
-    scratch_bytes: dict[str, int]
-    software: dict[str, str]
-
-
-def calibrate(
-    index: int = 0, *, on_progress: Callable[[str], None] = lambda _: None, clock: Clock | None = None
-) -> Device:
+def calibrate(index: int = 0, *, on_progress: Callable[[str], None] = lambda _: None) -> Device:
     """Measure a CUDA device.
 
     Args:
         index: Which.
-        on_progress: Is told what is measured next.
-        clock: That keeps it within 3 minutes.
+        on_progress: Called with what is measured next.
 
     Raises:
         PolicyError: There is no CUDA device of that index, or something else uses it (H417).
     """
     _check_device(index)
-    clock = clock or SystemClock()
     device = torch.device("cuda", index)
     with torch.cuda.device(device):
         _check_idle(device)
         on_progress("cuBLAS workspaces")
-        forward, fused, everything = measure_workspaces(device)
+        cublas, cublaslt = workspaces_of(*measure_workspaces(device))
         on_progress("memory bandwidth")
         bandwidth = measure_bandwidth(device)
         on_progress("matrix products")
         flops = measure_flops(device)
-        scratch = _measure_all_scratch(device, on_progress, clock)
         context = _beside_allocator(device)
     properties = torch.cuda.get_device_properties(device)
-    return device_of(
-        Measurements(
-            name=properties.name,
-            total_bytes=properties.total_memory,
-            usable_bytes=torch.cuda.mem_get_info(device)[1],
-            context_bytes=context,
-            forward_workspace_bytes=forward,
-            fused_workspace_bytes=fused,
-            all_workspaces_bytes=everything,
-            bandwidth=bandwidth,
-            flops=flops,
-            capability=(properties.major, properties.minor),
-            scratch_bytes=scratch,
-            software=_software(),
-        )
-    )
-
-
-def device_of(measured: Measurements) -> Device:
-    """Return what the forecast takes from measurements: two handles' workspaces that hold all that was left."""
-    cublas = max(
-        measured.forward_workspace_bytes, -(-measured.all_workspaces_bytes // 2) - measured.fused_workspace_bytes
-    )
-    by = "measured by `holdfast calibrate`"
     return Device(
-        name=measured.name,
-        total_bytes=measured.total_bytes,
-        usable_bytes=measured.usable_bytes,
-        context_bytes=measured.context_bytes,
+        name=properties.name,
+        total_bytes=properties.total_memory,
+        usable_bytes=torch.cuda.mem_get_info(device)[1],
+        context_bytes=context,
         cublas_workspace_bytes=cublas,
-        cublaslt_workspace_bytes=measured.fused_workspace_bytes,
-        bandwidth=measured.bandwidth,
-        flops=measured.flops,
-        capability=measured.capability,
-        scratch_bytes=measured.scratch_bytes,
+        cublaslt_workspace_bytes=cublaslt,
+        bandwidth=bandwidth,
+        flops=flops,
+        capability=(properties.major, properties.minor),
         measured=True,
-        software=measured.software,
-        sources=dict.fromkeys(("usable", "context", "cublas", "cublaslt", "rates", "scratch"), by),
+        software=_software(),
+        sources=dict.fromkeys(
+            ("usable", "context", "cublas", "cublaslt", "rates"), "measured by `holdfast calibrate`"
+        ),
     )
+
+
+def workspaces_of(forward: int, fused: int, everything: int) -> tuple[int, int]:
+    """Return the workspaces of one cuBLAS and one cuBLASLt handle, two of each of which hold all that was left.
+
+    Args:
+        forward: Bytes that a first matrix product left in torch's allocator.
+        fused: What a first product with a bias, which cuBLASLt does, left beyond that.
+        everything: What was left when a backward pass had run too.
+    """
+    return max(forward, -(-everything // 2) - fused), fused
 
 
 def measure_workspaces(device: torch.device) -> tuple[int, int, int]:
@@ -148,7 +90,7 @@ def measure_workspaces(device: torch.device) -> tuple[int, int, int]:
 
 def measure_bandwidth(device: torch.device) -> float:
     """Return the bytes per second that are read and written by a copy on the device."""
-    size = min(_GIB, torch.cuda.mem_get_info(device)[0] // 8)
+    size = min(GIB, torch.cuda.mem_get_info(device)[0] // 8)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / _seconds(lambda: target.copy_(source))
@@ -157,7 +99,7 @@ def measure_bandwidth(device: torch.device) -> float:
 def measure_flops(device: torch.device) -> dict[str, float]:
     """Return operations per second by dtype, of a product of square matrices; dtypes without units are left out."""
     capability = torch.cuda.get_device_capability(device)
-    width = 8192 if torch.cuda.mem_get_info(device)[0] > 4 * _GIB else 4096
+    width = 8192 if torch.cuda.mem_get_info(device)[0] > 4 * GIB else 4096
     rates = {"fp32": _product_rate(device, width, torch.float32, "highest")}
     if capability >= (8, 0):
         rates["tf32"] = _product_rate(device, width, torch.float32, "high")
@@ -196,24 +138,6 @@ def _elapsed_seconds(operation: Callable[[], object], count: int) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def _measure_all_scratch(device: torch.device, on_progress: Callable[[str], None], clock: Clock) -> dict[str, int]:
-    half = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-    begin = clock.monotonic_seconds()
-    found: dict[str, int] = {}
-    for probe, dtype in itertools.product(PROBES, (torch.float32, half)):
-        if dtype not in probe.dtypes:
-            continue
-        if clock.monotonic_seconds() - begin > _SCRATCH_SECONDS:
-            on_progress(f"no time left for the scratch of {probe.name}")
-            continue
-        on_progress(f"scratch of {probe.name}, {dtype}")
-        try:
-            found |= measure_scratch(probe, device, dtype, CudaMeter(device))
-        except RuntimeError as error:  # no such kernel here, or too little memory: the figure is left out
-            on_progress(f"left out: {str(error).splitlines()[0]}")
-    return found
-
-
 def _check_device(index: int) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
@@ -230,7 +154,7 @@ def _check_idle(device: torch.device) -> None:
     taken = _beside_allocator(device)
     if taken > _MOST_CONTEXT_BYTES:
         raise PolicyError(
-            f"{taken / _GIB:.1f} GiB of the device are taken",
+            f"{taken / GIB:.1f} GiB of the device are taken",
             limit="a context needs less than 1 GiB, so another process uses it and would be measured too",
             fix="end that process (`nvidia-smi` names it), or calibrate an idle device with --index.",
             rule="H417",

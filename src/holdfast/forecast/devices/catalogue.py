@@ -49,7 +49,6 @@ class Device:
         bandwidth: Of its memory, bytes per second.
         flops: Operations per second by ``"fp32"``, ``"tf32"``, ``"bf16"`` and ``"fp16"``; see `flops_per_second`.
         capability: CUDA's compute capability, such as ``(8, 9)``; None if unknown.
-        scratch_bytes: Measured scratch by the name of a probe of ``holdfast calibrate``; empty if not measured.
         measured: Whether the figures come from ``holdfast calibrate`` and not from the catalogue.
         software: Versions of torch, CUDA, cuDNN and the driver that were measured.
         sources: Where each figure is from.
@@ -64,7 +63,6 @@ class Device:
     bandwidth: float
     flops: Mapping[str, float]
     capability: tuple[int, int] | None = None
-    scratch_bytes: Mapping[str, int] = field(default_factory=dict)
     measured: bool = False
     software: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -199,10 +197,15 @@ def _plain(name: str) -> str:
     return _NOISE.sub("", name.lower())
 
 
-def _parse_size(text: str) -> int:
+def bytes_in(text: str) -> int | None:
+    """Return the bytes in a text such as ``"24GiB"`` or ``"500 MB"``; None if it is no size."""
     match = _SIZE.fullmatch(text)
-    size = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
-    if size < GIB:
+    return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
+
+
+def _parse_size(text: str) -> int:
+    size = bytes_in(text)
+    if size is None or size < GIB:
         raise PolicyError(
             f"device size {text!r}",
             limit="a number with GiB, GB or MiB, of 1 GiB or more, is needed",

@@ -1,7 +1,4 @@
-"""``torch.cuda`` as it answers while code runs on the fake device: one idle GPU, on which nothing takes time.
-
-Does not: move tensors (``stand_ins``), or touch a GPU.
-"""
+"""``torch.cuda`` as it answers while code runs on the fake device: one idle GPU, on which nothing takes time."""
 
 from __future__ import annotations
 
@@ -9,23 +6,58 @@ import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Self
+from unittest import mock
 
 import torch
 
-from holdfast.forecast.fake.guesses import Guesses, asking_line
-from holdfast.forecast.fake.patches import Patches
+from holdfast.forecast.fake.guesses import Guesses
 
 # An A100's. Whoever reads it gets an assumption with the line.
 _TOTAL_BYTES = 80 * 2**30
-_NAME = "holdfast forecast"
+_CAPABILITY = (8, 0)
+_PROPERTIES = SimpleNamespace(
+    name="holdfast forecast",
+    major=_CAPABILITY[0],
+    minor=_CAPABILITY[1],
+    total_memory=_TOTAL_BYTES,
+    multi_processor_count=108,  # A100 (NVIDIA A100 whitepaper, table 4)
+    warp_size=32,
+    is_integrated=False,
+    is_multi_gpu_board=False,
+)
+_WITHOUT_EFFECT = """
+    init _lazy_init set_device synchronize empty_cache ipc_collect set_stream reset_peak_memory_stats
+    reset_max_memory_allocated reset_max_memory_cached reset_accumulated_memory_stats
+    set_per_process_memory_fraction _record_memory_history manual_seed manual_seed_all seed seed_all set_rng_state
+    set_rng_state_all set_sync_debug_mode
+"""
+_MEMORY_IN_USE = """
+    memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached
+"""
 
 
-class _Stream:
-    """A stream on which nothing runs."""
+class Patches(contextlib.ExitStack):
+    """Attributes of modules and classes that are replaced; leaving the context puts them back."""
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute, or add it."""
+        self.enter_context(mock.patch.object(owner, name, value, create=True))
+
+    def wrap(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+        """Replace a callable, if this torch has it, by one made around it."""
+        original = getattr(owner, name, None)
+        if original is not None:
+            self.replace(owner, name, around(original))
+
+
+class _Idle:
+    """A stream on which nothing runs, or an event that has happened."""
+
+    device = torch.device("cuda", 0)
+    cuda_stream = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = torch.device("cuda", 0)
-        self.cuda_stream = 0
+        pass
 
     def __enter__(self) -> Self:
         return self
@@ -39,51 +71,35 @@ class _Stream:
     def record_event(self, event: Any = None) -> Any:
         return event if event is not None else _Event()
 
-    def synchronize(self) -> None:
-        """Do nothing: nothing runs."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing: nothing runs."""
-
-    def wait_event(self, event: Any) -> None:
-        """Do nothing: nothing runs."""
-
-
-class _Event:
-    """An event that has happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
     def elapsed_time(self, *_: Any) -> float:
         return 1.0
 
-    def record(self, stream: Any = None) -> None:
+    def _wait(self, *_: Any) -> None:
         """Do nothing: nothing runs."""
 
-    def wait(self, stream: Any = None) -> None:
-        """Do nothing: nothing runs."""
+    record = wait = synchronize = wait_stream = wait_event = _wait
 
-    def synchronize(self) -> None:
-        """Do nothing: nothing runs."""
+
+class _Stream(_Idle):
+    pass
+
+
+class _Event(_Idle):
+    pass
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def install_cuda_module(patches: Patches, guesses: Guesses, capability: tuple[int, int]) -> None:
+def install_cuda_module(patches: Patches, guesses: Guesses) -> None:
     """Have ``torch.cuda`` answer as with one idle GPU.
 
     Args:
         patches: What is replaced.
         guesses: Where answers are written down that memory may depend on.
-        capability: Compute capability.
     """
-    answers = _answers(guesses, capability)
+    answers = _answers(guesses)
     for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
         for name, answer in answers.items():
             if name in vars(owner):
@@ -96,66 +112,40 @@ def install_cuda_module(patches: Patches, guesses: Guesses, capability: tuple[in
             patches.replace(torch.accelerator, name, _nothing)
 
 
-def _answers(guesses: Guesses, capability: tuple[int, int]) -> dict[str, Callable[..., Any]]:
+def _answers(guesses: Guesses) -> dict[str, Callable[..., Any]]:
+    def always(names: str, answer: Any) -> dict[str, Callable[..., Any]]:
+        return dict.fromkeys(names.split(), lambda *_, **__: answer)
+
     def noted(name: str, answer: Any) -> Callable[..., Any]:
         def ask(*_: Any, **__: Any) -> Any:
-            guesses.assume(f"torch.cuda.{name}() was answered with {answer}", asking_line())
+            guesses.assume(f"torch.cuda.{name}() was answered with {answer}")
             return answer
 
         return ask
 
-    properties = SimpleNamespace(
-        name=_NAME,
-        major=capability[0],
-        minor=capability[1],
-        total_memory=_TOTAL_BYTES,
-        multi_processor_count=108,  # A100 (NVIDIA A100 whitepaper, table 4)
-        warp_size=32,
-        is_integrated=False,
-        is_multi_gpu_board=False,
-    )
+    known = {
+        **dict.fromkeys(_MEMORY_IN_USE.split(), 0),
+        "utilization": 0,
+        "mem_get_info": (_TOTAL_BYTES, _TOTAL_BYTES),
+        "get_device_name": _PROPERTIES.name,
+        "get_device_capability": _CAPABILITY,
+        "get_device_properties": _PROPERTIES,
+    }
     return {
-        **{name: lambda *_, **__: True for name in ("is_available", "is_initialized", "is_bf16_supported")},
-        **{name: lambda *_, **__: True for name in ("is_tf32_supported", "can_device_access_peer")},
-        **{name: lambda *_, **__: 0 for name in ("current_device", "_exchange_device", "_maybe_exchange_device")},
-        **{name: lambda *_, **__: _Stream() for name in ("current_stream", "default_stream")},
-        **dict.fromkeys(_WITHOUT_EFFECT, _nothing),
-        **{name: noted(name, 0) for name in _MEMORY_IN_USE},
-        "device_count": lambda: 1,
-        "is_current_stream_capturing": lambda: False,
+        **{name: noted(name, answer) for name, answer in known.items()},
+        **dict.fromkeys(_WITHOUT_EFFECT.split(), _nothing),
+        **always("is_available is_initialized is_bf16_supported is_tf32_supported can_device_access_peer", True),  # noqa: FBT003
+        **always("current_device _exchange_device _maybe_exchange_device initial_seed", 0),
+        **always("current_stream default_stream", _Stream()),
+        **always("device_count", 1),
+        **always("is_current_stream_capturing", False),  # noqa: FBT003
+        **always("get_arch_list", [f"sm_{_CAPABILITY[0]}{_CAPABILITY[1]}"]),
+        **always("memory_stats", {}),
+        **always("memory_summary", ""),
+        **always("memory_snapshot", []),
         "stream": contextlib.nullcontext,
-        "get_arch_list": lambda: [f"sm_{capability[0]}{capability[1]}"],
-        "memory_stats": lambda *_, **__: {},
-        "memory_summary": lambda *_, **__: "",
-        "memory_snapshot": lambda *_, **__: [],
         "get_rng_state": lambda *_, **__: torch.empty(16, dtype=torch.uint8),
         "get_rng_state_all": lambda: [torch.empty(16, dtype=torch.uint8)],
-        "initial_seed": lambda: 0,
-        "utilization": noted("utilization", 0),
-        "mem_get_info": noted("mem_get_info", (_TOTAL_BYTES, _TOTAL_BYTES)),
-        "get_device_name": noted("get_device_name", _NAME),
-        "get_device_capability": noted("get_device_capability", capability),
-        "get_device_properties": noted("get_device_properties", properties),
         "Stream": _Stream,
         "Event": _Event,
     }
-
-
-_WITHOUT_EFFECT = (
-    *("init", "_lazy_init", "set_device", "synchronize", "empty_cache", "ipc_collect", "set_stream"),
-    *("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
-    *("reset_accumulated_memory_stats", "set_per_process_memory_fraction", "_record_memory_history"),
-    *(
-        "manual_seed",
-        "manual_seed_all",
-        "seed",
-        "seed_all",
-        "set_rng_state",
-        "set_rng_state_all",
-        "set_sync_debug_mode",
-    ),
-)
-_MEMORY_IN_USE = (
-    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
-    *("memory_cached", "max_memory_cached"),
-)

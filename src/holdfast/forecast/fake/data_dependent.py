@@ -1,39 +1,36 @@
 """Operators whose answer or shape depends on values: known values first, then `Guesses`; and those without shapes.
 
 A result whose number of elements is unknown gets all that it could have: a plan that holds for the worst case holds.
-
-Does not: say what a guess is (``guesses``), or emulate CUDA's kernels (``attention``, ``recurrent``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from holdfast.core.errors import PolicyError
-from holdfast.forecast.fake.facts import Facts, tensors_of
-from holdfast.forecast.fake.guesses import Guesses, asking_line
+from holdfast.forecast.fake.facts import on_host, tensors_of
+from holdfast.forecast.fake.guesses import asking_line
 
 aten = torch.ops.aten
 _BUILT_IN = ("aten", "prims", "prim")
 _MOST_ELEMENTS_RUN = 2**24  # a built-in operator without shapes is run on zeros of this size at most: 64 MiB of fp32
 
 
-class Mode(Protocol):
-    """What the rules here need of the fake mode."""
-
-    facts: Facts
-    guesses: Guesses
-    fake_device: torch.device
-
-
 def answer(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operator that asks for values, fake if it is a tensor; NotImplemented for others."""
-    if func in _SCALARS:
+    """Return the result of an operator that asks for values, fake if it is a tensor; NotImplemented for others.
+
+    Args:
+        mode: The `ForecastMode`.
+        func: Overload.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
+    if func in (aten._local_scalar_dense.default, aten.item.default):
         return _scalar(mode, args[0])
     if func is aten.equal.default:
         return _equal(mode, args[0], args[1])
@@ -43,40 +40,40 @@ def answer(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         known = mode.facts.evaluate(func, args, kwargs)
         if known is not NotImplemented:
             return pytree.tree_map_only(torch.Tensor, lambda value: _stand_for(mode, value, args[0]), known)
-        if func is aten.masked_select.default:
+        if func in _WORST:
             with mode:
-                return _selected(mode, *args)
-        rule = _WORST.get(func)
-        if rule is not None:
-            mode.guesses.rows(str(func.overloadpacket))
-            with mode:
-                return rule(mode, *args, **kwargs)
+                return _WORST[func](mode, *args, **kwargs)
     if torch.Tag.data_dependent_output in func.tags and [str(r.type) for r in func._schema.returns] == ["bool"]:
         return mode.guesses.decide()
     return NotImplemented
 
 
-def _scalar(mode: Mode, tensor: torch.Tensor) -> bool | int | float | complex:
+def _scalar(mode: Any, tensor: torch.Tensor) -> bool | int | float | complex:
     fact = mode.facts.of(tensor)
     if fact.value is not None:
         value: bool | int | float = fact.value.reshape(()).item()
         return value
     if tensor.dtype is torch.bool:
-        return mode.guesses.decide(expected=fact.expected, why=fact.why)
+        decided: bool = mode.guesses.decide(expected=fact.expected, why=fact.why)
+        return decided
     if tensor.dtype.is_complex:
         return complex(mode.guesses.number())
-    if tensor.dtype.is_floating_point:
-        return mode.guesses.number(typical=fact.typical)
-    return mode.guesses.count(at_most=None if fact.at_most is None else int(fact.at_most))
+    number: int | float = (
+        mode.guesses.number(typical=fact.typical)
+        if tensor.dtype.is_floating_point
+        else mode.guesses.count(at_most=fact.at_most)
+    )
+    return number
 
 
-def _equal(mode: Mode, left: torch.Tensor, right: torch.Tensor) -> bool:
+def _equal(mode: Any, left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape:
         return False
     values = mode.facts.of(left).value, mode.facts.of(right).value
     if values[0] is not None and values[1] is not None:
         return bool(torch.equal(values[0], values[1]))
-    return mode.guesses.decide()
+    decided: bool = mode.guesses.decide()
+    return decided
 
 
 def _stand_for(mode: Any, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -86,11 +83,12 @@ def _stand_for(mode: Any, value: torch.Tensor, like: torch.Tensor) -> torch.Tens
     return fake
 
 
-def _all_rows(_: Mode, x: torch.Tensor) -> torch.Tensor:
+def _all_rows(mode: Any, x: torch.Tensor) -> torch.Tensor:
+    mode.guesses.rows("aten.nonzero")
     return x.new_empty((x.numel(), x.dim()), dtype=torch.int64)
 
 
-def _selected(mode: Mode, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _selected(mode: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
     value = mode.facts.of(mask).value
     if value is None:
@@ -99,80 +97,28 @@ def _selected(mode: Mode, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x.new_empty(int(value.sum()) * math.prod(shape) // max(1, value.numel()))
 
 
-def _parts(x: torch.Tensor, values: torch.Tensor, rows: int, shape: Sequence[int], wanted: tuple[bool, bool]) -> Any:
-    inverse = x.new_empty(tuple(shape) if wanted[0] else 0, dtype=torch.int64)
-    return values, inverse, x.new_empty(rows if wanted[1] else 0, dtype=torch.int64)
+def _all_distinct(mode: Any, x: torch.Tensor, *args: bool, **kwargs: bool) -> tuple[torch.Tensor, ...]:
+    mode.guesses.rows("aten._unique2")
+    _, inverse, counts = (*args, *(False, False, False)[len(args) :])
+    with_inverse, with_counts = kwargs.get("return_inverse", inverse), kwargs.get("return_counts", counts)
+    indices = x.new_empty(tuple(x.shape) if with_inverse else 0, dtype=torch.int64)
+    return x.new_empty(x.numel()), indices, x.new_empty(x.numel() if with_counts else 0, dtype=torch.int64)
 
 
-def _all_distinct(
-    _: Mode,
-    x: torch.Tensor,
-    sorted: bool = True,  # noqa: A002, ARG001, FBT001, FBT002 - the operator's own signature
-    return_inverse: bool = False,  # noqa: FBT001, FBT002
-    return_counts: bool = False,  # noqa: FBT001, FBT002
-) -> Any:
-    return _parts(x, x.new_empty(x.numel()), x.numel(), x.shape, (return_inverse, return_counts))
+def _repeated(mode: Any, repeats: torch.Tensor) -> torch.Tensor:
+    return repeats.new_empty(repeats.numel() * mode.guesses.count(at_most=mode.facts.of(repeats).at_most))
 
 
-def _all_consecutive(
-    _: Mode,
-    x: torch.Tensor,
-    return_inverse: bool = False,  # noqa: FBT001, FBT002
-    return_counts: bool = False,  # noqa: FBT001, FBT002
-    dim: int | None = None,
-) -> Any:
-    rows = x.numel() if dim is None else x.shape[dim]
-    values = x.new_empty(rows if dim is None else x.shape)
-    return _parts(x, values, rows, x.shape if dim is None else (rows,), (return_inverse, return_counts))
-
-
-def _all_slices_distinct(
-    mode: Mode,
-    x: torch.Tensor,
-    dim: int,
-    sorted: bool = True,  # noqa: A002, ARG001, FBT001, FBT002
-    return_inverse: bool = False,  # noqa: FBT001, FBT002
-    return_counts: bool = False,  # noqa: FBT001, FBT002
-) -> Any:
-    return _all_consecutive(mode, x, return_inverse, return_counts, dim)
-
-
-def _all_slices_consecutive(
-    mode: Mode,
-    x: torch.Tensor,
-    dim: int,
-    return_inverse: bool = False,  # noqa: FBT001, FBT002
-    return_counts: bool = False,  # noqa: FBT001, FBT002
-) -> Any:
-    return _all_consecutive(mode, x, return_inverse, return_counts, dim)
-
-
-def _repeated(mode: Mode, repeats: torch.Tensor) -> torch.Tensor:
-    most = mode.facts.of(repeats).at_most
-    each = mode.guesses.count(at_most=None if most is None else int(most))
-    return repeats.new_empty(repeats.numel() * each)
-
-
-def _bins(mode: Mode, x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
-    most = mode.facts.of(x).at_most
-    dtype = torch.int64 if weights is None else torch.float32 if weights.dtype is torch.float32 else torch.float64
-    return x.new_empty(max(minlength, 1 + int(most or 0)), dtype=dtype)
-
-
-_SCALARS = frozenset({aten._local_scalar_dense.default, aten.item.default})
 _WORST: dict[Any, Callable[..., Any]] = {
     aten.nonzero.default: _all_rows,
+    aten.masked_select.default: _selected,
     aten._unique2.default: _all_distinct,
-    aten.unique_consecutive.default: _all_consecutive,
-    aten.unique_dim.default: _all_slices_distinct,
-    aten.unique_dim_consecutive.default: _all_slices_consecutive,
     aten.repeat_interleave.Tensor: _repeated,
-    aten.bincount.default: _bins,
 }
 
 
 def without_rule(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operator that has no fake kernel, where its shapes can be told all the same.
+    """Return the result of an operator that has no fake kernel, where its shapes can be found all the same.
 
     An operator that only writes to its arguments returns them. A built-in one is run on zeros on the host.
 
@@ -185,20 +131,13 @@ def without_rule(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str,
     total = sum(tensor.numel() for tensor in tensors_of(args, kwargs))
     if func.namespace not in _BUILT_IN or total > _MOST_ELEMENTS_RUN:
         raise missing_rule(func)
-    cpu = torch.device("cpu")
-
-    def real(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return torch.zeros(leaf.shape, dtype=leaf.dtype)
-        return cpu if isinstance(leaf, torch.device) else leaf
-
-    real_args, real_kwargs = pytree.tree_map(real, (tuple(args), dict(kwargs)))
+    real_args, real_kwargs = on_host(args, kwargs, lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype))
     try:
         with torch.no_grad():
             results = func(*real_args, **real_kwargs)
     except (RuntimeError, NotImplementedError, IndexError) as error:
         raise missing_rule(func) from error
-    mode.guesses.assume(f"the shapes of {func.name()} were taken from a run of it on zeros", asking_line())
+    mode.guesses.assume(f"the shapes of {func.name()} were taken from a run of it on zeros")
     like = next(tensors_of(args, kwargs), None)
     device = mode.fake_device if like is None else like.device
     with mode:
@@ -229,9 +168,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
 
 def undecidable(func: Any) -> PolicyError:
     """Return the error for an operator whose result depends on values in a way that no rule here knows."""
-    line = asking_line()
     return PolicyError(
-        f"the result of {func.name()} depends on values" + (f", at {line}" if line else ""),
+        f"the result of {func.name()} depends on values{_at(asking_line())}",
         limit="a forecast has shapes only, and holdfast has no worst case for it",
         fix="compute it from host tensors of integers (their values are known), or use a form with a fixed size",
         rule="H424",
@@ -240,12 +178,15 @@ def undecidable(func: Any) -> PolicyError:
 
 def missing_rule(func: Any) -> PolicyError:
     """Return the error for an operator of whose results nobody has said the shapes."""
-    line = asking_line()
     name = func.name().rsplit(".default", 1)[0]
     return PolicyError(
-        f"operator {name} has no rule for the shapes of its results" + (f", used at {line}" if line else ""),
+        f"operator {name} has no rule for the shapes of its results{_at(asking_line())}",
         limit="without one its memory cannot be known unless it is run",
         fix="register a rule where the operator is defined, one that returns empty tensors of the right shapes: "
         f'torch.library.register_fake("{name}")(lambda x: torch.empty_like(x))',
         rule="H422",
     )
+
+
+def _at(line: str) -> str:
+    return f", at {line}" if line else ""

@@ -3,8 +3,6 @@
 The device stands on torch's slot for foreign backends (PrivateUse1), so its tensors are told apart from the host's,
 and autograd, autocast and every C++ composite treat them as a GPU's. Where the slot cannot be had, the host itself is
 traced (route ``"cpu"``). Registering the slot cannot be undone: do it in a process of its own.
-
-Does not: record anything (``tracer``), emulate kernels (``attention``, ``recurrent``), start the process.
 """
 
 from __future__ import annotations
@@ -28,9 +26,8 @@ from torch.utils import _foreach_utils
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.fake import data_dependent, placement, stand_ins
 from holdfast.forecast.fake.facts import Facts
-from holdfast.forecast.fake.guesses import Guesses, asking_line
+from holdfast.forecast.fake.guesses import Guesses
 from holdfast.forecast.kernels import autocast_policy
-from holdfast.forecast.kernels.attention_choice import Hardware
 from holdfast.forecast.kernels.emulation import emulated_kernels
 from holdfast.forecast.kernels.scratch import Uncalibrated
 from holdfast.forecast.trace.events import Assumption
@@ -201,28 +198,23 @@ class ForecastDevice:
 def forecast_device(
     route: str = "privateuse1",
     precision: str = "fp32",
-    guesses: Guesses | None = None,
     *,
     as_cuda: bool = True,
-    hardware: Hardware | None = None,
 ) -> Iterator[ForecastDevice]:
     """Run code in shapes only, on a device that stands for CUDA's.
 
     Args:
         route: ``"privateuse1"``, or ``"cpu"`` for the host.
         precision: What `ForecastDevice.autocast` is to be.
-        guesses: Answers to questions for values; default: the rules of `Guesses`.
         as_cuda: Whether ``"cuda"`` means this device and ``torch.cuda`` answers. Without it code finds what the host
             has: for comparisons with real runs on the CPU.
-        hardware: Which GPU it stands for, as far as kernels are chosen by it; default: an A100.
 
     Raises:
         PolicyError: [H423] this torch has no slot for the device. Use route ``"cpu"``.
     """
     if route not in ROUTES or precision not in PRECISIONS:
         raise ValueError(f"route={route!r}, precision={precision!r}: {ROUTES} and {tuple(PRECISIONS)} are known")
-    guesses, hardware = guesses or Guesses(), hardware or Hardware()
-    uncalibrated = Uncalibrated()
+    guesses, uncalibrated = Guesses(), Uncalibrated()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_gpu_left_alone())
         if route == "privateuse1":
@@ -232,18 +224,16 @@ def forecast_device(
         stack.enter_context(_foreach_for_fake_tensors())
         stack.enter_context(placement.conversion_in_place())
         if route == "privateuse1":
-            stack.enter_context(autocast_policy.installed(DEVICE_NAME, guesses))
+            stack.enter_context(autocast_policy.installed(DEVICE_NAME, guesses.assume))
         mode.kernels = stack.enter_context(
             emulated_kernels(
                 route,
-                hardware=hardware,
                 known=lambda tensor: mode.facts.of(tensor).value,
-                assume=lambda what: guesses.assume(what, asking_line()),
+                assume=guesses.assume,
                 uncalibrated=uncalibrated,
             )
         )
-        capability = hardware.capability
-        stack.enter_context(stand_ins.installed(device, guesses, as_cuda=as_cuda, capability=capability))
+        stack.enter_context(stand_ins.installed(device, guesses, as_cuda=as_cuda))
         stack.enter_context(mode)
         if route == "privateuse1":
             _probe(device)

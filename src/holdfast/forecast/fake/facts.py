@@ -1,33 +1,74 @@
-"""What is known of a fake tensor's values: small integers exactly, bounds, and what finite numbers would answer.
+"""What is known of a fake tensor's values: small integers exactly, and how finite numbers answer a check.
 
 Lengths, masks and indices decide shapes, and the sample batch has them. They are small, so they are computed along
-with the shapes, wherever every input is known. Of the rest ``expectations`` says between which bounds they are and
-how a question about them comes out.
-
-Does not: answer questions (``data_dependent``), or follow floating-point values beyond single ones.
+with the shapes, wherever every input is known. Most other questions in training code are checks: is the loss finite,
+is a random number below a probability. Numbers are taken as finite, and a random one as the middle of its range.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from holdfast.forecast.fake.expectations import NOTHING, Fact, bounded_by_dtype, expected_of
-
 aten = torch.ops.aten
-_MOST_ELEMENTS = (
-    65_536  # token ids of 32 texts of 2048: half a megabyte, some tens of microseconds for each operation
-)
+# Token ids of 32 texts of 2048: half a megabyte, some tens of microseconds for each operation.
+_MOST_ELEMENTS = 65_536
+_FINITE = "all numbers were taken as finite"
+_MIDDLE = "a random number was taken as the middle of its range"
 
 _FACTORIES = frozenset(
     {aten.arange, aten.zeros, aten.ones, aten.full, aten.eye, aten.scalar_tensor, aten.tril_indices}
 )
 _FILLED = {aten.zeros_like: 0, aten.ones_like: 1, aten.new_zeros: 0, aten.new_ones: 1, aten.zero_: 0}
 _FILLED_BY = {aten.full_like: 1, aten.new_full: 2, aten.fill_: 1}  # position of the number
+_OF_FINITENESS = {aten.isnan: False, aten.isinf: False, aten.isposinf: False, aten.isneginf: False}
+# Their results answer as their first argument does.
+_PASSED_ON = frozenset(
+    {
+        *(aten.view, aten._unsafe_view, aten.clone, aten.detach, aten.alias, aten._to_copy, aten.expand, aten.select),
+        *(aten.slice, aten.unsqueeze, aten.squeeze, aten.reshape, aten.permute, aten.transpose, aten.t, aten.index),
+        *(aten.contiguous, aten.lift_fresh, aten.any, aten.all, aten._is_all_true, aten._is_any_true, aten.max),
+        *(aten.min, aten.amax, aten.amin),
+    }
+)
+_NOT = frozenset({aten.logical_not, aten.bitwise_not})
+_AND = frozenset({aten.logical_and, aten.bitwise_and, aten.mul})
+_OR = frozenset({aten.logical_or, aten.bitwise_or, aten.add})
+_COMPARISONS: dict[Any, Callable[[Any, Any], Any]] = {
+    aten.lt: operator.lt,
+    aten.le: operator.le,
+    aten.gt: operator.gt,
+    aten.ge: operator.ge,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """What is known of one tensor.
+
+    Args:
+        value: All of it, on the CPU; None if unknown.
+        expected: How it comes out if it is asked as a question; None if that is open.
+        why: What that takes for granted.
+        at_most: No element of it, an integer, is larger; None if unknown.
+        typical: What a random number is taken for; None for anything else.
+    """
+
+    value: torch.Tensor | None = None
+    expected: bool | None = None
+    why: str = ""
+    at_most: int | None = None
+    typical: float | None = None
+
+
+NOTHING = Fact()
 
 
 class Facts:
@@ -40,9 +81,7 @@ class Facts:
     def of(self, tensor: torch.Tensor) -> Fact:
         """Return what is known of a tensor."""
         entry = self._facts.get(id(tensor))
-        if entry is None or entry[0]() is not tensor:
-            return bounded_by_dtype(tensor.dtype)
-        return entry[1]
+        return NOTHING if entry is None or entry[0]() is not tensor else entry[1]
 
     def know(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Take a real tensor as the value of a fake one, if that is worth knowing."""
@@ -53,20 +92,10 @@ class Facts:
         """Return what an operator gives for the known values of its inputs, or NotImplemented if one is unknown."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return NotImplemented
-        values: dict[int, torch.Tensor] = {}
-        for tensor in tensors_of(args, kwargs):
-            value = self.of(tensor).value
-            if value is None:
-                return NotImplemented
-            values[id(tensor)] = value
-        cpu = torch.device("cpu")
-
-        def real(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                return values[id(leaf)]
-            return cpu if isinstance(leaf, torch.device) else leaf
-
-        real_args, real_kwargs = pytree.tree_map(real, (tuple(args), dict(kwargs)))
+        values = {id(tensor): self.of(tensor).value for tensor in tensors_of(args, kwargs)}
+        if any(value is None for value in values.values()):
+            return NotImplemented
+        real_args, real_kwargs = on_host(args, kwargs, lambda tensor: values[id(tensor)])
         real_kwargs.pop("pin_memory", None)
         with torch.no_grad():
             return func(*real_args, **real_kwargs)
@@ -76,7 +105,7 @@ class Facts:
         packet = func.overloadpacket
         if (packet in _FACTORIES or self._any_known(args, kwargs)) and self._follow_values(func, args, kwargs, out):
             return
-        fact = expected_of(packet, args, out, self.of) if isinstance(out, torch.Tensor) else NOTHING
+        fact = self._expected(packet, args, out) if isinstance(out, torch.Tensor) else NOTHING
         if func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
         filled = _fill(packet, args)
@@ -97,6 +126,39 @@ class Facts:
             self.know(result, value)
         return True
 
+    def _expected(self, packet: Any, args: Sequence[Any], out: torch.Tensor) -> Fact:
+        """Return what can be said of an operator's result without values."""
+        if packet in _RANDOM:
+            return NOTHING if out.is_floating_point() and out.numel() > 1 else _RANDOM[packet](args)
+        if not args or not isinstance(args[0], torch.Tensor):
+            return NOTHING
+        if packet in _OF_FINITENESS:
+            return Fact(expected=_OF_FINITENESS[packet], why=_FINITE)
+        if packet in _PASSED_ON:
+            before = self.of(args[0])
+            return NOTHING if before is NOTHING else replace(before, value=None)
+        if packet in (aten.sum, aten.count_nonzero) and args[0].dtype is torch.bool:
+            return Fact(at_most=args[0].numel() // max(1, out.numel()))
+        return self._answered(packet, args) if out.dtype is torch.bool else NOTHING
+
+    def _answered(self, packet: Any, args: Sequence[Any]) -> Fact:
+        before, other = self.of(args[0]), args[1] if len(args) > 1 else None
+        if packet in (aten.eq, aten.ne):
+            if other is args[0]:  # not a NaN
+                return Fact(expected=packet is aten.eq, why=_FINITE)
+            if isinstance(other, float) and math.isinf(other):
+                return Fact(expected=packet is aten.ne, why=_FINITE)
+        if packet in _COMPARISONS and before.typical is not None and isinstance(other, (int, float)):
+            return Fact(expected=bool(_COMPARISONS[packet](before.typical, other)), why=_MIDDLE)
+        if packet in _NOT and before.expected is not None:
+            return Fact(expected=not before.expected, why=before.why)
+        if packet in _AND or packet in _OR:
+            facts = [self.of(arg) for arg in args if isinstance(arg, torch.Tensor)]
+            if all(fact.expected is not None for fact in facts):
+                whole = (all if packet in _AND else any)(fact.expected for fact in facts)
+                return Fact(expected=whole, why=facts[0].why)
+        return NOTHING
+
     def _any_known(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return any(id(tensor) in self._facts for tensor in tensors_of(args, kwargs))
 
@@ -105,10 +167,9 @@ class Facts:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             given = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in given if isinstance(given, (list, tuple)) else (given,):
-                if isinstance(tensor, torch.Tensor):
-                    for key in self._of_storage.pop(tensor.untyped_storage()._cdata, ()):
-                        self._facts.pop(key, None)
+            for tensor in tensors_of((given,), {}):
+                for key in self._of_storage.pop(tensor.untyped_storage()._cdata, ()):
+                    self._facts.pop(key, None)
 
     def _put(self, tensor: torch.Tensor, fact: Fact) -> None:
         key, storage = id(tensor), tensor.untyped_storage()._cdata
@@ -134,8 +195,22 @@ def _fill(packet: Any, args: Sequence[Any]) -> bool | int | float | None:
     return number if isinstance(number, (int, float)) else None
 
 
+def _uniform(args: Sequence[Any]) -> Fact:
+    low, high = args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
+    return Fact(typical=(low + high) / 2)
+
+
+_RANDOM: dict[Any, Callable[[Sequence[Any]], Fact]] = {
+    aten.rand: lambda _: Fact(typical=0.5),
+    aten.rand_like: lambda _: Fact(typical=0.5),
+    aten.uniform_: _uniform,
+    aten.randint: lambda args: Fact(at_most=[arg for arg in args[:2] if isinstance(arg, int)][-1] - 1),
+    aten.randperm: lambda args: Fact(at_most=max(0, args[0] - 1)),
+}
+
+
 def worth_knowing(tensor: torch.Tensor) -> bool:
-    """Tell whether a fake tensor holds integers or booleans, and few enough to compute with, or a single number."""
+    """Return whether a fake tensor holds integers or booleans, and few enough to compute with, or a single number."""
     if tensor.layout is not torch.strided:
         return False
     if tensor.is_floating_point() or tensor.is_complex():  # such as an optimizer's step count
@@ -150,3 +225,18 @@ def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch
             yield arg
         elif isinstance(arg, (list, tuple)):
             yield from (element for element in arg if isinstance(element, torch.Tensor))
+
+
+def on_host(
+    args: Sequence[Any], kwargs: Mapping[str, Any], real: Callable[[torch.Tensor], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with real tensors in place of fake ones, and the CPU in place of devices."""
+    cpu = torch.device("cpu")
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return real(leaf)
+        return cpu if isinstance(leaf, torch.device) else leaf
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(replaced, (tuple(args), dict(kwargs)))
+    return found

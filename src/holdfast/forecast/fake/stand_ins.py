@@ -3,8 +3,6 @@
 Code that asks for ``"cuda"`` gets the fake device, and a tensor there tells code outside torch and holdfast that it
 is on ``cuda:0``, so that ``if x.device.type == "cuda"`` goes the way that it goes on a GPU. All of it is put back
 after.
-
-Does not: emulate kernels or answer for values (``guesses``).
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from holdfast.core.errors import PolicyError
-from holdfast.forecast.fake.cuda_module import install_cuda_module
-from holdfast.forecast.fake.guesses import Guesses, asking_line
-from holdfast.forecast.fake.patches import Patches
+from holdfast.forecast.fake.cuda_module import Patches, install_cuda_module
+from holdfast.forecast.fake.guesses import Guesses
 
 _ON_CUDA = "_holdfast_on_cuda"
 
@@ -76,16 +73,13 @@ def was_on_cuda(tensor: Any) -> bool:
 
 
 @contextlib.contextmanager
-def installed(
-    fake: torch.device, guesses: Guesses, *, as_cuda: bool = True, capability: tuple[int, int] = (8, 0)
-) -> Iterator[None]:
+def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool = True) -> Iterator[None]:
     """Put the stand-ins in place while the context lasts.
 
     Args:
         fake: Where ``"cuda"`` leads.
         guesses: Where answers are written down that memory may depend on.
         as_cuda: Whether CUDA is to be there at all; values of fake tensors can be read in any case.
-        capability: What ``torch.cuda.get_device_capability`` says.
     """
     with Patches() as patches:
         _values_of_fake_tensors(patches)
@@ -93,10 +87,12 @@ def installed(
         _transformers_as_usual(patches)
         _nothing_is_saved(patches, guesses)
         _one_device_only(patches)
+        # It draws again until all numbers suit, which fake ones never do.
+        patches.replace(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
         if as_cuda:
             _tensors(patches, fake)
             _devices_as_seen(patches, fake)
-            install_cuda_module(patches, guesses, capability)
+            install_cuda_module(patches, guesses)
             _when_imported(patches, "bitsandbytes", lambda _: None, cuda_hidden)
             _autocast(patches, fake)
         yield
@@ -145,7 +141,7 @@ def _nested(values: list[Any], shape: list[int]) -> Any:
 
 def _compile_as_eager(patches: Patches, guesses: Guesses) -> None:
     def compiled(model: Any = None, **_: Any) -> Any:
-        guesses.assume("torch.compile is forecast as eager: a compiled step needs less, mostly", asking_line())
+        guesses.assume("torch.compile is forecast as eager: a compiled step needs less, mostly")
         return model if model is not None else lambda function: function
 
     patches.replace(torch, "compile", compiled)
@@ -270,7 +266,7 @@ def _nothing_is_saved(patches: Patches, guesses: Guesses) -> None:
             def save(*args: Any, **kwargs: Any) -> Any:
                 if isinstance(kwargs.get("f", args[1] if len(args) > 1 else None), io.BytesIO):
                     return original(*args, **kwargs)  # a copy in memory
-                guesses.assume(f"{name} was left out: nothing was written", asking_line())
+                guesses.assume(f"{name} was left out: nothing was written")
                 return None
 
             return save

@@ -1,18 +1,15 @@
 """Run the user's factory: import it, call it, read what it returns, and say with the user's own line why that fails.
 
-What a factory may return:
+A factory returns a dict:
 
     {"model": …, "optimizer": …, "loss_fn": f, "batch": …}    f(batch) or f(model, batch) returns the loss; a
                                                               ``loader`` in place of ``batch``: its first batch
     {"model": …, "optimizer": …, "step": f, "batch": …}       f(batch), f(model, batch) or f(guard, batch) is a step
-    (model, optimizer, f, batch)                              f is either, which shows when it is called
-    (model, optimizer, step)                                  step(batch_size), or step(batch_size, length=…)
+    {"model": …, "optimizer": …, "step": f}                   f(batch_size), or f(batch_size, length=…)
 
 Models and optimizers may be dicts. A batch that is a dict needs no function: ``model(**batch).loss`` is taken. Other
 keys, such as ``scheduler``, are passed over. A factory with a parameter ``micro_batch_size`` or ``length`` is called
 with it.
-
-Does not: make steps (``jobs``) or sample batches of other sizes (``sample_batch``).
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import inspect
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -37,11 +34,8 @@ from torch.utils.data import DataLoader
 from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.core.user_modules import import_user_module
 
-_LIBRARIES = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[2]),
-    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")},
-)
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_LIBRARIES = (*_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<")
 _INSTALLED = ("site-packages", "dist-packages")
 _NEEDS_CUDA = re.compile(
     r"cuda|nvidia|cudnn|libc10_hip|flash[_-]attn|triton|apex|xformers|bitsandbytes", re.IGNORECASE
@@ -60,23 +54,23 @@ class Built:
         models: By name.
         optimizers: By name.
         function: The loss function or the step; None: ``model(**batch).loss``.
-        is_step: Whether it makes the whole step; None: that shows when it is called.
+        is_step: Whether it certainly makes the whole step; else that shows when it is called.
         batch: A sample batch; None if the step makes its own.
         has_batch: Whether there is one.
         batch_size: Its samples, where they were said.
         split: Its batch dimension.
-        told_length: Whether the factory was told how long samples are.
+        knows_length: Whether the factory was called with a length of samples.
     """
 
     models: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
     function: Function | None
-    is_step: bool | None
+    is_step: bool
     batch: Any
     has_batch: bool
     batch_size: int | None = None
     split: int = 0
-    told_length: bool = False
+    knows_length: bool = False
 
 
 def load_factory(name: str) -> Function:
@@ -102,21 +96,14 @@ def load_factory(name: str) -> Function:
     return found  # type: ignore[no-any-return]
 
 
-def call_factory(
-    name: str,
-    factory: Function,
-    *,
-    size: int,
-    length: int | None,
-    loading: Loading,
-) -> Built:
+def call_factory(name: str, factory: Function, *, size: int, length: int | None, loading: Loading) -> Built:
     """Call a factory and read what it returns.
 
     Args:
         name: As given by the user.
         factory: What `load_factory` returned.
         size: Samples, for a factory that has a parameter for it.
-        length: Of each, likewise; None: it is not told.
+        length: Of each, for a factory that has a parameter for it; None: as it has them by itself.
         loading: Makes the context in which a loader is asked for a batch.
 
     Raises:
@@ -131,7 +118,7 @@ def call_factory(
         raise _failed(name, "when it was called", error) from error
     built = _read(name, factory, returned, loading)
     known = next((given[key] for key in _SIZE_NAMES if key in given), built.batch_size)
-    return dataclasses.replace(built, batch_size=known, told_length=bool(given.keys() & set(_LENGTH_NAMES)))
+    return dataclasses.replace(built, batch_size=known, knows_length=bool(given.keys() & set(_LENGTH_NAMES)))
 
 
 def takes_length(factory: Function) -> bool:
@@ -146,44 +133,27 @@ def _accepted(factory: Function, size: int, length: int | None) -> dict[str, int
 
 
 def _read(name: str, factory: Function, returned: Any, loading: Loading) -> Built:
-    if isinstance(returned, Mapping):
-        return _read_mapping(name, factory, returned, loading)
-    if not isinstance(returned, (tuple, list)) or len(returned) not in (3, 4):
-        raise _wrong(name, factory, f"a {_described(returned)}")
-    model, optimizer, function, *rest = returned
-    if not callable(function):
-        raise _wrong(name, factory, f"a {type(function).__name__} where the loss function or the step belongs")
-    return Built(
-        models=_named(name, factory, model, "model", nn.Module),
-        optimizers=_named(name, factory, optimizer, "optimizer", Optimizer),
-        function=function,
-        is_step=None if rest else True,
-        batch=rest[0] if rest else None,
-        has_batch=bool(rest),
-    )
-
-
-def _read_mapping(name: str, factory: Function, returned: Mapping[str, Any], loading: Loading) -> Built:
+    if not isinstance(returned, Mapping):
+        raise _wrong(name, factory, f"a {type(returned).__name__}")
     missing = [key for key in ("model", "optimizer") if key not in returned]
-    loader = returned.get("loader")
-    if "batch" not in returned and loader is None:
+    loader, is_step = returned.get("loader"), "step" in returned
+    has_batch = "batch" in returned or loader is not None
+    if not has_batch and not is_step:
         missing.append("batch (or loader)")
     if missing:
         raise _wrong(name, factory, f"a dict with {', '.join(map(repr, returned))}, without {' and '.join(missing)}")
-    is_step = "step" in returned
     function = returned["step"] if is_step else returned.get("loss_fn")
-    batch = returned["batch"] if "batch" in returned else _first_batch(name, loader, loading)
-    if function is None and not isinstance(batch, Mapping):
-        raise _wrong(name, factory, f"neither loss_fn nor step, and a {type(batch).__name__} as batch")
-    split = returned.get("split", 0)
-    size = returned.get("batch_size", getattr(loader, "batch_size", None))
+    batch = returned["batch"] if "batch" in returned else _first_batch(name, loader, loading) if has_batch else None
+    if not callable(function) and not (function is None and isinstance(batch, Mapping)):
+        raise _wrong(name, factory, f"a {type(function).__name__} as {'step' if is_step else 'loss_fn'}")
+    size, split = returned.get("batch_size", getattr(loader, "batch_size", None)), returned.get("split", 0)
     return Built(
         models=_named(name, factory, returned["model"], "model", nn.Module),
         optimizers=_named(name, factory, returned["optimizer"], "optimizer", Optimizer),
         function=function,
-        is_step=is_step or None,
+        is_step=is_step,
         batch=batch,
-        has_batch=True,
+        has_batch=has_batch,
         batch_size=size if isinstance(size, int) else None,
         split=split if isinstance(split, int) else 0,
     )
@@ -209,41 +179,35 @@ def _named(name: str, factory: Function, given: Any, what: str, kind: type) -> d
             raise _wrong(name, factory, f"a {type(value).__name__} as {what}" + (several if is_list else ""))
     if not found:
         raise _wrong(name, factory, f"no {what}")
-    if any(isinstance(module, torch.jit.ScriptModule) for value in found.values() for module in _modules_of(value)):
+    modules = (module for value in found.values() if isinstance(value, nn.Module) for module in value.modules())
+    if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
         raise _wrong(
             name, factory, f"a {what} made by torch.jit, of which a trace sees nothing: return it uncompiled"
         )
     return found
 
 
-def _modules_of(value: Any) -> Iterable[nn.Module]:
-    return value.modules() if isinstance(value, nn.Module) else ()
-
-
 def length_parameter(function: Function | None) -> str | None:
-    """Return the name of the parameter by which a function is told a length, or None."""
-    try:
-        parameters = inspect.signature(function or (lambda: None)).parameters
-    except (TypeError, ValueError):
-        return None
+    """Return the name of the parameter of a function that takes the length of samples, or None."""
+    parameters = _parameters(function)
     return next((name for name in _LENGTH_NAMES if name in parameters), None)
 
 
 def positional_parameters(function: Function | None) -> list[str]:
     """Return the names of the parameters that a function must be given."""
-    if function is None:
-        return []
-    target = function.forward if isinstance(function, nn.Module) else function
-    try:
-        parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):
-        return ["batch"]
     return [
-        parameter.name
-        for parameter in parameters
+        name
+        for name, parameter in _parameters(function).items()
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         and parameter.default is parameter.empty
     ]
+
+
+def _parameters(function: Function | None) -> Mapping[str, inspect.Parameter]:
+    try:
+        return {} if function is None else inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def line_of(error: BaseException) -> str:
@@ -255,21 +219,12 @@ def line_of(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if _is_installed(code):
+        if not code.co_filename.startswith(_OURS) and any(part in code.co_filename for part in _INSTALLED):
             installed = _place(code, trace.tb_lineno)
-        elif not _is_library(code):
+        elif not code.co_filename.startswith(_LIBRARIES):
             own, installed = _place(code, trace.tb_lineno), ""
         trace = trace.tb_next
     return f"{installed}, from {own}" if own and installed else own or installed
-
-
-def _is_library(code: CodeType) -> bool:
-    return code.co_filename.startswith((*_LIBRARIES, "<"))
-
-
-def _is_installed(code: CodeType) -> bool:
-    ours = code.co_filename.startswith(_LIBRARIES[:2])
-    return not ours and any(part in code.co_filename for part in _INSTALLED)
 
 
 def _place(code: CodeType, line: int) -> str:
@@ -277,9 +232,9 @@ def _place(code: CodeType, line: int) -> str:
 
 
 def place_of(function: Any) -> str:
-    """Return where a function is defined, ``"model.py:12"``, or an empty string."""
+    """Return where a function is defined, ``" (model.py:12)"``, or an empty string."""
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
-    return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+    return "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def first_line(error: BaseException) -> str:
@@ -312,14 +267,9 @@ def _unusable(name: str, why: str, fix: str) -> PolicyError:
 
 
 def _wrong(name: str, factory: Function, what: str) -> PolicyError:
-    place = place_of(factory)
     return PolicyError(
-        f"factory {name!r}{f' ({place})' if place else ''} returned {what}",
+        f"factory {name!r}{place_of(factory)} returned {what}",
         limit="a forecast needs a model, an optimizer, and a loss function with a sample batch or a step",
         fix='return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}.',
         rule="H412",
     )
-
-
-def _described(value: Any) -> str:
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__name__

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,10 +27,11 @@ import torch
 from holdfast.core.control_groups import fields_of
 from holdfast.core.errors import HoldfastError, OutOfMemoryError, PolicyError
 from holdfast.forecast.fake.device import ForecastDevice, forecast_device
-from holdfast.forecast.fake.other_answers import look_at_other_answers
+from holdfast.forecast.fake.guesses import TAKEN
 from holdfast.forecast.job import building
 from holdfast.forecast.job.building import Built
 from holdfast.forecast.job.jobs import Job, StepOptions
+from holdfast.forecast.kernels import scratch, scratch_cpu
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
 from holdfast.forecast.trace.tracer import Tracer
 from holdfast.memory.host_memory import available_bytes
@@ -39,6 +40,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHARE_OF_MEMORY = (
     0.9  # that real weights may take of what is available, so that it is this process that gets an error
 )
+_MOST_QUESTIONS = 3  # of which both answers are traced: each costs two more steps
+_WORTH_TRACING = 0.01  # more of the peak: below that the margin covers it
 _SHARE_OF_GROWTH = 0.01  # of the peak, that a step may leave behind without a word: small histories do
 Say = Callable[[dict[str, Any]], None]
 
@@ -49,8 +52,8 @@ def main() -> None:
     try:
         answer = trace(request, Steps(say, request))
     except HoldfastError as error:
-        told = {"what": error.what, "limit": error.limit, "fix": error.fix, "rule": error.rule}
-        say({"error": {"kind": type(error).__name__, **told}})
+        words = {"what": error.what, "limit": error.limit, "fix": error.fix, "rule": error.rule}
+        say({"error": {"kind": type(error).__name__, **words}})
     else:
         say({"answer": answer})
     sys.stderr.flush()
@@ -106,8 +109,8 @@ def trace(request: dict[str, Any], steps: Steps) -> dict[str, Any]:
     """Trace a job in this process.
 
     Args:
-        request: The fields of a `TraceRequest`, its ``points``, and ``weights``, ``as_cuda`` and ``folder``.
-        steps: Told how far it is.
+        request: The fields of a `TraceRequest`, its ``points``, and ``weights`` and ``folder``.
+        steps: Says how far it is.
 
     Returns:
         The fields of a `TraceResult` that are known here, and the names of the files of the traces in the folder.
@@ -118,14 +121,13 @@ def trace(request: dict[str, Any], steps: Steps) -> dict[str, Any]:
         recompute=tuple(request["recompute"]),
     )
     points = [(size, length) for size, length in request["points"]]
-    with forecast_device(request["route"], request["precision"], as_cuda=request["as_cuda"]) as device:
-        answers = dict(request["answers"])
-        for line, answer in answers.items():
-            device.guesses.answer(line, answer)
+    with forecast_device(request["route"], request["precision"], as_cuda=request["route"] != "cpu") as device:
+        device.guesses.give(dict(request["answers"]))
         begun = time.perf_counter()
         job = _built(request, device, options, points, steps)
         build_seconds = time.perf_counter() - begun
-        with Tracer(device.device, route=device.route, uncalibrated=device.uncalibrated) as tracer:
+        scratch_of = scratch_cpu.scratch_of if device.route == "cpu" else scratch.scratch_of
+        with Tracer(device.device, scratch=scratch_of, uncalibrated=device.uncalibrated) as tracer:
             job.claim = tracer.claim
             tracer.watch(models=job.models, optimizers=job.optimizers.values(), blocks=job.blocks)
             steps.begin("making a first step")
@@ -134,11 +136,11 @@ def trace(request: dict[str, Any], steps: Steps) -> dict[str, Any]:
             traces, seconds = tracing.points()
             # A single point is a plan that is checked: what its alternatives need was said before.
             if len(points) > 1:
-                traces, answers = tracing.with_other_answers(traces)
+                traces = tracing.with_other_answers(traces)
     files = [f"{number}.npz" for number in range(len(traces))]
     for file, traced in zip(files, traces, strict=True):
         traced.save(Path(request["folder"]) / file)
-    told = {"files": files, "answers": answers, "trace_seconds": seconds, "build_seconds": build_seconds}
+    told = {"files": files, "answers": device.guesses.given, "trace_seconds": seconds, "build_seconds": build_seconds}
     return {**_facts(job), **told}
 
 
@@ -228,14 +230,15 @@ class _Tracing:
         for size, length in self._request["points"]:
             self._steps.begin(f"tracing a step of {size} samples" + (f" of length {length}" if length else ""))
             begun = time.perf_counter()
-            self._job.step_whole(size, length)  # leaves what such a step leaves; the very first in another order
+            self._job.step(size, length)  # leaves what such a step leaves; the very first in another order
             traces.append(self._traced(size, length))
             seconds.append(time.perf_counter() - begun)
         traces[-1] = dataclasses.replace(traces[-1], assumptions=(*traces[-1].assumptions, *_growth(traces[-1])))
         return traces, seconds
 
     def _traced(self, size: int, length: int | None) -> Trace:
-        self._job.step_whole(size, length, self._tracer.recording)
+        with self._tracer.recording():
+            self._job.step(size, length)
         return self._tracer.trace(
             micro_batch_size=size,
             length=length,
@@ -244,24 +247,47 @@ class _Tracing:
             assumptions=(*self._job.assumptions, *self._device.assumptions),
         )
 
-    def with_other_answers(self, traces: list[Trace]) -> tuple[list[Trace], dict[str, bool]]:
-        """Return the traces to plan with: those with the answers that need more, and these answers by line."""
+    def with_other_answers(self, traces: list[Trace]) -> list[Trace]:
+        """Return the traces to plan with: a plan is to hold whichever way a step goes that depends on values.
+
+        The other answer to each ``bool(tensor)`` is tried, and those that need more are given to all traces.
+        """
         size, length = self._request["points"][-1]
-
-        def again() -> Trace:
-            self._job.step(size, length)
-            return self._traced(size, length)
-
         guesses = self._device.guesses
-        known = look_at_other_answers(guesses, traces[-1], again)
-        answers = dict(self._request["answers"])
-        if known.heavier:
-            for line, answer in known.heavier.items():
-                guesses.answer(line, answer)
-            with suppress(HoldfastError):  # alone each of them ran; all of them together need not
+        given, asked = dict(guesses.given), dict(guesses.asked)
+        peak = live_peak(traces[-1])
+        said: dict[str, str] = {}
+        heavier: dict[str, bool] = {}
+        for line, answer in [each for each in asked.items() if each[0] not in given][:_MOST_QUESTIONS]:
+            guesses.give({**given, line: not answer})
+            try:
+                self._job.step(size, length)
+                more = live_peak(self._traced(size, length)) / peak - 1
+                how = f"needs {abs(more):.2%} {'less' if more < 0 else 'more'}"
+                if more > _WORTH_TRACING:
+                    heavier[line] = not answer
+            except HoldfastError as error:
+                how = f"does not run ({' '.join(error.what.split())})"
+            said[line] = f"{answer}; {not answer} {how}"
+        guesses.give({**given, **heavier})
+        if heavier:
+            try:
                 traces, _ = self.points()
-                known, answers = known.planned_for(), {**answers, **known.heavier}
-        return [dataclasses.replace(each, assumptions=known.word(each.assumptions)) for each in traces], answers
+                for line, answer in heavier.items():
+                    said[line] = f"{answer}, the answer that needs more ({said[line]})"
+            except HoldfastError:  # alone each of them ran; all of them together need not
+                guesses.give(given)
+        return [dataclasses.replace(each, assumptions=_worded(each.assumptions, said)) for each in traces]
+
+
+def _worded(assumptions: Iterable[Assumption], said: Mapping[str, str]) -> tuple[Assumption, ...]:
+    """Return assumptions with what is known of the other answers."""
+    return tuple(
+        Assumption(what=TAKEN + said[each.line], line=each.line)
+        if each.line in said and each.what.startswith(TAKEN)
+        else each
+        for each in assumptions
+    )
 
 
 def _growth(traced: Trace) -> tuple[Assumption, ...]:

@@ -1,13 +1,11 @@
 """A user's training job on the fake device: its models, its optimizers, and one step of any size, as Guard makes it.
 
 A loss function is called under autocast and its loss is run backward, scaled for fp16; gradients are emptied before,
-clipped if asked, and every optimizer is stepped. A function that calls backward itself makes its own step; if it
-steps optimizers in some of its calls only, as one that accumulates does, such a call is what is forecast.
+clipped if asked, and every optimizer is stepped. A function that calls backward itself makes its own step: one call
+of it has to step every optimizer.
 
 Tensors lie where the user's code puts them. If the step does not run so, since it names no device, the batch is put
 where the model is, and if that is not enough, all that the step makes.
-
-Does not: record (``tracer``), start a process (``tracing``), or read what a factory returns (``building``).
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,18 +35,14 @@ from holdfast.forecast.job.user_functions import (
     called_with_batch,
     is_hooked,
     loss_of,
-    named,
-    untrained,
 )
-from holdfast.forecast.trace.blocks import find_blocks, modules_named
+from holdfast.forecast.trace.block_runs import find_blocks, modules_named
 from holdfast.forecast.trace.events import Assumption
 from holdfast.memory.recompute import recomputing
 
 _AS_BUILT = "its tensors where they were built"
 _BATCH = "the batch on the device"
 _ALL = "the batch, and what it makes without naming a device, on the device"
-_MOST_CALLS = 17
-"""Of a step, until one steps all optimizers: finds accumulation over 16, or a generator's turn after a critic's."""
 _PLACEMENTS = (_AS_BUILT, _BATCH, _ALL)
 
 
@@ -105,14 +98,12 @@ class Job:
         self._place_of_function = building.place_of(built.function)
         self._guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
         self._uses_guard = building.positional_parameters(built.function)[:1] == ["guard"]
-        self._takes_length = built.told_length or building.length_parameter(built.function) is not None
+        self._takes_length = built.knows_length or building.length_parameter(built.function) is not None
         self._function = called_with_batch(built, self._guard)
-        self._acts = built.is_step is True  # runs backward or steps optimizers by itself
+        self._acts = built.is_step  # runs backward or steps optimizers by itself
         self._has_own_step = self._acts and not self._uses_guard
         self._begun = False  # whether it has done either
         self._stepped: set[str] = set()
-        self._whole: frozenset[str] = frozenset()
-        self._late: list[str] = []  # optimizers that no call steps, and that are stepped after each
         self._scaler = torch.amp.GradScaler(device.device.type, enabled=device.precision == "fp16")
 
     @property
@@ -140,13 +131,18 @@ class Job:
             self._placement = placement
             try:
                 with OwnPrecision(self.models, AddedAutocast) as own:
-                    self.step(size, length)
+                    self._step_past_checks(size, length)
                 break
             except PolicyError as error:
                 # Tensors on two devices fail in many ways: autocast, for one, passes over those on the host.
                 if error.rule != "H414" or self._device.route == "cpu" or placement is _PLACEMENTS[-1]:
                     raise
-        self._find_whole(size, length)
+        if missed := self.optimizers.keys() - self._stepped:
+            what = f"one call of the step{self._place_of_function} did not step {_named(missed)}"
+            raise _untrained(what)
+        if self._acts and not self._has_own_step:
+            what = "the function runs backward and steps no optimizer: all were stepped after it"
+            self.assumptions.append(Assumption(what=what))
         self.casts = own.casts
         if own.words() and self._device.precision == "fp32":
             what = f"no autocast was added: the job has {own.words()}, and is forecast as its code has it"
@@ -162,71 +158,24 @@ class Job:
             self.assumptions.extend(self.sample.assumptions(with_length=length is not None))
         gc.collect()  # what a failed step has left
 
-    def step_whole(
-        self,
-        size: int,
-        length: int | None,
-        watching: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-    ) -> None:
-        """Make steps until one has stepped all optimizers that a step ever steps at once.
+    def _step_past_checks(self, size: int, length: int | None) -> None:
+        """Make a step; one that fails after it has asked a tensor is made with the other answer to the last question.
 
-        Args:
-            size: As of `step`.
-            length: As of `step`.
-            watching: Makes the context of each.
+        Most of what raises after a question is a check, which is to pass.
         """
-        for _ in range(_MOST_CALLS):
-            with watching():
-                self.step(size, length)
-            if self._stepped >= self._whole:
-                return
-
-    def _find_whole(self, size: int, length: int | None) -> None:
-        """Find out which optimizers one call steps, if not every call does: of several micro-batches the last."""
-        first = most = ever = self._stepped
-        calls = 1
-        while (self._acts or self._uses_guard) and len(most) < len(self.optimizers) and calls < _MOST_CALLS:
-            self.step(size, length)
-            calls += 1
-            ever = ever | self._stepped
-            most = self._stepped if len(self._stepped) > len(most) else most
-        self._whole = frozenset(most)
-        said = []
-        if most > first:
-            said.append(f"not every call of the step steps {named(most)}: one that does is forecast")
-        if self._acts and not self._has_own_step:
-            said.append("the function runs backward and steps no optimizer: all were stepped after it")
-        elif never := self.optimizers.keys() - ever:
-            what = self._step_late(never, size, length)
-            said.append(f"the step was called {calls} times and did not step {named(never)}: {what}")
-        if others := ever - most:
-            said.append(f"calls that step {named(others)} and not {named(most)} were not looked at")
-        self.assumptions.extend(Assumption(what=what) for what in said)
-
-    def _step_late(self, names: Iterable[str], size: int, length: int | None) -> str:
-        """Have optimizers that no call steps be stepped after each that leaves gradients; return what to say of it.
-
-        Raises:
-            PolicyError: H412 if their parameters get no gradients at all.
-        """
-        reached: set[str] = set()
-        owned = {id(p) for model in self.models.values() for p in model.parameters()}
-        with contextlib.ExitStack() as stack:
-            for name in names:
-                for parameter in self._parameters_of([name]):
-                    if parameter.requires_grad:
-                        handle = parameter.register_hook(lambda _, name=name: reached.add(name))  # type: ignore[no-untyped-call]
-                        stack.callback(handle.remove)
-            self.step(size, length)
-        missed = set(names) - reached
-        if any(id(p) in owned for p in self._parameters_of(missed)):
-            what = f"the step{self._defined_at()} was called {_MOST_CALLS} times"
-            raise untrained(f"{what} and neither stepped {named(missed)} nor gave its parameters gradients")
-        self._late = [name for name in names if any(p.grad is not None for p in self._parameters_of([name]))]
-        used = set(names) - set(self._late)
-        said = [f"{named(self._late)} was stepped after each call"] if self._late else []
-        said += [f"{named(used)} finds no gradient after a call and keeps no state"] if used else []
-        return "; ".join(said)
+        guesses = self._device.guesses
+        given, first = dict(guesses.given), None
+        while True:
+            guesses.asked.clear()
+            try:
+                return self.step(size, length)
+            except PolicyError as error:
+                first = first or error
+                open_lines = [line for line in guesses.asked if line not in guesses.given]
+                if error.rule not in ("H414", "H424") or not open_lines:
+                    guesses.give(given)
+                    raise first from first.__cause__
+                guesses.give({**guesses.given, open_lines[-1]: not guesses.asked[open_lines[-1]]})
 
     def step(self, size: int, length: int | None = None) -> None:
         """Make one training step.
@@ -240,6 +189,7 @@ class Job:
             BatchError: H413 for a batch that cannot be made.
         """
         self._stepped = set()
+        self._device.guesses.begin_step()
         with contextlib.ExitStack() as stack:
             if self._placement == _ALL:
                 stack.enter_context(torch.device(self._device.device))
@@ -292,19 +242,17 @@ class Job:
                     returned = function(part)
                 if not (seen.acted or self._begun):
                     self._has_own_step = False  # a loss function, whatever it was called
-                    loss = loss_of(returned, self._defined_at())
+                    loss = loss_of(returned, self._place_of_function)
                     share = loss if len(parts) == 1 else loss * (1 / len(parts))
                     self._scaler.scale(share).backward(inputs=self._inputs(parameters))  # type: ignore[no-untyped-call]
         if loss is not None and not seen.optimizers and all(p.grad is None and not is_hooked(p) for p in parameters):
-            raise untrained(f"the loss{self._defined_at()} gives no gradient to what {named(names)} steps")
+            raise _untrained(f"the loss{self._place_of_function} gives no gradient to what {_named(names)} steps")
         self._acts = self._begun = loss is None
         self._has_own_step |= seen.acted and bool(seen.optimizers)
         self._stepped |= self._names_of(seen.optimizers)
         if not self._has_own_step:
             self._finish(parameters, names, unscales=loss is not None)
-            self._stepped |= set() if loss is None else set(names)
-        elif self._late:
-            self._finish(self._parameters_of(self._late), self._late, unscales=False)
+            self._stepped |= set(names)
         return None if loss is None else loss.detach()
 
     def _names_of(self, optimizers: Sequence[Optimizer]) -> set[str]:
@@ -355,7 +303,7 @@ class Job:
         sample = self._samples.get(length) or self.sample
         if sample is None and length is not None and not self._takes_length:
             raise BatchError(
-                f"the step{self._defined_at()} takes no length, and {length} was asked for",
+                f"the step{self._place_of_function} takes no length, and {length} was asked for",
                 limit="a step that makes its own batch must be told how long its samples are",
                 fix="write step(batch_size, length=...), or build(length=...).",
                 rule="H413",
@@ -381,17 +329,30 @@ class Job:
                 self._device.mode.facts.know(made, torch.from_numpy(np.ascontiguousarray(leaf.values)))
         return made
 
-    def _defined_at(self) -> str:
-        return f" ({self._place_of_function})" if self._place_of_function else ""
-
     def _failed(self, error: Exception, size: int, length: int | None) -> PolicyError:
         line = building.line_of(error)
         sample = self._samples.get(length) or self.sample
         taken = "" if sample is None else f"; {next(sample.assumptions(with_length=length is not None)).what}"
         return PolicyError(
-            f"the step raised {building.first_line(error)}" + (f", at {line}" if line else self._defined_at()),
+            f"the step raised {building.first_line(error)}" + (f", at {line}" if line else self._place_of_function),
             limit=f"a step of {size} samples must run through, on tensors that have shapes and no values{taken}",
             fix=f"run such a step on real tensors, with {size} samples, since any number is planned for; if it works"
             " there, keep what reads values of tensors out of it.",
             rule="H414",
         )
+
+
+def _untrained(what: str) -> PolicyError:
+    return PolicyError(
+        what,
+        limit="what an optimizer keeps for its parameters, and a step that trains them, would not be counted",
+        fix="return only optimizers that are stepped, those that hooks step too, in a dict by name; let one call of a"
+        " step accumulate its gradients and take every turn, or return a loss_fn, which is cut into micro-batches.",
+        rule="H412",
+    )
+
+
+def _named(names: Iterable[str]) -> str:
+    """Return the names of optimizers as a sentence has them; ``"the optimizer"`` if it is the only one."""
+    words = [f"optimizer {name!r}" if name != "optimizer" else "the optimizer" for name in sorted(names)]
+    return " and ".join(words if len(words) < 4 else [*words[:2], f"{len(words) - 2} more"])

@@ -8,8 +8,6 @@ and written down:
                for each sample: ragged tensors, dicts, names
     length     the largest dimension 1 of the token ids and masks, or of all tensors where there are none, and every
                dimension of that size in them; of the entries of a list, dimension 0
-
-Does not: run anything on a batch, or know what a fake tensor is.
 """
 
 from __future__ import annotations
@@ -36,11 +34,13 @@ _PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
 _MOST_NAMED = 4  # leaves in a message
 _DEPTH = 4  # to which objects are looked into: torch_geometric's Data keeps its tensors in a dict of an attribute
 _MASK_DIMENSIONS = 4  # (samples, 1 or heads, length, length), as attention takes a mask to be added
+_OWN_BATCH = "write the step as step(batch_size), so that it makes its own batch."
+_SAID_SIZE = 'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it makes one.'
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """What there is to know of a tensor or an array of a batch; the tensor itself is let go.
+    """What there is to know of a tensor or an array of a batch; the tensor itself is not kept.
 
     Args:
         shape: In elements.
@@ -68,13 +68,6 @@ Read = Callable[[torch.Tensor], Values | None]
 Make = Callable[[Leaf], torch.Tensor]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Packed:
-    data: Leaf
-    steps: int
-    samples: int
-
-
 class SampleBatch:
     """A batch that can be made again in any size and length.
 
@@ -92,34 +85,24 @@ class SampleBatch:
     def __init__(self, batch: Any, *, read: Read, make: Make, size: int | None = None, split: int = 0) -> None:
         self._make = make
         self._split = split
-        self._batch = _mapped(batch, lambda leaf: _described(leaf, read))
-        self._leaves = list(_leaves(self._batch, "batch"))
-        self._check_leaves()
-        nodes = list(_nodes(self._batch, "batch"))
-        lists = [(path, node) for path, node in nodes if path != "batch" or not isinstance(node, tuple)]
-        samples = {path: len(node) for path, node in lists if _has_samples(node)}
-        self.size = size or 0
-        if self.size not in samples.values() and not any(self._is_batched(leaf) for _, leaf in self._leaves):
-            self.size = self._find_size([*samples.values()])
-        self._lists = [path for path, node in nodes if self._has_entries(node, known=path in samples)]
-        self.length = self._find_length()
-        self._longest = self._find_longest()
-
-    def _check_leaves(self) -> None:
-        for path, leaf in self._leaves:
-            if _hides_tensors(leaf):
-                raise _unusable(
-                    f"the sample batch holds a {type(leaf).__name__} with tensors in it: {path}",
-                    "only dicts, lists, tuples and dataclasses can be made in another size",
-                    "return one of these, or write the step as step(batch_size), so that it makes its own batch.",
-                )
-        arrays = [leaf for _, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim > self._split]
-        if arrays and all(leaf.shape[self._split] == 0 for leaf in arrays):
+        self._batch = _mapped(batch, lambda leaf, path: _described(leaf, path, read))
+        self._leaves = list(_walk(self._batch, leaves=True))
+        self._arrays = [leaf for _, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim > split]
+        if self._arrays and all(leaf.shape[split] == 0 for leaf in self._arrays):
             raise _unusable(
                 f"the sample batch is empty: {_shapes(self._leaves)}",
                 "every sample of another batch is like one of it",
                 "return a batch of at least one sample.",
             )
+        nodes = list(_walk(self._batch, leaves=False))
+        lists = [(path, node) for path, node in nodes if path != "batch" or not isinstance(node, tuple)]
+        samples = {path: len(node) for path, node in lists if _has_samples(node)}
+        self.size = size or 0
+        if self.size not in samples.values() and not any(self._is_batched(leaf) for _, leaf in self._leaves):
+            self.size = self._find_size({*samples.values()})
+        self._lists = [path for path, node in nodes if self._has_entries(node, known=path in samples)]
+        self.length = self._find_length()
+        self._longest = self._find_longest()
 
     def resized(self, size: int, length: int | None = None) -> Any:
         """Return a new batch of some samples, all of them alike.
@@ -170,28 +153,26 @@ class SampleBatch:
         if same:
             yield Assumption(what=f"in a batch of any size these stay as they are: {_shapes(same)}")
 
-    def _find_size(self, entries: Sequence[int]) -> int:
-        if len(set(entries)) == 1:
-            return entries[0]
-        arrays = [leaf for _, leaf in self._leaves if isinstance(leaf, Leaf) and leaf.ndim > self._split]
-        sizes = Counter(int(leaf.shape[self._split]) for leaf in arrays)
+    def _find_size(self, entries: set[int]) -> int:
+        if len(entries) == 1:
+            return entries.pop()
+        sizes = Counter(int(leaf.shape[self._split]) for leaf in self._arrays)
         ranked = Counter({size: count for size, count in sizes.items() if size != 1} or sizes).most_common(2)
-        packed = [leaf for _, leaf in self._leaves if isinstance(leaf, _Packed)]
         if entries or (len(ranked) == 2 and ranked[0][1] == ranked[1][1]):
-            found = sorted(set(entries) or {size for size, _ in ranked})
+            found = sorted(entries or {size for size, _ in ranked})
             raise _unusable(
                 f"nobody can say whether the sample batch has {' or '.join(map(str, found))} samples: "
                 f"{_shapes(self._leaves)}",
                 f"the batch is dimension {self._split} of its tensors, of the same size in most",
-                'return {"batch_size": ...} with it, or write build(micro_batch_size=...) so that it makes one.',
+                _SAID_SIZE,
             )
-        if not ranked and not packed:
+        if not ranked:
             raise _unusable(
                 f"the sample batch has no batch dimension: {_shapes(self._leaves)}",
                 f"dimension {self._split} of its tensors must be the samples, or a list have one entry for each",
-                "return a batch as a DataLoader gives it, or write build(micro_batch_size=...) so that it makes one.",
+                _SAID_SIZE,
             )
-        return ranked[0][0] if ranked else packed[0].samples
+        return ranked[0][0]
 
     def _has_entries(self, node: Any, *, known: bool) -> bool:
         if not isinstance(node, (list, tuple)) or len(node) != self.size:
@@ -210,12 +191,9 @@ class SampleBatch:
         whole: list[int] = []
         floating: list[int] = []
         for path, leaf in self._leaves:
-            if isinstance(leaf, _Packed):
-                whole.append(leaf.steps)
-            elif isinstance(leaf, Leaf) and self._in_list(path) and leaf.shape:
-                (floating if leaf.is_floating else whole).append(leaf.shape[0])
-            elif self._is_batched(leaf) and leaf.ndim > 1:
-                (floating if leaf.is_floating else whole).append(leaf.shape[1 - self._split])
+            at = 0 if self._in_list(path) else 1 - self._split if self._is_batched(leaf) else None
+            if at is not None and isinstance(leaf, Leaf) and leaf.ndim > (0 if self._in_list(path) else 1):
+                (floating if leaf.is_floating else whole).append(leaf.shape[at])
         return max(whole or floating, default=None)
 
     def _find_longest(self) -> int:
@@ -237,16 +215,11 @@ class SampleBatch:
         if children is not None:
             made = {key: self._made(child, f"{path}[{key!r}]", size, length) for key, child in children.items()}
             return _rebuilt(node, made)
-        if isinstance(node, _Packed):
-            steps = node.steps if length is None else length
-            data = dataclasses.replace(node.data, shape=(steps * size, *node.data.shape[1:]))
-            with torch.device("cpu"):
-                return PackedSequence(self._make(data), torch.full((steps,), size))
-        return self._filled(self._resized(node, size, length)) if isinstance(node, Leaf) else node
+        if not isinstance(node, Leaf):
+            return node
+        return self._filled(self._resized(node, size, length) if self._is_batched(node) else node)
 
     def _resized(self, leaf: Leaf, size: int, length: int | None) -> Leaf:
-        if not self._is_batched(leaf):
-            return leaf
         shape, values = list(leaf.shape), leaf.values
         shape[self._split] = size
         if values is not None:
@@ -256,8 +229,8 @@ class SampleBatch:
         for at in self._length_dimensions(leaf):
             assert length is not None
             shape[at] = length
-            values = None if values is None else np.resize(np.moveaxis(values, at, 0), _swapped(shape, at))
-            values = None if values is None else np.moveaxis(values, 0, at)
+            if values is not None:
+                values = values.take(np.arange(length) % values.shape[at], axis=at)
         return dataclasses.replace(leaf, shape=tuple(shape), values=values)
 
     def _length_dimensions(self, leaf: Leaf) -> list[int]:
@@ -272,14 +245,13 @@ class SampleBatch:
         elements = [sum(math.prod(leaf.shape) for leaf in leaves_of(each) if isinstance(leaf, Leaf)) for each in node]
         largest = node[elements.index(max(elements))]
 
-        def renewed(leaf: Any) -> Any:
+        def renewed(leaf: Any, _: str) -> Any:
             if not isinstance(leaf, Leaf):
                 return leaf
             if length is None or not leaf.shape or leaf.shape[0] != self.length:
                 return self._filled(leaf)
-            shape = (length, *leaf.shape[1:])
-            values = None if leaf.values is None else np.resize(leaf.values, shape)
-            return self._filled(dataclasses.replace(leaf, shape=shape, values=values))
+            values = None if leaf.values is None else np.resize(leaf.values, (length, *leaf.shape[1:]))
+            return self._filled(dataclasses.replace(leaf, shape=(length, *leaf.shape[1:]), values=values))
 
         return [_mapped(largest, renewed) for _ in range(size)]
 
@@ -289,25 +261,24 @@ class SampleBatch:
         return np.zeros(leaf.shape, leaf.dtype) if leaf.values is None else leaf.values
 
 
-def _described(leaf: Any, read: Read) -> Any:
-    if isinstance(leaf, PackedSequence):
-        data = _described(leaf.data, read)
-        sizes = read(leaf.batch_sizes)
-        samples = leaf.batch_sizes.shape[0] if sizes is None else int(sizes.max())
-        return _Packed(data=data, steps=len(leaf.batch_sizes), samples=samples)
+def _described(leaf: Any, path: str, read: Read) -> Any:
+    if isinstance(leaf, PackedSequence) or _hides_tensors(leaf):
+        raise _unusable(
+            f"the sample batch holds a {type(leaf).__name__} with tensors in it: {path}",
+            "only dicts, lists, tuples and dataclasses can be made in another size",
+            f"return one of these, or {_OWN_BATCH}",
+        )
     if isinstance(leaf, np.ndarray):
         floating = bool(np.issubdtype(leaf.dtype, np.inexact))
-        values = None if floating else leaf
-        return Leaf(
-            shape=leaf.shape, dtype=leaf.dtype, device=None, requires_grad=False, is_floating=floating, values=values
-        )
+        facts = {"dtype": leaf.dtype, "device": None, "requires_grad": False, "values": None if floating else leaf}
+        return Leaf(shape=leaf.shape, is_floating=floating, **facts)
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.layout != torch.strided or leaf.is_nested:
         raise _unusable(
             f"the sample batch holds a tensor of layout {leaf.layout}" + (", nested" if leaf.is_nested else ""),
             "only dense tensors can be made in another size",
-            "write the step as step(batch_size), so that it makes its own batch.",
+            _OWN_BATCH,
         )
     floating = leaf.is_floating_point() or leaf.is_complex()
     return Leaf(
@@ -320,12 +291,8 @@ def _described(leaf: Any, read: Read) -> Any:
     )
 
 
-def _swapped(shape: Sequence[int], at: int) -> list[int]:
-    return [shape[at], *shape[:at], *shape[at + 1 :]]
-
-
 def _has_samples(node: Any) -> bool:
-    """Say whether this is a sequence of samples, since its entries cannot be columns of a batch."""
+    """Return whether this is a sequence of samples, since its entries cannot be columns of a batch."""
     if not isinstance(node, (list, tuple)):
         return False
     if node and all(isinstance(item, Mapping) and item.keys() == node[0].keys() for item in node):
@@ -337,10 +304,10 @@ def _has_samples(node: Any) -> bool:
 
 
 def _hides_tensors(leaf: Any, depth: int = _DEPTH) -> bool:
-    """Say whether an object that is no container holds tensors in its attributes."""
+    """Return whether an object that is no container holds tensors in its attributes."""
     if isinstance(leaf, torch.Tensor):
         return depth < _DEPTH
-    if isinstance(leaf, (*_PLAIN, Leaf, _Packed, type, nn.Module)) or depth == 0:
+    if isinstance(leaf, (*_PLAIN, np.ndarray, type, nn.Module)) or depth == 0:
         return False
     children = children_of(leaf)
     inside = getattr(leaf, "__dict__", {}) if children is None else children
@@ -349,43 +316,33 @@ def _hides_tensors(leaf: Any, depth: int = _DEPTH) -> bool:
 
 def _children(node: Any) -> dict[Any, Any] | None:
     """Return the children of a container by key, or None for a leaf."""
-    return None if isinstance(node, (PackedSequence, Leaf, _Packed)) else children_of(node)
+    return None if isinstance(node, (PackedSequence, Leaf)) else children_of(node)
 
 
 def _rebuilt(node: Any, children: dict[Any, Any]) -> Any:
     return rebuilt(node, children, checked=False)  # what is only described yet passes no checks
 
 
-def _mapped(node: Any, function: Callable[[Any], Any]) -> Any:
+def _mapped(node: Any, function: Callable[[Any, str], Any], path: str = "batch") -> Any:
     children = _children(node)
     if children is None:
-        return function(node)
-    return _rebuilt(node, {key: _mapped(child, function) for key, child in children.items()})
+        return function(node, path)
+    return _rebuilt(node, {key: _mapped(child, function, f"{path}[{key!r}]") for key, child in children.items()})
 
 
-def _nodes(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the containers, the outermost first, but none that are within a list of samples."""
+def _walk(node: Any, path: str = "batch", *, leaves: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves, or the containers, the outermost first, but none that are within a list of samples."""
     children = _children(node)
-    if children is None:
-        return
-    yield path, node
-    if not _has_samples(node):
-        for key, child in children.items():
-            yield from _nodes(child, f"{path}[{key!r}]")
-
-
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    children = _children(node)
-    if children is None:
+    if (children is None) == leaves:
         yield path, node
-        return
-    for key, child in children.items():
-        yield from _leaves(child, f"{path}[{key!r}]")
+    if children is not None and (leaves or not _has_samples(node)):
+        for key, child in children.items():
+            yield from _walk(child, f"{path}[{key!r}]", leaves=leaves)
 
 
 def leaves_of(batch: Any) -> list[Any]:
     """Return all that is in the containers of a batch."""
-    return [leaf for _, leaf in _leaves(batch, "")]
+    return [leaf for _, leaf in _walk(batch, leaves=True)]
 
 
 def _shapes(leaves: Sequence[tuple[str, Any]]) -> str:

@@ -1,21 +1,16 @@
 """Have a training step traced in a process of its own, and get the traces back.
 
 A process, since the fake device is registered for good, since user code that meets it may abort, and since the
-process that asks may itself be training. One that fails is followed by another that asks for less: real weights where
-fake ones cannot be built, and the fake CPU where the fake accelerator cannot run the step. What was tried and why it
-failed is among the assumptions.
-
-Does not: import torch, or know what happens in that process (see ``child``).
+process that asks may itself be training. Where a model cannot be built with fake weights, another process builds it
+with real ones, and that is among the assumptions. Torch is not imported here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -23,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,18 +26,17 @@ from holdfast.core import errors
 from holdfast.core.errors import HoldfastError, OutOfMemoryError, PolicyError
 from holdfast.forecast.trace.events import Assumption, Trace
 
-Route = Literal["auto", "privateuse1", "cpu"]
+Route = Literal["privateuse1", "cpu"]
 Weights = Literal["fake", "real"]
 
 _TIMEOUT_SECONDS = 600.0
 """Twenty times what the slowest model of the prototypes took: a recurrent decoder of 100 time steps, 29 s."""
 _LOOK_SECONDS = 0.5  # between looks at a child that says nothing
 _LAST_LINES = 6  # of what the child has written to stderr, in an error
-_FALLS_BACK = {"H410": "weights", "H411": "weights", **dict.fromkeys(("H414", "H415", "H422", "H423"), "route")}
-"""What another attempt may do without: errors of ``build`` with real weights, those of a step on the fake CPU."""
-
-_OF_PRECISION = re.compile(r"BFloat16|Half|refused by autocast|dtype|half precision")
-"""How torch words what a kernel cannot do in half precision."""
+_FACTS = (
+    "optimizers", "parameters", "trainable_parameters", "accumulates", "sample_size", "sample_length",
+    "host_bytes", "build_seconds", "casts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +48,7 @@ class TraceRequest:
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         sizes: Micro-batch sizes, in samples, at least 1.
         lengths: Of each sample; empty: as they are in the sample batch. Every length is traced at every size.
-        route: The fake device. ``"auto"``: the accelerator's, and the CPU's in its place where that fails; ``"cpu"``:
-            the CPU as it is, without CUDA.
+        route: The fake device: an accelerator's, or the CPU as it is, without CUDA, to be compared with real runs.
         recompute: Names of the modules whose activations are recomputed, as in `Trace.blocks`.
         gradient_accumulation_steps: Micro-batches of an optimizer step, where a loss function is given.
         max_grad_norm: Norm to which gradients are clipped; None: they are not.
@@ -66,7 +59,7 @@ class TraceRequest:
     precision: str = "fp32"
     sizes: tuple[int, ...] = (2, 4)
     lengths: tuple[int, ...] = ()
-    route: Route = "auto"
+    route: Route = "privateuse1"
     recompute: tuple[str, ...] = ()
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
@@ -134,20 +127,6 @@ class TraceResult:
     casts: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
-    route: str
-    weights: Weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Watched:
-    """How a child is waited for: the parameters of `trace_job`."""
-
-    on_progress: Callable[[Progress], object]
-    timeout_seconds: float
-
-
 def trace_job(
     request: TraceRequest,
     on_progress: Callable[[Progress], object] = lambda _: None,
@@ -158,7 +137,7 @@ def trace_job(
 
     Args:
         request: What to trace.
-        on_progress: Told how far it is.
+        on_progress: Called with how far it is.
         timeout_seconds: The longest that one child may take.
 
     Raises:
@@ -167,69 +146,29 @@ def trace_job(
         BatchError: H413, for a sample batch without a batch dimension.
         OutOfMemoryError: H415, for a child that was killed, most probably since the host's memory was short.
     """
-    attempt = _Attempt(route="privateuse1" if request.route == "auto" else request.route, weights="fake")
-    reasons: list[Assumption] = []
-    failures: list[str] = []
-    watched = _Watched(on_progress=on_progress, timeout_seconds=timeout_seconds)
-    while True:
-        try:
-            with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as folder:
-                return _traced(request, attempt, reasons, Path(folder), watched)
-        except HoldfastError as error:
-            following = _next_attempt(request, attempt, error)
-            if following is None or error.what in failures:  # the second time that it is said: the user's code
-                raise
-            failures.append(error.what)
-            reasons.append(_reason(attempt, following, error))
-            attempt = following
-
-
-def _next_attempt(request: TraceRequest, attempt: _Attempt, error: HoldfastError) -> _Attempt | None:
-    if isinstance(error, OutOfMemoryError) or isinstance(error.__cause__, TimeoutError):
-        return None  # another attempt takes as much, and as long
-    if request.precision != "fp32" and error.rule == "H414" and _OF_PRECISION.search(error.what):
-        return None  # the fake CPU takes what CUDA refuses, and the plan would end in that error
-    helps = _FALLS_BACK.get(error.rule)
-    if helps == "weights" and attempt.weights == "fake":
-        return dataclasses.replace(attempt, weights="real")
-    if helps is not None and attempt.route == "privateuse1" and request.route == "auto":
-        return dataclasses.replace(attempt, route="cpu")
-    return None
-
-
-def _reason(failed: _Attempt, following: _Attempt, error: HoldfastError) -> Assumption:
-    why = " ".join(error.what.split())
-    if following.weights != failed.weights:
-        return Assumption(what=f"build was run with real weights, since with fake ones {why}")
-    return Assumption(
-        what="the step was traced as the CPU would run it, whose kernels need other scratch memory and save other "
-        f"activations, since on the fake accelerator {why}"
-    )
+    try:
+        return _traced(request, "fake", on_progress, timeout_seconds)
+    except HoldfastError as error:
+        if error.rule not in ("H410", "H411"):  # errors of `build`: it may need values
+            raise
+        why = f"build was run with real weights, since with fake ones {' '.join(error.what.split())}"
+    result = _traced(request, "real", on_progress, timeout_seconds)
+    return replace(result, assumptions=(Assumption(what=why), *result.assumptions))
 
 
 def _traced(
-    request: TraceRequest,
-    attempt: _Attempt,
-    reasons: list[Assumption],
-    folder: Path,
-    watched: _Watched,
+    request: TraceRequest, weights: Weights, on_progress: Callable[[Progress], object], timeout_seconds: float
 ) -> TraceResult:
-    asked = {
-        **dataclasses.asdict(request),
-        **dataclasses.asdict(attempt),
-        "points": request.points(),
-        "as_cuda": request.route != "cpu",  # who asks for the CPU wants it as it is; a fallback stands for CUDA
-        "folder": str(folder),
-    }
-    answer = _answer(asked, folder, watched)
-    traces = [Trace.load(folder / name) for name in answer["files"]]
-    traces = [dataclasses.replace(trace, assumptions=(*reasons, *trace.assumptions)) for trace in traces]
-    assumptions = dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)
+    with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as name:
+        folder = Path(name)
+        asked = {**asdict(request), "weights": weights, "points": request.points(), "folder": name}
+        answer = _answer(asked, folder, on_progress, timeout_seconds)
+        traces = tuple(Trace.load(folder / file) for file in answer["files"])
     return TraceResult(
-        traces=tuple(traces),
-        route=attempt.route,
-        weights=attempt.weights,
-        assumptions=tuple(assumptions),
+        traces=traces,
+        route=request.route,
+        weights=weights,
+        assumptions=tuple(dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)),
         uncalibrated_scratch_bytes=tuple(trace.uncalibrated_bytes for trace in traces),
         trace_seconds=tuple(answer["trace_seconds"]),
         answers=tuple(answer["answers"].items()),
@@ -237,30 +176,26 @@ def _traced(
     )
 
 
-_FACTS = (
-    "optimizers", "parameters", "trainable_parameters", "accumulates", "sample_size", "sample_length",
-    "host_bytes", "build_seconds", "casts",
-)  # fmt: skip
-
-
-def _answer(asked: dict[str, Any], folder: Path, watched: _Watched) -> dict[str, Any]:
+def _answer(
+    asked: dict[str, Any], folder: Path, on_progress: Callable[[Progress], object], timeout_seconds: float
+) -> dict[str, Any]:
     """Run a child and return what it answers; raise what it says, or that it died."""
     doing = "starting"
-    deadline = time.monotonic() + watched.timeout_seconds
+    deadline = time.monotonic() + timeout_seconds
     with (folder / "stderr").open("wb") as errors_file, _child(asked, errors_file) as child:
         assert child.stdout is not None
         try:
             for line in _lines(child, child.stdout.fileno(), deadline):
-                told = json.loads(line)
-                if "answer" in told:
-                    return dict(told["answer"])
-                if "error" in told:
-                    raise _error_of(told["error"])
-                progress = Progress(**told)
+                message = json.loads(line)
+                if "answer" in message:
+                    return dict(message["answer"])
+                if "error" in message:
+                    raise _error_of(message["error"])
+                progress = Progress(**message)
                 doing = progress.text
-                watched.on_progress(progress)
+                on_progress(progress)
         except TimeoutError as error:
-            raise _died(f"took more than {watched.timeout_seconds:g} s", doing, folder) from error
+            raise _died(f"took more than {timeout_seconds:g} s", doing, folder) from error
         status = child.wait()
     if status == -signal.SIGKILL:
         raise _killed(doing, folder)
@@ -315,9 +250,8 @@ def _lines(child: subprocess.Popen[bytes], descriptor: int, deadline: float) -> 
         yield from lines
 
 
-def _error_of(told: dict[str, str]) -> HoldfastError:
-    kind = getattr(errors, told["kind"], PolicyError)
-    error = kind(told["what"], limit=told["limit"], fix=told["fix"], rule=told["rule"])
+def _error_of(message: dict[str, str]) -> HoldfastError:
+    error = getattr(errors, message.pop("kind"), PolicyError)(message.pop("what"), **message)
     assert isinstance(error, HoldfastError)
     return error
 

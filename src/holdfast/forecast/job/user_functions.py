@@ -1,14 +1,12 @@
 """What a user's loss function or step did: the loss that it returned, or that it ran backward and stepped by itself.
 
 Also the guard that a step is given.
-
-Does not: call it (``jobs``).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
@@ -176,27 +174,6 @@ def is_hooked(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks or parameter._backward_hooks)
 
 
-def untrained(what: str) -> PolicyError:
-    """Return the error for optimizers whose parameters are not trained.
-
-    Args:
-        what: What was seen.
-    """
-    return PolicyError(
-        what,
-        limit="what an optimizer keeps for its parameters, and a step that trains them, would not be counted",
-        fix="return only optimizers that are stepped, those that hooks step too, in a dict by name; let a step"
-        " that has several turns take every turn in each call.",
-        rule="H412",
-    )
-
-
-def named(names: Iterable[str]) -> str:
-    """Return the names of optimizers as a sentence has them; ``"the optimizer"`` if it is the only one."""
-    words = [f"optimizer {name!r}" if name != "optimizer" else "the optimizer" for name in sorted(names)]
-    return " and ".join(words if len(words) < 4 else [*words[:2], f"{len(words) - 2} more"])
-
-
 class GuardStandIn:
     """What a ``step(guard, batch)`` is given for a guard: its `step` makes the same step, and reports nothing.
 
@@ -240,13 +217,10 @@ def called_with_batch(built: Built, guard: GuardStandIn) -> Function:
     if function is None:
         return lambda batch: model(**batch)
     if not built.has_batch:
-        if name := building.length_parameter(function):
-            return lambda asked: function(asked[0], **{name: asked[1]})
-        return lambda asked: function(asked[0])
+        name = building.length_parameter(function)
+        return lambda asked: function(asked[0], **({name: asked[1]} if name else {}))
     if names[:1] == ["guard"]:
         return lambda batch: function(guard, batch)
-    if len(names) == 2 and single and (isinstance(function, nn.Module) or names == ["input", "target"]):
-        return lambda batch: function(model(batch[0]), batch[1])
     if len(names) == len(("model", "batch")):
         return lambda batch: function(model, batch)
     return function

@@ -1,39 +1,77 @@
-"""Attention on the fake device, by the kernel that CUDA would take.
+"""Attention on the fake device, by the kernel that CUDA would take for `scaled_dot_product_attention`.
 
 A device that torch does not know gets the math path, which keeps two matrices of scores for every layer; CUDA mostly
-takes a fused kernel, which keeps one number for each row (a third of an encoder's activations). The kernels' own
-meta implementations and autograd formulas do the rest, as in aten/src/ATen/native/transformers/attention.cpp.
-
-Does not: choose (`attention_choice`), say what a kernel needs while it runs (`scratch`), or touch the fake CPU, which
-follows the real CPU's rules.
+takes a fused kernel, which keeps one number for each row (a third of an encoder's activations). The order and the
+conditions of the choice are torch's own: aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp and
+sdp_utils_cpp.h as of torch 2.11 to 2.14; the comments name its functions. The kernels' own meta implementations and
+autograd formulas do the rest. The device is one of compute capability 8.0, whichever is planned for: from 9.0 on
+torch tries cuDNN's kernel first, which keeps as much as the flash kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from holdfast.forecast.kernels.attention_choice import (
-    DEFAULT_ORDER,
-    AttentionCall,
-    Backend,
-    Hardware,
-    choose_backend,
-    describe,
-)
-
-# at::SDPBackend; the numbers are those of torch.nn.attention.SDPBackend.
-_BACKEND_OF_NUMBER = {0: Backend.MATH, 1: Backend.FLASH, 2: Backend.EFFICIENT, 3: Backend.CUDNN}
+aten = torch.ops.aten
+HALF_PRECISION = (torch.float16, torch.bfloat16)
+# From torch 2.14 on the efficient kernel takes fewer heads of keys than of queries (`supports_gqa` in sdp_utils.cpp).
+_EFFICIENT_TAKES_GROUPS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 
 
-def install_attention(library: torch.library.Library, hardware: Hardware) -> None:
+class Backend(enum.Enum):
+    """The kernels that torch has for attention on CUDA; the numbers are those of `torch.nn.attention.SDPBackend`."""
+
+    MATH = 0
+    FLASH = 1
+    EFFICIENT = 2
+    CUDNN = 3
+
+
+DEFAULT_ORDER = (Backend.FLASH, Backend.EFFICIENT, Backend.MATH, Backend.CUDNN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """What one call of `scaled_dot_product_attention` looks like to the choice of the kernel.
+
+    Args:
+        dtypes: Of query, key and value.
+        query: Shape of the query, ``(batch, heads, length, head size)``.
+        key: Shape of the key.
+        value: Shape of the value.
+        mask: Shape of the mask; None if there is none.
+        mask_requires_grad: Whether a gradient is wanted for it (a learned bias).
+        unit_strides: Whether the last dimension of query, key, value and mask is contiguous.
+        dropout: Probability.
+        causal: The flag ``is_causal``.
+        grouped: The flag ``enable_gqa``.
+        training: Whether a gradient is wanted for any of the three.
+    """
+
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    mask: tuple[int, ...] | None = None
+    mask_requires_grad: bool = False
+    unit_strides: bool = True
+    dropout: float = 0.0
+    causal: bool = False
+    grouped: bool = False
+    training: bool = True
+
+
+def install_attention(library: torch.library.Library) -> None:
     """Have `scaled_dot_product_attention` on the fake device take the kernel that CUDA would.
 
     Args:
         library: Of namespace ``aten``, kind ``IMPL``, dispatch key ``AutogradPrivateUse1``. It must be kept alive.
-        hardware: The device to stand in for.
     """
 
     def attention(
@@ -47,97 +85,36 @@ def install_attention(library: torch.library.Library, hardware: Hardware) -> Non
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        call = describe(query, key, value, attn_mask, dropout=dropout_p, causal=is_causal, grouped=enable_gqa)
-        if call.nested or (is_causal and attn_mask is not None):
-            backend = Backend.MATH  # torch's own composite, which also says what is wrong with such a call
-        else:
-            backend = choose_backend(
-                call, hardware, enabled=_enabled(), order=_order(), deterministic=_deterministic()
-            )
+        tensors = (query, key, value)
+        call = describe(*tensors, attn_mask, dropout=dropout_p, causal=is_causal, grouped=enable_gqa)
+        backend = Backend.MATH  # torch's own composite, which also says what is wrong with a causal call with a mask
+        if not (is_causal and attn_mask is not None):
+            backend = choose_backend(call, enabled=_enabled(), order=_order())
         if backend is Backend.FLASH:
-            return _flash(query, key, value, dropout_p, scale, causal=is_causal)
-        if backend is Backend.EFFICIENT:
-            return _efficient(query, key, value, attn_mask, dropout_p, scale, causal=is_causal, call=call)
-        if backend is Backend.CUDNN:
-            return _cudnn(query, key, value, attn_mask, dropout_p, scale, causal=is_causal, call=call)
-        return _math(query, key, value, attn_mask, dropout_p, scale, causal=is_causal, grouped=enable_gqa)
+            return _flash(tensors, dropout_p, scale, causal=is_causal)
+        mask = _additive(attn_mask, query.dtype)
+        if backend is Backend.MATH:
+            rest = {"scale": scale, "enable_gqa": enable_gqa}
+            found = aten._scaled_dot_product_attention_math(*tensors, mask, dropout_p, is_causal, None, **rest)
+        else:
+            kernel = aten._scaled_dot_product_cudnn_attention
+            if backend is Backend.EFFICIENT:
+                mask = None if mask is None else _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
+                kernel = aten._scaled_dot_product_efficient_attention
+            found = kernel(*tensors, mask, call.training, dropout_p, is_causal, scale=scale)
+        out: torch.Tensor = found[0]
+        return out
 
     library.impl("scaled_dot_product_attention", attention)  # type: ignore[no-untyped-call]
 
 
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout: float,
-    scale: float | None,
-    *,
-    causal: bool,
-) -> torch.Tensor:
-    size = query.shape[-1]
-    padded = [functional.pad(t, (0, -size % 8)) if size % 8 else t for t in (query, key, value)]
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+def _flash(tensors: Sequence[torch.Tensor], dropout: float, scale: float | None, *, causal: bool) -> torch.Tensor:
+    size = tensors[0].shape[-1]
+    padded = [functional.pad(t, (0, -size % 8)) if size % 8 else t for t in tensors]
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(
         *padded, dropout, causal, scale=size**-0.5 if scale is None else scale
     )[0]
     return out[..., :size] if size % 8 else out
-
-
-def _efficient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scale: float | None,
-    *,
-    causal: bool,
-    call: AttentionCall,
-) -> torch.Tensor:
-    bias = _additive(mask, query.dtype)
-    if bias is not None:
-        if bias.stride(-1) != 1 or any(stride % 8 for stride in bias.stride()[:-1]):  # aligned_tensor<8>
-            last = bias.shape[-1]
-            bias = functional.pad(bias, (0, 8 - last % 8))[..., :last]
-        bias = bias.expand(*query.shape[:-1], key.shape[-2])
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, call.training, dropout, causal, scale=scale
-    )[0]
-    return out
-
-
-def _cudnn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scale: float | None,
-    *,
-    causal: bool,
-    call: AttentionCall,
-) -> torch.Tensor:
-    bias = _additive(mask, query.dtype)
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, bias, call.training, dropout, causal, scale=scale
-    )[0]
-    return out
-
-
-def _math(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    scale: float | None,
-    *,
-    causal: bool,
-    grouped: bool,
-) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, _additive(mask, query.dtype), dropout, causal, None, scale=scale, enable_gqa=grouped
-    )[0]
-    return out
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -146,6 +123,14 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
         return mask
     zero = torch.zeros((), dtype=dtype, device=mask.device)
     return torch.where(mask.logical_not(), float("-inf"), zero)
+
+
+def _aligned(bias: torch.Tensor) -> torch.Tensor:
+    """aligned_tensor<8>."""
+    if bias.stride(-1) == 1 and not any(stride % 8 for stride in bias.stride()[:-1]):
+        return bias
+    last = bias.shape[-1]
+    return functional.pad(bias, (0, 8 - last % 8))[..., :last]
 
 
 def _enabled() -> frozenset[Backend]:
@@ -160,12 +145,110 @@ def _enabled() -> frozenset[Backend]:
 
 
 def _order() -> tuple[Backend, ...]:
-    """The order that the user set with ``sdpa_kernel(..., set_priority=True)``, else torch's own."""
+    """Return the order that the user set with ``sdpa_kernel(..., set_priority=True)``, else torch's own."""
     read = getattr(torch._C, "_get_sdp_priority_order", None)
     if read is None:
         return DEFAULT_ORDER
-    return tuple(_BACKEND_OF_NUMBER[number] for number in read() if number in _BACKEND_OF_NUMBER)
+    known = {backend.value for backend in Backend}
+    return tuple(Backend(number) for number in read() if number in known)
 
 
-def _deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+def choose_backend(
+    call: AttentionCall,
+    *,
+    enabled: frozenset[Backend] = frozenset(Backend),
+    order: Sequence[Backend] = DEFAULT_ORDER,
+) -> Backend:
+    """Return the kernel that CUDA takes: the first in the order that is allowed and takes the call.
+
+    Args:
+        call: The call.
+        enabled: What ``torch.nn.attention.sdpa_kernel`` or the flags in ``torch.backends.cuda`` allow.
+        order: The order in which they are tried, if the user set one.
+
+    Raises:
+        RuntimeError: No kernel that is allowed takes it, as on the device itself.
+    """
+    for backend in order:
+        if backend in enabled and _ACCEPTS[backend](call):
+            return backend
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def describe(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, **flags: Any
+) -> AttentionCall:
+    """Return what the choice depends on; `flags` are ``dropout``, ``causal`` and ``grouped`` of `AttentionCall`."""
+    tensors = (query, key, value)
+    return AttentionCall(
+        dtypes=(query.dtype, key.dtype, value.dtype),
+        query=tuple(query.shape),
+        key=tuple(key.shape),
+        value=tuple(value.shape),
+        mask=None if mask is None else tuple(mask.shape),
+        mask_requires_grad=mask is not None and mask.requires_grad,
+        unit_strides=all(t.dim() > 0 and t.stride(-1) == 1 for t in (*tensors, mask) if t is not None),
+        training=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
+        **flags,
+    )
+
+
+def _accepts_flash(call: AttentionCall) -> bool:
+    if call.mask is not None or not _same_half_precision(call) or not _four_dimensions(call):
+        return False
+    head = call.query[-1]
+    if not head == call.key[-1] == call.value[-1] or head > 256:
+        return False
+    if call.causal and call.query[-2] != call.key[-2]:
+        return False
+    return _heads_match(call, groups=True) and _lengths_and_strides(call)
+
+
+def _accepts_efficient(call: AttentionCall) -> bool:
+    dtype = call.dtypes[0]
+    if dtype not in (*HALF_PRECISION, torch.float32) or len(set(call.dtypes)) > 1 or not _four_dimensions(call):
+        return False
+    alignment = 8 if dtype in HALF_PRECISION else 4  # minimum_gemm_alignment, in elements
+    head, value_head = call.query[-1], call.value[-1]
+    if head != call.key[-1] or head % alignment or value_head % alignment or not head or not value_head:
+        return False
+    return _heads_match(call, groups=_EFFICIENT_TAKES_GROUPS) and _lengths_and_strides(call)
+
+
+def _accepts_cudnn(call: AttentionCall) -> bool:
+    """The conditions that matter before compute capability 9.0, where cuDNN is taken only if nothing else may be."""
+    if not _four_dimensions(call) or not _same_half_precision(call) or call.mask_requires_grad:
+        return False
+    head, value_head = call.query[-1], call.value[-1]
+    if max(head, value_head) > 128 or head % 8 or value_head % 8:
+        return False
+    return _heads_match(call, groups=True) and _lengths_and_strides(call)
+
+
+_ACCEPTS: dict[Backend, Callable[[AttentionCall], bool]] = {
+    Backend.FLASH: _accepts_flash,
+    Backend.EFFICIENT: _accepts_efficient,
+    Backend.CUDNN: _accepts_cudnn,
+    Backend.MATH: lambda _: True,
+}
+
+
+def _same_half_precision(call: AttentionCall) -> bool:
+    return call.dtypes[0] in HALF_PRECISION and len(set(call.dtypes)) == 1
+
+
+def _four_dimensions(call: AttentionCall) -> bool:
+    return len(call.query) == len(call.key) == len(call.value) == 4
+
+
+def _heads_match(call: AttentionCall, *, groups: bool) -> bool:
+    """check_batch_size_and_num_heads_dense."""
+    if not call.query[0] == call.key[0] == call.value[0] or call.key[-3] != call.value[-3]:
+        return False
+    if call.grouped and groups:
+        return call.query[-3] % call.key[-3] == 0
+    return call.query[-3] == call.key[-3]
+
+
+def _lengths_and_strides(call: AttentionCall) -> bool:
+    return call.query[-2] > 0 and call.key[-2] > 0 and call.unit_strides

@@ -4,8 +4,6 @@ The classes and their members are torch's own (``ATen/autocast_mode.h``, ``AT_FO
 https://docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior). What is installed is what the running torch
 registers for CUDA, so lists that grow or shrink between versions are followed; a member without a class is said
 where it is used.
-
-Does not: decide where autocast is on, or emulate the cuDNN recurrent layers' casts (``recurrent``).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 
-from holdfast.forecast.fake.guesses import Guesses, asking_line
+Assume = Callable[[str], None]
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -56,9 +54,6 @@ _NAMED = re.compile(r"\.(\w*dimname|names_)", re.IGNORECASE)
 
 _CUDA_KEY = "AutocastCUDA"
 _FAKE_KEY = "AutocastPrivateUse1"
-_installed: list[torch.library.Library] = []
-_told: Guesses | None = None
-"""Of the forecast that is under way."""
 
 
 class WeightCache:
@@ -73,6 +68,8 @@ class WeightCache:
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype, lower: torch.dtype) -> torch.Tensor:
         """Return the tensor in another dtype, from the cache where it is a weight."""
+        if tensor.dtype is dtype:
+            return tensor
         kept = (
             dtype is lower
             and tensor.dtype is torch.float32
@@ -97,18 +94,23 @@ class WeightCache:
 _cache = WeightCache()
 
 
+_cache = WeightCache()
+_installed: list[torch.library.Library] = []
+_assume: Assume = lambda _: None  # noqa: E731 - of the forecast that is under way
+
+
 @contextlib.contextmanager
-def installed(device_name: str, guesses: Guesses) -> Iterator[None]:
+def installed(device_name: str, assume: Assume) -> Iterator[None]:
     """Give the fake device CUDA's autocast policy; the registrations stay for good, the cache's scope does not.
 
     Args:
         device_name: Of the PrivateUse1 backend.
-        guesses: Where operators are written down whose class is unknown.
+        assume: Called with what had to be assumed of operators whose class is unknown.
     """
-    global _told
+    global _assume
     if not _installed:
         _register(device_name)
-    _told, told_before = guesses, _told
+    _assume, assume_before = assume, _assume
     previous_dtype = torch.get_autocast_dtype(device_name)
     torch.set_autocast_dtype(device_name, torch.float16)  # CUDA's default
     clear_original = torch.clear_autocast_cache
@@ -121,7 +123,7 @@ def installed(device_name: str, guesses: Guesses) -> Iterator[None]:
     try:
         yield
     finally:
-        _told = told_before
+        _assume = assume_before
         torch.clear_autocast_cache = clear_original
         torch.set_autocast_dtype(device_name, previous_dtype)
         _cache.clear()
@@ -139,12 +141,6 @@ def registered_for_cuda() -> frozenset[str]:
     return frozenset(name for name in names if not _NAMED.search(name))
 
 
-def _classified() -> frozenset[str]:
-    return frozenset(
-        [*LOWER_PRECISION, *FP32, *FP32_SET_OPT_DTYPE, *FP32_APPEND_DTYPE, *PROMOTE, *BANNED, *sorted(ELSEWHERE)]
-    )
-
-
 def _register(device_name: str) -> None:
     make: Any = torch.library.Library
     fallthrough = make("_", "IMPL", _FAKE_KEY)
@@ -152,132 +148,122 @@ def _register(device_name: str) -> None:
     library = make("aten", "IMPL", _FAKE_KEY)
     _installed.extend((fallthrough, library))
     on_cuda = registered_for_cuda()
-    policies: list[tuple[Iterable[str], Callable[[Any, str, str], Callable[..., Any]]]] = [
-        (LOWER_PRECISION, _lower_precision),
-        (FP32, _fp32),
-        (FP32_SET_OPT_DTYPE, _fp32_set_opt_dtype),
-        (FP32_APPEND_DTYPE, _fp32_append_dtype),
-        (PROMOTE, _promote),
-        (BANNED, _banned),
-        (sorted(on_cuda - _classified()), _left_alone),
+    policies = _Policies(device_name)
+    classes: list[tuple[Iterable[str], Callable[[Any, str], Callable[..., Any]]]] = [
+        (LOWER_PRECISION, policies.lower_precision),
+        (FP32, policies.fp32),
+        (FP32_SET_OPT_DTYPE, policies.fp32_set_opt_dtype),
+        (FP32_APPEND_DTYPE, policies.fp32_append_dtype),
+        (PROMOTE, policies.promote),
+        (BANNED, policies.banned),
     ]
-    for names, policy in policies:
+    classified = {name for names, _ in classes for name in names}
+    classes.append((sorted(on_cuda - classified - ELSEWHERE), policies.left_alone))
+    for names, policy in classes:
         for name in names:
             if on_cuda and name not in on_cuda:
                 continue  # another version's
             base, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
             if operator is not None:
-                library.impl(name, policy(operator, name, device_name))
+                library.impl(name, _without_autocast(policy(operator, name)))
 
 
-def _autocast_off() -> Any:
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _FAKE_KEY)))
+def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _FAKE_KEY))
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return kernel(*args, **kwargs)
+
+    return run
 
 
-def _eligible(value: Any, device_name: str) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and value.dtype is not torch.float64
-        and value.device.type == device_name
-    )
+class _Policies:
+    """The kernels of the classes, for one device."""
 
+    def __init__(self, device_name: str) -> None:
+        self._device_name = device_name
 
-def _cast(value: Any, dtype: torch.dtype, device_name: str) -> Any:
-    if isinstance(value, torch.Tensor):
-        if not _eligible(value, device_name) or value.dtype is dtype:
-            return value
-        return _cache.cast(value, dtype, torch.get_autocast_dtype(device_name))
-    if isinstance(value, (list, tuple)):
-        return [_cast(element, dtype, device_name) for element in value]
-    return value
+    def lower_precision(self, operator: Any, _: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._call(operator, args, kwargs, self._lower())
 
+    def fp32(self, operator: Any, _: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._call(operator, args, kwargs, torch.float32)
 
-def _call(operator: Any, args: Any, kwargs: Any, dtype: torch.dtype, device_name: str) -> Any:
-    cast_args = [_cast(arg, dtype, device_name) for arg in args]
-    return operator(*cast_args, **{name: _cast(arg, dtype, device_name) for name, arg in kwargs.items()})
+    def fp32_set_opt_dtype(self, operator: Any, _: str) -> Callable[..., Any]:
+        position = [argument.name for argument in operator._schema.arguments].index("dtype")
 
-
-def _lower_precision(operator: Any, _: str, device_name: str) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _autocast_off():
-            return _call(operator, args, kwargs, torch.get_autocast_dtype(device_name), device_name)
-
-    return kernel
-
-
-def _fp32(operator: Any, _: str, device_name: str) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _autocast_off():
-            return _call(operator, args, kwargs, torch.float32, device_name)
-
-    return kernel
-
-
-def _fp32_set_opt_dtype(operator: Any, _: str, device_name: str) -> Callable[..., Any]:
-    position = [argument.name for argument in operator._schema.arguments].index("dtype")
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _autocast_off():
-            if not _eligible(args[0], device_name):
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if not self._eligible(args[0]):
                 return operator(*args, **kwargs)
             if len(args) > position:
                 dtype = args[position] or torch.float32
                 return operator(*args[:position], dtype, *args[position + 1 :], **kwargs)
             return operator(*args, **{**kwargs, "dtype": kwargs.get("dtype") or torch.float32})
 
-    return kernel
+        return kernel
 
+    def fp32_append_dtype(self, _: Any, name: str) -> Callable[..., Any]:
+        packet = getattr(torch.ops.aten, name.partition(".")[0])
+        plain, with_dtype = getattr(packet, name.partition(".")[2]), getattr(packet, FP32_APPEND_DTYPE[name])
+        names = [argument.name for argument in plain._schema.arguments]
+        defaults = {argument.name: argument.default_value for argument in plain._schema.arguments[1:]}
 
-def _fp32_append_dtype(_: Any, name: str, device_name: str) -> Callable[..., Any]:
-    packet = getattr(torch.ops.aten, name.partition(".")[0])
-    plain, with_dtype = getattr(packet, name.partition(".")[2]), getattr(packet, FP32_APPEND_DTYPE[name])
-    names = [argument.name for argument in plain._schema.arguments]
-    defaults = {argument.name: argument.default_value for argument in plain._schema.arguments[1:]}
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _autocast_off():
-            if not _eligible(args[0], device_name):
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if not self._eligible(args[0]):
                 return plain(*args, **kwargs)
             given = defaults | dict(zip(names, args, strict=False)) | kwargs
             return with_dtype(*(given[each] for each in names), dtype=torch.float32)
 
-    return kernel
+        return kernel
 
-
-def _promote(operator: Any, name: str, device_name: str) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _autocast_off():
-            lower = torch.get_autocast_dtype(device_name)
+    def promote(self, operator: Any, name: str) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            lower = self._lower()
             dtypes = {lower}
             for value in (*args, *kwargs.values()):
                 group = value if isinstance(value, (list, tuple)) else (value,)
-                dtypes |= {tensor.dtype for tensor in group if _eligible(tensor, device_name)}
+                dtypes |= {tensor.dtype for tensor in group if self._eligible(tensor)}
             if not dtypes <= {lower, torch.float32}:
                 raise RuntimeError(f"Unexpected floating ScalarType in autocast of {name}: {dtypes}")
-            return _call(operator, args, kwargs, torch.float32 if torch.float32 in dtypes else lower, device_name)
+            return self._call(operator, args, kwargs, torch.float32 if torch.float32 in dtypes else lower)
 
-    return kernel
+        return kernel
 
+    def banned(self, _: Any, name: str) -> Callable[..., Any]:
+        def kernel(*_args: Any, **_kwargs: Any) -> Any:
+            raise RuntimeError(
+                f"{name} (nn.BCELoss) is refused by autocast on CUDA: half precision cannot represent its gradients. "
+                "Use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), or leave autocast for it."
+            )
 
-def _banned(_: Any, name: str, __: str) -> Callable[..., Any]:
-    def kernel(*_args: Any, **_kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{name} (nn.BCELoss) is refused by autocast on CUDA: half precision cannot represent its gradients. "
-            "Use binary_cross_entropy_with_logits (nn.BCEWithLogitsLoss), or leave autocast for it."
-        )
+        return kernel
 
-    return kernel
-
-
-def _left_alone(operator: Any, name: str, _: str) -> Callable[..., Any]:
-    what = f"autocast was taken to leave {name} alone: its class in torch {torch.__version__} is unknown"
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        if _told is not None:
-            _told.assume(what, asking_line())
-        with _autocast_off():
+    def left_alone(self, operator: Any, name: str) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            _assume(f"autocast was taken to leave {name} alone: its class in torch {torch.__version__} is unknown")
             return operator(*args, **kwargs)
 
-    return kernel
+        return kernel
+
+    def _lower(self) -> torch.dtype:
+        return torch.get_autocast_dtype(self._device_name)
+
+    def _eligible(self, value: Any) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.dtype is not torch.float64
+            and value.device.type == self._device_name
+        )
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, torch.Tensor):
+            return _cache.cast(value, dtype, self._lower()) if self._eligible(value) else value
+        if isinstance(value, (list, tuple)):
+            return [self._cast(element, dtype) for element in value]
+        return value
+
+    def _call(self, operator: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+        cast_args = [self._cast(arg, dtype) for arg in args]
+        return operator(*cast_args, **{name: self._cast(arg, dtype) for name, arg in kwargs.items()})

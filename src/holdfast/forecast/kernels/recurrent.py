@@ -1,12 +1,20 @@
 """`nn.LSTM`, `nn.GRU` and `nn.RNN` on the fake device as cuDNN runs them, and torch's fused GRU cell.
 
 The sequence of allocations follows aten/src/ATen/native/cudnn/RNN.cpp and, under autocast, cudnn/AutocastRNN.cpp: it
-casts to fp16 whatever the autocast type is, into one flat copy of the weights that lives until the backward pass. The
-gradients of the weights are views of one buffer. Where cuDNN would not be taken (switched off, or bf16 before compute
-capability 8), torch's own steps run instead, as on the device.
+casts to fp16 whatever the autocast type is, into one flat copy of the weights that is kept until the backward pass.
+The gradients of the weights are views of one buffer. Where cuDNN is switched off, torch's own steps run instead.
 
-Does not: compute anything, know the sizes of the reserve and the workspace (`recurrent_sizes`), or do packing and
-padding (`sequences`).
+cuDNN publishes neither what it keeps for the backward pass (the reserve) nor what it needs while it runs (the
+workspace), and torch's meta kernel says 0 bytes. The constants were solved from the one measurement that is public
+with both figures: pytorch issue 2895 (Tesla P100; 4 layers, hidden size 320, input size 123, fp32), where cuDNN asked
+
+- LSTM: reserve 736 000 000, workspace 17 730 560 bytes
+- GRU: reserve 864 000 000, workspace 13 169 920 bytes
+
+With T*B = 25 000 rows the reserves are exactly (5 L + L - 1) and (6 L + L - 1) times rows x hidden size x 4 bytes:
+4 gates and the cell of an LSTM, 6 values of a GRU, and the outputs of all layers but the last. With B = 100 the
+workspaces are exactly the weights without biases plus (3 gates - 1) L values for each of batch x hidden size. T and B
+are inferred from that, and newer versions of cuDNN may differ: hence the upper bounds; nothing here is calibrated.
 """
 
 from __future__ import annotations
@@ -17,36 +25,87 @@ from typing import Any
 
 import torch
 
-from holdfast.forecast.kernels.attention_choice import Hardware
-from holdfast.forecast.kernels.recurrent_sizes import (
-    RecurrentSize,
-    reserve_bytes,
-    reserve_upper_bytes,
-    workspace_bytes,
-    workspace_upper_bytes,
-)
-
 # "Each state is slightly over 2MB" (get_dropout_state in RNN.cpp); one for each device, kept for good.
 _DROPOUT_STATE_BYTES = 2 * 2**20 + 2**18
+_GATES = {"lstm": 4, "gru": 3, "rnn": 1}
+# Values kept for each row, unit and layer; see above. A plain RNN only needs its output.
+_KEPT = {"lstm": 5, "gru": 6, "rnn": 1}
+# All that the formulas of a step compute: gates, cell, tanh of the cell, output; a GRU also the product with the
+# hidden state before the reset gate. Nothing beyond that could be of use in the backward pass.
+_KEPT_AT_MOST = {"lstm": 7, "gru": 8, "rnn": 2}
 
 Uncertain = Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    """How the arguments of one call are laid out.
+class RecurrentSize:
+    """The sizes of a fused recurrent layer.
 
     Args:
-        size: The sizes.
-        batch_first: Whether the input is ``(batch, time, features)``.
-        packed: Whether the input is the data of a packed sequence.
-        training: Whether a reserve is kept.
+        mode: ``"lstm"``, ``"gru"`` or ``"rnn"``.
+        hidden: Hidden size.
+        projection: Size of an LSTM's projected hidden state; 0 if there is none.
+        layers: Number of layers.
+        directions: 1, or 2 if bidirectional.
+        batch: Sequences.
+        rows: Time steps of all sequences together.
+        weights: Elements of all weights and biases.
+        biases: How many of those are biases.
+        element_bytes: Of one value.
+        dropout: Probability between the layers.
     """
+
+    mode: str
+    hidden: int
+    projection: int
+    layers: int
+    directions: int
+    batch: int
+    rows: int
+    weights: int
+    biases: int
+    element_bytes: int
+    dropout: float
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Bytes that cuDNN keeps from the forward to the backward pass."""
+        return self._reserve(_KEPT[self.mode], copies=1)
+
+    @property
+    def reserve_upper_bytes(self) -> int:
+        """The most that it could have a use for: dropped outputs beside those before the dropout, too."""
+        return self._reserve(_KEPT_AT_MOST[self.mode], copies=2 if self.dropout else 1)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that a pass of the layers needs while it runs."""
+        values = (3 * _GATES[self.mode] - 1) * self.layers * self.directions * self.batch * self.hidden
+        return (self.weights - self.biases + values) * self.element_bytes
+
+    @property
+    def workspace_upper_bytes(self) -> int:
+        """As `workspace_bytes`, with the input's products for all steps at once, if an algorithm makes them ahead."""
+        products = _GATES[self.mode] * self.rows * self.directions * self.hidden
+        return self.workspace_bytes + products * self.element_bytes
+
+    def _reserve(self, kept: int, *, copies: int) -> int:
+        unit = self.rows * self.directions * self.element_bytes
+        before_projection = self.hidden if self.projection else 0
+        between = (self.layers - 1) * (self.projection or self.hidden) * copies
+        return unit * (self.layers * (kept * self.hidden + before_projection) + between)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """How one call is laid out: `batch_first` input is ``(batch, time, features)``; `training` keeps a reserve."""
 
     size: RecurrentSize
     batch_first: bool
-    packed: bool
     training: bool
+
+    def time_major(self, data: torch.Tensor) -> torch.Tensor:
+        return data.transpose(0, 1) if self.batch_first else data
 
 
 class _FlatHalf(torch.autograd.Function):
@@ -55,7 +114,7 @@ class _FlatHalf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.dtypes = [weight.dtype for weight in weights]
-        return _views(_flat(weights, torch.float16), weights)
+        return _flat_views(weights, torch.float16)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -76,13 +135,13 @@ class _Layers(torch.autograd.Function):
         *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         size = layout.size
-        x = _time_major(data, layout).contiguous()  # a copy where the batch comes first
+        x = layout.time_major(data).contiguous()  # a copy where the batch comes first
         width = (size.projection or size.hidden) * size.directions
         y = data.new_empty((*x.shape[:-1], width))
         last = hidden.new_empty((size.layers * size.directions, size.batch, size.projection or size.hidden))
         last_cell = hidden.new_empty((0,)) if cell is None else torch.empty_like(cell)
-        workspace = data.new_empty((workspace_bytes(size),), dtype=torch.uint8)
-        reserve = data.new_empty((reserve_bytes(size) if layout.training else 0,), dtype=torch.uint8)
+        workspace = _bytes_like(data, size.workspace_bytes)
+        reserve = _bytes_like(data, size.reserve_bytes if layout.training else 0)
         del workspace, x
         ctx.layout = layout
         ctx.save_for_backward(data, hidden, cell, y, reserve, *weights)
@@ -100,20 +159,44 @@ class _Layers(torch.autograd.Function):
         if not layout.training:
             raise RuntimeError("cudnn RNN backward can only be called in training mode")
         data, hidden, cell, y, _reserve, *weights = ctx.saved_tensors
-        if grad_y is None:
-            grad_y = torch.zeros_like(y)
-        elif layout.batch_first:
-            grad_y = grad_y.transpose(0, 1)
+        grad_y = torch.zeros_like(y) if grad_y is None else layout.time_major(grad_y)
         grad_last = torch.zeros_like(hidden) if grad_last is None else grad_last
         grad_cell = torch.zeros_like(cell) if grad_cell is None and cell is not None else grad_cell
         del grad_last, grad_cell
-        grad_data, grad_hidden, grad_first_cell = _backward_of_input(layout, data, hidden, cell, grad_y)
+        wanted = _backward_of_input(layout, data, hidden, cell, grad_y)
         grad_weights: tuple[torch.Tensor | None, ...] = (None,) * len(weights)
-        if any(ctx.needs_input_grad[4:]):
-            grad_weights = _backward_of_weights(layout, data, weights)
-        wanted = (grad_data, grad_hidden, grad_first_cell)
+        if any(ctx.needs_input_grad[4:]):  # _cudnn_rnn_backward_weight: all gradients are views of one buffer
+            x = layout.time_major(data).contiguous()
+            grad_weights = _flat_views(weights, weights[0].dtype)
+            workspace = _bytes_like(data, layout.size.workspace_bytes)
+            del workspace, x
         needed = zip(wanted, ctx.needs_input_grad[1:4], strict=True)
         return (None, *(gradient if need else None for gradient, need in needed), *grad_weights)
+
+
+def _backward_of_input(
+    layout: _Layout, data: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor | None, grad_y: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """_cudnn_rnn_backward_input: copies of input and gradient if they are not contiguous, gradients, workspace."""
+    x = layout.time_major(data).contiguous()
+    dy = grad_y.contiguous()
+    dx = torch.empty_like(x)
+    dhx = torch.empty_like(hidden)
+    dcx = None if cell is None else torch.empty_like(cell)
+    workspace = _bytes_like(data, layout.size.workspace_bytes)
+    del workspace, x, dy
+    return layout.time_major(dx), dhx, dcx
+
+
+def _flat_views(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    sizes = [weight.numel() for weight in weights]
+    flat = torch.zeros(sum(sizes), dtype=dtype, device=weights[0].device)
+    parts = flat.split(sizes)  # type: ignore[no-untyped-call]
+    return tuple(part.view(weight.shape) for part, weight in zip(parts, weights, strict=True))
+
+
+def _bytes_like(data: torch.Tensor, count: int) -> torch.Tensor:
+    return data.new_empty((count,), dtype=torch.uint8)
 
 
 class _FusedGruCell(torch.autograd.Function):
@@ -125,8 +208,8 @@ class _FusedGruCell(torch.autograd.Function):
         input_gates: torch.Tensor,
         hidden_gates: torch.Tensor,
         hidden: torch.Tensor,
-        input_bias: torch.Tensor | None,
-        _hidden_bias: torch.Tensor | None,
+        input_bias: torch.Tensor | None = None,
+        _hidden_bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         workspace = hidden.new_empty((hidden.shape[0], hidden.shape[1] * 5))
         ctx.save_for_backward(input_gates, hidden_gates, hidden, workspace)
@@ -145,41 +228,45 @@ class _FusedGruCell(torch.autograd.Function):
         return grad_input, grad_hidden_gates, grad_hidden, *biases
 
 
-class RecurrentLayers:
-    """The fused recurrent layers of one fake device.
+class _RecurrentLayers:
+    """The fused recurrent layers of one fake device."""
 
-    Args:
-        hardware: The device to stand in for.
-        uncertain: Called with a name and the bytes by which a size may be larger than was taken.
-    """
-
-    def __init__(self, hardware: Hardware, uncertain: Uncertain) -> None:
-        self._hardware = hardware
+    def __init__(self, uncertain: Uncertain) -> None:
         self._uncertain = uncertain
         self._dropout_state: torch.Tensor | None = None
 
-    def run(
+    def kernel(self, operator: str, *, packed: bool) -> Callable[..., Any]:
+        """Return the stand-in for ``aten.lstm`` or the like; of a packed sequence the batch sizes come second."""
+        overloads = getattr(torch.ops.aten, operator)
+        native = overloads.data if packed else overloads.input
+        mode = operator.partition("_")[0]
+
+        def layers(*given: Any) -> Any:
+            data, *rest = given
+            if not torch.backends.cudnn.enabled or data.numel() == 0:  # use_cudnn in RNN.cpp
+                return native.decompose(*given)
+            if packed:
+                rest = rest[1:]
+            states, weights, _has_biases, *options = rest
+            states = (states,) if isinstance(states, torch.Tensor) else states
+            out = self._run(mode, data, states, weights, (*options, False)[:5], packed=packed)
+            return out if mode == "lstm" else out[:2]
+
+        return layers
+
+    def _run(
         self,
         mode: str,
         data: torch.Tensor,
         states: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
+        options: Sequence[Any],
         *,
-        layers: int,
-        dropout: float,
-        training: bool,
-        bidirectional: bool,
-        batch_first: bool = False,
-        packed: bool = False,
+        packed: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the layers.
-
-        Returns:
-            Output, last hidden state, and last cell state (empty unless it is an LSTM).
-        """
+        layers, dropout, training, bidirectional, batch_first = options
         hidden, cell = states[0], states[1] if len(states) > 1 else None
-        device = data.device.type
-        if torch.is_autocast_enabled(device) and data.dtype is not torch.float64:
+        if torch.is_autocast_enabled(data.device.type) and data.dtype is not torch.float64:
             data, hidden = data.to(torch.float16), hidden.to(torch.float16)
             cell = None if cell is None else cell.to(torch.float16)
             if weights[0].dtype is not torch.float16:
@@ -198,151 +285,26 @@ class RecurrentLayers:
             element_bytes=data.element_size(),
             dropout=dropout if training else 0.0,
         )
-        self._keep_dropout_state(size, data)
-        self._say_uncertain(size, training=training)
-        layout = _Layout(size=size, batch_first=batch_first and not packed, packed=packed, training=training)
+        if size.dropout and self._dropout_state is None:
+            self._dropout_state = torch.empty(_DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device)
+        kept = size.reserve_upper_bytes - size.reserve_bytes if training else 0
+        self._uncertain(f"cuDNN {mode}", size.workspace_upper_bytes - size.workspace_bytes + kept)
+        layout = _Layout(size=size, batch_first=batch_first, training=training)
         out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Layers.apply(  # type: ignore[no-untyped-call]
             layout, data, hidden, cell, *weights
         )
         return out
 
-    def takes(self, data: torch.Tensor) -> bool:
-        """Say whether torch would hand this input to cuDNN (use_cudnn in RNN.cpp)."""
-        if not torch.backends.cudnn.enabled or data.numel() == 0:
-            return False
-        if data.dtype is torch.bfloat16:
-            return self._hardware.capability >= (8, 0)  # supportsBFloat16RNNWithCuDNN
-        return data.dtype in (torch.float16, torch.float32, torch.float64)
 
-    def _keep_dropout_state(self, size: RecurrentSize, data: torch.Tensor) -> None:
-        if size.dropout and self._dropout_state is None:
-            self._dropout_state = torch.empty(_DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device)
-
-    def _say_uncertain(self, size: RecurrentSize, *, training: bool) -> None:
-        more = workspace_upper_bytes(size) - workspace_bytes(size)
-        if training:
-            more += reserve_upper_bytes(size) - reserve_bytes(size)
-        self._uncertain(f"cuDNN {size.mode}", more)
-
-
-def install_recurrent(library: torch.library.Library, hardware: Hardware, uncertain: Uncertain) -> RecurrentLayers:
+def install_recurrent(library: torch.library.Library, uncertain: Uncertain) -> None:
     """Have the recurrent layers on the fake device run as cuDNN runs them.
 
     Args:
         library: Of namespace ``aten``, kind ``IMPL``, dispatch key ``AutogradPrivateUse1``. It must be kept alive.
-        hardware: The device to stand in for.
         uncertain: Called with a name and the bytes by which a size may be larger than was taken.
-
-    Returns:
-        The layers. They must be kept alive too.
     """
-    runner = RecurrentLayers(hardware, uncertain)
-    kernels: dict[str, Callable[..., Any]] = {"_thnn_fused_gru_cell": _gru_cell}
+    layers = _RecurrentLayers(uncertain)
     for operator in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        kernels[f"{operator}.input"] = _dense(runner, operator)
-        kernels[f"{operator}.data"] = _packed(runner, operator)
-    for operator, kernel in kernels.items():
-        library.impl(operator, kernel)  # type: ignore[no-untyped-call]
-    return runner
-
-
-def _dense(runner: RecurrentLayers, operator: str) -> Callable[..., Any]:
-    native = getattr(torch.ops.aten, operator).input
-    mode = operator.partition("_")[0]
-
-    def layers(
-        data: torch.Tensor,
-        states: Any,
-        weights: list[torch.Tensor],
-        has_biases: bool,  # noqa: FBT001
-        *rest: Any,
-    ) -> Any:
-        if not runner.takes(data):
-            return native.decompose(data, states, weights, has_biases, *rest)
-        count, dropout, training, bidirectional, batch_first = rest
-        out = runner.run(
-            mode, data, _states(states), weights, layers=count, dropout=dropout, training=training,
-            bidirectional=bidirectional, batch_first=batch_first,
-        )  # fmt: skip
-        return out if mode == "lstm" else out[:2]
-
-    return layers
-
-
-def _packed(runner: RecurrentLayers, operator: str) -> Callable[..., Any]:
-    native = getattr(torch.ops.aten, operator).data
-    mode = operator.partition("_")[0]
-
-    def layers(
-        data: torch.Tensor,
-        batch_sizes: torch.Tensor,
-        states: Any,
-        weights: list[torch.Tensor],
-        has_biases: bool,  # noqa: FBT001
-        *rest: Any,
-    ) -> Any:
-        if not runner.takes(data):
-            return native.decompose(data, batch_sizes, states, weights, has_biases, *rest)
-        count, dropout, training, bidirectional = rest
-        out = runner.run(
-            mode, data, _states(states), weights, layers=count, dropout=dropout, training=training,
-            bidirectional=bidirectional, packed=True,
-        )  # fmt: skip
-        return out if mode == "lstm" else out[:2]
-
-    return layers
-
-
-def _gru_cell(
-    input_gates: torch.Tensor,
-    hidden_gates: torch.Tensor,
-    hidden: torch.Tensor,
-    input_bias: torch.Tensor | None = None,
-    hidden_bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out: tuple[torch.Tensor, torch.Tensor] = _FusedGruCell.apply(  # type: ignore[no-untyped-call]
-        input_gates, hidden_gates, hidden, input_bias, hidden_bias
-    )
-    return out
-
-
-def _states(states: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return (states,) if isinstance(states, torch.Tensor) else states
-
-
-def _time_major(data: torch.Tensor, layout: _Layout) -> torch.Tensor:
-    return data.transpose(0, 1) if layout.batch_first else data
-
-
-def _backward_of_input(
-    layout: _Layout, data: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor | None, grad_y: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """_cudnn_rnn_backward_input: copies of input and gradient if they are not contiguous, gradients, workspace."""
-    x = _time_major(data, layout).contiguous()
-    dy = grad_y.contiguous()
-    dx = torch.empty_like(x)
-    dhx = torch.empty_like(hidden)
-    dcx = None if cell is None else torch.empty_like(cell)
-    workspace = data.new_empty((workspace_bytes(layout.size),), dtype=torch.uint8)
-    del workspace, x, dy
-    return (dx.transpose(0, 1) if layout.batch_first else dx), dhx, dcx
-
-
-def _backward_of_weights(
-    layout: _Layout, data: torch.Tensor, weights: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """_cudnn_rnn_backward_weight: all gradients are views of one buffer."""
-    x = _time_major(data, layout).contiguous()
-    flat = _flat(weights, weights[0].dtype)
-    workspace = data.new_empty((workspace_bytes(layout.size),), dtype=torch.uint8)
-    del workspace, x
-    return _views(flat, weights)
-
-
-def _flat(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(sum(weight.numel() for weight in weights), dtype=dtype, device=weights[0].device)
-
-
-def _views(flat: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    parts = flat.split([weight.numel() for weight in weights])  # type: ignore[no-untyped-call]
-    return tuple(part.view(weight.shape) for part, weight in zip(parts, weights, strict=True))
+        library.impl(f"{operator}.input", layers.kernel(operator, packed=False))  # type: ignore[no-untyped-call]
+        library.impl(f"{operator}.data", layers.kernel(operator, packed=True))  # type: ignore[no-untyped-call]
+    library.impl("_thnn_fused_gru_cell", lambda *given: _FusedGruCell.apply(*given))  # type: ignore[no-untyped-call]

@@ -1,44 +1,158 @@
-"""What an operator needs while it runs, beside its arguments and results: no dispatcher sees it, so tables say it.
+"""What a CUDA kernel needs while it runs, beside its arguments and results: no dispatcher sees it, so tables say it.
 
-Route ``"privateuse1"`` uses CUDA's table, route ``"cpu"`` that of the CPU, where the forecast can be checked against
-the real allocator. An operator that no table knows counts as 0, is counted, and widens the margin by the size of its
-tensors: an operator rarely needs more than a copy of each.
+Each rule follows the source that it names (torch 2.11 to 2.13). Where the library is closed (cuDNN, cub, cuFFT) the
+figure is an assumption with an upper bound, and it counts as uncalibrated. An operator that no table knows counts as
+0 and widens the margin by the size of its tensors: an operator rarely needs more than a copy of each.
 
-Does not: record anything. The tracer notes an allocation and its release for what is returned here.
+What outlives the operator is not counted here: the reserve of a recurrent layer (``recurrent``), and cuBLAS's
+workspaces, which belong to the device.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from holdfast.forecast.kernels import scratch_composites, scratch_cpu, scratch_cuda
-from holdfast.forecast.kernels.scratch_cuda import Rule
-
 aten = torch.ops.aten
+_INDEX_BYTES = 8
+_ROWS_PER_THREAD = 10  # EmbeddingBackwardKernel.cu: rows that one thread sums
+_SMALL_SORT = 4096  # Sort.cu: up to so many values a slice is sorted in shared memory
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScratchEstimate:
+@dataclass(frozen=True, slots=True)
+class Scratch:
     """What one call of an operator needs while it runs.
 
     Args:
-        bytes: To be counted.
-        upper_bytes: The most that it may be.
-        calibrated: False if the figure is an assumption, or if the operator is not known at all.
+        bytes: What is counted.
+        at_most: What the margin has to cover.
+        calibrated: Whether the figure follows from torch's own source or from a measurement.
     """
 
     bytes: int
-    upper_bytes: int
-    calibrated: bool
+    at_most: int
+    calibrated: bool = True
 
 
-NO_SCRATCH = ScratchEstimate(bytes=0, upper_bytes=0, calibrated=True)
+NOTHING = Scratch(0, 0)
+Arguments = dict[str, Any]
+Rule = Callable[[Arguments, Any], Scratch]
+
+
+@dataclass(slots=True)
+class Uncalibrated:
+    """What a step holds of uncertain figures: which operators, and by how many bytes it may need more.
+
+    Args:
+        calls: How often each was called.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    _while_running: int = 0
+    _kept: int = 0
+
+    @property
+    def excess_bytes(self) -> int:
+        """The most by which the peak may be higher than forecast: one operator runs at a time."""
+        return self._while_running + self._kept
+
+    def note(self, name: str, scratch: Scratch) -> None:
+        """Take down a call of an operator."""
+        excess = scratch.at_most - scratch.bytes
+        if not scratch.calibrated:
+            self.calls[name] += 1
+        self._while_running = max(self._while_running, excess)
+
+    def note_kept(self, name: str, excess: int) -> None:
+        """Take down something that lives until the backward pass and may be larger by that much."""
+        self.calls[name] += 1
+        self._kept += excess
+
+    def clear(self) -> None:
+        """Forget everything: a new step begins."""
+        self.calls.clear()
+        self._while_running = self._kept = 0
+
+
+def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
+    """Return what this call needs on CUDA beside its arguments and results; None if its operator needs nothing.
+
+    Args:
+        op: Overload that was dispatched.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        out: What it returned.
+    """
+    if op not in _rules:
+        _rules[op] = _rule_of(op)
+    rule = _rules[op]
+    return None if rule is None else rule(_arguments(op, args, kwargs), out)
+
+
+_rules: dict[Any, Rule | None] = {}
+
+
+def _rule_of(op: Any) -> Rule | None:
+    if not isinstance(op, torch._ops.OpOverload):
+        return _unknown
+    rule = RULES.get(name_of(op)) if op.namespace == "aten" else None
+    if rule is None:
+        return None if needs_nothing(op) else _unknown
+
+    def checked(given: Arguments, out: Any) -> Scratch:
+        try:
+            return rule(given, out)
+        except (KeyError, AttributeError, TypeError, IndexError, RuntimeError):  # another torch, another signature
+            return _unknown(given, out)
+
+    return checked
+
+
+def _unknown(given: Arguments, out: Any) -> Scratch:
+    tensors = (leaf for leaf in pytree.tree_leaves((given, out)) if isinstance(leaf, torch.Tensor))
+    return Scratch(0, sum(t.nbytes for t in tensors if t.layout is torch.strided), calibrated=False)
+
+
+def _arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    if not isinstance(op, torch._ops.OpOverload):  # a higher order operator has no schema
+        return {"args": args, **kwargs}
+    arguments = op._schema.arguments
+    given = {one.name: one.default_value for one in arguments if one.has_default_value()}
+    given.update(zip((one.name for one in arguments), args, strict=False))
+    return {**given, **kwargs}
+
+
+def name_of(op: Any) -> str:
+    """Return an operator's name without its namespace and overload."""
+    return str(op.overloadpacket).rpartition(".")[2]
+
+
+def needs_nothing(op: Any) -> bool:
+    """Return whether an operator is known to run in its results on every device."""
+    name = name_of(op)
+    if op.namespace in ("prim", "prims", "profiler") or torch.Tag.pointwise in op.tags or op.is_view:
+        return True
+    return op.namespace == "aten" and (
+        name.startswith(("_foreach_", "_fused_ada", "_fused_sgd"))
+        or name.rstrip("_") in _IN_PLACE
+        or name in _IN_PLACE
+        or _is_gradient(name)
+    )
+
+
+def _is_gradient(name: str) -> bool:
+    """Return whether it is the gradient of a pointwise function, which carries no tag."""
+    packet = getattr(aten, name.removesuffix("_backward"), None)
+    if not name.endswith("_backward") or packet is None:
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+
 
 # They run in their results, on both devices; what a reduction of CUDA keeps between blocks is below a megabyte.
 _IN_PLACE_NAMES = """
@@ -79,109 +193,211 @@ _IN_PLACE_NAMES = """
 """
 _IN_PLACE = frozenset(_IN_PLACE_NAMES.split())
 
-_Entry = Rule | bool
-_entries: dict[tuple[str, Any], _Entry] = {}
+
+def _exactly(size: int) -> Scratch:
+    return Scratch(size, size)
 
 
-def scratch_bytes(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, route: str, device_kind: str = "cuda"
-) -> ScratchEstimate:
-    """Return what this call needs beside its arguments and results.
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
-    Args:
-        op: Overload that was dispatched.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        out: What it returned.
-        route: ``"privateuse1"`` or ``"cpu"``.
-        device_kind: Type of the device that the call ran on: ``"cpu"`` means the host. On route ``"privateuse1"`` the
-            host's memory is nobody's business.
+
+def _copy_unless_contiguous(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_contiguous() else tensor.nbytes
+
+
+def _heads_swapped(tensor: torch.Tensor) -> int:
+    """Bytes of ``tensor.transpose(1, 2).contiguous()``."""
+    return _copy_unless_contiguous(tensor.transpose(1, 2))
+
+
+def _flash_backward(given: Arguments, _out: Any) -> Scratch:
+    """flash_attn/flash_api.cpp, mha_bwd: fp32 sums for the query's gradient, row sums, keys' gradients by head."""
+    query, key = given["query"], given["key"]
+    batch, heads, length, size = query.shape
+    rounded_length, rounded_size = _up(length, 128), _up(size, 32 if size <= 128 else 64)
+    sums = batch * rounded_length * heads * (rounded_size + 1) * 4
+    if key.shape[1] != heads:
+        sums += 2 * batch * key.shape[2] * heads * size * query.element_size()
+    copies = _heads_swapped(given["grad_out"]) + _heads_swapped(given["out"])
+    return _exactly(sums + copies)
+
+
+def _efficient_backward(given: Arguments, _out: Any) -> Scratch:
+    """mem_eff_attention/kernel_backward.h: workspace_size(), and the row sums of attention_backward.cu."""
+    query, value = given["query"], given["value"]
+    batch, heads, length, size = query.shape
+    value_size, keys = value.shape[-1], value.shape[2]
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    # cutlassB.h, sm80: tiles of 64 x 64, of 128 x 64 for half precision beyond a head size of 64.
+    tile = 128 if half and max(size, value_size) > 64 else 64
+    gradient_of_query = _up(length, tile) * _up(size, 64) * 4 + 16 * (-(-length // tile)) * (-(-size // 64))
+    staging = 0
+    if half and max(size, value_size) > tile:  # kScratchsAccumGradK and V: not kept in registers
+        splits = max(1, min(-(-keys // 64), 200 // (batch * heads)))
+        staging = splits * _up(keys, 64) * (_up(size, tile) + _up(value_size, tile)) * 4
+    rows = batch * heads * length * 4
+    # In fp32 the row sums are made by a product of the two tensors, then transposed and copied.
+    sums = rows if half else 2 * rows + batch * heads * length * value_size * 4
+    workspace = batch * heads * (gradient_of_query + staging)
+    copies = _heads_swapped(given["grad_out_"])
+    return Scratch(copies + max(sums, rows + workspace), copies + sums + 2 * workspace)
+
+
+def _cudnn_attention_backward(given: Arguments, _out: Any) -> Scratch:
+    """Closed: fp32 sums as in flash attention are assumed, and twice as much at most."""
+    query = given["query"]
+    batch, heads, length, size = query.shape
+    sums = batch * heads * length * (size + 1) * 4
+    return Scratch(sums, 2 * sums, calibrated=False)
+
+
+def _cudnn_attention(given: Arguments, _out: Any) -> Scratch:
+    query = given["query"]
+    return Scratch(0, query.shape[0] * query.shape[1] * query.shape[2] * 4, calibrated=False)
+
+
+def _convolution(given: Arguments, out: Any) -> Scratch:
+    tensors = (given["input"], given["weight"], out)
+    return _reordered(tensors, given["groups"])
+
+
+def _convolution_backward(given: Arguments, _out: Any) -> Scratch:
+    """One gradient after the other; each reads two of the three and writes the third."""
+    data = _reordered((given["grad_output"], given["weight"], given["input"]), given["groups"])
+    single = given["weight"].numel() * 4 if given["weight"].element_size() < 4 else 0  # weights are summed in fp32
+    return Scratch(data.bytes + single, data.at_most + single, calibrated=False)
+
+
+def _reordered(tensors: Sequence[torch.Tensor], groups: int) -> Scratch:
+    """Closed: kernels for tensor cores want channels last and copy what is not (nchwToNhwcKernel in profiles).
+
+    How much more the heuristics take is unknown (pytorch issue 49207 saw gigabytes); twice the tensors are allowed.
     """
-    if route == "privateuse1" and device_kind == "cpu":
-        return NO_SCRATCH
-    entry = _entries.get((route, op))
-    if entry is None:
-        entry = _entries[route, op] = _entry(route, op)
-    if entry is True:
-        return NO_SCRATCH
-    if entry is False:
-        return ScratchEstimate(bytes=0, upper_bytes=_bytes_of((args, kwargs, out)), calibrated=False)
-    names = [argument.name for argument in op._schema.arguments]
-    try:
-        need = entry({**_defaults(op), **dict(zip(names, args, strict=False)), **kwargs}, out)
-    except (KeyError, AttributeError, TypeError, IndexError, RuntimeError):  # another torch, another signature
-        return ScratchEstimate(bytes=0, upper_bytes=_bytes_of((args, kwargs, out)), calibrated=False)
-    return ScratchEstimate(bytes=need.expected, upper_bytes=need.at_most, calibrated=need.calibrated)
+    channels_last = all(_is_channels_last(tensor) for tensor in tensors[:1])
+    copies = 0 if channels_last or groups > 1 else sum(tensor.nbytes for tensor in tensors)
+    return Scratch(copies, copies + 2 * sum(tensor.nbytes for tensor in tensors), calibrated=False)
 
 
-def _entry(route: str, op: Any) -> _Entry:
-    """The rule for an operator; True if it needs nothing, False if it is not known."""
-    namespace, name = getattr(op, "namespace", ""), str(getattr(op, "overloadpacket", op)).rpartition(".")[2]
-    if namespace in ("prim", "prims", "profiler"):
-        return True
-    rules: Mapping[str, Rule] = scratch_cuda.RULES if route == "privateuse1" else scratch_cpu.RULES
-    rule = rules.get(name) or scratch_composites.RULES.get(name)
-    if namespace == "aten" and rule is not None:
-        return rule
-    if torch.Tag.pointwise in getattr(op, "tags", ()) or getattr(op, "is_view", False):
-        return True
-    return namespace == "aten" and (
-        name.startswith(("_foreach_", "_fused_ada", "_fused_sgd"))
-        or name.rstrip("_") in _IN_PLACE
-        or name in _IN_PLACE
-        or _is_gradient(name)
-    )
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    if tensor.dim() == 4:
+        return tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
 
 
-def _is_gradient(name: str) -> bool:
-    """Say whether it is the gradient of a pointwise function, which carries no tag."""
-    packet = getattr(aten, name.removesuffix("_backward"), None)
-    if not name.endswith("_backward") or packet is None:
-        return False
-    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+def _embedding_backward(given: Arguments, out: Any) -> Scratch:
+    """Embedding.cu and EmbeddingBackwardKernel.cu: sorted indices, one row of sums for each piece of a segment.
 
-
-def _defaults(op: Any) -> dict[str, Any]:
-    return {
-        argument.name: argument.default_value for argument in op._schema.arguments if argument.has_default_value()
-    }
-
-
-def _bytes_of(values: Any) -> int:
-    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
-    return sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
-
-
-@dataclass(slots=True)
-class Uncalibrated:
-    """What a step holds of uncertain figures: which operators, and by how many bytes it may need more.
-
-    Args:
-        calls: How often each was called.
+    Up to 3072 indices a kernel without scratch is taken. The sorting one is counted all the same: forecasts for large
+    batches are drawn from traces of small ones, which must not lack what the large ones need.
     """
+    indices = given["indices"].numel()
+    rows, size = out.shape
+    segments = min(indices, rows)
+    pieces = indices // _ROWS_PER_THREAD + segments
+    sorting = 2 * indices * _INDEX_BYTES
+    offsets = (indices + 2 * segments + pieces) * _INDEX_BYTES
+    sums = pieces * size * max(4, out.element_size())
+    return _exactly(sorting + max(sorting, offsets + sums))
 
-    calls: Counter[str] = field(default_factory=Counter)
-    _while_running: int = 0
-    _kept: int = 0
 
-    @property
-    def excess_bytes(self) -> int:
-        """The most by which the peak may be higher than forecast: one operator runs at a time."""
-        return self._while_running + self._kept
+def _index_put(given: Arguments, _out: Any) -> Scratch:
+    """Indexing.cu, index_put_with_sort_kernel: linear, sorted and original indices, and cub's buffers."""
+    if not given.get("accumulate"):
+        return NOTHING
+    values = given["values"]
+    shapes = [index.shape for index in given["indices"] if index is not None]
+    shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    count = math.prod(shape) if shapes else 0
+    expected = 5 * count * _INDEX_BYTES + _copy_unless_contiguous(values)
+    return Scratch(expected, 2 * expected, calibrated=False)
 
-    def note(self, name: str, estimate: ScratchEstimate) -> None:
-        """Take down a call of an operator."""
-        excess = estimate.upper_bytes - estimate.bytes
-        if not estimate.calibrated:
-            self.calls[name] += 1
-        self._while_running = max(self._while_running, excess)
 
-    def note_kept(self, name: str, excess: int) -> None:
-        """Take down something that lives until the backward pass and may be larger by that much."""
-        self.calls[name] += 1
-        self._kept += excess
+def _sort(given: Arguments, _out: Any) -> Scratch:
+    """Sort.cpp and Sort.cu: nothing for short slices, else keys and indices twice and cub's buffers."""
+    values = given["self"]
+    dim = given.get("dim", -1)
+    if values.dim() == 0 or values.shape[dim] <= _SMALL_SORT:
+        return NOTHING
+    expected = 2 * values.numel() * (values.element_size() + _INDEX_BYTES)
+    return Scratch(expected, 2 * expected, calibrated=False)
 
-    def clear(self) -> None:
-        """Forget everything: a new step begins."""
-        self.calls.clear()
-        self._while_running = self._kept = 0
+
+def _topk(given: Arguments, _out: Any) -> Scratch:
+    """TensorTopK.cu: counters only; long slices are searched by several blocks."""
+    values = given["self"]
+    return Scratch(0, values.numel() * 4 if values.dim() and values.shape[given.get("dim", -1)] > _SMALL_SORT else 0)
+
+
+def _layer_norm_backward(given: Arguments, _out: Any) -> Scratch:
+    """layer_norm_kernel.cu: partial sums of the two parameters' gradients, 32 rows of each in fp32."""
+    return _exactly(2 * 32 * math.prod(given["normalized_shape"]) * 4)
+
+
+def _group_norm_backward(given: Arguments, _out: Any) -> Scratch:
+    """group_norm_kernel.cu: two sums in fp32 for each sample and channel."""
+    return _exactly(2 * given["N"] * given["C"] * 4)
+
+
+def _transform(given: Arguments, out: Any) -> Scratch:
+    """CuFFTPlanCache.h: cuFFT's work area, as large as the result for lengths of small factors, more for others."""
+    size = out.nbytes if isinstance(out, torch.Tensor) else 0
+    return Scratch(size, 3 * size + given["self"].nbytes, calibrated=False)
+
+
+def _draw(given: Arguments, _out: Any) -> Scratch:
+    """MultinomialKernel.cu: the normalised and the summed distribution."""
+    return _exactly(2 * given["self"].nbytes)
+
+
+def _reduced_loss(given: Arguments, _out: Any) -> Scratch:
+    """The loss of every element, which is then averaged or summed."""
+    size = given["self"].nbytes
+    return NOTHING if given["reduction"] == 0 else Scratch(size, size)
+
+
+def _logits_loss(given: Arguments, out: Any) -> Scratch:
+    """Two temporaries at a time; one of them becomes the result if nothing is reduced."""
+    size = max(0, 2 * given["self"].nbytes - (0 if given["reduction"] else out.nbytes))
+    return Scratch(size, size)
+
+
+def _logsumexp(given: Arguments, out: Any) -> Scratch:
+    size = given["self"].nbytes + out.nbytes
+    return Scratch(size, size)
+
+
+def _safe_softmax(given: Arguments, out: Any) -> Scratch:
+    """Masks: what is minus infinity, and the rows that are it altogether."""
+    size = out.numel() + out.numel() // max(1, out.shape[given["dim"]])
+    return Scratch(size, size)
+
+
+RULES: dict[str, Rule] = {
+    "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
+    "_scaled_dot_product_cudnn_attention": _cudnn_attention,
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "embedding_dense_backward": _embedding_backward,
+    "index_put": _index_put,
+    "index_put_": _index_put,
+    "_index_put_impl_": _index_put,
+    "sort": _sort,
+    "argsort": _sort,
+    "topk": _topk,
+    "native_layer_norm_backward": _layer_norm_backward,
+    "native_group_norm_backward": _group_norm_backward,
+    "_fft_r2c": _transform,
+    "_fft_c2r": _transform,
+    "_fft_c2c": _transform,
+    "multinomial": _draw,
+    # Composed of other operators inside one dispatch, on every device alike.
+    "mse_loss": _reduced_loss,
+    "smooth_l1_loss": _reduced_loss,
+    "huber_loss": _reduced_loss,
+    "binary_cross_entropy_with_logits": _logits_loss,
+    "logsumexp": _logsumexp,
+    "_safe_softmax": _safe_softmax,
+}

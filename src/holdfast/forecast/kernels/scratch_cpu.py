@@ -1,143 +1,97 @@
-"""What the CPU's kernels need while they run, beside their arguments and results.
+"""What the CPU's operators need while they run, for forecasts that are checked on a CPU: each is run once.
 
-Measured on torch 2.13.0+cpu with kineto's allocator events, operator by operator (118 of them; those not here needed
-less than a kilobyte). Convolutions are in ``convolution_cpu``, what does not depend on the device
-in ``scratch_composites``.
-
-Does not: serve for CUDA (``scratch_cuda``).
+It is run on zeros of the same shapes and strides, and torch's profiler says what the allocator gave out.
+So the figures are those of this machine's kernels and number of threads.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
 
-from holdfast.forecast.kernels import convolution_cpu, recurrent_cpu
-from holdfast.forecast.kernels.scratch_cuda import NOTHING, Arguments, Need, Rule
+from holdfast.forecast.kernels.scratch import Scratch, name_of, needs_nothing
 
-# FlashAttentionKernel.cpp: rows of queries and keys that a thread takes at a time.
-_QUERY_ROWS, _KEY_ROWS = ((768, 256), (192, 64), (0, 32)), 512
-# oneDNN's scratchpad of a product in bf16, whatever its size.
-_HALF_PRODUCT_BYTES = 99_328
-
-
-def _exactly(size: int) -> Need:
-    return Need(size, size) if size else NOTHING
-
-
-def _nothing(_given: Arguments, _out: Any) -> Need:
-    return NOTHING
-
-
-def _like_input(given: Arguments, _out: Any) -> Need:
-    """One temporary of the input's size."""
-    return _exactly(next(value for value in given.values() if isinstance(value, torch.Tensor)).nbytes)
+_MOST_ELEMENTS = 2**26  # that are computed with: 256 MiB of fp32
+# They run in their results on CUDA, and need more on a CPU.
+_NEED_MORE_NAMES = """
+    mm bmm addmm baddbmm native_dropout native_batch_norm_backward batch_norm_backward upsample_nearest2d
+    upsample_bilinear2d masked_select im2col _fused_rms_norm _cdist_forward
+    _scaled_dot_product_flash_attention_for_cpu
+"""
+_NEED_MORE = frozenset(_NEED_MORE_NAMES.split())
+_known: dict[Any, Scratch | None] = {}
 
 
-def _batch_norm_backward(given: Arguments, _out: Any) -> Need:
-    """A second gradient of the input's size, then the result."""
-    return _exactly(given["input"].nbytes)
+def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
+    """Return what this call needs on this CPU beside its arguments and results; None for views and the like.
+
+    Args:
+        op: Overload that was dispatched.
+        args: Its arguments, fake or real.
+        kwargs: Its keyword arguments.
+        out: What it returned.
+    """
+    del out
+    if not isinstance(op, torch._ops.OpOverload) or (needs_nothing(op) and name_of(op) not in _NEED_MORE):
+        return None
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    key = (op, structure, tuple(map(_described, leaves)))
+    if key not in _known:
+        _known[key] = _measured(op, leaves, structure)
+    return _known[key]
 
 
-def _norm_backward(given: Arguments, _out: Any) -> Need:
-    """A few sums for each channel."""
-    channels = given["C"] * given["N"] if "C" in given else math.prod(given["normalized_shape"])
-    return _exactly(2 * channels * 4)
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (*leaf.shape, *leaf.stride(), leaf.dtype) if leaf.layout is torch.strided else id(leaf)
+    return str(leaf)
 
 
-def _upsample(given: Arguments, out: Any) -> Need:
-    """UpSampleKernel.cpp works in channels last: both tensors are copied if they are not."""
-    x = given["input"] if "input" in given else given["self"]
-    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
-        return NOTHING
-    return _exactly(x.nbytes + out.nbytes)
+def _measured(op: Any, leaves: Sequence[Any], structure: Any) -> Scratch | None:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if sum(tensor.numel() for tensor in tensors) > _MOST_ELEMENTS:
+        return Scratch(0, sum(tensor.nbytes for tensor in tensors), calibrated=False)
+    try:
+        peak, kept = _run(op, leaves, structure)
+    except (RuntimeError, NotImplementedError, IndexError, ValueError):  # zeros do not suit it
+        return Scratch(0, sum(tensor.nbytes for tensor in tensors), calibrated=False)
+    needed = max(0, peak - kept)
+    return Scratch(needed, needed)
 
 
-def _sort(given: Arguments, _out: Any) -> Need:
-    """Only a vector is sorted through a copy of its indices."""
-    values = given["self"]
-    return _exactly(values.numel() * 8) if values.dim() == 1 else NOTHING
+def _run(op: Any, leaves: Sequence[Any], structure: Any) -> tuple[int, int]:
+    """Return the most bytes that were given out at once, and those that were not given back."""
+    with unset_fake_temporarily(), torch.no_grad():
+        args, kwargs = pytree.tree_unflatten([zeros_like(leaf) for leaf in leaves], structure)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
+            kept = op(*args, **kwargs)
+        assert watched.profiler is not None
+        events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+        del kept
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak, live
 
 
-def _argsort(given: Arguments, out: Any) -> Need:
-    return _exactly(given["self"].nbytes + _sort(given, out).expected)
+def zeros_like(leaf: Any) -> Any:
+    """Return real zeros in place of a tensor, and anything else as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(tuple(leaf.shape), leaf.stride(), dtype=leaf.dtype).zero_()
 
 
-def _masked_select(given: Arguments, _out: Any) -> Need:
-    return _exactly(given["self"].numel() * 8)
-
-
-def _flash(given: Arguments, _out: Any) -> Need:
-    query = given["query"]
-    rows, keys = _tile(given)
-    values = rows * keys + 2 * rows + rows * query.shape[3]
-    half = rows * keys * query.element_size() if query.element_size() < 4 else 0
-    return _exactly((values * 4 + half) * torch.get_num_threads())
-
-
-def _flash_backward(given: Arguments, _out: Any) -> Need:
-    """A copy of the gradient unless it is laid out by rows, and a thread's scores and their gradients."""
-    gradient = given["grad_out"]
-    copies = 0 if gradient.transpose(1, 2).is_contiguous() else gradient.nbytes
-    rows, keys = _tile(given)
-    return _exactly(copies + (2 * rows * keys + rows) * 4 * torch.get_num_threads())
-
-
-def _tile(given: Arguments) -> tuple[int, int]:
-    length = given["query"].shape[2]
-    rows = next(size for least, size in _QUERY_ROWS if length >= least)
-    return min(rows, length), min(_KEY_ROWS, given["key"].shape[2])
-
-
-def _product(given: Arguments, _out: Any) -> Need:
-    """A copy of an operand that is contiguous in neither direction; a constant for oneDNN in half precision."""
-    operands = [value for name, value in given.items() if name in ("self", "mat1", "mat2", "batch1", "batch2")]
-    size = sum(tensor.nbytes for tensor in operands if tensor.dim() > 1 and 1 not in tensor.stride()[-2:])
-    if operands[0].dtype in (torch.bfloat16, torch.float16):
-        size += _HALF_PRODUCT_BYTES
-    return _exactly(size)
-
-
-def _columns(given: Arguments, _out: Any) -> Need:
-    return _exactly(given["self"].nbytes)
-
-
-def _rms_norm(given: Arguments, _out: Any) -> Need:
-    """Two temporaries of the input's size, one of which becomes the result."""
-    return _exactly(given["input"].nbytes)
-
-
-def _slow_distances(given: Arguments, _out: Any) -> Need:
-    rows = given["x1"]
-    return _exactly(2 * rows.nbytes + 4 * math.prod(rows.shape[:-1]) * rows.element_size())
-
-
-RULES: dict[str, Rule] = {
-    "convolution": convolution_cpu.forward,
-    "convolution_backward": convolution_cpu.backward,
-    "mkldnn_rnn_layer": recurrent_cpu.forward,
-    "mkldnn_rnn_layer_backward": recurrent_cpu.backward,
-    "native_batch_norm_backward": _batch_norm_backward,
-    "batch_norm_backward": _batch_norm_backward,
-    "native_layer_norm_backward": _norm_backward,
-    "native_group_norm_backward": _norm_backward,
-    "embedding_dense_backward": _nothing,
-    "native_dropout": _like_input,
-    "upsample_nearest2d": _upsample,
-    "upsample_bilinear2d": _upsample,
-    "sort": _sort,
-    "argsort": _argsort,
-    "masked_select": _masked_select,
-    "multinomial": _like_input,
-    "_scaled_dot_product_flash_attention_for_cpu": _flash,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,
-    "mm": _product,
-    "bmm": _product,
-    "addmm": _product,
-    "baddbmm": _product,
-    "im2col": _columns,
-    "_fused_rms_norm": _rms_norm,
-    "_cdist_forward": _slow_distances,
-}
+def lstm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for `aten.mkldnn_rnn_layer`: torch's fake kernel says that its workspace has 0 bytes."""
+    with unset_fake_temporarily(), torch.no_grad():
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        real_args, real_kwargs = pytree.tree_unflatten([zeros_like(leaf) for leaf in leaves], structure)
+        shapes = [(tuple(one.shape), one.dtype) for one in func(*real_args, **real_kwargs)]
+    with mode:
+        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in shapes)

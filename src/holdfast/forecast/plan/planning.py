@@ -5,8 +5,6 @@ For each the largest micro-batch is searched by playing the step on the simulate
 plans are ranked by their time for a sample. Live bytes, which are quick to add up, bound the search from above, and
 what was chosen with one implementation of the optimizer is tried first with the next: recomputation frees nothing
 while the optimizer works, so it rarely differs.
-
-Does not: trace (``tracing``), print, or act on a plan.
 """
 
 from __future__ import annotations
@@ -16,23 +14,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from holdfast.forecast.allocator.fit import (
-    Fit,
-    check_fit,
-    default_margin_bytes,
-    live_peak_bytes,
-    smallest_cap_bytes,
-    with_workspaces,
-)
-from holdfast.forecast.allocator.replay import DEFAULT_ALLOCATOR, EXPANDABLE_ALLOCATOR, AllocatorOptions
+from holdfast.forecast.allocator.replay import live_peak_bytes, smallest_cap_bytes
 from holdfast.forecast.devices.catalogue import Device
 from holdfast.forecast.devices.timing import seconds_per_sample, step_seconds
+from holdfast.forecast.plan.fit import Fit, check_fit, default_margin_bytes, with_workspaces
 from holdfast.forecast.plan.recompute_choice import choose
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Trace, live_peak, played
-from holdfast.forecast.trace.extrapolation import ScaledTrace
+from holdfast.forecast.trace.extrapolation import ScaledTrace, TracedSizes
 from holdfast.forecast.trace.recomputation import with_recompute
-from holdfast.forecast.trace.traced_sizes import TracedSizes
 
 Recompute = Literal["none", "some", "all"]
 
@@ -44,7 +34,8 @@ MOST_SAMPLES = 4096  # looked for without a global batch size; gains of larger m
 _TIE = 0.02  # of the time per sample: less than what a roofline can tell apart
 _SIZES_WITH_SOME = 2  # for which a choice of blocks is sought, the most promising first; each takes ten replays or so
 GRANULE_BYTES = 512  # in which `max_memory_allocated` counts
-_ALLOCATORS = (DEFAULT_ALLOCATOR, EXPANDABLE_ALLOCATOR)
+EXPANDABLE = "expandable_segments:True"
+_ALLOCATORS = ("", EXPANDABLE)  # values of PYTORCH_ALLOC_CONF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +48,7 @@ class Row:
         optimizer: Implementation, as `Variant.name`; empty if no optimizer is stepped.
         recompute: ``"none"`` of the blocks, ``"some"`` or ``"all"``.
         modules: Which.
-        allocator: How torch's allocator is set.
+        allocator: What ``PYTORCH_ALLOC_CONF`` is, `EXPANDABLE` or empty.
         micro_batch_size: The largest that fits, in samples; 0 if not even one does.
         live_bytes: Most that tensors hold at once, as ``max_memory_allocated`` counts it, without workspaces.
         process_bytes: What the process takes of the device, context included.
@@ -72,7 +63,7 @@ class Row:
     optimizer: str
     recompute: Recompute
     modules: tuple[str, ...]
-    allocator: AllocatorOptions
+    allocator: str
     micro_batch_size: int
     live_bytes: int
     process_bytes: int
@@ -154,15 +145,15 @@ def plan_rows(
     Args:
         steps: The step by precision.
         question: What is asked.
-        on_row: Told about each row when it is known.
+        on_row: Called with each row when it is known.
     """
     rows = []
     for precision, step in steps.items():
         names = list(dict.fromkeys(variant.name for variant in step.whole.template.variants)) or [""]
-        search = _Search(step, precision, question)
+        sized = _SizedStep(step, precision, question)
         for optimizer in names:
             for allocator in _ALLOCATORS:
-                for row in search.rows(optimizer, allocator):
+                for row in _Search(sized, optimizer, allocator).rows():
                     rows.append(row)
                     on_row(row)
     return rows
@@ -185,7 +176,7 @@ def recommended(rows: Sequence[Row]) -> Row | None:
         return (
             len(row.modules),
             row.retries > 0,
-            row.allocator != DEFAULT_ALLOCATOR,
+            row.allocator != "",
             optimizers.index(row.optimizer),
             precisions.index(row.precision),
             -row.micro_batch_size,
@@ -207,172 +198,181 @@ def check_row(row: Row, trace: Trace, question: Question) -> tuple[Fit, int]:
         trace: At its micro-batch size, with its modules recomputed.
         question: What the plan answers.
     """
-    events, sizes = played(trace, _STEPS, row.optimizer)
-    fit = check_fit(events, sizes, question.device, allocator=row.allocator, margin_bytes=question.margin(trace))
+    fit = _fit(trace, question, row.optimizer, row.allocator)
     return fit, live_peak(trace, row.optimizer, GRANULE_BYTES)
 
 
-class _Search:
-    """Looks for the largest micro-batch of plans with one precision.
+def _fit(trace: Trace, question: Question, optimizer: str, allocator: str, steps: int = _STEPS) -> Fit:
+    return check_fit(
+        *played(trace, steps, optimizer),
+        question.device,
+        expandable_segments=allocator == EXPANDABLE,
+        margin_bytes=question.margin(trace),
+    )
 
-    Args:
-        step: The step at any size.
-        precision: Of it.
-        question: What is asked.
-    """
+
+class _SizedStep:
+    """A job's step with one precision at any size, and what was chosen to be recomputed at some of them."""
 
     def __init__(self, step: Steps, precision: str, question: Question) -> None:
-        self._step, self._precision, self._question = step, precision, question
-        self._most_samples = min(question.most_samples, step.whole.largest or question.most_samples)
+        self.step, self.precision, self.question = step, precision, question
+        self.most_samples = min(question.most_samples, step.whole.largest or question.most_samples)
         template = step.whole.template
         runs = {run.block for run in template.block_runs if run.backward >= 0}
-        self._blocks = tuple(name for number, name in enumerate(template.blocks) if number in runs)
-        self._at = functools.lru_cache(maxsize=128)(self._make)
-        self._chosen: dict[tuple[int, AllocatorOptions], tuple[str, ...] | None] = {}
+        self.blocks = tuple(name for number, name in enumerate(template.blocks) if number in runs)
+        self.at = functools.lru_cache(maxsize=128)(self._make)
+        self.chosen: dict[tuple[int, str], tuple[str, ...]] = {}  # by size and allocator
 
-    def rows(self, optimizer: str, allocator: AllocatorOptions) -> Iterable[Row]:
+    def _make(self, samples: int, modules: tuple[str, ...] = ()) -> Trace:
+        """Return one micro-batch's step at a size."""
+        trace = self.step.whole.at(samples, self.question.length)
+        return with_recompute(trace, modules) if modules else trace
+
+    def in_memory(self, trace: Trace) -> Trace:
+        """Return the step as memory sees it, in which gradients of earlier micro-batches are kept."""
+        total = self.question.global_batch_size
+        return with_accumulation(trace, total) if total is not None and self.step.accumulates else trace
+
+
+class _Search:
+    """Looks for the largest micro-batch of plans with one precision, optimizer and allocator."""
+
+    def __init__(self, sized: _SizedStep, optimizer: str, allocator: str) -> None:
+        self._sized, self._question = sized, sized.question
+        self._optimizer, self._allocator = optimizer, allocator
+
+    def rows(self) -> Iterable[Row]:
         """Yield the plans without recomputation, with some, and with all of it."""
-        nothing = self._largest(optimizer, allocator, ())
+        nothing = self._largest(())
         yield nothing
-        if not self._blocks or nothing.micro_batch_size >= self._most_samples:
+        blocks = self._sized.blocks
+        if not blocks or nothing.micro_batch_size >= self._sized.most_samples:
             return  # recomputing would only cost time
-        everything = self._largest(optimizer, allocator, self._blocks)
-        some = self._some(optimizer, allocator, nothing, everything)
+        everything = self._largest(blocks)
+        some = self._some(nothing, everything)
         if some is not None:
             yield some
         yield everything
 
-    def _make(self, samples: int, modules: tuple[str, ...]) -> Trace:
-        """Return one micro-batch's step at a size."""
-        trace = self._step.whole.at(samples, self._question.length)
-        return with_recompute(trace, modules) if modules else trace
-
-    def _in_memory(self, trace: Trace) -> Trace:
-        """Return the step as memory sees it, in which gradients of earlier micro-batches live."""
-        total = self._question.global_batch_size
-        return with_accumulation(trace, total) if total is not None and self._step.accumulates else trace
-
-    def _largest(self, optimizer: str, allocator: AllocatorOptions, modules: tuple[str, ...]) -> Row:
+    def _largest(self, modules: tuple[str, ...]) -> Row:
         """Return the plan with the largest micro-batch that fits: of all that live bytes allow, found by halving."""
-        low, high = 0, self._most_samples + 1
+        low, high = 0, self._sized.most_samples + 1
         fit = None
-        for fits in (self._may_fit, self._fit):
+        for fits in (self._may_fit, self._find_fit):
             low, trial = 0, high - 1
             while high - low > 1:
-                found = fits(self._at(trial, modules), optimizer, allocator)
+                found = fits(self._sized.at(trial, modules))
                 low, high = (trial, high) if found else (low, trial)
                 fit = found or fit
                 trial = (low + high) // 2
-        return self._row(optimizer, allocator, modules, low, fit if isinstance(fit, Fit) else None)
+        return self._row(modules, low, fit if isinstance(fit, Fit) else None)
 
-    def _may_fit(self, trace: Trace, optimizer: str, allocator: AllocatorOptions) -> bool:
+    def _may_fit(self, trace: Trace) -> bool:
         """Return whether live bytes alone are within the memory, which takes no replay."""
-        trace = self._in_memory(trace)
+        trace = self._sized.in_memory(trace)
         cap = self._question.device.available_bytes - self._question.margin(trace)
-        events, sizes = with_workspaces(*played(trace, 1, optimizer), self._question.device)
-        return live_peak_bytes(events, sizes, allocator) <= cap
+        return live_peak_bytes(*self._with_workspaces(trace, 1)) <= cap
 
-    def _fit(self, trace: Trace, optimizer: str, allocator: AllocatorOptions) -> Fit | None:
+    def _find_fit(self, trace: Trace) -> Fit | None:
         """Return how a step fits; None if it does not."""
-        if not self._may_fit(trace, optimizer, allocator):
+        if not self._may_fit(trace):
             return None
-        found = self._replayed(trace, optimizer, allocator)
+        found = self._replayed(trace)
         if found.fits and found.replay.retries:
-            later = self._replayed(trace, optimizer, allocator, _STEPS_TO_SETTLE)
+            later = self._replayed(trace, _STEPS_TO_SETTLE)
             return later if later.fits and later.replay.retries == found.replay.retries else None
         return found if found.fits else None
 
-    def _replayed(self, trace: Trace, optimizer: str, allocator: AllocatorOptions, steps: int = _STEPS) -> Fit:
-        question, trace = self._question, self._in_memory(trace)
-        events, sizes = played(trace, steps, optimizer)
-        return check_fit(events, sizes, question.device, allocator=allocator, margin_bytes=question.margin(trace))
+    def _replayed(self, trace: Trace, steps: int = _STEPS) -> Fit:
+        return _fit(self._sized.in_memory(trace), self._question, self._optimizer, self._allocator, steps)
 
-    def _some(self, optimizer: str, allocator: AllocatorOptions, nothing: Row, everything: Row) -> Row | None:
+    def _with_workspaces(self, trace: Trace, steps: int) -> tuple[Any, Any]:
+        return with_workspaces(*played(trace, steps, self._optimizer), self._question.device)
+
+    def _some(self, nothing: Row, everything: Row) -> Row | None:
         """Return the fastest plan that recomputes some blocks only, at a size between those of none and of all."""
-        sizes = {max(1, everything.micro_batch_size)}
+        whole = self._sized.step.whole
+        sizes = {whole.planned_size(max(1, everything.micro_batch_size))}
         size = max(1, nothing.micro_batch_size + 1)
         while size < everything.micro_batch_size:
-            sizes.add(self._step.whole.planned_size(size))
+            sizes.add(whole.planned_size(size))
             size *= 2
-        likely = sorted((self._estimate(samples, optimizer, allocator), samples) for samples in sizes)
+        likely = sorted((self._estimate(samples), samples) for samples in sizes)
         best: Row | None = None
         for seconds, samples in likely[:_SIZES_WITH_SOME]:
             if best is not None and seconds >= best.sample_seconds:
                 break
-            row = self._some_at(samples, optimizer, allocator)
+            row = self._some_at(samples)
             if row is not None and (best is None or row.sample_seconds < best.sample_seconds):
                 best = row
         return best
 
-    def _estimate(self, samples: int, optimizer: str, allocator: AllocatorOptions) -> float:
+    def _estimate(self, samples: int) -> float:
         """Return about what a sample takes if just enough is recomputed, as if each block saved its share."""
-        none, every = self._at(samples, ()), self._at(samples, self._blocks)
+        none, every = self._sized.at(samples, ()), self._sized.at(samples, self._sized.blocks)
         cap = self._question.device.available_bytes - self._question.margin(none)
         most, least = (
-            live_peak_bytes(*played(self._in_memory(trace), 1, optimizer), allocator) for trace in (none, every)
+            live_peak_bytes(*played(self._sized.in_memory(trace), 1, self._optimizer)) for trace in (none, every)
         )
         share = min(1.0, max(0.0, (most - cap) / max(1, most - least)))
-        fastest, slowest = (self._seconds(samples, modules, optimizer) for modules in ((), self._blocks))
+        fastest, slowest = (self._seconds(samples, modules) for modules in ((), self._sized.blocks))
         return fastest + share * (slowest - fastest)
 
-    def _some_at(self, samples: int, optimizer: str, allocator: AllocatorOptions) -> Row | None:
-        known = self._chosen.get((samples, allocator))
+    def _some_at(self, samples: int) -> Row | None:
+        known = self._sized.chosen.get((samples, self._allocator))
         if known is not None:
-            fit = self._fit(self._at(samples, known), optimizer, allocator)
+            fit = self._find_fit(self._sized.at(samples, known))
             if fit is not None:
-                return self._row(optimizer, allocator, known, samples, fit)
-        total = self._question.global_batch_size
+                return self._row(known, samples, fit)
+        total, device = self._question.global_batch_size, self._question.device
         modules = choose(
-            self._at(samples, ()),
-            fits=lambda edited: self._fit(edited, optimizer, allocator) is not None,
+            self._sized.at(samples, ()),
+            fits=lambda edited: self._find_fit(edited) is not None,
             seconds=lambda edited: seconds_per_sample(
-                edited, self._question.device, variant=optimizer, global_batch_size=total
+                edited, device, variant=self._optimizer, global_batch_size=total
             ),
         )
-        if modules is None or not 0 < len(modules) < len(self._blocks):
+        if modules is None or not 0 < len(modules) < len(self._sized.blocks):
             return None
-        ordered = tuple(name for name in self._blocks if name in modules)
-        self._chosen[samples, allocator] = ordered
-        return self._row(
-            optimizer, allocator, ordered, samples, self._fit(self._at(samples, ordered), optimizer, allocator)
-        )
+        ordered = tuple(name for name in self._sized.blocks if name in modules)
+        self._sized.chosen[samples, self._allocator] = ordered
+        return self._row(ordered, samples, self._find_fit(self._sized.at(samples, ordered)))
 
-    def _seconds(self, samples: int, modules: tuple[str, ...], optimizer: str) -> float:
+    def _seconds(self, samples: int, modules: tuple[str, ...]) -> float:
         """Return the time for a sample; the last micro-batch of a global batch may be a smaller one."""
         device, total = self._question.device, self._question.global_batch_size or samples
         full, rest = divmod(total, samples)
-        seconds = step_seconds(self._at(samples, modules), device, variant=optimizer, micro_steps=full)
+        seconds = step_seconds(self._sized.at(samples, modules), device, variant=self._optimizer, micro_steps=full)
         if rest:
-            last = functools.partial(step_seconds, self._at(rest, modules), device, variant=optimizer)
+            last = functools.partial(step_seconds, self._sized.at(rest, modules), device, variant=self._optimizer)
             seconds += last(micro_steps=2) - last(micro_steps=1)
         return seconds / total
 
-    def _row(
-        self, optimizer: str, allocator: AllocatorOptions, modules: tuple[str, ...], samples: int, fit: Fit | None
-    ) -> Row:
-        question, missing = self._question, 0
+    def _row(self, modules: tuple[str, ...], samples: int, fit: Fit | None) -> Row:
+        device, missing = self._question.device, 0
         samples = 0 if fit is None else samples
-        trace = self._at(max(1, samples), modules)
-        in_memory = self._in_memory(trace)
+        trace = self._sized.at(max(1, samples), modules)
+        in_memory = self._sized.in_memory(trace)
         if fit is None:
-            fit = self._replayed(trace, optimizer, allocator)
-            events, sizes = with_workspaces(*played(in_memory, _STEPS, optimizer), question.device)
-            needed = smallest_cap_bytes(events, sizes, allocator=allocator)
-            missing = max(1, needed + fit.margin_bytes - question.device.available_bytes)
+            fit = self._replayed(trace)
+            needed = smallest_cap_bytes(
+                *self._with_workspaces(in_memory, _STEPS), expandable_segments=self._allocator == EXPANDABLE
+            )
+            missing = max(1, needed + fit.margin_bytes - device.available_bytes)
         return Row(
-            device=question.device.name,
-            precision=self._precision,
-            optimizer=optimizer,
-            recompute="none" if not modules else "all" if modules == self._blocks else "some",
+            device=device.name,
+            precision=self._sized.precision,
+            optimizer=self._optimizer,
+            recompute="none" if not modules else "all" if modules == self._sized.blocks else "some",
             modules=modules,
-            allocator=allocator,
+            allocator=self._allocator,
             micro_batch_size=samples,
-            live_bytes=live_peak(in_memory, optimizer, GRANULE_BYTES),
+            live_bytes=live_peak(in_memory, self._optimizer, GRANULE_BYTES),
             process_bytes=fit.process_bytes,
             margin_bytes=fit.margin_bytes,
             missing_bytes=missing,
             retries=fit.replay.retries,
-            sample_seconds=self._seconds(max(1, samples), modules, optimizer),
+            sample_seconds=self._seconds(max(1, samples), modules),
         )
 
 

@@ -1,7 +1,4 @@
-"""Watch the passes of the modules that could be recomputed: where they begin and end, and what they take and leave.
-
-Does not: choose the modules, or plan anything (`recomputation`).
-"""
+"""The modules of a job that could be recomputed, and their passes: where each begins and ends, what it leaves."""
 
 from __future__ import annotations
 
@@ -12,13 +9,54 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.forecast.trace.events import BlockRun
 from holdfast.forecast.trace.recording import Recording
+from holdfast.memory.recompute import find_repeated_blocks
 
 _next_sequence_number = getattr(torch.autograd, "_get_sequence_nr", None)
 _saved_are_readable = hasattr(torch._C._autograd.SavedTensor, "data")
 _saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _LEAF = 2**64 - 1  # sequence number of a node that accumulates a leaf's gradient
+
+
+def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return the modules that could be recomputed: repeated blocks, or else the children that have parameters.
+
+    Args:
+        models: By the name that their modules' begin with; the empty one adds nothing.
+
+    Returns:
+        Names, as `Policy.recompute` takes them, and modules.
+    """
+    found: list[tuple[str, nn.Module]] = []
+    for prefix, model in models.items():
+        children = [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
+        blocks = find_repeated_blocks(model) or children
+        found += [(".".join(filter(None, (prefix, name))), block) for name, block in blocks]
+    return found
+
+
+def modules_named(names: Sequence[str], models: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """Return modules by the names that `find_blocks` gives.
+
+    Raises:
+        PolicyError: H412 for a name that no module has.
+    """
+    known = {
+        ".".join(filter(None, (prefix, name))): module
+        for prefix, model in models.items()
+        for name, module in model.named_modules()
+    }
+    for name in names:
+        if name not in known:
+            raise PolicyError(
+                f"recompute={name!r}",
+                limit="the models have no module of that name",
+                fix=did_you_mean(name, known, otherwise="name a module of the model."),
+                rule="H412",
+            )
+    return [known[name] for name in names]
 
 
 class Storages(Protocol):

@@ -5,7 +5,8 @@ length of the samples it is at most quadratic (attention's scores), so six trace
 of many such sums and no line itself: a line through two peaks errs on the low side (up to -52 % was measured, on a
 loop decoder), so every storage is extrapolated and the events are played again.
 
-Does not: trace, or decide which size to ask for.
+A list of samples, a loop over them or a branch on their number cannot be extrapolated: such a step is another program
+at each size. A few sizes are then traced themselves, and only these are planned with (`TracedSizes`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.errors import BatchError
-from holdfast.forecast.kernels.scratch_alignment import with_same_scratch
 from holdfast.forecast.trace.events import OWNERS, Assumption, Trace
 
 # One sample goes other ways (a dimension of 1 is contiguous either way): 3 of the 7 models that were tried did.
@@ -28,6 +28,8 @@ LEAST_MICRO_BATCH_SIZE = 2
 # Strides, paddings and tiles round lengths to powers of two, 64 the largest that is common. Lengths that leave the
 # same remainder are all rounded alike, so that sizes are exact polynomials on them.
 _LENGTH_GRANULE = 64
+_MOST_TRACED_SAMPLES = 64  # a loop over samples takes as long as all of them one after the other
+_SCRATCH, _BATCH = OWNERS.index("scratch"), OWNERS.index("batch")
 _OF_ANY_SIZE = [OWNERS.index(owner) for owner in ("parameters", "gradients", "optimizer state")]
 _COMPARED = ("blocks", "resident", "carried", "variants", "block_runs", "precision", "route")
 
@@ -159,6 +161,42 @@ class ScaledTrace:
         return [what]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TracedSizes:
+    """A step at some sizes.
+
+    Args:
+        traces: One for each, all with the same length, the smallest size first.
+    """
+
+    traces: tuple[Trace, ...]
+
+    @property
+    def template(self) -> Trace:
+        """The trace of the largest size."""
+        return self.traces[-1]
+
+    @property
+    def largest(self) -> int:
+        """The largest size that can be asked for."""
+        return self.template.micro_batch_size
+
+    def planned_size(self, micro_batch_size: int) -> int:
+        """Return the smallest size that was traced and is not below another."""
+        return next(one.micro_batch_size for one in self.traces if one.micro_batch_size >= micro_batch_size)
+
+    def at(self, micro_batch_size: int, length: int | None = None) -> Trace:
+        """Return the step with at least this many samples.
+
+        Args:
+            micro_batch_size: At most `largest`.
+            length: That of the traces.
+        """
+        assert length in (None, self.template.length), f"only length {self.template.length} was traced"
+        size = self.planned_size(micro_batch_size)
+        return next(one for one in self.traces if one.micro_batch_size == size)
+
+
 def fit(traces: Sequence[Trace]) -> ScaledTrace:
     """Return the step at any size, from traces at `needed_points`.
 
@@ -175,7 +213,7 @@ def fit(traces: Sequence[Trace]) -> ScaledTrace:
     assert sizes[0] >= LEAST_MICRO_BATCH_SIZE
     assert len(lengths) in (1, 3), "one length is needed, or three"
     assert len(points) == len(traces) == 2 * len(lengths), "each size is needed at each length"
-    ordered = with_same_scratch([points[point] for point in product(sizes, lengths)])
+    ordered = [points[point] for point in product(sizes, lengths)]
     for other in ordered[1:]:
         check_aligned(ordered[0], other)
     assumptions = dict.fromkeys(said for one in ordered for said in one.assumptions)
@@ -183,11 +221,34 @@ def fit(traces: Sequence[Trace]) -> ScaledTrace:
         template=replace(ordered[0], assumptions=tuple(assumptions)),
         micro_batch_sizes=sizes,
         lengths=lengths,
-        size_bytes=np.stack([one.size_bytes for one in ordered]),
+        size_bytes=_with_even_scratch(ordered),
         flops=np.stack([one.flops for one in ordered]),
         moved_bytes=np.stack([one.moved_bytes for one in ordered]),
         totals=np.array([[one.growth_bytes, one.uncalibrated_bytes] for one in ordered], dtype=np.int64),
     )
+
+
+def sizes_to_trace(global_batch_size: int | None) -> tuple[int, ...]:
+    """Return the sizes to trace: powers of two, and the whole batch if it is no larger than the last of them."""
+    most = min(global_batch_size or _MOST_TRACED_SAMPLES, _MOST_TRACED_SAMPLES)
+    return (*(1 << power for power in range(most.bit_length()) if 1 << power < most), most)
+
+
+def has_a_tensor_for_each_sample(traces: Sequence[Trace]) -> bool:
+    """Return whether larger batches consist of more tensors: then no two sizes are alike."""
+    return len({_tensors_of_batch(one) for one in traces}) > 1
+
+
+def _with_even_scratch(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
+    """Return the sizes of storages, shape ``(points, storages)``, with scratch in proportion where a trace has none.
+
+    Kernels may take scratch from a certain size of the batch on only: proportion is rather too much than too little.
+    """
+    sizes = np.stack([one.size_bytes for one in traces])
+    samples = np.array([[one.micro_batch_size] for one in traces])
+    missing = (sizes == 0) & (traces[0].owner == _SCRATCH)
+    for_each = (-(-sizes // samples)).max(axis=0)
+    return np.where(missing, for_each * samples, sizes)
 
 
 def _lagrange(at: int, nodes: Sequence[int]) -> list[Fraction]:
@@ -263,10 +324,13 @@ def _find_count(first: Trace, other: Trace) -> str | None:
     found = len(first.resident), len(other.resident)
     if found[0] != found[1]:
         return f"{found[0]} storages live before it, there {found[1]}: it keeps something from step to step"
-    parts = [int((one.owner == OWNERS.index("batch")).sum()) for one in (first, other)]
-    if parts[0] != parts[1]:
-        return f"its batch is {parts[0]} tensors, there {parts[1]}"
+    if has_a_tensor_for_each_sample((first, other)):
+        return f"its batch is {_tensors_of_batch(first)} tensors, there {_tensors_of_batch(other)}"
     return None
+
+
+def _tensors_of_batch(trace: Trace) -> int:
+    return int((trace.owner == _BATCH).sum())
 
 
 def _found(trace: Trace) -> list[tuple[int, int, int]]:

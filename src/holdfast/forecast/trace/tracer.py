@@ -1,10 +1,7 @@
 """Watch what a training step does to the memory of a device, tensor by tensor, as torch dispatches it.
 
-Works on tensors without data and on real ones. A storage lives from the operation that returns it until the last
+Works on tensors without data and on real ones. A storage is alive from the operation that returns it until the last
 reference to it is gone, which is when the device's allocator would get it back.
-
-Does not: choose the device, build a job, or see what an operation allocates for itself while it runs: tables say it
-(`scratch`).
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Self
 
@@ -23,17 +20,17 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from holdfast.forecast.kernels.scratch import NO_SCRATCH, Uncalibrated, scratch_bytes
+from holdfast.forecast.kernels.scratch import Scratch, Uncalibrated
 from holdfast.forecast.trace import optimizer_variants
 from holdfast.forecast.trace.attribution import Places
 from holdfast.forecast.trace.block_runs import BlockRuns, tensors_in
 from holdfast.forecast.trace.events import Assumption, Trace, Variant
 from holdfast.forecast.trace.operations import Operations
-from holdfast.forecast.trace.owners import Owners
 from holdfast.forecast.trace.recording import BACKWARD, FORWARD, OPTIMIZER, OTHER, Recording, as_trace
-from holdfast.forecast.trace.storages import Storages, watching_resizes
+from holdfast.forecast.trace.storages import Owners, Storages, watching_resizes
 
 _DEVICE = torch.ops.prim.device.default
+ScratchOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Scratch | None]
 
 
 class Tracer(TorchDispatchMode):
@@ -44,7 +41,7 @@ class Tracer(TorchDispatchMode):
 
     Args:
         device: Only tensors on devices of its type are watched.
-        route: Whose table says what operations allocate for themselves, ``"privateuse1"`` or ``"cpu"``; None: none.
+        scratch: Returns what an operation allocates for itself; takes the overload, its arguments and its result.
         uncalibrated: Takes down what those figures leave open.
     """
 
@@ -54,7 +51,7 @@ class Tracer(TorchDispatchMode):
         self,
         device: torch.device,
         *,
-        route: str | None = None,
+        scratch: ScratchOf = lambda *_: None,
         uncalibrated: Uncalibrated | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -69,7 +66,7 @@ class Tracer(TorchDispatchMode):
         self._engine_ran = False  # whether the last operation was one of the engine's own
         self._steps_begun: list[tuple[int, int]] = []  # events and operations before each optimizer step that runs
         self._cleanup = contextlib.ExitStack()
-        self._route = route
+        self._scratch = scratch
         self._uncalibrated = uncalibrated or Uncalibrated()
 
     @classmethod
@@ -221,11 +218,10 @@ class Tracer(TorchDispatchMode):
         if here is None:
             here = any(map(self._storages.is_here, tensors_in((args, kwargs))))
         if here and record is not None:
-            if self._route is not None:
-                estimate = scratch_bytes(func, args, kwargs, out, self._route)
-                if estimate is not NO_SCRATCH:
-                    self._storages.use(estimate.bytes, phase)  # on top of what the operation returns
-                    self._uncalibrated.note(str(getattr(func, "overloadpacket", func)), estimate)
+            scratch = self._scratch(func, args, kwargs, out)
+            if scratch is not None:  # noted though it be 0 bytes: other batches may need some
+                self._storages.use(scratch.bytes, phase)  # on top of what the operation returns
+                self._uncalibrated.note(str(getattr(func, "overloadpacket", func)), scratch)
             cost = self._operations.measure(func, args, kwargs, out)
             if cost is not None:
                 record.operate(cost.name, begun, phase, cost.flops, cost.moved_bytes, cost.dtype)

@@ -1,7 +1,4 @@
-"""Does a trace fit a device: the replay under what the driver can give, with a margin, and how much is missing.
-
-Does not: choose a plan (``planning``), or simulate (``caching_allocator``).
-"""
+"""Does a trace fit a device: the replay under what the driver can give, with a margin, and how much is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.forecast.allocator.replay import DEFAULT_ALLOCATOR, AllocatorOptions, Replay, replay, round_sizes
+from holdfast.forecast.allocator.replay import Replay, replay
 from holdfast.forecast.devices.catalogue import Device
 
 _MIB = 1 << 20
@@ -65,7 +62,7 @@ def default_margin_bytes(device: Device, *, uncalibrated_scratch_bytes: int = 0)
 def with_workspaces(
     events: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64], device: Device
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Return a trace that begins with the device's cuBLAS workspaces, which live for ever.
+    """Return a trace that begins with the device's cuBLAS workspaces, which stay for ever.
 
     Args:
         events: Shape ``(events,)``, as `replay` takes them.
@@ -82,7 +79,7 @@ def check_fit(
     sizes: npt.NDArray[np.int64],
     device: Device,
     *,
-    allocator: AllocatorOptions = DEFAULT_ALLOCATOR,
+    expandable_segments: bool = False,
     margin_bytes: int | None = None,
 ) -> Fit:
     """Play a trace on a device.
@@ -91,13 +88,13 @@ def check_fit(
         events: Shape ``(events,)``, as `replay` takes them: several steps, since the first is not the peak.
         sizes: Shape ``(storages,)``, bytes as requested; workspaces are added here.
         device: What it has to fit.
-        allocator: How the allocator works.
+        expandable_segments: As ``PYTORCH_ALLOC_CONF`` has it.
         margin_bytes: What to keep back; None for `default_margin_bytes`.
     """
     margin = default_margin_bytes(device) if margin_bytes is None else margin_bytes
     cap = device.available_bytes - margin
     events, sizes = with_workspaces(events, sizes, device)
-    played = replay(events, sizes, allocator=allocator, cap_bytes=cap)
+    played = replay(events, sizes, expandable_segments=expandable_segments, cap_bytes=cap)
     return Fit(
         fits=not played.failed,
         cap_bytes=cap,
@@ -105,48 +102,3 @@ def check_fit(
         replay=played,
         process_bytes=played.peak_reserved_bytes + device.context_bytes,
     )
-
-
-def live_peak_bytes(
-    events: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64], allocator: AllocatorOptions = DEFAULT_ALLOCATOR
-) -> int:
-    """Return the most that lives at once, rounded as the allocator rounds: no cap below it can do.
-
-    Args:
-        events: Shape ``(events,)``.
-        sizes: Shape ``(storages,)``, bytes.
-        allocator: How it rounds.
-    """
-    if not len(events):
-        return 0
-    rounded = round_sizes(sizes, allocator)
-    return int(np.cumsum(np.sign(events) * rounded[np.abs(events) - 1]).max())
-
-
-def smallest_cap_bytes(
-    events: npt.NDArray[np.int32],
-    sizes: npt.NDArray[np.int64],
-    *,
-    allocator: AllocatorOptions = DEFAULT_ALLOCATOR,
-    step_bytes: int = 32 * _MIB,
-) -> int:
-    """Return a cap that suffices while `step_bytes` less does not: what a device would have to give.
-
-    Whether a cap suffices is not strictly monotone (a retry changes the order of the free blocks), so it need not be
-    the smallest of all.
-
-    Args:
-        events: Shape ``(events,)``.
-        sizes: Shape ``(storages,)``, bytes.
-        allocator: How the allocator works.
-        step_bytes: How exact the answer is.
-    """
-    enough = replay(events, sizes, allocator=allocator).peak_reserved_bytes
-    short = live_peak_bytes(events, sizes, allocator) - 1
-    while enough - short > step_bytes:
-        middle = (enough + short) // 2
-        if replay(events, sizes, allocator=allocator, cap_bytes=middle).failed:
-            short = middle
-        else:
-            enough = middle
-    return enough
