@@ -20,7 +20,7 @@ from benchmarks.forks import in_a_fork, single_threaded
 from benchmarks.results_file import Result, read_options
 from benchmarks.step_models import Job
 from holdfast import Policy
-from holdfast.memory.host_allocator import set_malloc_threshold
+from holdfast.memory.host_memory import set_malloc_threshold
 
 # Samples; an activation of conv is 64 KiB a sample, one of wide_conv 256 KiB.
 _CASES = {"1 MiB": ("conv", 16), "3 MiB": ("conv", 48), "6 MiB": ("wide_conv", 24), "16 MiB": ("wide_conv", 64)}

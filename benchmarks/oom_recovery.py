@@ -48,7 +48,7 @@ from benchmarks.peers import find_peer
 from benchmarks.process_memory import peak_bytes, reset_peak, resident_bytes
 from benchmarks.results_file import Result, read_options, without_paths
 from holdfast import Guard, Policy
-from holdfast.memory.host_allocator import set_malloc_threshold, trim_heap
+from holdfast.memory.host_memory import set_malloc_threshold, trim_heap
 from holdfast.testing import memory_limited
 
 _TOLERANCE = 1e-5

@@ -32,7 +32,7 @@ from benchmarks.process_memory import peak_bytes, reset_peak, resident_bytes
 from benchmarks.results_file import Result, read_options
 from benchmarks.step_models import MAX_GRAD_NORM, Job, Size, find_batch_size
 from holdfast import Guard, Policy
-from holdfast.memory.host_allocator import set_malloc_threshold
+from holdfast.memory.host_memory import set_malloc_threshold
 
 _ENDLESS = 10**9
 _BATCHES_OF_AN_EPOCH = 1000

@@ -5,7 +5,7 @@ lock                   held while a guard is open
 micro_batch_size.json  what the memory ladder has learned, for a run without checkpoints
 recorder/              the black box
 checkpoints/           see ``checkpoint.store``
-images/                see ``run.images``
+images/                see ``images``
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from holdfast.core.lock import FileLock, LockHeldError
 from holdfast.recorder.reader import read_events
 
 FORMAT = 1
-_RUN_FILE = "run.json"
-_LOCK_FILE = "lock"
-_LADDER_FILE = "micro_batch_size.json"
 CHECKPOINTS = "checkpoints"
+_RUN_FILE = "run.json"
+_LADDER_FILE = "micro_batch_size.json"
 
 
 class RunDirectory:
@@ -50,7 +49,7 @@ class RunDirectory:
             self._write()
         except OSError as error:
             raise self._unusable(error) from error
-        self._lock = FileLock(self.path / _LOCK_FILE)
+        self._lock = FileLock(self.path / "lock")
 
     @property
     def checkpoints(self) -> Path:
@@ -63,7 +62,7 @@ class RunDirectory:
         return self.path / "recorder" / "rank0"
 
     def _read(self) -> dict[str, Any]:
-        """Return what ``run.json`` says; where one is damaged, or older than that, the recording says it."""
+        """Return what ``run.json`` says; where it is damaged, the recording says where the run has saved."""
         try:
             found = json.loads((self.path / _RUN_FILE).read_bytes())
             version = found["format"]
@@ -117,24 +116,17 @@ class RunDirectory:
                 self._says = before
 
     def check_not_lost(self) -> None:
-        """Insist that a run which finds no checkpoint has made none.
-
-        Raises:
-            CheckpointError: H312.
-        """
+        """Raise H312 if a run that finds no checkpoint has made one."""
         if self.saved_in == CHECKPOINTS:
             raise self._lost("holds no checkpoint")
 
-    def resumed_from(self, run_id: str | None) -> None:
-        """Take note of the checkpoint that a run goes on from; a run that has none of its own takes another's.
-
-        Args:
-            run_id: As the checkpoint has it; None where an older holdfast wrote it.
+    def resumed_from(self, run_id: str) -> None:
+        """Take note of the run whose checkpoint this one goes on from; one that has none of its own takes another's.
 
         Raises:
             CheckpointError: H312, where a run that has saved finds those of another run.
         """
-        if run_id is not None and run_id != self._says["run"]:
+        if run_id != self._says["run"]:
             if self.saved_in == CHECKPOINTS and self._says["run"] is not None:
                 raise self._lost("holds those of another run")
             self._says["run"] = run_id
@@ -184,11 +176,7 @@ class RunDirectory:
         )
 
     def hold(self) -> None:
-        """Make sure that the lock is still there, before something is written.
-
-        Raises:
-            RunDirectoryError: H301, if another run has it by now.
-        """
+        """Raise H301 if another run has the lock by now; take it again if it was lost."""
         try:
             self._lock.hold()
         except LockHeldError as error:
@@ -213,11 +201,7 @@ class RunDirectory:
 
 
 def check_found(run_dir: Path, *, anew: str) -> None:
-    """Insist that a run of a framework which looked for its newest checkpoint, and found none, has made none.
-
-    Raises:
-        CheckpointError: H312.
-    """
+    """Raise H312 if a run of a framework, which looked for its newest checkpoint and found none, has made one."""
     try:
         saved_in = json.loads((run_dir / _RUN_FILE).read_bytes())["saved_in"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

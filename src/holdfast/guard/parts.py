@@ -6,6 +6,7 @@ appear in gradient norms, in error messages and in the files of a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import PolicyError, did_you_mean
+from holdfast.core.policy import Precision
 from holdfast.numerics.eager import as_written
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @runtime_checkable
@@ -85,6 +89,16 @@ class Parts:
         devices = self.devices()
         return devices[0].type if devices else "cpu"
 
+    def rates(self) -> list[float]:
+        """Return the learning rates of all parameter groups."""
+        return [float(group["lr"]) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+
+
+def autocast(device_type: str, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a forward pass; fp32 needs none."""
+    dtype = _AUTOCAST.get(precision)
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device_type, dtype)
+
 
 def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Parts:
     """Check and name what the caller gave.
@@ -103,7 +117,7 @@ def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Part
         schedulers={} if scheduler is None else _named(scheduler, "scheduler", Stateful),
         states={} if state is None else _named(state, "state", Stateful),
     )
-    owned = {id(parameter): name for name, parameter in parts.named_parameters()}
+    owned = {id(parameter) for _, parameter in parts.named_parameters()}
     for name, each in optimizers.items():
         _check_optimizer(name, each, owned)
     return parts
@@ -122,15 +136,11 @@ def _named(given: Any, what: str, kind: type) -> dict[str, Any]:
 
 
 def _wrong(what: str, limit: str) -> PolicyError:
-    return PolicyError(
-        what,
-        limit=limit,
-        fix='pass one object, or a dict of named ones such as {"generator": ..., "discriminator": ...}.',
-        rule="H105",
-    )
+    fix = 'pass one object, or a dict of named ones such as {"generator": ..., "discriminator": ...}.'
+    return PolicyError(what, limit=limit, fix=fix, rule="H105")
 
 
-def _check_optimizer(name: str, optimizer: Optimizer, owned: dict[int, str]) -> None:
+def _check_optimizer(name: str, optimizer: Optimizer, owned: set[int]) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise PolicyError(
             f"optimizer {name!r} is LBFGS",

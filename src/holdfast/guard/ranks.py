@@ -1,7 +1,4 @@
-"""What the ranks of a run agree on, once a step. One rank for now: this is the seam for many.
-
-The step id is part of the vote, so that ranks can never pair the votes of different steps without noticing.
-"""
+"""What the ranks of a run agree on, once a step. One rank for now: this is the seam for many."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ class Vote:
     """What one rank knows at the end of its attempt, and what all know afterwards.
 
     Args:
-        step_id: Transactions begun; the same on every rank.
+        step_id: Transactions begun; the same on every rank, so that votes of different steps are never paired.
         out_of_memory: An attempt failed for lack of memory.
         nonfinite: Loss or gradient hold NaN or Inf.
         stop_requested: The run shall end.

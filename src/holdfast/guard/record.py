@@ -3,8 +3,8 @@
 Facts may come from any thread. A process that was forked from the one that records must not write: both would count
 the records by themselves, and a lock that another thread held at the fork is never given back there.
 
-The last words of a recording say how the run ended, as far as its own process can know it: `RunRecord.left_by` an
-error, or ``closed``. One without either was cut off.
+The last words of a recording say how the run ended, as far as its own process can know it: ``left_by_exception`` or
+``closed``. One without either was cut off.
 """
 
 from __future__ import annotations
@@ -155,6 +155,11 @@ class RunRecord:
     def events(self) -> list[Event]:
         """Return everything that was recorded in this run directory, oldest first."""
         return read_events(self._directory)
+
+
+def described(error: BaseException) -> str:
+    """Return an error as one line for an event."""
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def _callers() -> list[list[Any]]:

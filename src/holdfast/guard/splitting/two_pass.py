@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from holdfast.core.errors import BatchError
-from holdfast.guard.step.buffers import BufferKeeper
+from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.loader.random_state import capture, restore
 from holdfast.numerics.loss import Terms, read_loss
 
@@ -92,11 +92,11 @@ class TwoPassRun:
         terms = read_loss(
             self.call(lambda given: split_loss.loss(joined, given), batch), sum(samples for _, samples in parts)
         )
-        leaves = [
-            leaf for leaf in pytree.tree_leaves(joined) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
+        leaves = [each for each in pytree.tree_leaves(joined) if isinstance(each, torch.Tensor)]
         reached = self.inputs()
-        self.backward(terms.total(), None if reached is None else [*leaves, *reached])
+        self.backward(
+            terms.total(), None if reached is None else [*(each for each in leaves if each.requires_grad), *reached]
+        )
         buffers_at_last.keep()
         random_at_last = capture(self.devices)
         buffers_at_first.put_back()
