@@ -2,7 +2,6 @@
 
 run.json               format of the directory, which run this is, and where it has saved, once it has
 lock                   held while a guard is open
-micro_batch_size.json  what the memory ladder has learned, for a run without checkpoints
 recorder/              the black box
 checkpoints/           see ``checkpoint.store``
 images/                see ``images``
@@ -10,7 +9,6 @@ images/                see ``images``
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -26,7 +24,6 @@ from holdfast.recorder.reader import read_events
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
 _RUN_FILE = "run.json"
-_LADDER_FILE = "micro_batch_size.json"
 
 
 class RunDirectory:
@@ -103,11 +100,7 @@ class RunDirectory:
         return found
 
     def note_saved(self, folder: str | None = CHECKPOINTS) -> None:
-        """Keep for later restarts where there is a checkpoint, so that its loss is seen. One write for each folder.
-
-        Args:
-            folder: Where it is; None: a new start was asked for, so that nothing is missed.
-        """
+        """Keep for later restarts where there is a checkpoint, so that its loss is seen; None: none is missed."""
         if folder != self.saved_in:
             before, self._says = self._says, {**self._says, "saved_in": folder, "run": self.run_id}
             try:
@@ -185,19 +178,6 @@ class RunDirectory:
     def release(self) -> None:
         """Give the lock back. Without effect if it is not held."""
         self._lock.release()
-
-    def remember_ladder(self, state: dict[str, Any]) -> None:
-        """Keep what the memory ladder has learned; a disk that refuses is passed over."""
-        with contextlib.suppress(OSError):
-            replace_file(self.path / _LADDER_FILE, json.dumps(state).encode())
-
-    def recall_ladder(self) -> dict[str, Any] | None:
-        """Return what `remember_ladder` kept, or None if there is nothing that can be read."""
-        try:
-            found = json.loads((self.path / _LADDER_FILE).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return None
-        return found if isinstance(found, dict) else None
 
 
 def check_found(run_dir: Path, *, anew: str) -> None:

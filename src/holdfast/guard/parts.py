@@ -35,21 +35,13 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a guard takes care of.
+    """What a guard takes care of."""
 
-    Args:
-        models: Modules by name.
-        optimizers: By name.
-        schedulers: By the name of the optimizer that they drive, or by any name.
-        states: Further state by name.
-        compiled: Whether a model, or a part of one, was given compiled. What else is compiled shows later.
-    """
-
-    models: dict[str, nn.Module]
-    optimizers: dict[str, Optimizer]
-    schedulers: dict[str, Any]
-    states: dict[str, Stateful]
-    compiled: bool = False
+    models: dict[str, nn.Module]  # modules by name
+    optimizers: dict[str, Optimizer]  # by name
+    schedulers: dict[str, Any]  # by the name of the optimizer that they drive, or by any name
+    states: dict[str, Stateful]  # further state by name
+    compiled: bool = False  # whether a model, or a part of one, was given compiled. What else is compiled shows later
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter of every model with its full name."""

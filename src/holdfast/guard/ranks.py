@@ -12,19 +12,12 @@ from holdfast.core.errors import PolicyError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What one rank knows at the end of its attempt, and what all know afterwards.
+    """What one rank knows at the end of its attempt, and what all know afterwards."""
 
-    Args:
-        step_id: Transactions begun; the same on every rank, so that votes of different steps are never paired.
-        out_of_memory: An attempt failed for lack of memory.
-        nonfinite: Loss or gradient hold NaN or Inf.
-        stop_requested: The run shall end.
-    """
-
-    step_id: int
-    out_of_memory: bool
-    nonfinite: bool
-    stop_requested: bool
+    step_id: int  # transactions begun; the same on every rank, so that votes of different steps are never paired
+    out_of_memory: bool  # an attempt failed for lack of memory
+    nonfinite: bool  # loss or gradient hold NaN or Inf
+    stop_requested: bool  # the run shall end
 
 
 class Ranks(Protocol):

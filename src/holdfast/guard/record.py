@@ -84,11 +84,7 @@ class RunRecord:
             self.happened("recording_moved_aside", what=what)
 
     def close(self, how: End | None = None) -> None:
-        """End the recording, with the word how the run ended. An error without a step after it stays the last word.
-
-        Args:
-            how: None: "finished", unless an error is on its way out, which is recorded then.
-        """
+        """End the recording with how the run ended; None: "finished", unless an error is on its way out."""
         if self._box is not None:
             error = sys.exception() if how is None else None
             if error is not None:

@@ -43,84 +43,49 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """An attempt that came through, not yet committed.
+    """An attempt that came through, not yet committed."""
 
-    Args:
-        loss: Mean over the items, shape ``()``, detached.
-        items: Number of items.
-        micro_batch_size: Most samples in one pass, None if unknown.
-        groups: Parameter groups with their gradients.
-        facts: About the gradients.
-        norms: Of each gradient.
-        dropped: Ranges of samples whose micro-batch had a loss of NaN or Inf and was left out.
-    """
-
-    loss: torch.Tensor
+    loss: torch.Tensor  # mean over the items, shape ``()``, detached
     items: float | torch.Tensor
-    micro_batch_size: int | None
-    groups: list[Group]
+    micro_batch_size: int | None  # most samples in one pass, None if unknown
+    groups: list[Group]  # with their gradients
     facts: GradientFacts
-    norms: torch.Tensor
-    dropped: tuple[tuple[int, int], ...] = ()
+    norms: torch.Tensor  # of each gradient
+    dropped: tuple[tuple[int, int], ...] = ()  # samples whose micro-batch had a loss of NaN or Inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ruling:
-    """What is thought of an attempt with finite values, before it is committed.
+    """What is thought of an attempt with finite values, before it is committed."""
 
-    Args:
-        decision: Why it must not be committed, or None.
-        max_norm: What its gradient norm is to be scaled down to, or None.
-    """
-
-    decision: Decision | None = None
-    max_norm: float | None = None
+    decision: Decision | None = None  # why it must not be committed, or None
+    max_norm: float | None = None  # what its gradient norm is to be scaled down to, or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """Where NaN or Inf came from, as far as a replay has shown.
+    """Where NaN or Inf came from, as far as a replay has shown."""
 
-    Args:
-        origin: The operation, parameter or input; None if it is not known.
-        samples: Positions in the batch without which the step is sound, if there are such.
-        problem: Why there is no origin; empty if there is one.
-    """
-
-    origin: Origin | None = None
-    samples: tuple[int, ...] = ()
-    problem: str = ""
+    origin: Origin | None = None  # the operation, parameter or input; None if it is not known
+    samples: tuple[int, ...] = ()  # positions in the batch without which the step is sound, if there are such
+    problem: str = ""  # why there is no origin; empty if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a step ended.
+    """How a step ended."""
 
-    Args:
-        attempt: The attempt that was committed or skipped.
-        attempts: Attempts made.
-        out_of_memory: How many of them ran out of memory.
-        size: Samples in the batch, None if unknown.
-        committed: False if it left no trace.
-        culprits: Names of parameters with non-finite gradients, some of them.
-        culprit_count: How many there are.
-        loss_scale: For a step of fp16 that was skipped although its loss is finite, the scale that is tried next.
-        decision: Why finite values were not committed.
-        provenance: Where non-finite values came from.
-        dropped: Positions in the batch of the samples that the committed step was made without.
-    """
-
-    attempt: Attempt
+    attempt: Attempt  # the attempt that was committed or skipped
     attempts: int
-    out_of_memory: int
-    size: int | None
-    committed: bool
-    culprits: list[str] = field(default_factory=list)
-    culprit_count: int = 0
-    loss_scale: float | None = None
-    decision: Decision | None = None
-    provenance: Provenance | None = None
-    dropped: tuple[int, ...] = ()
+    out_of_memory: int  # how many of them ran out of memory
+    size: int | None  # samples in the batch, None if unknown
+    committed: bool  # False if it left no trace
+    culprits: list[str] = field(default_factory=list)  # names of parameters with non-finite gradients, some of them
+    culprit_count: int = 0  # how many there are
+    loss_scale: float | None = None  # of fp16, what is tried next after a skip although the loss is finite
+    decision: Decision | None = None  # why finite values were not committed
+    provenance: Provenance | None = None  # where non-finite values came from
+    dropped: tuple[int, ...] = ()  # positions in the batch of the samples that the committed step was made without
 
     def result(self, reason: str | None) -> StepResult:
         """Return what the caller of a step gets; `reason` says why it was skipped, None that it was not."""

@@ -56,12 +56,7 @@ class Recovery:
     # --- steps that left no trace -----------------------------------------------------------------------------
 
     def judge(self, series: str, attempt: Attempt) -> Ruling:
-        """Say whether an attempt with finite values may be committed.
-
-        Args:
-            series: Which losses belong together: those of one loss function and the same optimizers.
-            attempt: What it measured.
-        """
+        """Say whether an attempt with finite values may be committed."""
         policy, counters, spikes = self._policy, self._session.counters, self._session.spikes
         if policy.spike_action == "off":
             return Ruling()
@@ -199,10 +194,10 @@ class Recovery:
                 'spike_action="warn" if the loss is meant to jump; the newest checkpoint is from before.',
                 rule="H503",
             )
-        policy = self._policy
+        spent = f"nonfinite_patience={self._policy.nonfinite_patience} and max_rollbacks={self._policy.max_rollbacks}"
         return NonFiniteError(
             reason,
-            limit=f"nonfinite_patience={policy.nonfinite_patience} and max_rollbacks={policy.max_rollbacks} are spent",
+            limit=f"{spent} are spent",
             fix="lower the learning rate, set max_grad_norm, check the data of the batches that the events name; the "
             "newest checkpoint is finite.",
             rule="H501",
@@ -257,10 +252,6 @@ class Recovery:
 
     def after_partial_step(self, partial: PartialOptimizerStep, *, rewind_data: bool) -> str:
         """Return to the last good state after an optimizer ran out of memory half-way; return why it was undone.
-
-        Args:
-            partial: What happened.
-            rewind_data: Whether the loop can go back in the data too, which makes the return bit-exact.
 
         Raises:
             OutOfMemoryError: H402, if there is no checkpoint, memory does not suffice to read it, or it happened at

@@ -59,13 +59,7 @@ def advance(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer], 
 
 
 def validated(schedulers: Mapping[str, Any], metric: SupportsFloat) -> list[str]:
-    """Give a validation metric to the schedulers that need one; return the names of those that changed a rate.
-
-    Args:
-        schedulers: By name.
-        metric: Of one evaluation, never of one batch: with batch losses ReduceLROnPlateau cuts a rate for noise.
-            A metric of NaN or Inf is passed over, since a best value of Inf could never be reached again.
-    """
+    """Give a validation metric to the schedulers that need one; return the names of those that changed a rate."""
     value = float(metric)
     changed = []
     for name, scheduler in schedulers.items():

@@ -90,7 +90,6 @@ class Session:
         )
         self.snapshots = Snapshots(policy.snapshot_interval_steps, clock, available_bytes)
         engine.spare_memory = self._spare_memory
-        engine.plan_changed = lambda: directory.remember_ladder(ladder.state_dict())
         self.spikes = SpikeDetector(objective=policy.objective)
         self.counters = Counters()
         self.interventions: list[dict[str, Any]] = []
@@ -301,7 +300,6 @@ class Session:
         entry = self._newest_good()
         if entry is None:
             self._directory.check_not_lost()
-            self._recall_ladder()
             return None
         training = self._restore(entry)
         self._directory.resumed_from(training["run"])
@@ -318,23 +316,10 @@ class Session:
         self.record.happened("resumed", checkpoint=entry.path.name, trained_batches=self._position()[1])
         return entry.path
 
-    def _recall_ladder(self) -> None:
-        remembered = self._directory.recall_ladder()
-        if remembered is not None:
-            try:
-                self.ladder.load_state_dict(remembered)
-            except (KeyError, TypeError, ValueError) as error:
-                self.record.happened("micro_batch_size_forgotten", why=repr(error))
-
     def roll_back(
         self, *, rewind_data: bool, before_step: int | None = None, trusted: bool = False
     ) -> dict[str, Any] | None:
         """Return to the newest good state: a copy in host memory, else a checkpoint.
-
-        Args:
-            rewind_data: Also go back in the data, and to the random state of then: always to a checkpoint.
-            before_step: Newest step that may be trusted; None trusts all.
-            trusted: Whether a copy so old is surely good, and may be returned to again.
 
         Returns:
             What the guard itself had saved in that state; None if there is none to return to.

@@ -46,29 +46,17 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(slots=True, kw_only=True)
 class _Save:
-    """A save that was begun, and what came of it.
+    """A save that was begun, and what came of it."""
 
-    Args:
-        shot: What is written.
-        must_be_finite: Tensors to look through before.
-        position: Where the run stood.
-        started: When, by the clock.
-        stall_seconds: How long the loop was held; None if it is until the end.
-        seconds: How long it took, once it is over.
-        entry: The checkpoint, if it was saved.
-        refused: Why, if it was refused.
-        error: What was raised, if it failed.
-    """
-
-    shot: Snapshot
-    must_be_finite: Named
-    position: tuple[int, int]
-    started: float
-    stall_seconds: float | None = None
-    seconds: float = 0.0
-    entry: Entry | None = None
-    refused: str | None = None
-    error: Exception | None = None
+    shot: Snapshot  # what is written
+    must_be_finite: Named  # tensors to look through before
+    position: tuple[int, int]  # where the run stood
+    started: float  # when, by the clock
+    stall_seconds: float | None = None  # how long the loop was held; None if it is until the end
+    seconds: float = 0.0  # how long it took, once it is over
+    entry: Entry | None = None  # the checkpoint, if it was saved
+    refused: str | None = None  # why, if it was refused
+    error: Exception | None = None  # what was raised, if it failed
 
 
 class Saving:
@@ -145,11 +133,7 @@ class Saving:
         return refused
 
     def report_loss(self, *, left: bool) -> None:
-        """Say at the end of a run that saves have failed, if what they were to hold is in no checkpoint.
-
-        Args:
-            left: Whether the loop was left early, so that the steps since the newest checkpoint are not missed.
-        """
+        """Say at the end of a run that saves have failed, if what they were to hold is in no checkpoint."""
         if self.failed and (self.saved_as is None or (self.has_unsaved and not left)):
             newest = None if self.saved_as is None else self.saved_as.global_step
             self._record.happened("not_saved", newest_checkpoint=newest, failed_saves=self.failed)
@@ -442,7 +426,7 @@ class Saving:
 
 
 def _for_good(error: Exception | None) -> Exception | None:
-    """Return what the caller must know before any work is done: no later save could succeed, unlike on a full disk."""
+    """Return what the caller must know before any work: no later save could succeed, unlike on a full disk."""
     if not isinstance(error, OSError):
         return error
     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):

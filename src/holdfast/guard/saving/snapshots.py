@@ -26,15 +26,10 @@ _MOST_MEMORY = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """One copy.
+    """One copy."""
 
-    Args:
-        global_step: Optimizer steps in it.
-        trees: State by component, as ``components.gather`` returns it; tensors on the host.
-    """
-
-    global_step: int
-    trees: Mapping[str, Any]
+    global_step: int  # optimizer steps in it
+    trees: Mapping[str, Any]  # state by component, as ``components.gather`` returns it; tensors on the host
 
 
 class Snapshots:

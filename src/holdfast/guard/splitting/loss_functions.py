@@ -1,9 +1,9 @@
 """What is seen of a loss function from outside: which ones are the same, and what one leaves behind.
 
 A lambda in a loop is a new object each time and the same function; two partials of one function with another
-``reduction`` are two. Distinguished are code, texts and flags that are bound to it (arguments of a partial, closures,
-attributes of an object), and objects that are alive at the same time. Numbers are not: a step or a weight that
-changes would make each step a new function.
+``reduction`` are two. Distinguished are code, and texts and flags that are bound to it (arguments of a partial,
+closures, attributes of an object). Numbers are not: a step or a weight that changes would make each step a new
+function.
 
 What a call leaves in plain attributes of modules and in the function's own variables is in no checkpoint, and an
 attempt that is made again changes it once more. Not looked at: parameters and buffers, registered state (see
@@ -12,12 +12,10 @@ attempt that is made again changes it once more. Not looked at: parameters and b
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
 import types
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -31,13 +29,14 @@ from holdfast.guard.splitting.two_pass import TwoPass
 from holdfast.guard.state.trees import same
 
 _DEPTH = 3
-_VARIANTS = 16
-"""Kinds of one function that are distinguished; with more, texts or objects change all the time and mean nothing."""
 
 
-def description_of(loss_fn: Any) -> str:
-    """Return a text that is the same for the same loss function, after every restart of a run."""
-    return _described(loss_fn, _DEPTH)
+def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
+    """Return a text that is the same for the same loss function, after every restart of a run.
+
+    At depth 0 it is that of its code alone, without what is bound to it.
+    """
+    return _described(loss_fn, depth)
 
 
 def _described(value: Any, depth: int) -> str:
@@ -80,55 +79,6 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-class Identities:
-    """Keys of the loss functions of one run: equal for the same one, as long as it exists."""
-
-    def __init__(self) -> None:
-        self._kinds: dict[str, set[Any]] = {}
-        self._numbers: dict[int, tuple[Callable[[], Any], int]] = {}
-        self._last: tuple[Callable[[], Any], Any] = (lambda: None, None)
-
-    def key(self, loss_fn: Any) -> Any:
-        """Return a hashable key; of a function with too many kinds that of its code."""
-        if self._last[0]() is loss_fn:  # asked several times in a step
-            return self._last[1]
-        key = self._key(loss_fn)
-        with contextlib.suppress(TypeError):
-            self._last = weakref.ref(loss_fn), key
-        return key
-
-    def _key(self, loss_fn: Any) -> Any:
-        code = _described(loss_fn, 0)
-        kinds = self._kinds.setdefault(code, set())
-        if len(kinds) > _VARIANTS:
-            return code
-        found = description_of(loss_fn), tuple(self._number(each) for each in _owners(loss_fn))
-        kinds.add(found)
-        return found if len(kinds) <= _VARIANTS else code
-
-    def _number(self, owner: Any) -> int:
-        known = self._numbers.get(id(owner))
-        if known is not None and known[0]() is owner:
-            return known[1]
-        try:
-            reference = weakref.ref(owner)
-        except TypeError:
-            return 0
-        self._numbers[id(owner)] = reference, len(self._numbers) + 1
-        return self._numbers[id(owner)][1]
-
-
-def _owners(loss_fn: Any) -> list[Any]:
-    """Return the objects that a loss function belongs to: what a method is bound to, or a callable object itself."""
-    if isinstance(loss_fn, TwoPass):
-        return [*_owners(loss_fn.outputs), *_owners(loss_fn.loss)]
-    if isinstance(loss_fn, functools.partial):
-        return _owners(loss_fn.func)
-    if isinstance(loss_fn, types.MethodType):
-        return [loss_fn.__self__]
-    return [] if hasattr(loss_fn, "__code__") else [loss_fn]
 
 
 # --- what a call leaves behind ------------------------------------------------------------------------------------

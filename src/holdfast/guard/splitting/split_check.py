@@ -54,35 +54,22 @@ _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupl
 class Verdict:
     """What a check has shown.
 
-    Args:
-        outcome: ``"exact"``: splitting keeps the gradient. ``"coupled"``: it does not. ``"random"``: the loss
-            draws random numbers, so splitting is equal in distribution at best. ``"trusted"``: the caller says
-            that it is exact. ``"unknown"``: it could not be tried.
-        difference: Relative L2 difference of the gradients, weighted as they will be; NaN if unknown.
-        by_samples: The same, weighted by samples.
-        declared: The loss function says how many items its mean is over, or takes the outputs of all samples.
-        changes_batch: The loss function changes the tensors of its batch.
-        changed_buffer: Name of a buffer, other than running statistics, that a forward pass changes.
-        why: For ``"unknown"``, what went wrong.
-        short_of_memory: For ``"unknown"``, whether that was, or may have been, a lack of memory.
-        held: Weightings by which the parts make up the whole, the most usual first.
-        failed: Weightings by which they do not.
-        side_effects: Attributes of modules that each forward pass changes.
-        called: What the loss function called that is the guard's to call.
+    ``"exact"``: splitting keeps the gradient. ``"coupled"``: it does not. ``"random"``: the loss draws random numbers,
+    so splitting is equal in distribution at best. ``"trusted"``: the caller says that it is exact. ``"unknown"``: it
+    could not be tried.
     """
 
     outcome: Outcome
-    difference: float = float("nan")
-    by_samples: float = float("nan")
-    declared: bool = False
-    changes_batch: bool = False
-    changed_buffer: str = ""
-    why: str = ""
-    short_of_memory: bool = False
-    held: tuple[Weighting, ...] = ()
-    failed: tuple[Weighting, ...] = ()
-    side_effects: tuple[str, ...] = ()
-    called: Called | None = None
+    difference: float = float("nan")  # relative L2 difference of the gradients, weighted as they will be
+    declared: bool = False  # the loss function says what its mean is over, or takes the outputs of all samples
+    changes_batch: bool = False  # the loss function changes the tensors of its batch
+    changed_buffer: str = ""  # name of a buffer, other than running statistics, that a forward pass changes
+    why: str = ""  # for ``"unknown"``, what went wrong
+    short_of_memory: bool = False  # for ``"unknown"``, whether that was, or may have been, a lack of memory
+    held: tuple[Weighting, ...] = ()  # weightings by which the parts make up the whole, the most usual first
+    failed: tuple[Weighting, ...] = ()  # weightings by which they do not
+    side_effects: tuple[str, ...] = ()  # attributes of modules that each forward pass changes
+    called: Called | None = None  # what the loss function called that is the guard's to call
 
     def weighting(self) -> Weighting:
         """Return what the parts of a batch are weighted by, where the loss function does not say it."""
@@ -110,17 +97,16 @@ def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
     failed = tuple(dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.failed))
     every = dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.held)
     held = tuple(sorted((weighting for weighting in every if weighting not in failed), key=Weighting.rank))
-    by_samples = max((v.by_samples for v in verdicts if v.by_samples >= 0), default=float("nan"))
+    largest = max((v.difference for v in verdicts if v.difference >= 0), default=float("nan"))
     together: dict[str, Any] = {
-        "by_samples": by_samples,
         "changes_batch": any(verdict.changes_batch for verdict in verdicts),
         "changed_buffer": next((verdict.changed_buffer for verdict in verdicts if verdict.changed_buffer), ""),
         "side_effects": tuple(dict.fromkeys(name for verdict in verdicts for name in verdict.side_effects)),
     }
     if chosen.outcome == "exact" and failed and not held:
-        together |= {"outcome": "coupled", "difference": by_samples}
+        together |= {"outcome": "coupled", "difference": largest}
     elif chosen.outcome == "exact":
-        together["difference"] = max(verdict.difference for verdict in verdicts if verdict.outcome == "exact")
+        together["difference"] = largest
     return replace(chosen, held=held, failed=failed, **{**together, **facts})
 
 
@@ -128,30 +114,20 @@ def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
 class SplitCheck:
     """What is tried out.
 
-    Args:
-        loss_fn: As given to ``Guard.step``. It is given copies.
-        split: How a batch is cut.
-        states: What is as before for each evaluation; it is compared after each.
-        models: Run first in training, to see which buffers change; then in evaluation, so that dropout does not
-            hide the answer.
-        parameters: Whose gradients are compared; their ``.grad`` is overwritten and emptied.
-        calling: Returns the context in which a loss function is called.
-        rounds_to_half: Whether that context rounds to half precision.
-        in_a_copy: Whether this process is a copy that is thrown away, so that side effects can be looked for.
-        known: What the mean of the loss was found to be over in earlier batches.
-        uneven: Found: states that the parts of a batch leave otherwise than the whole.
+    Models run first in training, to see which buffers change; then in evaluation, so that dropout does not hide the
+    answer.
     """
 
-    loss_fn: Callable[[Any], Any]
+    loss_fn: Callable[[Any], Any]  # is given copies
     split: Split
-    states: StateKeeper
+    states: StateKeeper  # what is as before for each evaluation; it is compared after each
     models: Mapping[str, nn.Module]
-    parameters: Sequence[torch.Tensor]
-    calling: Callable[[], contextlib.AbstractContextManager[Any]]
-    rounds_to_half: bool
-    in_a_copy: bool
-    known: Sequence[Weighting] = ()
-    uneven: list[str] = field(default_factory=list)
+    parameters: Sequence[torch.Tensor]  # whose gradients are compared; their ``.grad`` is overwritten and emptied
+    calling: Callable[[], contextlib.AbstractContextManager[Any]]  # the context in which a loss function is called
+    rounds_to_half: bool  # whether that context rounds to half precision
+    in_a_copy: bool  # whether this process is a copy that is thrown away, so that side effects can be looked for
+    known: Sequence[Weighting] = ()  # what the mean of the loss was found to be over in earlier batches
+    uneven: list[str] = field(default_factory=list)  # found: states that the parts leave otherwise than the whole
 
     def run(self, batch: Any, size: int) -> Verdict:
         """Compare samples from the beginning and the end of a batch, and more where candidates disagree."""
@@ -226,18 +202,16 @@ class SplitCheck:
         """Compare these samples as a whole with all but one and the last one, by each weighting."""
         whole, parts = [(window, batch_size(window, self.split))], self._cut(window)
         by_samples = difference(self, whole, parts, SAMPLES, 0)
-        expected, declared, changes = self._losses(whole)
+        declared, changes = self._declares_or_changes(whole)
         if math.isnan(by_samples):
             why = "its gradient is not finite"
             return Verdict(outcome="unknown", declared=declared, changes_batch=changes, why=why)
         tolerance = self._least_tolerance()
         weights = {} if declared else {each: shares(each, parts) for each in weightings}
         found: dict[Any, float] = {shares(SAMPLES, parts): by_samples}
-        losses = [] if declared else self._losses(parts)[0]
         for each, weight in weights.items():
             if weight is not None and weight not in found:
-                fits = _agree(expected[0], losses, weight, tolerance)
-                found[weight] = difference(self, whole, parts, each, 0) if fits else math.inf
+                found[weight] = difference(self, whole, parts, each, 0)
         held = [each for each, weight in weights.items() if found.get(weight, math.inf) <= tolerance]
         outcome: Outcome = "exact" if held or (declared and by_samples <= tolerance) else "coupled"
         if outcome == "coupled" and difference(self, whole, whole, SAMPLES, 1) > tolerance:
@@ -245,7 +219,6 @@ class SplitCheck:
         return Verdict(
             outcome=outcome,
             difference=found[weights[held[0]]] if held else by_samples,
-            by_samples=by_samples,
             declared=declared,
             changes_batch=changes,
             held=tuple(held),
@@ -313,16 +286,15 @@ class SplitCheck:
         pairs = [pair for terms, row in zip(read, rows, strict=True) for pair in zip(terms.means, row, strict=True)]
         return sum((mean * weight for mean, weight in pairs if weight), torch.zeros_like(pairs[0][0]))
 
-    def _losses(self, parts: _Parts) -> tuple[list[float], bool, bool]:
-        """Return the loss of each part, whether items are declared or do not matter, and whether a batch changed."""
+    def _declares_or_changes(self, whole: _Parts) -> tuple[bool, bool]:
+        """Return whether items are declared or do not matter, and whether the loss function changes its batch."""
 
-        def read() -> list[tuple[Terms, bool]]:
+        def read() -> tuple[Terms, bool]:
             self._begin(0)
-            return [self._terms(part, samples, needs_graph=False) for part, samples in parts]
+            return self._terms(*whole[0], needs_graph=False)
 
-        found = without_graph(read)
-        declared = found[0][0].declared or isinstance(self.loss_fn, TwoPass)
-        return [float(terms.total().detach()) for terms, _ in found], declared, any(changed for _, changed in found)
+        terms, changes = without_graph(read)
+        return terms.declared or isinstance(self.loss_fn, TwoPass), changes
 
     def _terms(self, part: Any, samples: int, *, needs_graph: bool = True) -> tuple[Terms, bool]:
         """Return what the loss function says about a copy, and whether it has changed the copy."""
@@ -392,13 +364,6 @@ class SplitCheck:
 
 
 _Difference: TypeAlias = Callable[[SplitCheck, _Parts, _Parts, Weighting, int], float]
-
-
-def _agree(expected: float, losses: Sequence[float], weights: Sequence[float], tolerance: float) -> bool:
-    """Say whether the losses of the parts, so weighted, may be that of the whole; else their gradients are not."""
-    found = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-    largest = max(abs(expected), *(abs(loss) for loss, weight in zip(losses, weights, strict=True) if weight))
-    return abs(found - expected) <= tolerance * largest
 
 
 def _finite_or_inf(difference: float) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -30,7 +31,7 @@ from holdfast.core.policy import Policy, SplitHazard
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.closure import called_inside, returning_a_loss
-from holdfast.guard.splitting.loss_functions import Identities
+from holdfast.guard.splitting.loss_functions import description_of
 from holdfast.guard.splitting.split_check import TELLING, SplitCheck, Verdict, attempted, in_a_copy, merged
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting, disagreement, find_weightings
 from holdfast.guard.splitting.window import Window, largest_of
@@ -43,6 +44,7 @@ from holdfast.memory.ladder import Remedies
 
 LossFunction: TypeAlias = Callable[[Any], Any]
 _PIECES = 8  # into which a batch is cut to see whether it tells weightings apart
+_MOST_KNOWN = 64  # loss functions that are distinguished; with more, texts that are bound to them change all the time
 _ALWAYS = 16  # times that such a batch is tried before it is split; from then on the 32nd, 64th ...
 
 
@@ -65,22 +67,15 @@ class _Known:
 
 
 class SplitSafety:
-    """Finds out and remembers what holds for each loss function.
-
-    Args:
-        parts: Models and optimizers.
-        policy: Settings.
-        buffers: Knows which buffers a forward pass changes.
-        record: Where promises are written down.
-    """
+    """Finds out and remembers what holds for each loss function."""
 
     def __init__(self, parts: Parts, policy: Policy, buffers: BufferKeeper, record: RunRecord) -> None:
         self.parts = parts
         self._policy = policy
         self._buffers = buffers
         self._record = record
-        self._known: dict[Any, _Known] = {}
-        self._identities = Identities()
+        self._known: dict[str, _Known] = {}
+        self._last: tuple[Callable[[], Any], _Known] = (lambda: None, _Known())  # asked for several times in a step
         self._uncuttable: str | None = None
         every = [parameter for _, parameter in parts.named_parameters()]
         self.inside = functools.partial(returning_a_loss, parts.optimizers.values(), every)
@@ -122,10 +117,6 @@ class SplitSafety:
 
     def check(self, work: Work, *, splits_now: bool) -> tuple[bool, bool]:
         """Find out about a loss function, and say at its first step what cannot be promised.
-
-        Args:
-            work: The step.
-            splits_now: Whether the plan is to cut its batch.
 
         Returns:
             Whether it was tried out in this process, so that buffers and random state are to be put back; and
@@ -208,7 +199,15 @@ class SplitSafety:
         return 2 if _mixing_layers(self.parts.models.values()) else 1
 
     def _of(self, loss_fn: LossFunction) -> _Known:
-        return self._known.setdefault(self._identities.key(loss_fn), _Known())
+        if self._last[0]() is loss_fn:
+            return self._last[1]
+        key = description_of(loss_fn)
+        if key not in self._known and len(self._known) >= _MOST_KNOWN:
+            key = description_of(loss_fn, 0)
+        known = self._known.setdefault(key, _Known())
+        with contextlib.suppress(TypeError):
+            self._last = weakref.ref(loss_fn), known
+        return known
 
     def weighting(self, loss_fn: LossFunction) -> Weighting:
         """Return what the parts of a batch are weighted by, where the loss function does not say it itself."""

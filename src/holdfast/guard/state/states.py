@@ -54,12 +54,7 @@ def kept_states(parts: Parts) -> dict[str, Stateful]:
 
 
 class StateKeeper:
-    """Copies of registered state at the beginning of a step.
-
-    Args:
-        states: The objects by name.
-        every: Whether large ones are copied each time, too.
-    """
+    """Copies of registered state at the beginning of a step; with `every`, of large objects each time, too."""
 
     def __init__(self, states: Mapping[str, Stateful], *, every: bool = False) -> None:
         self._kept = [_Kept(name, stateful, every=every) for name, stateful in states.items()]

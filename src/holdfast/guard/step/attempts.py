@@ -42,14 +42,7 @@ from holdfast.numerics.loss import check_count
 
 
 class Attempts:
-    """Makes attempts on one set of parts, and takes them back.
-
-    Args:
-        parts: Models and optimizers.
-        policy: Settings.
-        record: Where it is noted what cannot be done.
-        observing: Returns the context of the forward and backward pass of each attempt.
-    """
+    """Makes attempts on one set of parts, and takes them back."""
 
     def __init__(
         self,
@@ -221,12 +214,6 @@ class Attempts:
 
     def run(self, work: Work, plan: Plan, *, drops: bool = True, verify: bool = False) -> Passed:
         """Run forward and backward by a plan.
-
-        Args:
-            work: The step.
-            plan: How.
-            drops: Whether a micro-batch whose loss is NaN or Inf is left out.
-            verify: Whether to compare what is recomputed, where that was not done before.
 
         Raises:
             PolicyError: H102, if modules are to be recomputed that may be compiled.

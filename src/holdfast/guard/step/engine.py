@@ -88,7 +88,6 @@ class StepEngine:
         self._step_id = 0
         self._reports_no_gain = policy.recompute is True
         self.spare_memory: Callable[[], None] = lambda: None  # called when memory is short on the host
-        self.plan_changed: Callable[[], None] = lambda: None  # called when the ladder has chosen another plan
         self._stepped: set[str] = set()  # optimizers whose kernels for whole batches are made
 
     def state_was_replaced(self) -> None:
@@ -106,14 +105,6 @@ class StepEngine:
         judge: Callable[[Attempt], Ruling],
     ) -> Outcome:
         """Make one step.
-
-        Args:
-            batch: Any pytree of tensors.
-            loss_fn: Of a micro-batch.
-            names: Optimizers to step.
-            split: How the batch is cut; None: as the guard was given it.
-            stop_requested: For the vote.
-            judge: Says about an attempt with finite values whether it may be committed.
 
         Raises:
             BatchError: H2xx, for a batch or a loss that cannot be used.
@@ -176,13 +167,8 @@ class StepEngine:
             BatchError: H2xx. OutOfMemoryError: H401, if no remedy is left. DeviceError: H403, if the device's context
                 is dead.
         """
-        plan = self._ladder.plan
-        try:
-            with self._taken_back_on_error(work):
-                return self._attempt_until_it_fits(work)
-        finally:
-            if self._ladder.plan != plan:
-                self.plan_changed()
+        with self._taken_back_on_error(work):
+            return self._attempt_until_it_fits(work)
 
     def take_back(self, work: Work) -> None:
         """Leave no trace of a step."""
@@ -222,11 +208,6 @@ class StepEngine:
 
     def commit(self, work: Work, attempt: Attempt, tighter: float | None) -> Outcome:
         """Clip, and step every optimizer. The run is committing until whoever drives the step calls `finished`.
-
-        Args:
-            work: The step.
-            attempt: Its last attempt, which was finite.
-            tighter: What the gradient norm is to be scaled down to, or None.
 
         Raises:
             PartialOptimizerStep: if an optimizer ran out of memory half-way. DeviceError: H403.

@@ -25,30 +25,16 @@ _Parts: TypeAlias = Sequence[tuple[Any, int]]
 
 
 class Passed(NamedTuple):
-    """What a batch has given.
+    """What a batch has given."""
 
-    Args:
-        loss: Mean over the items, shape ``()``, detached; of several terms, the sum of their means.
-        items: What it is over; of several terms, those of the first.
-        dropped: Ranges ``(start, end)`` of samples in the batch whose part had a loss of NaN or Inf.
-        counted: Whether the items must be whole.
-    """
-
-    loss: torch.Tensor
-    items: float | torch.Tensor
-    dropped: tuple[tuple[int, int], ...] = ()
-    counted: bool = False
+    loss: torch.Tensor  # mean over the items, shape ``()``, detached; of several terms, the sum of their means
+    items: float | torch.Tensor  # what it is over; of several terms, those of the first
+    dropped: tuple[tuple[int, int], ...] = ()  # ``(start, end)`` of samples whose part had a loss of NaN or Inf
+    counted: bool = False  # whether the items must be whole
 
 
 class Passes:
-    """Runs a loss function and its backward.
-
-    Args:
-        safety: Knows what a loss function is a mean over, and whether it may be given the batch itself.
-        loss_scale: Of fp16.
-        device_type: Where autocast applies.
-        precision: Autocast type.
-    """
+    """Runs a loss function and its backward."""
 
     def __init__(self, safety: SplitSafety, loss_scale: LossScale, device_type: str, precision: Precision) -> None:
         self._safety = safety
@@ -59,14 +45,7 @@ class Passes:
         self.watched: Sequence[torch.Tensor] = ()  # parameters whose hooks are looked at in backward
 
     def whole(self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs) -> Passed:
-        """Run one pass, with no arithmetic of ours: bit-identical to a bare loop.
-
-        Args:
-            batch: The batch.
-            size: Its samples, None if unknown.
-            loss_fn: Of the batch.
-            inputs: Where gradients may go, asked before each backward: a loss function may freeze and unfreeze.
-        """
+        """Run one pass, with no arithmetic of ours: bit-identical to a bare loop."""
         terms = self._forward(batch, size, loss_fn)
         terms.check_items()
         loss = terms.total()
@@ -90,15 +69,6 @@ class Passes:
         corrected once at the end. Of several terms that is impossible, since they share ``.grad``: the items of
         all parts are counted first, by a forward pass without a graph.
 
-        Args:
-            parts: Micro-batches with their samples.
-            size: Samples of all.
-            loss_fn: Of a micro-batch, or a `TwoPass`.
-            parameters: Whose gradients are corrected.
-            inputs: As `whole`.
-            batch: All of it, which a `TwoPass` needs; None for a window of several.
-            drops: Whether a part whose loss is NaN or Inf is left out, as long as there is a sound one.
-
         Returns:
             As `whole`, over all parts that were not dropped. Cost: a host sync for each part.
 
@@ -121,11 +91,6 @@ class Passes:
 
     def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> Passed:
         """Run several batches whose losses add up as they are; parts of one batch by their share in its mean.
-
-        Args:
-            batches: Each as one part, or several, with their samples.
-            loss_fn: Of a batch, which declares no items.
-            inputs: As `whole`.
 
         Raises:
             BatchError: H203, if the loss function declares items.
