@@ -27,11 +27,7 @@ _ONCE = "none: an iterator cannot be started again; batches already trained are 
 
 
 class Cursor:
-    """The position in a loader.
-
-    Raises:
-        PolicyError: H105, for a loader that cannot be iterated.
-    """
+    """The position in a loader."""
 
     def __init__(self, loader: Iterable[Any], devices: Sequence[torch.device]) -> None:
         if not isinstance(loader, Iterable):
@@ -112,11 +108,7 @@ class Cursor:
         return iterator
 
     def fetch(self, iterator: Iterator[Any]) -> Any:
-        """Return the next batch; until `advance` it does not count as trained.
-
-        Raises:
-            StopIteration: at the end of the epoch.
-        """
+        """Return the next batch; until `advance` it does not count as trained."""
         if self._stateful:
             self._loader_state = self._state_of_loader()
         # Before the first batch, the place to return to is the beginning of the epoch, with its order still to draw.
@@ -160,11 +152,7 @@ class Cursor:
             self._loader.attach(happened, run_dir)
 
     def quarantine(self, indices: Sequence[int], evidence: str) -> None:
-        """Let a holdfast loader replace samples from the next epoch on.
-
-        Raises:
-            LoaderError: H612 if these are too many.
-        """
+        """Let a holdfast loader replace samples from the next epoch on."""
         if isinstance(self._loader, DataLoader):
             for index in indices:
                 self._loader.set_aside(index, "provenance", evidence)
@@ -184,11 +172,7 @@ class Cursor:
         self._fetching = self._under_way = False
 
     def end_epoch(self, *, needs_steps: bool, stepped: bool) -> None:
-        """Go to the beginning of the next epoch.
-
-        Raises:
-            LoaderError: H601 if the epoch had no batch, H602 if the loop would never end.
-        """
+        """Go to the beginning of the next epoch."""
         if self.batches == 0:
             raise LoaderError(
                 "the loader gave no batch in a whole epoch",
@@ -225,11 +209,7 @@ class Cursor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position; the next `begin` starts there.
-
-        Raises:
-            LoaderError: H604, if a holdfast loader has another order than the one that was saved.
-        """
+        """Go to a position; the next `begin` starts there."""
         self.epoch, self.batches, self.trained = state["epoch"], state["batches"], state["trained"]
         self._fetching = self._under_way = False
         self._loader_state = state["loader"] if self._stateful else None

@@ -27,12 +27,7 @@ _RUN_FILE = "run.json"
 
 
 class RunDirectory:
-    """One run directory, made if missing; `acquire` before writing into it.
-
-    Raises:
-        RunDirectoryError: H302 if it cannot be made or written, H303 if a newer holdfast made it.
-        PolicyError: H105, for what is no path.
-    """
+    """One run directory, made if missing; `acquire` before writing into it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, (str, os.PathLike)):
@@ -114,11 +109,7 @@ class RunDirectory:
             raise self._lost("holds no checkpoint")
 
     def resumed_from(self, run_id: str) -> None:
-        """Take note of the run whose checkpoint this one goes on from; one that has none of its own takes another's.
-
-        Raises:
-            CheckpointError: H312, where a run that has saved finds those of another run.
-        """
+        """Take note of the run whose checkpoint this one goes on from; one that has none of its own takes another's."""
         if run_id != self._says["run"]:
             if self.saved_in == CHECKPOINTS and self._says["run"] is not None:
                 raise self._lost("holds those of another run")
@@ -135,11 +126,7 @@ class RunDirectory:
         )
 
     def acquire(self) -> None:
-        """Take the lock; it is released by `release` or by the end of the process, however it ends.
-
-        Raises:
-            RunDirectoryError: H301, naming the holder; H302 if the file of the lock cannot be opened.
-        """
+        """Take the lock; it is released by `release` or by the end of the process, however it ends."""
         if self._lock.is_held_here:
             gc.collect()  # an abandoned guard may only wait to be collected
         if self._lock.is_held_here:

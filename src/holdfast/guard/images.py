@@ -78,11 +78,7 @@ def _drop_oldest(folder: Path) -> None:
 
 
 def png_size(data: bytes) -> tuple[int, int]:
-    """Return width and height of a PNG file whose chunks are all whole.
-
-    Raises:
-        ValueError: it is none, is damaged, or is larger than what is kept.
-    """
+    """Return width and height of a PNG file whose chunks are all whole."""
     if len(data) > MOST_FILE_BYTES:
         raise ValueError(f"a PNG file of {len(data):,} bytes, where {MOST_FILE_BYTES:,} are kept at most")
     if not data.startswith(_SIGNATURE):

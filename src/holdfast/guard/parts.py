@@ -52,11 +52,7 @@ class Parts:
                 yield prefix + key, parameter
 
     def optimizer_names(self, chosen: str | Sequence[str] | None) -> list[str]:
-        """Return the names of the optimizers that a step moves; None: all.
-
-        Raises:
-            PolicyError: H104, naming the nearest optimizer.
-        """
+        """Return the names of the optimizers that a step moves; None: all."""
         known = list(self.optimizers)
         if chosen is None:
             return known
@@ -93,12 +89,7 @@ def autocast(device_type: str, precision: Precision) -> contextlib.AbstractConte
 
 
 def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Parts:
-    """Check and name what the caller gave.
-
-    Raises:
-        PolicyError: H105 for an object of the wrong kind, H106 for an optimizer with parameters of no model,
-            H107 for one that needs a closure.
-    """
+    """Check and name what the caller gave."""
     models: dict[str, nn.Module] = _named(model, "model", nn.Module)
     optimizers: dict[str, Optimizer] = _named(optimizer, "optimizer", Optimizer)
     models, compiled = as_written(models)

@@ -36,11 +36,7 @@ class OneRank:
 
 
 def find_ranks() -> Ranks:
-    """Return the ranks of this run.
-
-    Raises:
-        PolicyError: H108 if the process belongs to a group of several, which is not supported yet.
-    """
+    """Return the ranks of this run."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise PolicyError(

@@ -65,11 +65,7 @@ class RunRecord:
         return self._box is not None
 
     def open(self) -> None:
-        """Continue the recording.
-
-        Raises:
-            RunDirectoryError: H302 if it cannot be allocated.
-        """
+        """Continue the recording."""
         try:
             self._box = BlackBox(self._directory)
             self._process = os.getpid()

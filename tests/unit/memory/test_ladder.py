@@ -50,14 +50,6 @@ def test_more_is_recomputed_before_anything_is_split() -> None:
     assert ladder.plan == Plan(micro_batch_size=4, recompute=("a", "b"))
 
 
-def test_a_plan_of_before_names_were_kept_is_taken_up_without_recomputation() -> None:
-    """A checkpoint that says only that something was recomputed has it measured again."""
-    state = _ladder().state_dict() | {"plan": {"micro_batch_size": 4, "recompute": True}}
-    ladder = _ladder()
-    ladder.load_state_dict(state)
-    assert ladder.plan == Plan(micro_batch_size=4)
-
-
 def test_without_blocks_splitting_follows_the_retry() -> None:
     """Where nothing can be recomputed that rung is left out."""
     ladder = _ladder()
@@ -256,27 +248,3 @@ def test_a_forecast_is_where_it_starts() -> None:
     _clean(ladder, 8)
     assert ladder.plan == Plan(micro_batch_size=None, recompute=("layers.0",))
     assert _clean(ladder, 50)[-1] is None
-
-
-def test_what_was_measured_is_tried_at_once() -> None:
-    """With room for more by the measured slope the next step is a trial of that size, which may fail."""
-    ladder = _ladder(grow_after_steps=100)
-    _fail(ladder, 2, Remedies(), batch_size=64)
-    assert ladder.plan.micro_batch_size == 32
-    ladder.note_room(samples=32, used_bytes=3200, free_bytes=1600)
-    assert ladder.decide_after_step(batch_size=64, attempts=3) is None
-    decision = ladder.decide_after_step(batch_size=64, attempts=1)
-    assert isinstance(decision, Grow)
-    assert decision.micro_batch_size == 32 + int(0.9 * 16)
-    _fail(ladder, 1, Remedies(), batch_size=64)
-    assert ladder.plan.micro_batch_size == 32
-    assert _clean(ladder, 50, batch_size=64) == [None] * 50
-
-
-@pytest.mark.parametrize(("used", "free"), [(3200, 700), (0, 10**9), (3200, 0)])
-def test_little_room_is_no_reason_for_a_trial(used: int, free: int) -> None:
-    """A trial that fails costs a step: a gain of less than a quarter is not tried before its time."""
-    ladder = _ladder(grow_after_steps=100)
-    _fail(ladder, 2, Remedies(), batch_size=64)
-    ladder.note_room(samples=32, used_bytes=used, free_bytes=free)
-    assert _clean(ladder, 50, batch_size=64) == [None] * 50

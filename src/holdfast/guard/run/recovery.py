@@ -29,11 +29,7 @@ _BEYOND_SPIKES = 100
 
 
 def series_of(names: Sequence[str], loss_fn: Any) -> str:
-    """Return a name for the losses of one loss function and these optimizers, the same after every restart of a run.
-
-    Raises:
-        BatchError: H201 for what is no function.
-    """
+    """Return a name for the losses of one loss function and these optimizers, the same after every restart of a run."""
     if not callable(loss_fn):
         raise BatchError(
             f"loss_fn is a {type(loss_fn).__name__}",
@@ -84,11 +80,7 @@ class Recovery:
         return Ruling(decision=decision, max_norm=tighter)
 
     def after_refused_step(self, outcome: Outcome) -> str:
-        """Carry out what was decided about a step that left no trace; return why it was not committed.
-
-        Raises:
-            NonFiniteError: H501, if NaN or Inf persists. DivergenceError: H503.
-        """
+        """Carry out what was decided about a step that left no trace; return why it was not committed."""
         self._session.counters.skipped_steps += 1
         if outcome.decision is None:
             return self._after_nonfinite_step(outcome)
@@ -168,9 +160,6 @@ class Recovery:
         """Return to a checkpoint, or stop: weights or moments hold NaN or Inf, although every step looked sound.
 
         An example is a finite gradient of 1e22: its square, Adam's second moment, is Inf.
-
-        Raises:
-            NonFiniteError: H501, if rollbacks are spent.
         """
         decision = decide_after_nonfinite(
             reason=why,
@@ -251,12 +240,7 @@ class Recovery:
     # --- an optimizer that failed half-way --------------------------------------------------------------------
 
     def after_partial_step(self, partial: PartialOptimizerStep, *, rewind_data: bool) -> str:
-        """Return to the last good state after an optimizer ran out of memory half-way; return why it was undone.
-
-        Raises:
-            OutOfMemoryError: H402, if there is no checkpoint, memory does not suffice to read it, or it happened at
-                this step before.
-        """
+        """Return to the last good state after an optimizer ran out of memory half-way; return why it was undone."""
         at_step, twice = self._record.global_step, self._failed_half_way_at == self._record.global_step
         self._session.counters.out_of_memory += 1
         hindered = "it happened twice at this step" if twice else self._return(rewind_data=rewind_data)
@@ -272,11 +256,7 @@ class Recovery:
         return f"{partial}; returned to step {self._record.global_step}"
 
     def go_back_again(self) -> None:
-        """Return to the checkpoint once more: what followed the failed step ran on a state that was back already.
-
-        Raises:
-            OutOfMemoryError: H402, as `after_partial_step`.
-        """
+        """Return to the checkpoint once more: what followed the failed step ran on a state that was back already."""
         hindered = self._return(rewind_data=True)
         if hindered is not None:
             self._session.state.spoil()

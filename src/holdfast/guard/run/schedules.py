@@ -92,12 +92,7 @@ def _needs_arguments(function: Any, given: int) -> bool:
 
 
 def check_schedulers(schedulers: Mapping[str, Any], *, scales: bool) -> None:
-    """Check that these schedulers can be driven, and with `scales` their rates multiplied, before a run starts.
-
-    Raises:
-        PolicyError: H105, for a scheduler that needs a metric inside one that gives it none (SequentialLR and
-            ChainedScheduler call ``step()``); with `scales`, for one whose rates cannot be found.
-    """
+    """Check that these schedulers can be driven, and with `scales` their rates multiplied, before a run starts."""
     for name, scheduler in schedulers.items():
         for inner in _nested(scheduler):
             if inner is not scheduler and needs_metric(inner):

@@ -104,12 +104,7 @@ class Session:
         return self.record.is_open
 
     def open(self) -> None:
-        """Take the lock and continue the recording.
-
-        Raises:
-            RunDirectoryError: H301 if another run holds it, H302 if the recording cannot be allocated, H306 if
-                another process has continued the run since this object closed it.
-        """
+        """Take the lock and continue the recording."""
         wait_for_jobs(self._directory.path)  # of a guard that was given up: it still holds the lock
         self._directory.acquire()
         try:
@@ -183,10 +178,6 @@ class Session:
 
         What was done to weights or moments without a step, such as an average put in their place, another type for an
         export, or statistics of other data, never replaces the state of the training.
-
-        Raises:
-            HoldfastError: what `open_again` raises, if steps would be lost. Where none would, training has ended
-                well, and ``changes_not_saved`` says what is in the way.
         """
         self.saving.finish()
         try:
@@ -292,10 +283,6 @@ class Session:
 
         Returns:
             Its directory, or None at the start of a run.
-
-        Raises:
-            CheckpointError: H312 if checkpoints are lost, damaged or another run's, H313 if one does not fit.
-            RunDirectoryError: H303 for a newer format, H304 for another model, H307 if the newest cannot be read now.
         """
         entry = self._newest_good()
         if entry is None:

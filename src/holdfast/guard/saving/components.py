@@ -112,12 +112,7 @@ def has_weights_of(parts: Parts, entry: Entry) -> bool:
 
 
 def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
-    """Check that a checkpoint was made by the same models, optimizers and state, before anything is loaded.
-
-    Raises:
-        RunDirectoryError: H304, naming the first tensor that differs.
-        CheckpointError: H313, for another optimizer, scheduler or state.
-    """
+    """Check that a checkpoint was made by the same models, optimizers and state, before anything is loaded."""
     for name, model in parts.models.items():
         component = _component_of("model", name)
         if component not in trees:

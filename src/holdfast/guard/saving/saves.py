@@ -141,13 +141,7 @@ class Saving:
     # --- save -----------------------------------------------------------------------------------------------
 
     def save_first(self) -> None:
-        """Have a state to return to before the first step.
-
-        Raises:
-            CheckpointError: H310, if some state cannot be stored without pickle.
-            NonFiniteError: H502, if the weights hold NaN or Inf already.
-            RunDirectoryError: H302, if the folder cannot be written for good.
-        """
+        """Have a state to return to before the first step."""
         if self._tried_at_step is None:
             self.save()
 
@@ -155,9 +149,6 @@ class Saving:
         """Have a checkpoint of this very state when this returns, unless the state is not whole.
 
         A save that fails is an event and does not stop training. One of weights that are not finite is refused.
-
-        Raises:
-            RunDirectoryError: H301, if the lock was lost and another run has the directory.
         """
         started = self._clock.monotonic_seconds()
         self.finish()
@@ -188,21 +179,13 @@ class Saving:
         self._take_in(save, first=first)
 
     def save_again(self) -> None:
-        """Save a state that was changed on purpose, also if there is a checkpoint of this step.
-
-        Raises:
-            RunDirectoryError: H301, if the lock was lost and another run has the directory.
-        """
+        """Save a state that was changed on purpose, also if there is a checkpoint of this step."""
         self.finish()
         self._saved_at = None
         self.save()
 
     def save_when_due(self) -> None:
-        """Begin a save of this state; the writer goes on beside the training. While one is under way, wait a step.
-
-        Raises:
-            RunDirectoryError: H301, if the lock was lost and another run has the directory.
-        """
+        """Begin a save of this state; the writer goes on beside the training. While one is under way, wait a step."""
         if self._tried_at_step is None or not self._in_background:
             self.save()
         else:

@@ -44,11 +44,7 @@ def called_inside(called: Called) -> CalledInsideError:
 
 @contextlib.contextmanager
 def returning_a_loss(optimizers: Iterable[Optimizer], parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Return a context for a loss function, in which optimizers refuse to move and ``.grad`` must stay as it is.
-
-    Raises:
-        CalledInsideError: H209. No weight has moved.
-    """
+    """Return a context for a loss function, in which optimizers refuse to move and ``.grad`` must stay as it is."""
     before = _marks(parameters)
     replaced: list[tuple[dict[str, Any], Any]] = []
     for attributes in map(vars, optimizers):
@@ -80,11 +76,7 @@ def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int] | None]:
 
 @contextlib.contextmanager
 def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Return a context for forward and backward in which hooks of parameters may look, and must not step.
-
-    Raises:
-        BatchError: H211. The weights have moved.
-    """
+    """Return a context for forward and backward in which hooks of parameters may look, and must not step."""
     hooked = [p for p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
     before = [p._version for p in hooked]
     yield

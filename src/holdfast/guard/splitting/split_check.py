@@ -54,9 +54,9 @@ _FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupl
 class Verdict:
     """What a check has shown.
 
-    ``"exact"``: splitting keeps the gradient. ``"coupled"``: it does not. ``"random"``: the loss draws random numbers,
-    so splitting is equal in distribution at best. ``"trusted"``: the caller says that it is exact. ``"unknown"``: it
-    could not be tried.
+    ``"exact"``: splitting keeps the gradient. ``"coupled"``: it does not. ``"random"``: the loss draws random
+    numbers, so splitting is equal in distribution at best. ``"trusted"``: the caller says that it is exact.
+    ``"unknown"``: it could not be tried.
     """
 
     outcome: Outcome
@@ -97,16 +97,15 @@ def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
     failed = tuple(dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.failed))
     every = dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.held)
     held = tuple(sorted((weighting for weighting in every if weighting not in failed), key=Weighting.rank))
-    largest = max((v.difference for v in verdicts if v.difference >= 0), default=float("nan"))
     together: dict[str, Any] = {
         "changes_batch": any(verdict.changes_batch for verdict in verdicts),
         "changed_buffer": next((verdict.changed_buffer for verdict in verdicts if verdict.changed_buffer), ""),
         "side_effects": tuple(dict.fromkeys(name for verdict in verdicts for name in verdict.side_effects)),
     }
     if chosen.outcome == "exact" and failed and not held:
-        together |= {"outcome": "coupled", "difference": largest}
+        together |= {"outcome": "coupled", "difference": math.nan}  # what held for one batch failed for another
     elif chosen.outcome == "exact":
-        together["difference"] = largest
+        together["difference"] = max(verdict.difference for verdict in verdicts if verdict.outcome == "exact")
     return replace(chosen, held=held, failed=failed, **{**together, **facts})
 
 

@@ -87,11 +87,7 @@ class SplitSafety:
         return BufferKeeper(self.parts.models, StateKeeper(states, every=True))
 
     def size_of(self, batch: Any, split: Split) -> int | None:
-        """Return the samples of a batch, of a window those of its largest, or None if it has no batch dimension.
-
-        Raises:
-            BatchError: H204 or H205, unless the policy does without splitting.
-        """
+        """Return the samples of a batch, of a window those of its largest, or None if it has no batch dimension."""
         if isinstance(batch, Window):
             sizes = [self.size_of(each, split) for each in batch]
             return None if None in sizes else max(size for size in sizes if size is not None)
@@ -121,10 +117,6 @@ class SplitSafety:
         Returns:
             Whether it was tried out in this process, so that buffers and random state are to be put back; and
             whether this batch may be cut.
-
-        Raises:
-            BatchError: H206 or H207, if the policy asks for a micro-batch size and splitting would change
-                training.
         """
         known = self._of(work.loss_fn)
         known.steps += 1
@@ -373,6 +365,8 @@ def _is_power_of_two(count: int) -> bool:
 def _coupling(verdict: Verdict) -> str:
     """Return by how much the parts miss the whole, and what was tried."""
     differs = f"differs from that over 3 + 1 of them by {verdict.difference:.1%}"
+    if math.isnan(verdict.difference):
+        differs = "differs from that over 3 + 1 of them in one batch or another"
     if math.isinf(verdict.difference):
         differs = "is finite, and that over 3 + 1 of them is not"
     others = [str(weighting) for weighting in verdict.failed if weighting.kind not in ("samples", "sum")]

@@ -69,9 +69,6 @@ class TwoPassRun:
 
         Returns:
             The loss, still with the graph from the outputs on.
-
-        Raises:
-            BatchError: H201 for outputs that cannot be joined.
         """
         buffers_at_first, buffers_at_last = self.keeper(), self.keeper()
         buffers_at_first.keep()

@@ -82,12 +82,7 @@ class Attempts:
         self._born.clear()
 
     def begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split) -> Work:
-        """Note everything that an attempt may change, and empty the gradients.
-
-        Raises:
-            BatchError: H204 or H205, for a batch that cannot be cut as it must be; H210, for gradients before the
-                first step.
-        """
+        """Note everything that an attempt may change, and empty the gradients."""
         self._filled_outside.check()
         size = self.safety.size_of(batch, split)
         self.buffers.keep()
@@ -120,11 +115,7 @@ class Attempts:
         return None
 
     def make(self, work: Work, plan: Plan) -> Attempt:
-        """Run forward and backward by a plan, and look at the gradients.
-
-        Raises:
-            BatchError: H2xx, for a loss or hooks that cannot be used.
-        """
+        """Run forward and backward by a plan, and look at the gradients."""
         self._prepare(work.names)
         work.prepared = True
         self._passes.watched, self._unlooked = self._unlooked, []  # once: it takes a look at each parameter
@@ -213,11 +204,7 @@ class Attempts:
     # --- forward and backward ---------------------------------------------------------------------------------
 
     def run(self, work: Work, plan: Plan, *, drops: bool = True, verify: bool = False) -> Passed:
-        """Run forward and backward by a plan.
-
-        Raises:
-            PolicyError: H102, if modules are to be recomputed that may be compiled.
-        """
+        """Run forward and backward by a plan."""
         self._check_recompute()
         wanted = () if not plan.recompute or self.compiled else plan.recompute
         active = {name: self._modules[name] for name in wanted if name in self._modules}

@@ -104,14 +104,7 @@ class StepEngine:
         stop_requested: bool,
         judge: Callable[[Attempt], Ruling],
     ) -> Outcome:
-        """Make one step.
-
-        Raises:
-            BatchError: H2xx, for a batch or a loss that cannot be used.
-            OutOfMemoryError: H401, if no remedy is left.
-            DeviceError: H403, if the device's context is dead.
-            PartialOptimizerStep: if an optimizer ran out of memory half-way.
-        """
+        """Make one step."""
         work = self.begin(batch, loss_fn, names, split)
         outcome = self._try(work, stop_requested=stop_requested, judge=judge)
         less = None if outcome.committed else self.without_bad_samples(work, outcome)
@@ -151,22 +144,13 @@ class StepEngine:
     # --- the seam ---------------------------------------------------------------------------------------------
 
     def begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None) -> Work:
-        """Note everything that an attempt may change, and empty the gradients.
-
-        Raises:
-            BatchError: H2xx, for a batch that cannot be used; nothing has begun.
-        """
+        """Note everything that an attempt may change, and empty the gradients."""
         work = self.attempts.begin(batch, loss_fn, names, self._split if split is None else split)
         self.state.begin()
         return work
 
     def attempt(self, work: Work) -> Attempt:
-        """Make attempts until one fits into memory; its gradients are there. An error takes the step back.
-
-        Raises:
-            BatchError: H2xx. OutOfMemoryError: H401, if no remedy is left. DeviceError: H403, if the device's context
-                is dead.
-        """
+        """Make attempts until one fits into memory; its gradients are there. An error takes the step back."""
         with self._taken_back_on_error(work):
             return self._attempt_until_it_fits(work)
 
@@ -207,11 +191,7 @@ class StepEngine:
         return self._replay.without_samples(work, outcome.provenance) if self._policy.drop_nonfinite_samples else None
 
     def commit(self, work: Work, attempt: Attempt, tighter: float | None) -> Outcome:
-        """Clip, and step every optimizer. The run is committing until whoever drives the step calls `finished`.
-
-        Raises:
-            PartialOptimizerStep: if an optimizer ran out of memory half-way. DeviceError: H403.
-        """
+        """Clip, and step every optimizer. The run is committing until whoever drives the step calls `finished`."""
         with self._taken_back_on_error(work):
             self._clip(attempt.groups, attempt.norms, tighter)
             outcome = self._outcome(work, attempt, committed=True)

@@ -71,9 +71,6 @@ class Passes:
 
         Returns:
             As `whole`, over all parts that were not dropped. Cost: a host sync for each part.
-
-        Raises:
-            BatchError: H203, for a `TwoPass` without a batch.
         """
         if isinstance(loss_fn, TwoPass):
             terms = self._in_two_passes(loss_fn, batch, parts, inputs)
@@ -90,11 +87,7 @@ class Passes:
         return tally.finish(parameters)
 
     def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> Passed:
-        """Run several batches whose losses add up as they are; parts of one batch by their share in its mean.
-
-        Raises:
-            BatchError: H203, if the loss function declares items.
-        """
+        """Run several batches whose losses add up as they are; parts of one batch by their share in its mean."""
         losses, samples = [], 0
         for parts in batches:
             weights = shares(self._safety.weighting(loss_fn), parts) if len(parts) > 1 else (1.0,)
