@@ -3,7 +3,7 @@
 How: `Guard.step` with a micro-batch size, on a recurrent language model whose mean is over tokens, in batches of 32
 sequences of four kinds of length, in 2 to 32 parts; the optimizer notes the gradient that it is given. The figure is
 the L2 norm of the difference, relative to the gradient of one plain pass. The loss is declared, by
-``Loss(mean, items)``, or bare, so that the rehearsal has to find out what it is a mean over. Beside it the usual
+``Loss(mean, items)``, or bare, so that the split check has to find out what it is a mean over. Beside it the usual
 loop: each part's mean, divided by the number of parts. Then losses that compare samples, as `TwoPass`, beside the
 same usual loop.
 
@@ -84,14 +84,6 @@ def token_mean(model: nn.Module, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(model(batch[0]).mT, batch[1])
 
 
-def declared(model: nn.Module) -> Callable[[Any], Any]:
-    return lambda batch: Loss(token_mean(model, batch), (batch[1] != -100).sum())
-
-
-def bare(model: nn.Module) -> Callable[[Any], Any]:
-    return lambda batch: token_mean(model, batch)
-
-
 def contrast(model: Any, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
     left, right = functional.normalize(outputs, dim=1), functional.normalize(batch[1], dim=1)
     return functional.cross_entropy(left @ right.T * model.log_scale.exp(), torch.arange(len(left)))
@@ -160,24 +152,12 @@ def away(found: torch.Tensor, whole: torch.Tensor) -> float:
     return float((found - whole).norm() / whole.norm())
 
 
-class Table:
-    """Errors of splits and of the usual loop, by case."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, list[float]] = {}
-        self.beyond: dict[torch.dtype, list[bool]] = {dtype: [] for dtype in _LIMITS}
-
-    def add(self, case: str, dtype: torch.dtype, split: float, usual: float) -> None:
-        """Add the errors of one number of parts."""
-        name = f"{case}, {str(dtype).removeprefix('torch.')}"
-        self.rows.setdefault(f"{name}: split", []).append(split)
-        self.beyond[dtype].append(not split <= _LIMITS[dtype])  # NaN is beyond
-        if dtype == torch.float64:
-            self.rows.setdefault(f"{name}: mean of means", []).append(usual)
+Losses = dict[str, Callable[[Any], Any]]
+Case = tuple[nn.Module, Any, Losses]
 
 
-def ragged(table: Table, parts: list[int], dtype: torch.dtype, kind: str) -> None:
-    """Measure one distribution of lengths."""
+def ragged(dtype: torch.dtype, kind: str) -> Case:
+    """Return a model, a batch with one distribution of lengths, and its losses."""
     generator = torch.Generator().manual_seed(7)
     torch.manual_seed(1)
     model = LanguageModel().to(dtype)
@@ -185,33 +165,47 @@ def ragged(table: Table, parts: list[int], dtype: torch.dtype, kind: str) -> Non
     words = torch.randint(1, _WORDS, (_SAMPLES, _LONGEST), generator=generator)
     targets = torch.randint(1, _WORDS, (_SAMPLES, _LONGEST), generator=generator)
     batch = words, targets.masked_fill(torch.arange(_LONGEST) >= lengths.unsqueeze(1), -100)
-    token_mean(model, batch).backward()
-    whole = flat(model.parameters())
-    for number in parts:
-        usual = away(usual_gradient(model, batch, bare(model), number), whole)
-        for how, loss in (("declared", declared(model)), ("bare", bare(model))):
-            table.add(f"{kind}, {how}", dtype, away(split_gradient(model, batch, loss, number), whole), usual)
+    return (
+        model,
+        batch,
+        {
+            f"{kind}, bare": lambda part: token_mean(model, part),
+            f"{kind}, declared": lambda part: Loss(token_mean(model, part), (part[1] != -100).sum()),
+        },
+    )
 
 
-def coupled(table: Table, parts: list[int], dtype: torch.dtype, loss: Callable[..., torch.Tensor]) -> None:
-    """Measure one loss that compares samples."""
+def coupled(dtype: torch.dtype, loss: Callable[..., torch.Tensor]) -> Case:
+    """Return a model, a batch, and one loss that compares samples."""
     generator = torch.Generator().manual_seed(7)
     torch.manual_seed(1)
     model = Encoder().to(dtype)
     features = torch.randn(_SAMPLES, 12, generator=generator, dtype=torch.float64).to(dtype)
     targets = torch.randn(_SAMPLES, 8, generator=generator, dtype=torch.float64).to(dtype)
     batch = features, targets, torch.arange(_SAMPLES) % 4
+    two_pass = TwoPass(lambda part: model(part[0]), lambda found, given: loss(model, found, given))
+    return model, batch, {loss.__name__.replace("_", " "): two_pass}
 
-    def outputs(part: Any) -> torch.Tensor:
-        return model(part[0])
 
-    two_pass = TwoPass(outputs, lambda found, given: loss(model, found, given))
-    two_pass(batch).backward()
-    whole = flat(model.parameters())
-    for number in parts:
-        usual = usual_gradient(model, batch, two_pass, number)
-        found = split_gradient(model, batch, two_pass, number)
-        table.add(loss.__name__.replace("_", " "), dtype, away(found, whole), away(usual, whole))
+def measure(result: Result, parts: list[int], dtype: torch.dtype, case: Case) -> list[bool]:
+    """Add the errors of splits and of the usual loop; return for each split whether it is within the limit."""
+    model, batch, losses = case
+    plain = next(iter(losses.values()))
+    model.zero_grad()
+    plain(batch).backward()
+    whole, within = flat(model.parameters()), []
+    usual = [away(usual_gradient(model, batch, plain, number), whole) for number in parts]
+    for name, loss in losses.items():
+        errors = [away(split_gradient(model, batch, loss, number), whole) for number in parts]
+        within += [error <= _LIMITS[dtype] for error in errors]  # NaN is beyond
+        named = f"{name}, {str(dtype).removeprefix('torch.')}"
+        result.add_samples(f"{named}: split", "relative L2 error", errors, digits=20)
+        finite = [error for error in usual if math.isfinite(error)]
+        if dtype == torch.float64:
+            result.add_samples(f"{named}: mean of means", "relative L2 error", finite, digits=4)
+            if len(finite) < len(usual):
+                result.notes.append(f"{named}: mean of means: NaN in {len(usual) - len(finite)} of {len(usual)}")
+    return within
 
 
 def main() -> None:
@@ -220,21 +214,12 @@ def main() -> None:
     parts = [2, 8, 32] if options.quick else [2, 3, 4, 5, 6, 7, 8, 11, 16, 32]
     parameters = {"samples": _SAMPLES, "longest": _LONGEST, "parts": parts, "parts_in_fp32": [2, 8, 32], "seed": 7}
     result = Result(options=options, parameters=parameters)
-    table = Table()
     for dtype, numbers in ((torch.float64, parts), (torch.float32, [2, 8, 32])):
-        for kind in ("equal", "uniform 1-64", "log-normal", "2 of 32 empty"):
-            ragged(table, numbers, dtype, kind)
-        for loss in COUPLED:
-            coupled(table, numbers, dtype, loss)
-    for case, errors in table.rows.items():
-        finite = [error for error in errors if math.isfinite(error)]
-        digits = 20 if case.endswith("split") else 4
-        result.add_samples(case, "relative L2 error", finite, digits=digits)
-        if len(finite) < len(errors):
-            result.notes.append(f"{case}: NaN in {len(errors) - len(finite)} of {len(errors)}")
-    for dtype, beyond in table.beyond.items():
+        cases = [ragged(dtype, kind) for kind in ("equal", "uniform 1-64", "log-normal", "2 of 32 empty")]
+        cases += [coupled(dtype, loss) for loss in COUPLED]
+        within = [good for case in cases for good in measure(result, numbers, dtype, case)]
         what = f"splits in {str(dtype).removeprefix('torch.')} with an error of at most {_LIMITS[dtype]:g}"
-        result.add_count(what, beyond.count(False), len(beyond), expected=len(beyond))
+        result.add_count(what, sum(within), len(within), expected=len(within))
     result.notes.append("samples are in the order of the numbers of parts; no timings")
     result.write()
 

@@ -46,14 +46,7 @@ class Tables(nn.Module):
 
 
 class Run:
-    """One guarded run, a step at a time, with the time of each step and of what lies between two steps.
-
-    Args:
-        run_dir: Its directory.
-        size_bytes: Of its state.
-        beside: Whether it saves beside the training.
-        interval_steps: Between saves.
-    """
+    """One guarded run, a step at a time, with the time of each step and of what lies between two steps."""
 
     def __init__(self, run_dir: Path, size_bytes: int, *, beside: bool, interval_steps: int) -> None:
         torch.manual_seed(0)
@@ -88,16 +81,11 @@ class Run:
         self.guard.step(self._batch, lambda rows: self.model(rows).square().mean())
         return time.perf_counter() - started
 
-    @property
-    def saved(self) -> int:
-        """Return the saves that are finished."""
-        return self.guard.statistics().checkpoints_saved
-
     def one_save(self) -> dict[str, list[float]]:
         """Go on until one more save is finished; return the seconds of steps and of gaps, before it and since."""
         found: dict[str, list[float]] = {"gaps": [], "usual gaps": [], "steps": [], "usual steps": []}
-        saved, is_due = self.saved, False
-        while self.saved == saved:
+        saved, is_due = self.guard.statistics().checkpoints_saved, False
+        while self.guard.statistics().checkpoints_saved == saved:
             found["steps" if is_due else "usual steps"].append(self.step())
             is_due = is_due or self.guard.global_step % self._interval == 0
             found["gaps" if is_due else "usual gaps"].append(self.between())
@@ -128,9 +116,8 @@ def measure(result: Result, size_bytes: int, rounds: int, folder: Path) -> None:
         run.between()
     warm = [(runs[True].step(), runs[True].between()) for _ in range(_WARM_STEPS)]
     usual = statistics.median(gap for _, gap in warm)
-    result.samples[f"{name}: stalls while the memory is made, seconds"] = [
-        round(sum(gap - usual for _, gap in warm), 5)
-    ]
+    making = sum(gap - usual for _, gap in warm)
+    result.samples[f"{name}: stalls while the memory is made, seconds"] = [round(making, 5)]
     ratios, stalls, whole, slower, share = [], [], [], [], []
     for number in range(rounds):
         order = (True, False) if number % 2 else (False, True)
@@ -142,7 +129,6 @@ def measure(result: Result, size_bytes: int, rounds: int, folder: Path) -> None:
             usual_step = statistics.median(found[True]["usual steps"])
             slower.append(statistics.median(found[True]["steps"]) / usual_step)
             share.append(lost(found[True]) / whole[-1])
-    result.samples[f"{name}: stall of the first asynchronous save, of the synchronous time"] = [round(ratios[0], 5)]
     result.add_samples(
         f"{name}: stall of an asynchronous save, of the synchronous time", "ratio", ratios, at_most=0.05
     )

@@ -42,16 +42,8 @@ def make_run(run_dir: Path, plain_file: Path) -> dict[int, str]:
         digests[step] = training.digest()
 
     training = train_guarded(run_dir, 0, after_step, max_steps=_STEPS)
-    torch.save(plain_state(training), plain_file)
+    torch.save(training.plain_state(), plain_file)
     return digests
-
-
-def plain_state(training: Training) -> dict[str, Any]:
-    return {
-        "model": training.model.state_dict(),
-        "optimizer": training.optimizer.state_dict(),
-        "scheduler": training.scheduler.state_dict(),
-    }
 
 
 def flip(directory: Path, chance: random.Random, *, file_first: bool) -> tuple[Path, int]:
@@ -94,10 +86,8 @@ def try_one(original: Path, copy: Path, chance: random.Random, digests: dict[int
 
 def load_plain(file: Path) -> str:
     """Load a plain file and return a digest of everything in it."""
-    saved, training = torch.load(file, weights_only=True), Training()
-    training.model.load_state_dict(saved["model"])
-    training.optimizer.load_state_dict(saved["optimizer"])
-    training.scheduler.load_state_dict(saved["scheduler"])
+    training = Training()
+    training.load_plain_state(torch.load(file, weights_only=True))
     return training.digest()
 
 

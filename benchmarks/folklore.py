@@ -34,7 +34,7 @@ from benchmarks.clipping import METHODS, is_clipped_right, overflows
 from benchmarks.forks import Child, single_threaded
 from benchmarks.process_memory import peak_bytes, reset_peak, resident_bytes
 from benchmarks.results_file import Result, read_options
-from holdfast.memory.host_allocator import set_malloc_threshold
+from holdfast.memory.host_memory import set_malloc_threshold
 
 PAGE = Path(__file__).parent.parent / "docs" / "folklore.md"
 _BLOCK = re.compile(r"(?<=<!-- table -->\n).*?(?=\n<!-- end of table -->)", re.DOTALL)

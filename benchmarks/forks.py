@@ -7,39 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
+import multiprocessing
 import os
-import pickle
-import select
 import signal
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
+_fork = multiprocessing.get_context("fork")
 _PR_SET_PDEATHSIG = 1
-_NUMBER = struct.Struct("<q")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """How a child ended.
+    """How a child ended."""
 
-    Args:
-        value: What its function returned; None if it did not return.
-        error: Type and first line of the exception that it raised.
-        signal: Name of the signal that killed it.
-        timed_out: It was killed because it took too long.
-    """
-
-    value: Any = None
-    error: str | None = None
-    signal: str | None = None
-    timed_out: bool = False
+    value: Any = None  # what its function returned; None if it did not return
+    error: str | None = None  # type and first line of the exception that it raised
+    signal: str | None = None  # name of the signal that killed it
+    timed_out: bool = False  # it was killed because it took too long
 
     @property
     def how(self) -> str:
@@ -55,99 +46,84 @@ class Counter:
     """A whole number that parent and children share, in memory that outlives them."""
 
     def __init__(self) -> None:
-        self._map = mmap.mmap(-1, _NUMBER.size)
+        self._number = _fork.RawValue("q", 0)
 
     def set(self, number: int) -> None:
         """Write the number."""
-        _NUMBER.pack_into(self._map, 0, number)
+        self._number.value = number
 
     def get(self) -> int:
         """Read the number."""
-        return int(_NUMBER.unpack_from(self._map, 0)[0])
+        return int(self._number.value)
 
 
 class Child:
-    """A forked child that runs a function and then ends.
-
-    Args:
-        run: Returns what can be pickled.
-    """
+    """A forked child that runs a function, which returns what can be pickled, and then ends."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
-        self._reading, writing = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _live(run, writing)
-        os.close(writing)
+        self._reading, writing = _fork.Pipe(duplex=False)
+        self._process = _fork.Process(target=_live, args=(run, writing))
+        self._process.start()
+        writing.close()
+        self.pid = self._process.pid or 0
+        # Not its sentinel: a pipe, of which workers that the child has started hold the other end.
         self._death = os.pidfd_open(self.pid)
 
     @property
     def has_ended(self) -> bool:
         """Return whether the child is dead already."""
-        return bool(select.select([self._death], [], [], 0)[0])
+        return not self._process.is_alive()
 
     def kill(self) -> None:
         """Send SIGKILL."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._death, signal.SIGKILL)
+        self._process.kill()
 
     def finish(self, timeout_seconds: float = 120.0) -> Fate:
         """Wait for the end and return how it came about."""
-        deadline = time.monotonic() + timeout_seconds
-        data, timed_out, watched = bytearray(), False, [self._reading, self._death]
-        while True:
-            ready = select.select(watched, [], [], max(0.0, deadline - time.monotonic()))[0]
-            if not ready:
-                timed_out = True
-                self.kill()
-                deadline += 10.0
-            elif self._reading in ready:
-                chunk = os.read(self._reading, 2**20)
-                data += chunk
-                if not chunk:
-                    watched.remove(self._reading)
-            else:
-                break
-        status = os.waitpid(self.pid, 0)[1]
-        os.close(self._reading)
+        answer: tuple[Any, str | None] | None = None
+        timed_out = not wait([self._reading, self._death], timeout_seconds)
+        if timed_out:
+            self.kill()
+        elif self._reading.poll():
+            with contextlib.suppress(EOFError):  # killed before it could say anything
+                answer = self._reading.recv()
+        self._process.join()
+        self._reading.close()
         os.close(self._death)
-        return _fate(bytes(data), status, timed_out=timed_out)
+        code = self._process.exitcode or 0
+        if timed_out:
+            return Fate(timed_out=True)
+        if code < 0:
+            return Fate(signal=signal.Signals(-code).name)
+        return Fate(error=f"exit code {code}") if answer is None else Fate(value=answer[0], error=answer[1])
 
 
-def _fate(data: bytes, status: int, *, timed_out: bool) -> Fate:
-    if timed_out:
-        return Fate(timed_out=True)
-    if os.WIFSIGNALED(status):
-        return Fate(signal=signal.Signals(os.WTERMSIG(status)).name)
-    if not data:
-        return Fate(error=f"exit code {os.WEXITSTATUS(status)}")
-    value, error = pickle.loads(data)
-    return Fate(value=value, error=error)
-
-
-def _live(run: Callable[[], Any], writing: int) -> None:
-    code = 1
+def _live(run: Callable[[], Any], writing: Connection) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    answer: tuple[Any, str | None]
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 1)
-        os.dup2(silence, 2)
-        answer: tuple[Any, str | None]
-        try:
-            answer = (run(), None)
-        except BaseException as error:  # noqa: BLE001 - the parent is told, whatever it is
-            first = (str(error).strip().splitlines() or [""])[0]
-            answer = (None, f"{type(error).__name__}: {first}"[:300])
-        with open(writing, "wb") as pipe:
-            pickle.dump(answer, pipe)
-        code = 0
-    finally:
-        os._exit(code)
+        answer = (run(), None)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent is to know
+        first = (str(error).strip().splitlines() or [""])[0]
+        answer = (None, f"{type(error).__name__}: {first}"[:300])
+    writing.send(answer)
+    os._exit(0)
 
 
 def in_a_fork(run: Callable[[], Any], timeout_seconds: float = 120.0) -> Fate:
     """Run a function in a child and return how that ended."""
     return Child(run).finish(timeout_seconds)
+
+
+def value_in_a_fork(run: Callable[[], Any], name: str, timeout_seconds: float = 900.0) -> Any:
+    """Return what a function returns in a child; an error with this name if it does not return."""
+    fate = in_a_fork(run, timeout_seconds)
+    if fate.value is None:
+        raise RuntimeError(f"{name}: {fate.error or fate.how}")
+    return fate.value
 
 
 def single_threaded() -> None:

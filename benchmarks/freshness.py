@@ -64,7 +64,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "loader_overhead": ("loader",),
     "loader_resume": ("loader",),
     "loader_tuning": ("loader",),
-    "malloc_threshold": ("memory/host_allocator.py",),
+    "malloc_threshold": ("memory/host_memory.py",),
     "nan_batches": (*_STEP, "numerics"),
     "numerics_overhead": (*_STEP, "numerics"),
     "oom_recovery": _STEP,

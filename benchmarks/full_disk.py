@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,11 @@ from holdfast.checkpoint.store import Store
 from holdfast.recorder.reader import read_events
 from holdfast.testing import fill_disk
 
-_FULL_AT, _ROOM_AT = 20, 50
+_FULL_AT, _FREE_AT = 20, 50
 _LEFT_BYTES = 64 * 1024
 
 
-def live(run_dir: Path) -> dict[str, Any]:
+def train(run_dir: Path) -> dict[str, Any]:
     """Train through a full disk and return what was seen."""
     filler = run_dir.with_name("filler")
     store = Store(run_dir / "checkpoints")
@@ -43,7 +44,7 @@ def live(run_dir: Path) -> dict[str, Any]:
     def after_step(step: int, _: Training) -> None:
         if step == _FULL_AT:
             fill_disk(filler, leave_bytes=_LEFT_BYTES)
-        elif step == _ROOM_AT:
+        elif step == _FREE_AT:
             for entry in store.entries():
                 while_full["entries"] += 1
                 try:
@@ -66,22 +67,20 @@ def inside(disk: Path, repetitions: int) -> None:
     """Run all repetitions on the small disk, and print what was seen as JSON."""
     rows = []
     for number in range(repetitions):
-        fate = in_a_fork(partial(live, disk / f"run{number}" / "run"))
+        fate = in_a_fork(partial(train, disk / f"run{number}" / "run"))
         rows.append({"value": fate.value, "ended": fate.error or fate.how})
         subprocess.run(["rm", "-rf", str(disk / f"run{number}")], check=True)
     print(json.dumps(rows))
 
 
-def holds(value: dict[str, Any] | None, undisturbed: str) -> dict[str, bool]:
-    """Return which promises one repetition has kept."""
-    if value is None:
-        return dict.fromkeys(("event", "older", "later", "same"), False)
-    return {
-        "event": bool(value["failed_at"]) and all(_FULL_AT < step <= _ROOM_AT for step in value["failed_at"]),
-        "older": value["entries"] > 0 and value["damaged"] == 0,
-        "later": max(value["saved_at"]) > _ROOM_AT,
-        "same": value["digest"] == undisturbed,
-    }
+_PROMISES: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "saves failed with an event, and training went on": lambda seen: (
+        bool(seen["failed_at"]) and all(_FULL_AT < step <= _FREE_AT for step in seen["failed_at"])
+    ),
+    "every older checkpoint verified while the disk was full": lambda seen: seen["entries"] > 0 == seen["damaged"],
+    "a save succeeded after there was space again": lambda seen: max(seen["saved_at"]) > _FREE_AT,
+    "the final state equals the plain loop's, bit for bit": lambda seen: seen["digest"] == seen["wanted"],
+}
 
 
 def main() -> None:
@@ -91,7 +90,7 @@ def main() -> None:
         return
     options = read_options("full_disk", __doc__ or "")
     repetitions = 2 if options.quick else 10
-    parameters = {"repetitions": repetitions, "steps": STEPS, "full_after": _FULL_AT, "room_after": _ROOM_AT}
+    parameters = {"repetitions": repetitions, "steps": STEPS, "full_after": _FULL_AT, "free_after": _FREE_AT}
     result = Result(options=options, parameters=parameters)
     with tempfile.TemporaryDirectory() as disk:
         again = [sys.executable, "-m", "benchmarks.full_disk", "--inside", disk, str(repetitions)]
@@ -102,14 +101,9 @@ def main() -> None:
             return
         rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     undisturbed = in_a_fork(reference_digest).value
-    kept = [holds(row["value"], undisturbed) for row in rows]
-    for key, what in {
-        "event": "saves failed with an event, and training went on",
-        "older": "every older checkpoint verified while the disk was full",
-        "later": "a save succeeded after there was room again",
-        "same": "the final state equals the plain loop's, bit for bit",
-    }.items():
-        result.add_count(what, sum(row[key] for row in kept), repetitions, expected=repetitions)
+    for what, holds in _PROMISES.items():
+        kept = sum(row["value"] is not None and holds({**row["value"], "wanted": undisturbed}) for row in rows)
+        result.add_count(what, kept, repetitions, expected=repetitions)
     result.samples["rows"] = rows
     result.write()
 

@@ -16,11 +16,11 @@ import random
 import time
 from functools import partial
 
-from benchmarks.forks import in_a_fork, single_threaded
+from benchmarks.forks import single_threaded, value_in_a_fork
 from benchmarks.results_file import Result, read_options
 from benchmarks.step_models import Job
 from holdfast import Policy
-from holdfast.memory.host_allocator import set_malloc_threshold
+from holdfast.memory.host_memory import set_malloc_threshold
 
 # Samples; an activation of conv is 64 KiB a sample, one of wide_conv 256 KiB.
 _CASES = {"1 MiB": ("conv", 16), "3 MiB": ("conv", 48), "6 MiB": ("wide_conv", 24), "16 MiB": ("wide_conv", 64)}
@@ -52,10 +52,7 @@ def main() -> None:
         found: dict[int | None, list[float]] = {None: [], threshold: []}
         for _ in range(pairs):
             for setting in chance.sample(list(found), 2):
-                fate = in_a_fork(partial(cpu_seconds, kind, batch_size, setting))
-                if fate.value is None:
-                    raise RuntimeError(f"{name}: {fate.error or fate.how}")
-                found[setting].append(fate.value)
+                found[setting].append(value_in_a_fork(partial(cpu_seconds, kind, batch_size, setting), name))
         ratios = [after / before for before, after in zip(found[None], found[threshold], strict=True)]
         result.add_samples(f"activations of {name}: CPU time with threshold over default", "ratio", ratios)
         result.add_samples(f"activations of {name}: default", "ms", [1000 * seconds for seconds in found[None]])

@@ -27,7 +27,7 @@ from benchmarks.forks import in_a_fork, single_threaded
 from benchmarks.results_file import Result, read_options
 from benchmarks.step_models import MAX_GRAD_NORM, Job, find_batch_size
 from holdfast import Guard, Policy
-from holdfast.memory.host_allocator import set_malloc_threshold
+from holdfast.memory.host_memory import set_malloc_threshold
 
 _TIMED = (("mlp", 10.0, 1.03), ("conv", 10.0, 1.03), ("mlp", 50.0, 1.01), ("conv", 50.0, 1.01))
 _OFF: dict[str, Any] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,96 +12,47 @@ from torch.nn import functional as F  # noqa: N812 - as everybody spells it
 
 KINDS = ("mlp", "conv", "transformer", "lstm")
 _CLASSES = 10
+_RANGES: dict[str, dict[str, tuple[int, ...]]] = {
+    "mlp": {"batch_size": (8192, 12288, 16384), "width": (192, 256), "depth": (3, 4, 5, 6)},
+    "conv": {"batch_size": (32, 48, 64), "width": (8, 16), "depth": (3, 4, 5)},
+    "transformer": {"batch_size": (64, 96, 128), "width": (64,), "depth": (2, 3, 4), "length": (64, 96)},
+    "lstm": {"batch_size": (128, 256), "width": (128, 192), "depth": (2,), "length": (24, 48)},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One training step that will not fit.
+    """One training step that will not fit."""
 
-    Args:
-        number: Of the case; its seed too.
-        kind: One of `KINDS`.
-        batch_size: Samples.
-        sizes: Further sizes by name.
-        share: Where the limit lies between the least that may be asked for (0) and the most (1).
-    """
-
-    number: int
-    kind: str
+    number: int  # its seed too
+    kind: str  # one of `KINDS`
     batch_size: int
     sizes: dict[str, int]
-    share: float
+    share: float  # where the limit lies between the least that may be asked for (0) and the most (1)
 
 
 def draw_case(number: int) -> Case:
     """Draw a case; the number decides everything."""
-    chance = random.Random(number)
-    kind = KINDS[number % len(KINDS)]
-    batch_size, sizes = _DRAW[kind](chance)
-    return Case(number=number, kind=kind, batch_size=batch_size, sizes=sizes, share=chance.random())
+    chance, kind = random.Random(number), KINDS[number % len(KINDS)]
+    sizes = {name: chance.choice(values) for name, values in _RANGES[kind].items()}
+    return Case(number=number, kind=kind, batch_size=sizes.pop("batch_size"), sizes=sizes, share=chance.random())
 
 
-def _draw_mlp(chance: random.Random) -> tuple[int, dict[str, int]]:
-    return chance.choice([8192, 12288, 16384]), {"width": chance.choice([192, 256]), "depth": chance.randint(3, 6)}
+class Sequential(nn.Module):
+    """An LSTM, or transformer encoder layers, and a classifier of the mean. Takes ``(batch, length, width)``."""
 
-
-def _draw_conv(chance: random.Random) -> tuple[int, dict[str, int]]:
-    return chance.choice([32, 48, 64]), {"width": chance.choice([8, 16]), "depth": chance.randint(3, 5), "side": 64}
-
-
-def _draw_transformer(chance: random.Random) -> tuple[int, dict[str, int]]:
-    return chance.choice([64, 96, 128]), {
-        "width": 64,
-        "depth": chance.randint(2, 4),
-        "length": chance.choice([64, 96]),
-    }
-
-
-def _draw_lstm(chance: random.Random) -> tuple[int, dict[str, int]]:
-    return chance.choice([128, 256]), {
-        "width": chance.choice([128, 192]),
-        "depth": 2,
-        "length": chance.choice([24, 48]),
-    }
-
-
-_DRAW: dict[str, Callable[[random.Random], tuple[int, dict[str, int]]]] = {
-    "mlp": _draw_mlp,
-    "conv": _draw_conv,
-    "transformer": _draw_transformer,
-    "lstm": _draw_lstm,
-}
-
-
-class Recurrent(nn.Module):
-    """An LSTM and a classifier of its last output. Takes ``(batch, length, width)``."""
-
-    def __init__(self, width: int, depth: int) -> None:
+    def __init__(self, kind: str, width: int, depth: int) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(width, width, depth, batch_first=True)
+        self.body: nn.Module = nn.LSTM(width, width, depth, batch_first=True)
+        if kind == "transformer":
+            layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+            self.body = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head = nn.Linear(width, _CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits, shape ``(batch, 10)``."""
-        logits: torch.Tensor = self.head(self.lstm(x)[0][:, -1])
-        return logits
-
-
-class Attentive(nn.Module):
-    """Transformer encoder layers and a classifier of their mean. Takes ``(batch, length, width)``."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(depth)
-        )
-        self.head = nn.Linear(width, _CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits, shape ``(batch, 10)``."""
-        for layer in self.layers:
-            x = layer(x)
-        logits: torch.Tensor = self.head(x.mean(dim=1))
+        found = self.body(x)
+        logits: torch.Tensor = self.head((found[0] if isinstance(found, tuple) else found).mean(dim=1))
         return logits
 
 
@@ -134,28 +84,19 @@ class Job:
 
 def _make_model(case: Case) -> nn.Module:
     width, depth = case.sizes["width"], case.sizes["depth"]
-    if case.kind == "lstm":
-        return Recurrent(width, depth)
-    if case.kind == "transformer":
-        return Attentive(width, depth)
-    layers: list[nn.Module] = []
+    if case.kind in ("transformer", "lstm"):
+        return Sequential(case.kind, width, depth)
     if case.kind == "mlp":
-        for _ in range(depth):
-            layers += [nn.Linear(width, width), nn.GELU()]
+        layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.GELU())]
         return nn.Sequential(*layers, nn.Linear(width, _CLASSES))
-    channels = 3
-    for _ in range(depth):
-        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-        channels = width
+    channels = [3, *[width] * depth]
+    layers = [layer for n in range(depth) for layer in (nn.Conv2d(channels[n], width, 3, padding=1), nn.ReLU())]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * width, _CLASSES))
 
 
 def _make_batch(case: Case, size: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(case.number)
     width = case.sizes["width"]
-    shape = {
-        "mlp": (size, width),
-        "conv": (size, 3, case.sizes.get("side", 0), case.sizes.get("side", 0)),
-    }.get(case.kind, (size, case.sizes.get("length", 0), width))
-    inputs = torch.randn(*shape, generator=generator)
+    shapes = {"mlp": (size, width), "conv": (size, 3, 64, 64)}
+    inputs = torch.randn(*shapes.get(case.kind, (size, case.sizes.get("length", 0), width)), generator=generator)
     return inputs.to(device), torch.randint(_CLASSES, (size,), generator=generator).to(device)

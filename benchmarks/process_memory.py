@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from holdfast.core.control_groups import fields_of
+
 _STATUS = Path("/proc/self/status")
 
 
 def resident_bytes() -> int:
     """Return what is resident now."""
-    return _read("VmRSS")
+    return 1024 * fields_of(_STATUS)["VmRSS"]
 
 
 def peak_bytes() -> int:
     """Return the most that was resident since the start or the last `reset_peak`."""
-    return _read("VmHWM")
+    return 1024 * fields_of(_STATUS)["VmHWM"]
 
 
 def reset_peak() -> None:
     """Let the peak start again from what is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def _read(key: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {key}")

@@ -94,10 +94,10 @@ def load_plainly(file: Path) -> bool:
     return digest_tensors(list(torch.load(file, weights_only=True).values())) == digest(make_model())
 
 
-def time_of_a_save(life: Callable[[Counter], None]) -> float:
+def time_of_a_save(run: Callable[[Counter], None]) -> float:
     """Return the median seconds between two beginnings of a save."""
     steps = Counter()
-    child = Child(partial(life, steps))
+    child = Child(partial(run, steps))
     moments = []
     for number in range(2, 12):
         wait_until(lambda: steps.get() >= number, child)  # noqa: B023 - called in this round only
@@ -107,10 +107,10 @@ def time_of_a_save(life: Callable[[Counter], None]) -> float:
     return statistics.median(after - before for before, after in pairwise(moments))
 
 
-def kill_in_a_save(life: Callable[[Counter], None], chance: random.Random, save_seconds: float) -> str:
-    """Kill a life at a random moment after a save began; return how it ended."""
+def kill_in_a_save(run: Callable[[Counter], None], chance: random.Random, save_seconds: float) -> str:
+    """Kill a process at a random moment after a save began; return how it ended."""
     steps = Counter()
-    child = Child(partial(life, steps))
+    child = Child(partial(run, steps))
     target = chance.randint(1, 1 + _WARM_SAVES)
     if wait_until(lambda: steps.get() >= target, child):
         time.sleep(chance.random() * save_seconds)

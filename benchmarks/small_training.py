@@ -53,20 +53,13 @@ class Training:
         torch.manual_seed(0)
         np.random.seed(0)
         random.seed(0)
-        self.model = nn.Sequential(
-            nn.Conv2d(1, channels, 3, padding=1),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, padding=1),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(),
-            nn.Dropout(0.2),
-            nn.AdaptiveAvgPool2d(4),
-            nn.Flatten(),
-            nn.Linear(16 * channels, 64),
-            nn.ReLU(),
-            nn.Linear(64, 4),
-        )
+        blocks = [
+            layer
+            for width in (1, channels)
+            for layer in (nn.Conv2d(width, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
+        ]
+        head = [nn.Linear(16 * channels, 64), nn.ReLU(), nn.Linear(64, 4)]
+        self.model = nn.Sequential(*blocks, nn.Dropout(0.2), nn.AdaptiveAvgPool2d(4), nn.Flatten(), *head)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=STEPS)
 
@@ -90,6 +83,15 @@ class Training:
         numbers = [group["lr"] for group in self.optimizer.param_groups] + [self.scheduler.last_epoch]
         return digest_tensors(tensors, json.dumps(numbers))
 
+    def plain_state(self) -> dict[str, Any]:
+        """Return what most scripts save."""
+        return {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scheduler")}
+
+    def load_plain_state(self, saved: dict[str, Any]) -> None:
+        """Put back what `plain_state` returned."""
+        for name in ("model", "optimizer", "scheduler"):
+            getattr(self, name).load_state_dict(saved[name])
+
     def guard(self, run_dir: Path, num_workers: int = 0, **settings: Any) -> Guard:
         """Return a guard over all of it, resumed if there is a checkpoint."""
         return Guard(
@@ -106,14 +108,7 @@ class Training:
 def train_guarded(
     run_dir: Path, num_workers: int, after_step: Callable[[int, Training], None], max_steps: int = STEPS
 ) -> Training:
-    """Train under a guard from wherever the run stands.
-
-    Args:
-        run_dir: Of the run.
-        num_workers: Of the loader.
-        after_step: Told the steps made, after each.
-        max_steps: Where it ends.
-    """
+    """Train under a guard from wherever the run stands; `after_step` is called with the steps made, after each."""
     training = Training()
     guard = training.guard(run_dir, num_workers)
     for batch in guard.batches(max_steps=max_steps):

@@ -27,12 +27,12 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.forks import in_a_fork, single_threaded
+from benchmarks.forks import single_threaded, value_in_a_fork
 from benchmarks.process_memory import peak_bytes, reset_peak, resident_bytes
 from benchmarks.results_file import Result, read_options
 from benchmarks.step_models import MAX_GRAD_NORM, Job, Size, find_batch_size
 from holdfast import Guard, Policy
-from holdfast.memory.host_allocator import set_malloc_threshold
+from holdfast.memory.host_memory import set_malloc_threshold
 
 _ENDLESS = 10**9
 _BATCHES_OF_AN_EPOCH = 1000
@@ -47,60 +47,36 @@ Clock: TypeAlias = Callable[[], float]
 Pairs: TypeAlias = list[tuple[float, float]]
 
 
-class BareLoop:
-    """A plain loop that can be run for some steps at a time.
+class Loop:
+    """A plain loop, or with a run directory a guarded one, that can be run for some steps at a time."""
 
-    Args:
-        job: What it trains.
-        clock: Returns seconds.
-    """
-
-    def __init__(self, job: Job, clock: Clock = time.process_time) -> None:
-        self._job = job
-        self._clock = clock
+    def __init__(self, job: Job, run_dir: Path | None = None, clock: Clock = time.process_time) -> None:
+        self._job, self._clock, self._guard = job, clock, None
         self._batches: Iterator[Any] = repeat(job.batch)
+        if run_dir is not None:
+            self._guard = Guard(
+                run_dir,
+                model=job.model,
+                optimizer=job.optimizer,
+                loader=[job.batch] * _BATCHES_OF_AN_EPOCH,
+                max_grad_norm=MAX_GRAD_NORM,
+                save_interval_steps=None,
+            )
+            self._batches = self._guard.batches(max_steps=_ENDLESS)
 
     def run(self, steps: int) -> float:
         """Make steps and return their seconds."""
-        job, batches = self._job, self._batches
+        job, guard, batches = self._job, self._guard, self._batches
         started = self._clock()
         for _ in range(steps):
-            job.bare_step(next(batches))
+            if guard is None:
+                job.bare_step(next(batches))
+            else:
+                guard.step(next(batches), job.loss)
         return self._clock() - started
 
 
-class GuardedLoop:
-    """A guarded loop that can be run for some steps at a time.
-
-    Args:
-        job: What it trains.
-        run_dir: Of the run.
-        clock: Returns seconds.
-    """
-
-    def __init__(self, job: Job, run_dir: Path, clock: Clock = time.process_time) -> None:
-        self._job = job
-        self._clock = clock
-        self._guard = Guard(
-            run_dir,
-            model=job.model,
-            optimizer=job.optimizer,
-            loader=[job.batch] * _BATCHES_OF_AN_EPOCH,
-            max_grad_norm=MAX_GRAD_NORM,
-            save_interval_steps=None,
-        )
-        self._batches = self._guard.batches(max_steps=_ENDLESS)
-
-    def run(self, steps: int) -> float:
-        """Make steps and return their seconds."""
-        guard, loss, batches = self._guard, self._job.loss, self._batches
-        started = self._clock()
-        for _ in range(steps):
-            guard.step(next(batches), loss)
-        return self._clock() - started
-
-
-def compare(guarded: GuardedLoop | BareLoop, bare: BareLoop, steps: int, pairs: int) -> Pairs:
+def compare(guarded: Loop, bare: Loop, steps: int, pairs: int) -> Pairs:
     """Return the seconds of a bare and of a guarded step, for each pair of blocks."""
     for _ in range(2):
         bare.run(steps)
@@ -108,13 +84,8 @@ def compare(guarded: GuardedLoop | BareLoop, bare: BareLoop, steps: int, pairs: 
     chance = random.Random(0)
     found: Pairs = []
     for _ in range(pairs):
-        if chance.random() < 0.5:
-            of_bare = bare.run(steps)
-            of_guarded = guarded.run(steps)
-        else:
-            of_guarded = guarded.run(steps)
-            of_bare = bare.run(steps)
-        found.append((of_bare / steps, of_guarded / steps))
+        seconds = {loop: loop.run(steps) / steps for loop in chance.sample([bare, guarded], 2)}
+        found.append((seconds[bare], seconds[guarded]))
     return found
 
 
@@ -123,14 +94,14 @@ def time_model(kind: str, milliseconds: float, pairs: int, run_dir: Path) -> tup
     set_malloc_threshold(_malloc_threshold())  # before all loops, as the guard does anyway
     size = find_batch_size(kind, milliseconds)
     job = Job(kind, size.batch_size)  # one for all: copies at other addresses differ by more than what is measured
-    guarded, bare, control = GuardedLoop(job, run_dir), BareLoop(job), BareLoop(job)
+    guarded, bare, control = Loop(job, run_dir), Loop(job), Loop(job)
     steps = max(4, round(_BLOCK_MILLISECONDS / milliseconds))
     return size, compare(guarded, bare, steps, pairs), compare(control, bare, steps, -(-pairs // 2))
 
 
 def time_tiny_model(pairs: int, run_dir: Path) -> Pairs:
     job = Job("tiny", _TINY_BATCH)
-    return compare(GuardedLoop(job, run_dir), BareLoop(job), _TINY_STEPS, pairs)
+    return compare(Loop(job, run_dir), Loop(job), _TINY_STEPS, pairs)
 
 
 def _malloc_threshold() -> int:
@@ -144,7 +115,7 @@ def peak_of_loop(kind: str, batch_size: int, *, guarded: bool, run_dir: Path) ->
     set_malloc_threshold(_malloc_threshold())
     before = resident_bytes()
     job = Job(kind, batch_size)
-    loop = GuardedLoop(job, run_dir) if guarded else BareLoop(job)
+    loop = Loop(job, run_dir if guarded else None)
     loop.run(2)
     reset_peak()
     loop.run(3)
@@ -155,10 +126,7 @@ def measure_time(result: Result, folder: Path, pairs: int) -> None:
     for kind, milliseconds, at_most in _TIMED:
         name = f"{kind}, {milliseconds:g} ms"
         run_dir = folder / name
-        fate = in_a_fork(partial(time_model, kind, milliseconds, pairs, run_dir), 900)
-        if fate.value is None:
-            raise RuntimeError(f"{name}: {fate.error or fate.how}")
-        size, found, control = fate.value
+        size, found, control = value_in_a_fork(partial(time_model, kind, milliseconds, pairs, run_dir), name)
         result.parameters[name] = {"batch_size": size.batch_size, "bare_milliseconds": size.milliseconds}
         ratios = [guarded / bare for bare, guarded in found]
         result.add_samples(f"{name}: CPU time of guarded over bare", "ratio", ratios, at_most=at_most)
@@ -168,12 +136,10 @@ def measure_time(result: Result, folder: Path, pairs: int) -> None:
 
 
 def measure_fixed_cost(result: Result, folder: Path, pairs: int) -> None:
-    fate = in_a_fork(partial(time_tiny_model, pairs, folder / "tiny"), 900)
-    if fate.value is None:
-        raise RuntimeError(f"tiny: {fate.error or fate.how}")
-    added = [1e6 * (guarded - bare) for bare, guarded in fate.value]
+    found = value_in_a_fork(partial(time_tiny_model, pairs, folder / "tiny"), "tiny")
+    added = [1e6 * (guarded - bare) for bare, guarded in found]
     result.add_samples("tiny: added to a step", "us", added, at_most=_FIXED_COST_US, digits=1)
-    result.add_samples("tiny: bare step", "us", [1e6 * bare for bare, _ in fate.value], digits=1)
+    result.add_samples("tiny: bare step", "us", [1e6 * bare for bare, _ in found], digits=1)
 
 
 def measure_memory(result: Result, folder: Path, kind: str, batch_size: int, repetitions: int) -> None:
@@ -183,10 +149,8 @@ def measure_memory(result: Result, folder: Path, kind: str, batch_size: int, rep
     for number in range(repetitions):
         for guarded in (False, True):
             run_dir = folder / f"memory-{kind}-{batch_size}-{number}"
-            fate = in_a_fork(partial(peak_of_loop, kind, batch_size, guarded=guarded, run_dir=run_dir))
-            if fate.value is None:
-                raise RuntimeError(f"{name}: {fate.error or fate.how}")
-            peak, buffers = fate.value
+            run = partial(peak_of_loop, kind, batch_size, guarded=guarded, run_dir=run_dir)
+            peak, buffers = value_in_a_fork(run, name)
             peaks[guarded].append(peak)
     extra = [after - before for before, after in zip(peaks[False], peaks[True], strict=True)]
     beyond = [(more - buffers) / peak for more, peak in zip(extra, peaks[False], strict=True)]
@@ -200,10 +164,7 @@ def main() -> None:
     single_threaded()
     options = read_options("step_overhead", __doc__ or "")
     pairs = 8 if options.quick else 40
-    parameters = {
-        "pairs": pairs,
-        "cpu_malloc_threshold_bytes": _malloc_threshold(),
-    }
+    parameters = {"pairs": pairs, "cpu_malloc_threshold_bytes": _malloc_threshold()}
     result = Result(options=options, parameters=parameters)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

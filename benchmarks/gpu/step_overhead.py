@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.results_file import Result, read_options
 from benchmarks.step_models import Job, find_batch_size
-from benchmarks.step_overhead import BareLoop, GuardedLoop, compare
+from benchmarks.step_overhead import Loop, compare
 
 _KINDS = ("mlp", "conv")
 _MILLISECONDS = 10.0
@@ -33,8 +33,8 @@ def synchronised_seconds() -> float:
 
 def measure_kind(result: Result, kind: str, batch_size: int, pairs: int, folder: Path) -> None:
     steps = _TINY_STEPS if kind == "tiny" else _STEPS
-    guarded = GuardedLoop(Job(kind, batch_size, "cuda"), folder / kind, synchronised_seconds)
-    bare = BareLoop(Job(kind, batch_size, "cuda"), synchronised_seconds)
+    guarded = Loop(Job(kind, batch_size, "cuda"), folder / kind, synchronised_seconds)
+    bare = Loop(Job(kind, batch_size, "cuda"), clock=synchronised_seconds)
     found = compare(guarded, bare, steps, pairs)
     if kind == "tiny":
         added = [1e6 * (of_guarded - of_bare) for of_bare, of_guarded in found]
@@ -51,7 +51,7 @@ def measure_memory(result: Result, kind: str, batch_size: int, folder: Path) -> 
         torch.cuda.empty_cache()
         job = Job(kind, batch_size, "cuda")
         buffers = job.mutable_buffer_bytes()
-        loop = GuardedLoop(job, folder / f"memory-{kind}") if guarded else BareLoop(job)
+        loop = Loop(job, folder / f"memory-{kind}" if guarded else None)
         loop.run(2)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

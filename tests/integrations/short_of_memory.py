@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.memory.host_allocator import set_malloc_threshold
+from holdfast.memory.host_memory import set_malloc_threshold
 from holdfast.recorder.reader import read_events
 from holdfast.testing import limit_memory
 

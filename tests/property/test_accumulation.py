@@ -16,11 +16,11 @@ from holdfast.core.clock import SystemClock
 from holdfast.core.policy import Policy
 from holdfast.guard.parts import gather_parts
 from holdfast.guard.record import RunRecord
-from holdfast.guard.splitting.split_safety import Promises
+from holdfast.guard.splitting.split_safety import SplitSafety
 from holdfast.guard.splitting.two_pass import TwoPass
 from holdfast.guard.splitting.weighting import SAMPLES, disagreement, find_weightings, shares
-from holdfast.guard.step.buffers import BufferKeeper
-from holdfast.guard.step.mixed_precision import LossScale
+from holdfast.guard.state.buffers import BufferKeeper
+from holdfast.guard.step.loss_scale import LossScale
 from holdfast.guard.step.passes import Passed, Passes
 from holdfast.loader.splitting import micro_batches
 
@@ -94,7 +94,7 @@ def _passed(model: _Model, loss: Any, batch: Any, samples: int) -> Passed:
     parts = gather_parts(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
     with tempfile.TemporaryDirectory() as folder:
         record = RunRecord(Path(folder), SystemClock())
-        promises = Promises(parts, Policy(), BufferKeeper(parts.models), record)
+        promises = SplitSafety(parts, Policy(), BufferKeeper(parts.models), record)
     passes = Passes(promises, LossScale("cpu", enabled=False), "cpu", "fp32")
     size = len(batch["x"])
     pieces = micro_batches(batch, size, samples)

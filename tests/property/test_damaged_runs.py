@@ -27,7 +27,7 @@ from holdfast.supervise.supervisor import Plan, Supervisor
 pytestmark = pytest.mark.slow
 COMMANDS = ("events", "explain", "watch --once", "metrics --jsonl /dev/null", "report")
 FILES = (
-    "run.json", "lock", "micro_batch_size.json", "recorder/rank0/steps.ring", "recorder/rank0/events.ring",
+    "run.json", "lock", "recorder/rank0/steps.ring", "recorder/rank0/events.ring",
     "supervised.json", "output.log", "supervisor/lock", "supervisor/events.ring", "supervisor/steps.ring",
     "processes/*/process.json", "processes/*/progress.board", "processes/*/samples.ring", "processes/*/events.ring",
 )  # fmt: skip
@@ -45,7 +45,7 @@ def whole() -> Iterator[Path]:
         box.step(StepMark.COMMITTED, step, 1, 0.5, 0.5, 0.1)
     box.close()
     (run / "run.json").write_text('{"format": 1}')
-    for name in ("micro_batch_size.json", "lock", "supervisor/lock"):
+    for name in ("lock", "supervisor/lock"):
         (run / name).write_text("{}")
     yield run
     shutil.rmtree(base)

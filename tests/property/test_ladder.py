@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.events import Decision, Recompute, Retry, Split, Stop
-from holdfast.memory.ladder import Means, MemoryLadder, Plan
+from holdfast.memory.ladder import MemoryLadder, Plan, Remedies
 
 _SETTINGS = settings(deadline=None, max_examples=80)
 
@@ -27,8 +27,8 @@ class Device:
     def fits(self, plan: Plan, batch_size: int) -> bool:
         return plan.samples(batch_size) <= (self.recomputed if plan.recompute else self.plain)
 
-    def means(self) -> Means:
-        return Means(recompute=("block",) if self.blocks else (), smallest=self.smallest)
+    def remedies(self) -> Remedies:
+        return Remedies(recompute=("block",) if self.blocks else (), smallest=self.smallest)
 
     def has_room(self, batch_size: int) -> bool:
         best = self.recomputed if self.blocks else self.plain
@@ -49,7 +49,9 @@ def _step(ladder: MemoryLadder, device: Device, batch_size: int) -> tuple[list[D
     decisions: list[Decision] = []
     attempts = 1
     while not device.fits(ladder.plan, batch_size):
-        decisions.append(ladder.decide_after_oom(batch_size=batch_size, failures=attempts, means=device.means()))
+        decisions.append(
+            ladder.decide_after_oom(batch_size=batch_size, failures=attempts, remedies=device.remedies())
+        )
         if isinstance(decisions[-1], Stop):
             return decisions, False
         attempts += 1

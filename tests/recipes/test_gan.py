@@ -26,7 +26,7 @@ from recipes.gan.quality import frechet_distance
 from recipes.gan.train import POLICY, GanOptions, grid_of, main, make_job, train
 from recipes.training import Training, digest, open_guard
 from tests.own_process import in_own_process
-from tests.unit.memory.allocations import real_allocations
+from tests.unit.forecast.allocations import real_allocations
 
 import holdfast
 from holdfast.checkpoint.store import Store

@@ -27,11 +27,7 @@ _ONCE = "none: an iterator cannot be started again; batches already trained are 
 
 
 class Cursor:
-    """The position in a loader.
-
-    Raises:
-        PolicyError: H105, for a loader that cannot be iterated.
-    """
+    """The position in a loader."""
 
     def __init__(self, loader: Iterable[Any], devices: Sequence[torch.device]) -> None:
         if not isinstance(loader, Iterable):
@@ -54,8 +50,7 @@ class Cursor:
         self._reload = False
         self._under_way = False  # an iterator of this epoch is in use
         self._fetching = False  # a batch is out, or being fetched, that does not count as trained yet
-        self.left_in_batch = False
-        """Whether the loop was left with a batch that no step was made with."""
+        self.left_in_batch = False  # the loop was left with a batch that no step was made with
         self._begun_in_the_middle = False
         self._before_fetch: RandomState | None = None
 
@@ -91,7 +86,7 @@ class Cursor:
             if state is not None:
                 restore(state)
             self._epoch_start = capture(self._devices)
-            self._generators = [generator.get_state() for generator in self._own_generators()]
+            self._generators = self._generator_states()
             return iter(self._loader)
         else:
             state = state or capture(self._devices)
@@ -101,25 +96,19 @@ class Cursor:
         return iterator
 
     def _replay(self) -> Iterator[Any]:
-        now = [generator.get_state() for generator in self._own_generators()]
+        now = self._generator_states()
         if self._epoch_start is not None:
             restore(self._epoch_start)
-        for generator, seen in zip(self._own_generators(), self._generators, strict=False):
-            generator.set_state(seen)
+        self._set_generators(self._generators)
         iterator = iter(self._loader)
         for _ in range(self.batches):
             if next(iterator, self) is self:
                 break
-        for generator, seen in zip(self._own_generators(), now, strict=False):
-            generator.set_state(seen)
+        self._set_generators(now)
         return iterator
 
     def fetch(self, iterator: Iterator[Any]) -> Any:
-        """Return the next batch; until `advance` it does not count as trained.
-
-        Raises:
-            StopIteration: at the end of the epoch.
-        """
+        """Return the next batch; until `advance` it does not count as trained."""
         if self._stateful:
             self._loader_state = self._state_of_loader()
         # Before the first batch, the place to return to is the beginning of the epoch, with its order still to draw.
@@ -163,11 +152,7 @@ class Cursor:
             self._loader.attach(happened, run_dir)
 
     def quarantine(self, indices: Sequence[int], evidence: str) -> None:
-        """Let a holdfast loader replace samples from the next epoch on.
-
-        Raises:
-            LoaderError: H612 if these are too many.
-        """
+        """Let a holdfast loader replace samples from the next epoch on."""
         if isinstance(self._loader, DataLoader):
             for index in indices:
                 self._loader.set_aside(index, "provenance", evidence)
@@ -187,15 +172,22 @@ class Cursor:
         self._fetching = self._under_way = False
 
     def end_epoch(self, *, needs_steps: bool, stepped: bool) -> None:
-        """Go to the beginning of the next epoch.
-
-        Raises:
-            LoaderError: H601 if the epoch had no batch, H602 if the loop would never end.
-        """
+        """Go to the beginning of the next epoch."""
         if self.batches == 0:
-            raise _empty_loader()
+            raise LoaderError(
+                "the loader gave no batch in a whole epoch",
+                limit="at least one is needed",
+                fix="check the path of the data, filters, and drop_last with a batch size above the number of "
+                "samples; an iterator that was used up cannot be iterated again, pass the iterable itself.",
+                rule="H601",
+            )
         if needs_steps and not stepped and not self._begun_in_the_middle:
-            raise _no_step()
+            raise LoaderError(
+                "a whole epoch passed without guard.step()",
+                limit="max_steps counts optimizer steps and would never be reached",
+                fix="call guard.step(batch, loss_fn) in the loop, or pass max_epochs.",
+                rule="H602",
+            )
         self.epoch, self.batches, self._epoch_start, self._generators = self.epoch + 1, 0, None, []
         self._under_way = False
 
@@ -213,17 +205,11 @@ class Cursor:
             "loader": self._loader_state,
             "epoch_start": None if self._epoch_start is None else self._epoch_start.to_tree(),
             "generators": self._generators,
-            "generators_now": self._generators
-            if drawn
-            else [generator.get_state() for generator in self._own_generators()],
+            "generators_now": self._generators if drawn else self._generator_states(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position; the next `begin` starts there.
-
-        Raises:
-            LoaderError: H604, if a holdfast loader has another order than the one that was saved.
-        """
+        """Go to a position; the next `begin` starts there."""
         self.epoch, self.batches, self.trained = state["epoch"], state["batches"], state["trained"]
         self._fetching = self._under_way = False
         self._loader_state = state["loader"] if self._stateful else None
@@ -233,8 +219,7 @@ class Cursor:
         start = state["epoch_start"]
         self._epoch_start = None if start is None else RandomState.from_tree(start)
         self._generators = state["generators"]
-        for generator, seen in zip(self._own_generators(), state["generators_now"], strict=False):
-            generator.set_state(seen)
+        self._set_generators(state["generators_now"])
 
     def _own_generators(self) -> list[torch.Generator]:
         """Return the generators that a torch loader draws its order from; holdfast's draws from none."""
@@ -245,21 +230,9 @@ class Cursor:
         unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
         return list(unique.values())
 
+    def _generator_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._own_generators()]
 
-def _empty_loader() -> LoaderError:
-    return LoaderError(
-        "the loader gave no batch in a whole epoch",
-        limit="at least one is needed",
-        fix="check the path of the data, filters, and drop_last with a batch size above the number of samples; an "
-        "iterator that was used up cannot be iterated again, pass the iterable itself.",
-        rule="H601",
-    )
-
-
-def _no_step() -> LoaderError:
-    return LoaderError(
-        "a whole epoch passed without guard.step()",
-        limit="max_steps counts optimizer steps and would never be reached",
-        fix="call guard.step(batch, loss_fn) in the loop, or pass max_epochs.",
-        rule="H602",
-    )
+    def _set_generators(self, states: Sequence[torch.Tensor]) -> None:
+        for generator, seen in zip(self._own_generators(), states, strict=False):
+            generator.set_state(seen)

@@ -17,7 +17,7 @@ from holdfast.core.policy import Policy
 from holdfast.explain.rules import find_rule
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
-from holdfast.guard.step.outcome import Outcome
+from holdfast.guard.result import Outcome
 from holdfast.learning.batches import tensors_in
 from holdfast.learning.finding import Finding, demoted, with_origin
 from holdfast.learning.flow_summary import flow_summary

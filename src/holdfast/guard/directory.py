@@ -2,15 +2,13 @@
 
 run.json               format of the directory, which run this is, and where it has saved, once it has
 lock                   held while a guard is open
-micro_batch_size.json  what the memory ladder has learned, for a run without checkpoints
 recorder/              the black box
 checkpoints/           see ``checkpoint.store``
-images/                see ``run.images``
+images/                see ``images``
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -24,19 +22,12 @@ from holdfast.core.lock import FileLock, LockHeldError
 from holdfast.recorder.reader import read_events
 
 FORMAT = 1
-_RUN_FILE = "run.json"
-_LOCK_FILE = "lock"
-_LADDER_FILE = "micro_batch_size.json"
 CHECKPOINTS = "checkpoints"
+_RUN_FILE = "run.json"
 
 
 class RunDirectory:
-    """One run directory, made if missing; `acquire` before writing into it.
-
-    Raises:
-        RunDirectoryError: H302 if it cannot be made or written, H303 if a newer holdfast made it.
-        PolicyError: H105, for what is no path.
-    """
+    """One run directory, made if missing; `acquire` before writing into it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, (str, os.PathLike)):
@@ -50,7 +41,7 @@ class RunDirectory:
             self._write()
         except OSError as error:
             raise self._unusable(error) from error
-        self._lock = FileLock(self.path / _LOCK_FILE)
+        self._lock = FileLock(self.path / "lock")
 
     @property
     def checkpoints(self) -> Path:
@@ -63,7 +54,7 @@ class RunDirectory:
         return self.path / "recorder" / "rank0"
 
     def _read(self) -> dict[str, Any]:
-        """Return what ``run.json`` says; where one is damaged, or older than that, the recording says it."""
+        """Return what ``run.json`` says; where it is damaged, the recording says where the run has saved."""
         try:
             found = json.loads((self.path / _RUN_FILE).read_bytes())
             version = found["format"]
@@ -104,11 +95,7 @@ class RunDirectory:
         return found
 
     def note_saved(self, folder: str | None = CHECKPOINTS) -> None:
-        """Keep for later restarts where there is a checkpoint, so that its loss is seen. One write for each folder.
-
-        Args:
-            folder: Where it is; None: a new start was asked for, so that nothing is missed.
-        """
+        """Keep for later restarts where there is a checkpoint, so that its loss is seen; None: none is missed."""
         if folder != self.saved_in:
             before, self._says = self._says, {**self._says, "saved_in": folder, "run": self.run_id}
             try:
@@ -117,24 +104,13 @@ class RunDirectory:
                 self._says = before
 
     def check_not_lost(self) -> None:
-        """Insist that a run which finds no checkpoint has made none.
-
-        Raises:
-            CheckpointError: H312.
-        """
+        """Raise H312 if a run that finds no checkpoint has made one."""
         if self.saved_in == CHECKPOINTS:
             raise self._lost("holds no checkpoint")
 
-    def resumed_from(self, run_id: str | None) -> None:
-        """Take note of the checkpoint that a run goes on from; a run that has none of its own takes another's.
-
-        Args:
-            run_id: As the checkpoint has it; None where an older holdfast wrote it.
-
-        Raises:
-            CheckpointError: H312, where a run that has saved finds those of another run.
-        """
-        if run_id is not None and run_id != self._says["run"]:
+    def resumed_from(self, run_id: str) -> None:
+        """Take note of the run whose checkpoint this one goes on from; one that has none of its own takes another's."""
+        if run_id != self._says["run"]:
             if self.saved_in == CHECKPOINTS and self._says["run"] is not None:
                 raise self._lost("holds those of another run")
             self._says["run"] = run_id
@@ -150,11 +126,7 @@ class RunDirectory:
         )
 
     def acquire(self) -> None:
-        """Take the lock; it is released by `release` or by the end of the process, however it ends.
-
-        Raises:
-            RunDirectoryError: H301, naming the holder; H302 if the file of the lock cannot be opened.
-        """
+        """Take the lock; it is released by `release` or by the end of the process, however it ends."""
         if self._lock.is_held_here:
             gc.collect()  # an abandoned guard may only wait to be collected
         if self._lock.is_held_here:
@@ -184,11 +156,7 @@ class RunDirectory:
         )
 
     def hold(self) -> None:
-        """Make sure that the lock is still there, before something is written.
-
-        Raises:
-            RunDirectoryError: H301, if another run has it by now.
-        """
+        """Raise H301 if another run has the lock by now; take it again if it was lost."""
         try:
             self._lock.hold()
         except LockHeldError as error:
@@ -198,26 +166,9 @@ class RunDirectory:
         """Give the lock back. Without effect if it is not held."""
         self._lock.release()
 
-    def remember_ladder(self, state: dict[str, Any]) -> None:
-        """Keep what the memory ladder has learned; a disk that refuses is passed over."""
-        with contextlib.suppress(OSError):
-            replace_file(self.path / _LADDER_FILE, json.dumps(state).encode())
-
-    def recall_ladder(self) -> dict[str, Any] | None:
-        """Return what `remember_ladder` kept, or None if there is nothing that can be read."""
-        try:
-            found = json.loads((self.path / _LADDER_FILE).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return None
-        return found if isinstance(found, dict) else None
-
 
 def check_found(run_dir: Path, *, anew: str) -> None:
-    """Insist that a run of a framework which looked for its newest checkpoint, and found none, has made none.
-
-    Raises:
-        CheckpointError: H312.
-    """
+    """Raise H312 if a run of a framework, which looked for its newest checkpoint and found none, has made one."""
     try:
         saved_in = json.loads((run_dir / _RUN_FILE).read_bytes())["saved_in"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -1,7 +1,7 @@
 """`Guard`: the user's own loop, made to hold.
 
 batches()   where the run continues, when it saves, and where it stops
-step()      one transaction, and what is done about NaN, Inf and a torn optimizer step
+step()      one transaction, and what is done about NaN, Inf and an optimizer step that fails half-way
 evaluate()  evaluation that leaves no trace in training and can be interrupted
 """
 
@@ -24,22 +24,22 @@ from holdfast.core.policy import Policy
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.images import keep_image
-from holdfast.guard.loop import Loop
 from holdfast.guard.parts import gather_parts
 from holdfast.guard.phase import RunState
 from holdfast.guard.ranks import find_ranks
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
-from holdfast.guard.session import Session
+from holdfast.guard.run.loop import Loop
+from holdfast.guard.run.recovery import Recovery
+from holdfast.guard.run.schedules import check_schedulers, validated
+from holdfast.guard.run.session import Session
+from holdfast.guard.run.steps import Steps
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
-from holdfast.guard.step.recovery import Recovery
-from holdfast.guard.step.schedules import check_schedulers, validated
-from holdfast.guard.step.steps import Steps
 from holdfast.guard.stop import Interrupted, StopRequest
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split
-from holdfast.memory.host_allocator import set_malloc_threshold
+from holdfast.memory.host_memory import set_malloc_threshold
 from holdfast.memory.ladder import MemoryLadder
 
 
@@ -99,15 +99,14 @@ class Guard:
         self.policy = Policy.of(policy, **overrides)
         self._parts = gather_parts(model, optimizer, scheduler, state)
         check_schedulers(self._parts.schedulers, scales=self.policy.rollback_lr_factor is not None)
-        self._clock = clock or SystemClock()
+        clock = clock or SystemClock()
         if self.policy.cpu_malloc_threshold_bytes is not None and self._parts.device_type() == "cpu":
             set_malloc_threshold(self.policy.cpu_malloc_threshold_bytes)
         self._ladder = MemoryLadder.of(self.policy)
         self._cursor = None if loader is None else Cursor(loader, self._parts.devices())
         self._stop = StopRequest()
-        directory = RunDirectory(run_dir)
-        self._record = RunRecord(directory.recorder, self._clock)
-        state = RunState()
+        self._directory = RunDirectory(run_dir)
+        self._record = RunRecord(self._directory.recorder, clock)
         self._engine = StepEngine(
             parts=self._parts,
             policy=self.policy,
@@ -115,20 +114,18 @@ class Guard:
             ranks=find_ranks(),
             record=self._record,
             split=split,
-            state=state,
+            state=RunState(),
         )
         self._session = Session(
-            directory=directory,
+            directory=self._directory,
             record=self._record,
             parts=self._parts,
             policy=self.policy,
-            clock=self._clock,
+            clock=clock,
             cursor=self._cursor,
             ladder=self._ladder,
             engine=self._engine,
-            state=state,
         )
-        self._directory = directory
         self._recovery = Recovery(self._session)
         self._steps = Steps(self._session, self._engine, self._recovery)
         self._boundaries = Loop(self._session, self._stop, self._recovery)
@@ -183,7 +180,7 @@ class Guard:
 
         Args:
             max_epochs: Passes over the loader, counted over all restarts of the run.
-            max_steps: Optimizer steps, counted likewise.
+            max_steps: Optimizer steps, counted in the same way.
 
         Raises:
             PolicyError: H105 without a loader or a limit. LoaderError: H601 for an empty loader, H602 if
@@ -293,7 +290,7 @@ class Guard:
     # --- evaluation -----------------------------------------------------------------------------------------
 
     def validated(self, loss: float | torch.Tensor) -> None:
-        """Tell the guard the loss of an evaluation, lower being better.
+        """Take in the loss of an evaluation, lower being better.
 
         It drives ReduceLROnPlateau, which must not be fed with losses of batches, and shows overfitting.
 
@@ -363,3 +360,9 @@ def evaluating(models: Sequence[nn.Module], devices: Sequence[torch.device]) -> 
         for module, mode in zip(modules, modes, strict=True):
             module.training = mode
         restore(random_state)
+
+
+def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
+    """Let a guard begin with the loss scale of its host, as that was set or restored; without one nothing changes."""
+    if scaler is not None and scaler.is_enabled():
+        guard._engine.loss_scale.load_state_dict(scaler.state_dict())

@@ -24,7 +24,7 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.guard import Guard, evaluating
 from holdfast.guard.record import End
 from holdfast.guard.result import Counters
-from holdfast.guard.step.steps import Steps
+from holdfast.guard.run.steps import Steps
 
 _OF_THE_HOST = ("save_interval_steps", "save_interval_minutes", "scheduler_interval")
 
@@ -69,12 +69,6 @@ def agreed(
                 rule="H109",
             )
     return found.replace(**settings)
-
-
-def take_scale(guard: Guard, scaler: torch.amp.GradScaler | None) -> None:
-    """Let a guard begin with the loss scale of its host, as that was set or restored; without one nothing changes."""
-    if scaler is not None and scaler.is_enabled():
-        guard._engine.loss_scale.load_state_dict(scaler.state_dict())
 
 
 class ExternalCursor(Cursor):
@@ -148,20 +142,14 @@ class HostedGuard(Guard):
     def state_dict(self) -> dict[str, Any]:
         """Return what later steps need of earlier ones, as JSON values: for a checkpoint of the framework's."""
         kept = self._session.training_state()
-        own = {name: kept[name] for name in ("global_step", "counters", "ladder", "spikes", "interventions")}
+        own = ("global_step", "counters", "ladder", "spikes", "interventions", "loss_scale", "diagnosis")
         encoder = Encoder("holdfast")
-        found: dict[str, Any] = encoder.encode(
-            {**own, "loss_scale": kept["loss_scale"], "diagnosis": kept["diagnosis"]}
-        )
+        found: dict[str, Any] = encoder.encode({name: kept[name] for name in own})
         assert not encoder.tensors, sorted(encoder.tensors)
         return found
 
     def load_state_dict(self, carried: Mapping[str, Any]) -> None:
-        """Go on from `state_dict` of an earlier process.
-
-        Args:
-            carried: What was loaded; model, optimizer and scheduler were restored by the framework.
-        """
+        """Go on from `state_dict` of an earlier process; model, optimizer and scheduler were restored by the host."""
         state: dict[str, Any] = decode(dict(carried), {})
         session = self._session
         session.counters = Counters(**state["counters"])
@@ -201,6 +189,6 @@ class HostedGuard(Guard):
         return evaluating(list(self._parts.models.values()), self._parts.devices())
 
     def validated(self, loss: float | torch.Tensor) -> None:
-        """Tell the guard the loss of an evaluation, lower being better; schedulers are the framework's to drive."""
+        """Take in the loss of an evaluation, lower being better; schedulers are the framework's to drive."""
         self._engine.diagnosis.validated(float(loss))
         self._record.happened("validated", loss=float(loss))

@@ -38,15 +38,7 @@ def keep_image(run: Path, record: RunRecord, tag: str, image: Any) -> None:
     """Write an image of the step that the run stands at, drop the oldest of its tag, and record it.
 
     A disk that refuses, and a tag beyond the 64th, are recorded as ``image_left_out`` and passed over.
-
-    Args:
-        run: The run directory.
-        record: Of the run.
-        tag: See `Guard.add_image`.
-        image: See `Guard.add_image`.
-
-    Raises:
-        PolicyError: H105, for a tag or an image that cannot be used.
+    Arguments and errors are those of `Guard.add_image`.
     """
     if not isinstance(tag, str) or _TAG.fullmatch(tag) is None:
         raise PolicyError(
@@ -85,38 +77,28 @@ def _drop_oldest(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# --- PNG ----------------------------------------------------------------------------------------------------------
-
-
 def png_size(data: bytes) -> tuple[int, int]:
-    """Return width and height of a PNG file whose chunks are all whole.
-
-    Raises:
-        ValueError: it is none, is damaged, or is larger than what is kept.
-    """
+    """Return width and height of a PNG file whose chunks are all whole."""
     if len(data) > MOST_FILE_BYTES:
         raise ValueError(f"a PNG file of {len(data):,} bytes, where {MOST_FILE_BYTES:,} are kept at most")
     if not data.startswith(_SIGNATURE):
         raise ValueError("not a PNG file")
-    place, size = len(_SIGNATURE), (0, 0)
-    kinds: list[bytes] = []
-    while place + 12 <= len(data) and kinds[-1:] != [b"IEND"]:
+    place, chunks = len(_SIGNATURE), list[tuple[bytes, bytes]]()
+    while place + 12 <= len(data) and (not chunks or chunks[-1][0] != b"IEND"):
         length, kind = struct.unpack_from(">I4s", data, place)
-        body = data[place + 8 : place + 8 + length]
-        check = data[place + 8 + length : place + 12 + length]
-        if len(check) < 4 or zlib.crc32(kind + body) != int.from_bytes(check):
+        chunks.append((kind, data[place + 8 : place + 8 + length]))
+        if data[place : place + 12 + length] != _chunk(*chunks[-1]):
             raise ValueError("a damaged PNG file")
-        if not kinds:
-            if kind != b"IHDR" or length != 13:
-                raise ValueError("a PNG file without a header")
-            size = struct.unpack_from(">II", body)
-        kinds.append(kind)
         place += 12 + length
-    if kinds[-1:] != [b"IEND"] or place != len(data) or b"IDAT" not in kinds:
+    kinds = [kind for kind, _ in chunks]
+    if kinds[:1] != [b"IHDR"] or len(chunks[0][1]) != 13:
+        raise ValueError("a PNG file without a header")
+    if kinds[-1] != b"IEND" or place != len(data) or b"IDAT" not in kinds:
         raise ValueError("a PNG file without an end, or with something after it")
-    if not all(1 <= side <= LONGEST_SIDE for side in size):
-        raise ValueError(f"a PNG file of {size[0]} x {size[1]} pixels, where a side has 1 to {LONGEST_SIDE}")
-    return size
+    width, height = struct.unpack_from(">II", chunks[0][1])
+    if not all(1 <= side <= LONGEST_SIDE for side in (width, height)):
+        raise ValueError(f"a PNG file of {width} x {height} pixels, where a side has 1 to {LONGEST_SIDE}")
+    return width, height
 
 
 def _chunk(kind: bytes, body: bytes) -> bytes:
@@ -130,9 +112,6 @@ def encoded_png(pixels: npt.NDArray[np.uint8]) -> bytes:
     rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # before each row the number of its filter: none
     body = zlib.compress(rows.tobytes(), 6)
     return _SIGNATURE + _chunk(b"IHDR", header) + _chunk(b"IDAT", body) + _chunk(b"IEND", b"")
-
-
-# --- what is given ------------------------------------------------------------------------------------------------
 
 
 def _as_png(image: Any) -> tuple[bytes, dict[str, int]]:
@@ -157,14 +136,8 @@ def _as_png(image: Any) -> tuple[bytes, dict[str, int]]:
         _refuse(f"shape {array.shape}", "call .permute(1, 2, 0): channels come last." if channels_first else None)
     if array.size == 0 or max(array.shape) > LONGEST_SIDE or array.size > MOST_PIXEL_BYTES:
         _refuse(f"shape {array.shape}", "scale it down, or pass fewer samples in one grid.")
-    return _levels(array)
-
-
-def _levels(array: npt.NDArray[Any]) -> tuple[bytes, dict[str, int]]:
-    if array.dtype == np.uint8:
-        return encoded_png(array), {}
-    if array.dtype == np.bool_:
-        return encoded_png(array.astype(np.uint8) * 255), {}
+    if array.dtype in (np.uint8, np.bool_):
+        return encoded_png(array.astype(np.uint8) * (255 if array.dtype == np.bool_ else 1)), {}
     if not np.issubdtype(array.dtype, np.floating):
         _refuse(f"values of type {array.dtype}", "convert them to uint8, or to floats from 0 to 1.")
     finite = np.isfinite(array)

@@ -6,6 +6,7 @@ appear in gradient norms, in error messages and in the files of a checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.errors import PolicyError, did_you_mean
+from holdfast.core.policy import Precision
 from holdfast.numerics.eager import as_written
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @runtime_checkable
@@ -31,21 +35,13 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a guard takes care of.
+    """What a guard takes care of."""
 
-    Args:
-        models: Modules by name.
-        optimizers: By name.
-        schedulers: By the name of the optimizer that they drive, or by any name.
-        states: Further state by name.
-        compiled: Whether a model, or a part of one, was given compiled. What else is compiled shows later.
-    """
-
-    models: dict[str, nn.Module]
-    optimizers: dict[str, Optimizer]
-    schedulers: dict[str, Any]
-    states: dict[str, Stateful]
-    compiled: bool = False
+    models: dict[str, nn.Module]  # modules by name
+    optimizers: dict[str, Optimizer]  # by name
+    schedulers: dict[str, Any]  # by the name of the optimizer that they drive, or by any name
+    states: dict[str, Stateful]  # further state by name
+    compiled: bool = False  # whether a model, or a part of one, was given compiled. What else is compiled shows later
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield every parameter of every model with its full name."""
@@ -56,11 +52,7 @@ class Parts:
                 yield prefix + key, parameter
 
     def optimizer_names(self, chosen: str | Sequence[str] | None) -> list[str]:
-        """Return the names of the optimizers that a step moves; None: all.
-
-        Raises:
-            PolicyError: H104, naming the nearest optimizer.
-        """
+        """Return the names of the optimizers that a step moves; None: all."""
         known = list(self.optimizers)
         if chosen is None:
             return known
@@ -85,14 +77,19 @@ class Parts:
         devices = self.devices()
         return devices[0].type if devices else "cpu"
 
+    def rates(self) -> list[float]:
+        """Return the learning rates of all parameter groups."""
+        return [float(group["lr"]) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+
+
+def autocast(device_type: str, precision: Precision) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a forward pass; fp32 needs none."""
+    dtype = _AUTOCAST.get(precision)
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device_type, dtype)
+
 
 def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Parts:
-    """Check and name what the caller gave.
-
-    Raises:
-        PolicyError: H105 for an object of the wrong kind, H106 for an optimizer with parameters of no model,
-            H107 for one that needs a closure.
-    """
+    """Check and name what the caller gave."""
     models: dict[str, nn.Module] = _named(model, "model", nn.Module)
     optimizers: dict[str, Optimizer] = _named(optimizer, "optimizer", Optimizer)
     models, compiled = as_written(models)
@@ -103,7 +100,7 @@ def gather_parts(model: Any, optimizer: Any, scheduler: Any, state: Any) -> Part
         schedulers={} if scheduler is None else _named(scheduler, "scheduler", Stateful),
         states={} if state is None else _named(state, "state", Stateful),
     )
-    owned = {id(parameter): name for name, parameter in parts.named_parameters()}
+    owned = {id(parameter) for _, parameter in parts.named_parameters()}
     for name, each in optimizers.items():
         _check_optimizer(name, each, owned)
     return parts
@@ -122,15 +119,11 @@ def _named(given: Any, what: str, kind: type) -> dict[str, Any]:
 
 
 def _wrong(what: str, limit: str) -> PolicyError:
-    return PolicyError(
-        what,
-        limit=limit,
-        fix='pass one object, or a dict of named ones such as {"generator": ..., "discriminator": ...}.',
-        rule="H105",
-    )
+    fix = 'pass one object, or a dict of named ones such as {"generator": ..., "discriminator": ...}.'
+    return PolicyError(what, limit=limit, fix=fix, rule="H105")
 
 
-def _check_optimizer(name: str, optimizer: Optimizer, owned: dict[int, str]) -> None:
+def _check_optimizer(name: str, optimizer: Optimizer, owned: set[int]) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise PolicyError(
             f"optimizer {name!r} is LBFGS",

@@ -4,8 +4,8 @@
                               ↓           ↓
              (taken back: as before)   rolling back → after step, or rewound → at boundary
 
-Only at a boundary and after a step may the state be saved. Whoever drives a step (``steps``, ``accumulation``) and
-whoever goes back (``session``) name the transition; one that is not allowed is a mistake of ours.
+Only at a boundary and after a step may the state be saved. The engine, whoever drives it, and the session name the
+transition; one that is not allowed is a mistake of ours.
 """
 
 from __future__ import annotations

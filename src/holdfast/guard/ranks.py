@@ -1,7 +1,4 @@
-"""What the ranks of a run agree on, once a step. One rank for now: this is the seam for many.
-
-The step id is part of the vote, so that ranks can never pair the votes of different steps without noticing.
-"""
+"""What the ranks of a run agree on, once a step. One rank for now: this is the seam for many."""
 
 from __future__ import annotations
 
@@ -15,19 +12,12 @@ from holdfast.core.errors import PolicyError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What one rank knows at the end of its attempt, and what all know afterwards.
+    """What one rank knows at the end of its attempt, and what all know afterwards."""
 
-    Args:
-        step_id: Transactions begun; the same on every rank.
-        out_of_memory: An attempt failed for lack of memory.
-        nonfinite: Loss or gradient hold NaN or Inf.
-        stop_requested: The run shall end.
-    """
-
-    step_id: int
-    out_of_memory: bool
-    nonfinite: bool
-    stop_requested: bool
+    step_id: int  # transactions begun; the same on every rank, so that votes of different steps are never paired
+    out_of_memory: bool  # an attempt failed for lack of memory
+    nonfinite: bool  # loss or gradient hold NaN or Inf
+    stop_requested: bool  # the run shall end
 
 
 class Ranks(Protocol):
@@ -46,11 +36,7 @@ class OneRank:
 
 
 def find_ranks() -> Ranks:
-    """Return the ranks of this run.
-
-    Raises:
-        PolicyError: H108 if the process belongs to a group of several, which is not supported yet.
-    """
+    """Return the ranks of this run."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise PolicyError(

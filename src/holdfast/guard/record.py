@@ -3,8 +3,8 @@
 Facts may come from any thread. A process that was forked from the one that records must not write: both would count
 the records by themselves, and a lock that another thread held at the fork is never given back there.
 
-The last words of a recording say how the run ended, as far as its own process can know it: `RunRecord.left_by` an
-error, or ``closed``. One without either was cut off.
+The last words of a recording say how the run ended, as far as its own process can know it: ``left_by_exception`` or
+``closed``. One without either was cut off.
 """
 
 from __future__ import annotations
@@ -65,11 +65,7 @@ class RunRecord:
         return self._box is not None
 
     def open(self) -> None:
-        """Continue the recording.
-
-        Raises:
-            RunDirectoryError: H302 if it cannot be allocated.
-        """
+        """Continue the recording."""
         try:
             self._box = BlackBox(self._directory)
             self._process = os.getpid()
@@ -84,11 +80,7 @@ class RunRecord:
             self.happened("recording_moved_aside", what=what)
 
     def close(self, how: End | None = None) -> None:
-        """End the recording, with the word how the run ended. An error without a step after it stays the last word.
-
-        Args:
-            how: None: "finished", unless an error is on its way out, which is recorded then.
-        """
+        """End the recording with how the run ended; None: "finished", unless an error is on its way out."""
         if self._box is not None:
             error = sys.exception() if how is None else None
             if error is not None:
@@ -155,6 +147,11 @@ class RunRecord:
     def events(self) -> list[Event]:
         """Return everything that was recorded in this run directory, oldest first."""
         return read_events(self._directory)
+
+
+def described(error: BaseException) -> str:
+    """Return an error as one line for an event."""
+    return f"{type(error).__name__}: {error}"[:500]
 
 
 def _callers() -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""What a step and a run report back."""
+"""How an attempt and a step ended, and the totals of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+
+from holdfast.core.events import Decision
+from holdfast.numerics.gradients import GradientFacts, Group
+from holdfast.numerics.provenance import Origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,75 @@ class StepResult:
     dropped_samples: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """An attempt that came through, not yet committed."""
+
+    loss: torch.Tensor  # mean over the items, shape ``()``, detached
+    items: float | torch.Tensor
+    micro_batch_size: int | None  # most samples in one pass, None if unknown
+    groups: list[Group]  # with their gradients
+    facts: GradientFacts
+    norms: torch.Tensor  # of each gradient
+    dropped: tuple[tuple[int, int], ...] = ()  # samples whose micro-batch had a loss of NaN or Inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruling:
+    """What is thought of an attempt with finite values, before it is committed."""
+
+    decision: Decision | None = None  # why it must not be committed, or None
+    max_norm: float | None = None  # what its gradient norm is to be scaled down to, or None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where NaN or Inf came from, as far as a replay has shown."""
+
+    origin: Origin | None = None  # the operation, parameter or input; None if it is not known
+    samples: tuple[int, ...] = ()  # positions in the batch without which the step is sound, if there are such
+    problem: str = ""  # why there is no origin; empty if there is one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a step ended."""
+
+    attempt: Attempt  # the attempt that was committed or skipped
+    attempts: int
+    out_of_memory: int  # how many of them ran out of memory
+    size: int | None  # samples in the batch, None if unknown
+    committed: bool  # False if it left no trace
+    culprits: list[str] = field(default_factory=list)  # names of parameters with non-finite gradients, some of them
+    culprit_count: int = 0  # how many there are
+    loss_scale: float | None = None  # of fp16, what is tried next after a skip although the loss is finite
+    decision: Decision | None = None  # why finite values were not committed
+    provenance: Provenance | None = None  # where non-finite values came from
+    dropped: tuple[int, ...] = ()  # positions in the batch of the samples that the committed step was made without
+
+    def result(self, reason: str | None) -> StepResult:
+        """Return what the caller of a step gets; `reason` says why it was skipped, None that it was not."""
+        left_out = [place for first, end in self.attempt.dropped for place in range(first, end)]
+        return StepResult(
+            loss=self.attempt.loss,
+            items=self.attempt.items,
+            grad_norm=self.attempt.facts.norms,
+            micro_batch_size=self.attempt.micro_batch_size,
+            attempts=self.attempts,
+            skipped=reason is not None,
+            reason=reason,
+            dropped_samples=() if reason is not None else self.dropped or tuple(left_out),
+        )
+
+
+class PartialOptimizerStep(Exception):  # noqa: N818 - a signal to the guard, never seen by users
+    """An optimizer ran out of memory half-way: weights and moments cannot be trusted."""
+
+    def __init__(self, why: str, outcome: Outcome) -> None:
+        super().__init__(why)
+        self.outcome = outcome
+
+
 @dataclass(slots=True, kw_only=True)
 class Counters:
     """Running totals of a run over all its restarts; part of every checkpoint."""
@@ -60,10 +133,9 @@ class Counters:
             self.rollbacks_in_a_row = 0
 
     def note_rollback(self, from_step: int, beyond: int) -> None:
-        """Count a return from a step to an earlier state.
+        """Count a return to an earlier state. A row of them ends `beyond` steps after the step that failed.
 
-        A row of them ends `beyond` steps after the step that failed. Good steps before that place prove nothing: they
-        were good the first time too.
+        Good steps before that place prove nothing: they were good the first time too.
         """
         self.rollbacks += 1
         self.rollbacks_in_a_row += 1
@@ -101,4 +173,4 @@ class Statistics:
     checkpoints_failed: int
     micro_batch_size: int | None
     recompute: bool
-    loss_scale: float | None = field(default=None)
+    loss_scale: float | None = None

@@ -1,8 +1,8 @@
 """A request to stop: by signal or by call, honoured where the state is whole.
 
 The handler notes the request and says so, and interrupts two places that may last long and change nothing: the wait
-for data and an evaluation. No saving and no agreement between ranks happens in a signal handler. Who signals again
-wants the process to end at once, and it does, by the kernel: no boundary and no interpreter is waited for.
+for data and an evaluation. No saving and no agreement between ranks happens in a signal handler. A second signal
+ends the process at once, by the kernel: no boundary and no interpreter is waited for.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ class Interrupted(BaseException):
 
 
 def _let_workers_die() -> None:
-    """Do not let torch raise wherever the program happens to be, because loader workers got the same signal.
+    """Keep torch from raising in the main thread because loader workers got the same signal.
 
-    A scheduler that stops a job sends it to the whole process group. What the workers had loaded is not needed: the
-    loop ends at the next boundary.
+    A scheduler that stops a job sends it to the whole process group. The loop ends at the next boundary.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     if callable(handler) and getattr(handler, "__module__", "").startswith("torch.utils.data"):
@@ -141,14 +140,10 @@ class StopRequest:
                     raised = error
         finally:
             self._settling = False
-            _say(name, ends=ends)
+            second = "ends the process at once" if ends else "goes to the handler before holdfast's"
+            new_line = "\n" if os.isatty(2) else ""  # after ^C, or a bar
+            text = f"{new_line}holdfast: {name}: stops at the next boundary; a second one {second}\n"
+            with suppress(OSError):
+                os.write(2, text.encode())  # past sys.stderr, which may be in the middle of a write
         if raised is not None:
             raise raised
-
-
-def _say(name: str, *, ends: bool) -> None:
-    """Tell whoever waits that it may take a while; past sys.stderr, which may be in the middle of a write."""
-    second = "a second one ends the process at once" if ends else "a second one goes to the handler before holdfast's"
-    new_line = "\n" if os.isatty(2) else ""  # after ^C, or a bar
-    with suppress(OSError):
-        os.write(2, f"{new_line}holdfast: {name}: stops at the next boundary; {second}\n".encode())

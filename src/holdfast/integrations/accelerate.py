@@ -27,11 +27,11 @@ import torch
 
 from holdfast.core.errors import BatchError, PolicyError
 from holdfast.core.policy import Policy
-from holdfast.guard.guard import Guard
-from holdfast.guard.hosted import agreed, take_scale
+from holdfast.guard.guard import Guard, take_scale
+from holdfast.guard.hosted import agreed
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.guard.step.window import Window
+from holdfast.guard.splitting.window import Window
 from holdfast.integrations.frameworks import excluded, load
 from holdfast.integrations.transformers_limits import check_one_process, precision_of
 from holdfast.loader.loader import DataLoader

@@ -30,7 +30,8 @@ import torch
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.core.errors import PolicyError
 from holdfast.core.policy import Policy
-from holdfast.guard.hosted import HostedGuard, hosted_policy, take_scale
+from holdfast.guard.guard import take_scale
+from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.integrations.frameworks import excluded, load

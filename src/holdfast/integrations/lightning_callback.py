@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from holdfast.guard.step.buffers import BufferKeeper
+from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.integrations.frameworks import load
 from holdfast.integrations.lightning_files import VerifiedCheckpointIO, save_when_stopped
 from holdfast.integrations.recording import Recording

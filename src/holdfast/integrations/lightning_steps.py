@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from holdfast.guard.accumulation import Accumulation, divided
 from holdfast.guard.hosted import HostedGuard
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.guard.step.accumulation import Accumulation, divided
 from holdfast.integrations.frameworks import load
 from holdfast.integrations.lightning_logs import StepLogs
 from holdfast.loader.splitting import Split, batch_size

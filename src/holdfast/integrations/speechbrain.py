@@ -47,11 +47,12 @@ from holdfast.core.durable import write_file
 from holdfast.core.errors import NonFiniteError, PolicyError, did_you_mean
 from holdfast.core.policy import Policy
 from holdfast.core.policy_sources import from_speechbrain
+from holdfast.guard.accumulation import Accumulation, divided
 from holdfast.guard.directory import check_found
-from holdfast.guard.hosted import HostedGuard, hosted_policy, take_scale
+from holdfast.guard.guard import take_scale
+from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.guard.step.accumulation import Accumulation, divided
 from holdfast.integrations.frameworks import load
 from holdfast.integrations.speechbrain_batches import detached, joined, samples_in, split_of
 from holdfast.integrations.speechbrain_checkpoints import sealed

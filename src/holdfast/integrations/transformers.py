@@ -27,7 +27,8 @@ import torch
 
 from holdfast.core.errors import CheckpointError, OutOfMemoryError
 from holdfast.core.policy import Policy
-from holdfast.guard.hosted import HostedGuard, hosted_policy, take_scale
+from holdfast.guard.guard import take_scale
+from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.integrations.frameworks import load
 from holdfast.integrations.transformers_callback import CallbackParts
 from holdfast.integrations.transformers_checkpoints import (

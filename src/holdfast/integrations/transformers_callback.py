@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.checkpoint.health import nonfinite_tensors
 from holdfast.checkpoint.sealing import check, seal, set_aside
-from holdfast.guard.step.buffers import BufferKeeper
+from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.guard.stop import StopRequest
 from holdfast.integrations.recording import Recording
 from holdfast.integrations.transformers_checkpoints import check_best

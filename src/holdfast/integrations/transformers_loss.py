@@ -20,7 +20,7 @@ import torch
 
 from holdfast.core.errors import BatchError
 from holdfast.guard.hosted import HostedGuard
-from holdfast.guard.step.window import Window
+from holdfast.guard.splitting.window import Window
 from holdfast.loader.splitting import Split, batch_size, select
 from holdfast.numerics.loss import Loss
 

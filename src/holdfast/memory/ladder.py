@@ -5,8 +5,7 @@
     clean steps        after `grow_after_steps` of them: double the micro-batch, at last switch recompute off
 
 A larger size is a trial for one step: if it fails, the old one comes back at once and the wait doubles, up to 64
-times, so it never thrashes. Where it was measured what a sample takes, the trial is made at once, and at the size
-that this leaves room for. The state is part of every checkpoint.
+times, so it never thrashes. The state is part of every checkpoint.
 
 Does not: touch the device, free anything, or know what a batch is.
 """
@@ -20,8 +19,6 @@ from holdfast.core.events import Decision, Grow, Promise, Recompute, Retry, Spli
 from holdfast.core.policy import Policy
 
 _LONGEST_WAIT_FACTOR = 64
-_ROOM_SHARE = 0.9  # of the room that a measured slope leaves: there are fragments, and longer samples
-_WORTH_A_TRIAL = 1.25  # a step that fails costs more than a few percent of speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +39,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
+class Remedies:
     """What a step may do about a lack of memory.
 
     Args:
@@ -82,12 +79,11 @@ class MemoryLadder:
         self._grow_after_steps = grow_after_steps
         self._always_recompute = recompute
         self.plan = Plan(micro_batch_size=largest if start is None else start, recompute=recompute)
-        self._room_for: int | None = None  # samples that fit by what was measured; used once
         self._fallback: Plan | None = None  # the plan that is known to fit, while a larger one is tried
         self._clean_steps = 0
         self._wait = grow_after_steps
         self._tight_batch = 0  # samples of the largest batch that ran out of memory
-        self._means = Means()  # of the last failure: what was promised then holds for the way back too
+        self._remedies = Remedies()  # of the last failure: what was promised then holds for the way back too
 
     @classmethod
     def of(cls, policy: Policy) -> MemoryLadder:
@@ -100,51 +96,39 @@ class MemoryLadder:
             recompute=policy.recompute if isinstance(policy.recompute, tuple) else (),
         )
 
-    def note_room(self, *, samples: int, used_bytes: int, free_bytes: int) -> None:
-        """Learn from an attempt what a sample takes, and how many would fit.
-
-        Args:
-            samples: In one forward/backward of it.
-            used_bytes: What it took at its peak.
-            free_bytes: What was left then.
-        """
-        more = int(_ROOM_SHARE * free_bytes * samples / used_bytes) if used_bytes > 0 else 0
-        self._room_for = samples + more if samples + more >= _WORTH_A_TRIAL * samples else None
-
     @property
     def on_trial(self) -> bool:
         """Return whether the plan is a larger one that is tried for one step."""
         return self._fallback is not None
 
-    def decide_after_oom(self, *, batch_size: int, failures: int, means: Means) -> Decision:
+    def decide_after_oom(self, *, batch_size: int, failures: int, remedies: Remedies) -> Decision:
         """Return what to do about an attempt that ran out of memory, and make it the plan.
 
         Args:
             batch_size: Samples in the batch.
             failures: Attempts of this step that ran out of memory so far, this one included.
-            means: What is possible.
+            remedies: What is possible.
         """
         self._clean_steps = 0
-        self._means = means
+        self._remedies = remedies
         self._tight_batch = max(self._tight_batch, batch_size)
         if self._fallback is not None:
             self.plan, self._fallback = self._fallback, None
             self._wait = min(2 * self._wait, _LONGEST_WAIT_FACTOR * self._grow_after_steps)
-            return self._as_decision("the larger plan that was tried does not fit", batch_size, means)
+            return self._as_decision("the larger plan that was tried does not fit", batch_size, remedies)
         if failures == 1:
             return Retry(reason="freed what the failed attempt held", promise="bit-exact")
-        if set(means.recompute) > set(self.plan.recompute):
-            self.plan = replace(self.plan, recompute=means.recompute)
+        if set(remedies.recompute) > set(self.plan.recompute):
+            self.plan = replace(self.plan, recompute=remedies.recompute)
             reason = "these modules keep most bytes for the backward pass"
-            return Recompute(reason=reason, promise=means.recompute_promise, modules=means.recompute)
+            return Recompute(reason=reason, promise=remedies.recompute_promise, modules=remedies.recompute)
         samples = self.plan.samples(batch_size)
-        if samples <= means.smallest:
+        if samples <= remedies.smallest:
             return Stop(reason=f"{samples} sample(s) at a time do not fit", promise="bit-exact")
-        if means.no_split is not None:
-            return Stop(reason=f"may not split: {means.no_split}", promise="bit-exact")
-        smaller = max(means.smallest, -(-samples // 2))
-        self.plan = replace(self.plan, micro_batch_size=smaller)
-        return self._as_decision(f"{samples} samples at a time do not fit", batch_size, means)
+        if remedies.no_split is not None:
+            return Stop(reason=f"may not split: {remedies.no_split}", promise="bit-exact")
+        self.plan = replace(self.plan, micro_batch_size=max(remedies.smallest, -(-samples // 2)))
+        return self._as_decision(f"{samples} samples at a time do not fit", batch_size, remedies)
 
     def without_split(self) -> None:
         """Note that batches may not be cut after all."""
@@ -172,32 +156,30 @@ class MemoryLadder:
             self._clean_steps = 0
             return None
         self._clean_steps += 1
-        measured, self._room_for = self._room_for, None
-        larger = self._larger(max(batch_size, self._tight_batch), measured)
-        if larger == self.plan or (measured is None and self._clean_steps < self._wait):
+        if self._clean_steps < self._wait:
+            return None
+        larger = self._larger(max(batch_size, self._tight_batch))
+        if larger == self.plan:
             return None
         self._fallback, self.plan, self._clean_steps = self.plan, larger, 0
-        reason = f"{self._wait} clean steps" if measured is None else "what was measured leaves room"
+        reason = f"{self._wait} clean steps"
         if larger.recompute != self._fallback.recompute:
-            return Recompute(reason=reason, promise=self._means.recompute_promise, modules=())
-        return Grow(reason=reason, promise=self._means.split_promise, micro_batch_size=larger.micro_batch_size)
+            return Recompute(reason=reason, promise=self._remedies.recompute_promise, modules=())
+        return Grow(reason=reason, promise=self._remedies.split_promise, micro_batch_size=larger.micro_batch_size)
 
-    def _larger(self, batch_size: int, measured: int | None) -> Plan:
+    def _larger(self, batch_size: int) -> Plan:
         size = self.plan.micro_batch_size
         if size is None or size == self._largest:
             return replace(self.plan, recompute=self._always_recompute)
-        wanted: int | None = 2 * size if measured is None else measured
         if self._largest is not None:
-            wanted = min(wanted or 0, self._largest)
-        elif (wanted or 0) >= batch_size:
-            wanted = None
-        return replace(self.plan, micro_batch_size=wanted)
+            return replace(self.plan, micro_batch_size=min(2 * size, self._largest))
+        return replace(self.plan, micro_batch_size=None if 2 * size >= batch_size else 2 * size)
 
-    def _as_decision(self, reason: str, batch_size: int, means: Means) -> Decision:
+    def _as_decision(self, reason: str, batch_size: int, remedies: Remedies) -> Decision:
         samples = self.plan.samples(batch_size)
         if samples < batch_size:
-            return Split(reason=reason, promise=means.split_promise, micro_batch_size=samples)
-        return Recompute(reason=reason, promise=means.recompute_promise, modules=self.plan.recompute)
+            return Split(reason=reason, promise=remedies.split_promise, micro_batch_size=samples)
+        return Recompute(reason=reason, promise=remedies.recompute_promise, modules=self.plan.recompute)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -211,19 +193,14 @@ class MemoryLadder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`; a limit that the policy has lowered since then is kept."""
-        self.plan = self._within_limit(_plan_of(state["plan"]))
-        fallback = state["fallback"]
-        self._fallback = None if fallback is None else self._within_limit(_plan_of(fallback))
+        self.plan = self._plan_of(state["plan"])
+        self._fallback = None if state["fallback"] is None else self._plan_of(state["fallback"])
         self._clean_steps = state["clean_steps"]
         self._wait = max(state["wait"], self._grow_after_steps)
         self._tight_batch = state["tight_batch"]
 
-    def _within_limit(self, plan: Plan) -> Plan:
-        if self._largest is None or (plan.micro_batch_size or self._largest + 1) <= self._largest:
-            return plan
-        return replace(plan, micro_batch_size=self._largest)
-
-
-def _plan_of(state: dict[str, Any]) -> Plan:
-    names = state["recompute"]  # up to 0.9 it said only whether: what to recompute is then measured again
-    return Plan(micro_batch_size=state["micro_batch_size"], recompute=() if isinstance(names, bool) else tuple(names))
+    def _plan_of(self, state: dict[str, Any]) -> Plan:
+        size = state["micro_batch_size"]
+        if self._largest is not None:
+            size = self._largest if size is None else min(size, self._largest)
+        return Plan(micro_batch_size=size, recompute=tuple(state["recompute"]))

@@ -1,6 +1,6 @@
 """Does memory grow without end? A slope test on what was measured at steps; pure, no torch.
 
-Growth that is none of a leak's is told apart by its shape: a warm-up comes to rest, a cache fills ever more slowly,
+Other growth has another shape: a warm-up comes to rest, a cache fills ever more slowly,
 garbage and evaluation go up and down, and a buffer is bought once. A leak grows on, at the same pace.
 
 Does not: find what holds the memory (``supervise.observe.retention``), read or act.
@@ -67,7 +67,7 @@ class Reading:
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:
-    """Return how memory grows without end, or None if it does not, or too little was seen to tell.
+    """Return how memory grows without end, or None if it does not, or too little was seen.
 
     The first fifth is taken for a warm-up. The rest is cut into twelve windows, and only the lowest reading of each
     counts, which takes out what comes and goes. These must rise one after another (Mann-Kendall), by more than noise

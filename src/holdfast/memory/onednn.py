@@ -34,17 +34,14 @@ def is_on() -> bool:
 
 
 def switch_off() -> None:
-    """Switch oneDNN off for the rest of this process."""
+    """Switch oneDNN off for the rest of this process: results then differ by rounding."""
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
 
 
 def switch_off_if_broken() -> bool:
-    """Try to compile a kernel of a new shape, and switch oneDNN off if that fails.
+    """Try to compile a kernel of a new shape, and switch oneDNN off if that fails; return whether it was broken.
 
     Call it after memory was freed, in the thread that trains.
-
-    Returns:
-        True if it was broken. Results then differ by rounding from those of oneDNN's kernels.
     """
     if not is_on():
         return False
@@ -64,18 +61,14 @@ def switch_off_if_broken() -> bool:
 def switch_off_if_unsafe(models: Iterable[torch.nn.Module]) -> bool:
     """Switch oneDNN off if a model has a strided convolution, also a transposed one, that it might crash in.
 
-    Call it where memory was short and kernels of new shapes are about to be made.
-
-    Args:
-        models: Those that are trained. A convolution that is called as a function is not seen.
+    Call it where memory was short and kernels of new shapes are about to be made. A convolution that is called as a
+    function is not seen.
 
     Returns:
-        True if it was on and is off now. Results then differ by rounding from those of oneDNN's kernels.
+        True if it was on and is off now.
     """
-    if not is_on():
-        return False
     modules = (module for model in models for module in model.modules())
-    if not any(isinstance(module, _ConvNd) and max(module.stride) > 1 for module in modules):
+    if not is_on() or not any(isinstance(module, _ConvNd) and max(module.stride) > 1 for module in modules):
         return False
     switch_off()
     return True

@@ -1,4 +1,4 @@
-"""Recognise an out-of-memory error in every form it takes, let go of what it holds, and give memory back.
+"""Recognise an out-of-memory error in every form it takes, drop what it holds, and give memory back.
 
 The frames of the exception own the activations of the failed attempt, so nothing can be freed inside the
 ``except`` block: leave it first, then call `clear_exception_frames` and `release_memory`.
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from holdfast.core.errors import HoldfastError
-from holdfast.memory.host_allocator import trim_heap
+from holdfast.memory.host_memory import trim_heap
 from holdfast.memory.onednn import is_onednn_failure
 
 # Texts as found in torch 2.11 to 2.13, CUDA, cuBLAS, cuDNN, NCCL, HIP and glibc. An error's type is looked at
@@ -45,14 +45,9 @@ _STICKY = re.compile(
 
 
 def find_out_of_memory(error: BaseException) -> str | None:
-    """Return the text of the out-of-memory error in this error or its causes, else None.
+    """Return one line about the out-of-memory error in this error or its causes; None if it is something else.
 
-    Args:
-        error: What was caught. Its ``__cause__`` chain is followed.
-
-    Returns:
-        One line for people, or None if the error is something else (also for an `OutOfMemoryError` of
-        holdfast itself, which is a verdict and not a failure to allocate).
+    An `OutOfMemoryError` of holdfast itself is something else: a verdict, and no failure to allocate.
 
     Example:
         >>> find_out_of_memory(MemoryError("no room"))
@@ -85,7 +80,7 @@ def clear_exception_frames(error: BaseException) -> None:
 
     Call it after the ``except`` block was left; the running frames keep their variables.
     """
-    for link in list(_chain(error)):
+    for link in list(_causes(error, contexts=True)):
         if link.__traceback__ is not None:
             traceback.clear_frames(link.__traceback__)
         link.__traceback__ = link.__context__ = link.__cause__ = None
@@ -102,16 +97,8 @@ def release_memory(devices: Sequence[torch.device]) -> None:
     trim_heap()
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _causes(error: BaseException, *, contexts: bool = False) -> Iterator[BaseException]:
+    """Yield an error and its causes; with `contexts` also what was being handled when they were raised."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
@@ -119,4 +106,4 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         if link is not None and id(link) not in seen:
             seen.add(id(link))
             yield link
-            todo += [link.__cause__, link.__context__]
+            todo += [link.__cause__, link.__context__] if contexts else [link.__cause__]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
 
-from holdfast.core.errors import PolicyError
+from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.memory.oom import find_out_of_memory, is_sticky
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -43,14 +42,11 @@ Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractCon
 
 
 def find_repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the outermost modules that occur at least twice, of one class, under one parent.
+    """Return the outermost modules that occur at least twice, of one class, under one parent, by name.
 
     Such as the layers of a transformer or the blocks of a residual network; also ``Sequential`` of the same layers
     each, unless there are such blocks in them. Single layers (a convolution) do not count, nor a single layer with
     its ReLU: their activations are their neighbours' inputs, and stay anyway.
-
-    Returns:
-        ``(name, module)`` pairs in the order of the model.
     """
     found = {id(block): (name, block) for name, block in reversed(list(_search(model, "")))}
     return list(reversed(found.values()))  # a block that is shared counts once, under its first name
@@ -69,23 +65,16 @@ def parts_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def find_blocks(models: Mapping[str, nn.Module], wanted: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """Return the modules with these names; those of a model called ``"model"`` go without it.
 
-    Args:
-        models: By name.
-        wanted: The names of the modules.
-
     Raises:
         PolicyError: H102, for a name that no module has.
     """
     every = {_full_name(key, name): part for key, model in models.items() for name, part in model.named_modules()}
     for name in wanted:
         if name not in every:
-            near = difflib.get_close_matches(name, every, n=3)
             raise PolicyError(
                 f"recompute names {name!r}, which is no module of the models",
                 limit="activations are those of a module",
-                fix=f"the nearest names are {', '.join(near)}."
-                if near
-                else "pass names as named_modules() has them.",
+                fix=did_you_mean(name, every, otherwise="pass names as named_modules() has them."),
                 rule="H102",
             )
     return [(name, every[name]) for name in wanted]
@@ -116,12 +105,7 @@ def _kind(module: nn.Module) -> tuple[type, ...] | None:
 
 
 class RecomputeDiffersError(CheckpointError):
-    """A block has computed something else the second time.
-
-    Args:
-        block: Which one.
-        why: What shows it.
-    """
+    """A block has computed something else the second time: which one, and what shows it."""
 
     def __init__(self, block: nn.Module, why: str) -> None:
         super().__init__(f"a {type(block).__name__} cannot be recomputed: {why}")
@@ -166,12 +150,7 @@ def recomputing(
 
 
 class ReplacedForward:
-    """A forward that a module has for the time being; a copy of the module, also a pickled one, has the plain one.
-
-    Args:
-        module: Whose forward is replaced.
-        run: What is called instead.
-    """
+    """A forward that a module has for the time being; a copy of the module, also a pickled one, has the plain one."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         functools.update_wrapper(self, module.forward)
@@ -195,7 +174,7 @@ def _checkpointed(
     verify: bool,
 ) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_transforming():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_transforming():
             return forward(*args, **kwargs)
         again = _SeenAgain(block, capture, restore)
         versions, prints = versions_of(tensors_of((args, kwargs))), []  # type: list[int], list[torch.Tensor]
@@ -266,14 +245,9 @@ def _fingerprint(values: torch.Tensor) -> torch.Tensor:
 
 
 class _SeenAgain(contextlib.AbstractContextManager[None]):
-    """Random state, buffers and attributes as they are now, put back while a context lasts: for each backward pass.
+    """Random state, buffers and attributes of a block as they are now, put back while a context lasts.
 
-    Attributes are put back as they were bound: a counter, a hidden state that is replaced.
-
-    Args:
-        block: Whose.
-        capture: Returns the random state of the process.
-        restore: Puts it back.
+    Once for each backward pass. Attributes are put back as they were bound: a counter, a replaced hidden state.
     """
 
     def __init__(self, block: nn.Module, capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
@@ -292,7 +266,9 @@ class _SeenAgain(contextlib.AbstractContextManager[None]):
             for name in _attributes(part).keys() - attributes.keys():
                 del vars(part)[name]
             vars(part).update(attributes)
-        overwrite(*zip(*values, strict=True)) if values else None
+        for buffer, value in values:
+            # Unseen by autograd: it would refuse BatchNorm's saved statistics, which it does not read in training.
+            buffer.data.copy_(value)
         self._restore(random_state)
 
     def __enter__(self) -> None:
@@ -309,9 +285,12 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _weights_of(block: nn.Module) -> list[_Weight]:
-    """Return the parameters that a block has now, or what stands in for them (`torch.func.functional_call`)."""
+    """Return the parameters that a block has now, or what stands in for them (`torch.func.functional_call`).
+
+    The place of their values shows ``tensor.data = ...``; it is 0 for a tensor that has no single place.
+    """
     found = [each for part in block.modules() for each in part._parameters.values() if each is not None]
-    return [(each, versions_of([each])[0], _address(each)) for each in found]
+    return [(each, versions_of([each])[0], each.data_ptr() if has_storage(each) else 0) for each in found]
 
 
 def _are_same(one: Sequence[_Weight], other: Sequence[_Weight]) -> bool:
@@ -321,14 +300,9 @@ def _are_same(one: Sequence[_Weight], other: Sequence[_Weight]) -> bool:
     )
 
 
-def is_transforming() -> bool:
+def _is_transforming() -> bool:
     """Say whether a transform of `torch.func` is under way: most have no hooks on saved tensors."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's values are: another place after ``tensor.data = ...``; 0 if it has no single place."""
-    return tensor.data_ptr() if has_storage(tensor) else 0
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -341,24 +315,18 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in arguments or results: in tuples, lists, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        yield from (tensor for each in value.values() for tensor in tensors_of(each))
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inner = value.values()
     elif isinstance(value, (tuple, list)):
-        yield from (tensor for each in value for tensor in tensors_of(each))
+        inner = value
     elif dataclasses.is_dataclass(value):
-        yield from (tensor for each in dataclasses.fields(value) for tensor in tensors_of(getattr(value, each.name)))
+        inner = [getattr(value, each.name) for each in dataclasses.fields(value)]
+    for each in inner:
+        yield from tensors_of(each)
 
 
 def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return autograd's counters of in-place changes; -1 for a tensor that does not count."""
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def overwrite(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copy values into tensors without telling autograd.
-
-    A bumped version counter would make backward refuse BatchNorm's saved running statistics, which it does
-    not read in training mode.
-    """
-    for target, value in zip(targets, values, strict=True):
-        target.data.copy_(value)

@@ -96,11 +96,7 @@ class Measurement:
 
 
 class SavedBytes:
-    """Measures attempts, and chooses what to recompute in the next one.
-
-    Args:
-        modules: Those that may be recomputed, by name.
-    """
+    """Measures attempts, and chooses what to recompute in the next one, of the modules that may be recomputed."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
@@ -111,10 +107,7 @@ class SavedBytes:
     def refuse(self, names: Iterable[str]) -> None:
         """Choose these modules no more, nor what contains them."""
         for name in names:
-            self._refuse_with_parents(name)
-
-    def _refuse_with_parents(self, name: str) -> None:
-        self._refused.update(name[: match.start()] for match in re.finditer(r"\.|$", name))
+            self._refused.update(name[: match.start()] for match in re.finditer(r"\.|$", name))
 
     @contextlib.contextmanager
     def measuring(self, recomputed: Sequence[str], held: Iterable[torch.Tensor]) -> Iterator[None]:
@@ -130,7 +123,8 @@ class SavedBytes:
         replaced: list[tuple[nn.Module, Any]] = []
         try:
             for name, module in self._modules.items():
-                if isinstance(module, torch.jit.ScriptModule) or _is_in(name, recomputed):
+                inside = any(name.startswith(f"{other}.") for other in recomputed)
+                if inside or isinstance(module, torch.jit.ScriptModule):
                     continue
                 replaced.append((module, vars(module).get("forward")))
                 module.forward = ReplacedForward(module, watch.watched(name, module, module.forward))
@@ -142,8 +136,7 @@ class SavedBytes:
                 if own is not None:
                     module.forward = own
             self._best = watch.ended()
-            for name in watch.changes_state:
-                self._refuse_with_parents(name)
+            self.refuse(watch.changes_state)
             self._refused |= watch.changes_input
 
     def choose(self, active: Sequence[str]) -> tuple[str, ...]:
@@ -186,11 +179,10 @@ class SavedBytes:
 
     def _has_hooks_inside(self, name: str) -> bool:
         """Say whether hooks of the caller's would run again with the parts of a module."""
-        module = self._modules[name]
         hooks = (
             hook
-            for part in module.modules()
-            if part is not module
+            for part in self._modules[name].modules()
+            if part is not self._modules[name]
             for registered in (part._forward_hooks, part._forward_pre_hooks)
             for hook in registered.values()
         )
@@ -293,10 +285,6 @@ def _state_of(module: nn.Module) -> dict[tuple[str, int], int]:
         elif isinstance(value, (list, dict, set, deque)) and name not in OWN_ATTRIBUTES:
             found[name, id(value)] = len(value)
     return found
-
-
-def _is_in(name: str, others: Sequence[str]) -> bool:
-    return any(name.startswith(f"{other}.") for other in others)
 
 
 def _touch(names: Sequence[str], others: Sequence[str]) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.memory.host_allocator import set_malloc_threshold
+from holdfast.memory.host_memory import set_malloc_threshold
 from holdfast.testing import memory_limited
 
 torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.prepared import run_prepared
-from tests.unit.memory.allocations import real_allocations
+from tests.unit.forecast.allocations import real_allocations
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint

@@ -17,9 +17,9 @@ from holdfast.core.clock import SystemClock
 from holdfast.core.policy import Policy
 from holdfast.guard.parts import gather_parts
 from holdfast.guard.record import RunRecord
-from holdfast.guard.splitting.split_safety import Promises
-from holdfast.guard.step.buffers import BufferKeeper
-from holdfast.guard.step.mixed_precision import LossScale
+from holdfast.guard.splitting.split_safety import SplitSafety
+from holdfast.guard.state.buffers import BufferKeeper
+from holdfast.guard.step.loss_scale import LossScale
 from holdfast.guard.step.passes import Passed, Passes
 from holdfast.loader.splitting import micro_batches
 
@@ -190,7 +190,7 @@ def parted(
     """Return the gradient and what `Passes.parted` says, for a batch of 8."""
     policy = Policy()
     parts = gather_parts(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None)
-    promises = Promises(parts, policy, BufferKeeper(parts.models), RunRecord(run_dir, SystemClock()))
+    promises = SplitSafety(parts, policy, BufferKeeper(parts.models), RunRecord(run_dir, SystemClock()))
     passes = Passes(promises, LossScale("cpu", enabled=False), "cpu", policy.precision)
     model.zero_grad()
     passed = passes.parted(

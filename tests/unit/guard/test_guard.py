@@ -585,10 +585,3 @@ def hold_lock(run_dir: Any) -> None:
     except holdfast.RunDirectoryError:
         os._exit(3)
     os._exit(0)
-
-
-@pytest.mark.parametrize("text", ["{}", "[]", "nonsense", '{"plan": 1}'])
-def test_a_damaged_note_about_the_micro_batch_is_passed_over(tmp_path, text):
-    """The remembered micro-batch size is a help, never a reason not to start."""
-    (tmp_path / "micro_batch_size.json").write_text(text)
-    holdfast.Guard(tmp_path, **make_parts()).close()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import holdfast
-from holdfast.guard.splitting.identity import Identities, description_of
+from holdfast.guard.splitting.loss_functions import Identities, description_of
 from holdfast.guard.splitting.two_pass import TwoPass
 
 

@@ -640,7 +640,7 @@ def test_where_memory_is_short_for_gradients_the_losses_of_a_few_samples_decide(
     guard = holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     guard.step(torch.randn(8, 6), loss_fn)
     (promises,) = [event.data for event in guard.events() if event.kind == "promises"]
-    assert promises["rehearsal"]["outcome"] == ("coupled" if coupled else "exact"), promises
+    assert promises["split_check"]["outcome"] == ("coupled" if coupled else "exact"), promises
 
 
 @pytest.mark.parametrize("gains", [False, True])

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.guard import loop, session
+from holdfast.guard import accumulation
 from holdfast.guard.phase import Phase, RunState
+from holdfast.guard.run import loop, session, steps
 from holdfast.guard.saving import components
-from holdfast.guard.step import accumulation, steps
-from holdfast.guard.step.buffers import BufferKeeper
+from holdfast.guard.state.buffers import BufferKeeper
 
 
 def at(*transitions: str) -> RunState:

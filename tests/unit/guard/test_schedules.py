@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from holdfast.core.errors import PolicyError
-from holdfast.guard.step.schedules import advance, check_schedulers, needs_metric, scale, validated
+from holdfast.guard.run.schedules import advance, check_schedulers, needs_metric, scale, validated
 
 
 class Steepness:

@@ -6,7 +6,8 @@ import collections
 
 import torch
 
-from holdfast.guard.saving.snapshots import Snapshots, copied_to_host
+from holdfast.guard.saving.snapshots import Snapshots
+from holdfast.guard.state.trees import copied_to_host
 from holdfast.testing import FakeClock
 
 

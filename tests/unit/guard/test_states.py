@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.guard.step import states
-from holdfast.guard.step.states import StateKeeper, fingerprint, same
+from holdfast.guard.state import states
+from holdfast.guard.state.states import StateKeeper
+from holdfast.guard.state.trees import fingerprint, same
 
 
 class Plain:

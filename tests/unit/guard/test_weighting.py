@@ -130,7 +130,7 @@ def test_what_is_declared_is_never_guessed(tmp_path):
         lambda m: lambda b: holdfast.Loss(F.cross_entropy(m(b[0]).mT, b[1]), (b[1] != -100).sum()),
         micro_batch_size=3,
     )
-    assert (said["weighting"], said["rehearsal"]["held"]) == ("as declared", [])
+    assert (said["weighting"], said["split_check"]["held"]) == ("as declared", [])
 
 
 def test_wrongly_declared_items_are_refused(tmp_path):
@@ -211,9 +211,9 @@ def test_half_precision_finds_the_weighting_too(tmp_path):
 
         guard.step((X.float(), Y), loss)
         (said,) = [event.data for event in guard.events() if event.kind == "promises"]
-        assert said["rehearsal"]["difference"] > 0
+        assert said["split_check"]["difference"] > 0
         if weighting is None:
-            assert said["rehearsal"]["outcome"] == "coupled"
+            assert said["split_check"]["outcome"] == "coupled"
         else:
             assert said["weighting"] == weighting
 
@@ -268,4 +268,4 @@ def test_a_compiled_model_is_tried_as_it_is_written(tmp_path):
     with holdfast.Guard(tmp_path, model=model, optimizer=optimizer, policy=policy) as guard:
         guard.step((features, targets), lambda batch: F.mse_loss(model(batch[0]), batch[1]))
         (promises,) = (event for event in guard.events() if event.kind == "promises")
-    assert promises.data["rehearsal"]["outcome"] == "exact"
+    assert promises.data["split_check"]["outcome"] == "exact"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from holdfast import BatchError, Guard, Loss, TwoPass
 from holdfast.guard.hosted import HostedGuard, hosted_policy
-from holdfast.guard.step.window import Window
+from holdfast.guard.splitting.window import Window
 
 BATCHES = [torch.randn(size, 3, generator=torch.Generator().manual_seed(size)) for size in (4, 4, 3)]
 

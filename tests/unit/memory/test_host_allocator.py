@@ -7,7 +7,7 @@ import sys
 
 _PROGRAM = """
 import ctypes, sys
-from holdfast.memory.host_allocator import set_malloc_threshold, trim_heap
+from holdfast.memory.host_memory import set_malloc_threshold, trim_heap
 from holdfast.testing import data_segment_bytes
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

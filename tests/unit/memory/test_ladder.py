@@ -8,19 +8,20 @@ import pytest
 
 from holdfast.core.events import Decision, Grow, Recompute, Retry, Split, Stop
 from holdfast.core.policy import Policy
-from holdfast.memory.ladder import Means, MemoryLadder, Plan
+from holdfast.memory.ladder import MemoryLadder, Plan, Remedies
 
-_BLOCKS = Means(recompute=("layers.0", "layers.1"))
+_BLOCKS = Remedies(recompute=("layers.0", "layers.1"))
 
 
 def _ladder(*, largest: int | None = None, grow_after_steps: int = 3) -> MemoryLadder:
     return MemoryLadder(largest=largest, grow_after_steps=grow_after_steps)
 
 
-def _fail(ladder: MemoryLadder, times: int, means: Means, *, batch_size: int = 8) -> list[Decision]:
+def _fail(ladder: MemoryLadder, times: int, remedies: Remedies, *, batch_size: int = 8) -> list[Decision]:
     """Return the decisions after so many out-of-memory errors within one step."""
     return [
-        ladder.decide_after_oom(batch_size=batch_size, failures=number, means=means) for number in range(1, times + 1)
+        ladder.decide_after_oom(batch_size=batch_size, failures=number, remedies=remedies)
+        for number in range(1, times + 1)
     ]
 
 
@@ -42,31 +43,23 @@ def test_more_is_recomputed_before_anything_is_split() -> None:
     """As long as further modules help they are recomputed too: all of that is exact, and a split is not."""
     ladder = _ladder()
     found = [
-        ladder.decide_after_oom(batch_size=8, failures=number, means=Means(recompute=names))
+        ladder.decide_after_oom(batch_size=8, failures=number, remedies=Remedies(recompute=names))
         for number, names in enumerate([(), ("a",), ("a", "b"), ("a", "b")], start=1)
     ]
     assert [type(decision) for decision in found] == [Retry, Recompute, Recompute, Split]
     assert ladder.plan == Plan(micro_batch_size=4, recompute=("a", "b"))
 
 
-def test_a_plan_of_before_names_were_kept_is_taken_up_without_recomputation() -> None:
-    """A checkpoint that says only that something was recomputed has it measured again."""
-    state = _ladder().state_dict() | {"plan": {"micro_batch_size": 4, "recompute": True}}
-    ladder = _ladder()
-    ladder.load_state_dict(state)
-    assert ladder.plan == Plan(micro_batch_size=4)
-
-
 def test_without_blocks_splitting_follows_the_retry() -> None:
     """Where nothing can be recomputed that rung is left out."""
     ladder = _ladder()
-    assert [type(decision) for decision in _fail(ladder, 2, Means())] == [Retry, Split]
+    assert [type(decision) for decision in _fail(ladder, 2, Remedies())] == [Retry, Split]
     assert ladder.plan == Plan(micro_batch_size=4, recompute=())
 
 
 def test_halving_rounds_up_and_keeps_to_the_smallest() -> None:
     """Odd sizes lose less than half, and the smallest is tried before the stop."""
-    decisions = _fail(_ladder(), 6, Means(smallest=2), batch_size=13)
+    decisions = _fail(_ladder(), 6, Remedies(smallest=2), batch_size=13)
     assert [d.micro_batch_size for d in decisions if isinstance(d, Split)] == [7, 4, 2]
     assert isinstance(decisions[-1], Stop)
     assert "2 sample(s)" in decisions[-1].reason
@@ -75,7 +68,7 @@ def test_halving_rounds_up_and_keeps_to_the_smallest() -> None:
 def test_a_batch_that_may_not_be_split_stops_with_the_reason() -> None:
     """After recompute failed too, the stop says why splitting was refused, and the plan is untouched."""
     ladder = _ladder()
-    decisions = _fail(ladder, 3, Means(recompute=("layers.0",), no_split="the loss couples samples"))
+    decisions = _fail(ladder, 3, Remedies(recompute=("layers.0",), no_split="the loss couples samples"))
     assert isinstance(decisions[-1], Stop)
     assert "the loss couples samples" in decisions[-1].reason
     assert ladder.plan.micro_batch_size is None
@@ -83,14 +76,14 @@ def test_a_batch_that_may_not_be_split_stops_with_the_reason() -> None:
 
 def test_a_split_promises_what_the_batch_allows() -> None:
     """With dropout or an accepted hazard the promise of a split is the weaker one that was given."""
-    decisions = _fail(_ladder(), 2, Means(split_promise="equal in distribution"))
+    decisions = _fail(_ladder(), 2, Remedies(split_promise="equal in distribution"))
     assert decisions[-1].promise == "equal in distribution"
 
 
 def test_a_size_is_tried_again_only_after_enough_clean_steps() -> None:
     """Growth comes at the very step that the policy names, not one earlier, and doubles."""
     ladder = _ladder(grow_after_steps=3)
-    _fail(ladder, 3, Means())
+    _fail(ladder, 3, Remedies())
     ladder.decide_after_step(batch_size=8, attempts=4)
     assert ladder.plan.micro_batch_size == 2
     found = _clean(ladder, 3)
@@ -102,7 +95,7 @@ def test_a_size_is_tried_again_only_after_enough_clean_steps() -> None:
 def test_a_step_with_a_retry_is_not_clean() -> None:
     """One step that took two attempts starts the count again."""
     ladder = _ladder(grow_after_steps=3)
-    _fail(ladder, 2, Means())
+    _fail(ladder, 2, Remedies())
     ladder.decide_after_step(batch_size=8, attempts=3)
     _clean(ladder, 2)
     ladder.decide_after_step(batch_size=8, attempts=2)
@@ -126,7 +119,7 @@ def test_growth_ends_at_the_whole_batch_and_last_drops_recompute() -> None:
 def test_growth_never_goes_beyond_the_policy() -> None:
     """With a limit of 6 the sizes after 2 are 4 and 6."""
     ladder = _ladder(largest=6, grow_after_steps=1)
-    _fail(ladder, 3, Means(), batch_size=12)
+    _fail(ladder, 3, Remedies(), batch_size=12)
     ladder.decide_after_step(batch_size=12, attempts=4)
     sizes = []
     for _ in range(4):
@@ -138,7 +131,7 @@ def test_growth_never_goes_beyond_the_policy() -> None:
 def test_a_failed_trial_costs_one_attempt_and_doubles_the_wait() -> None:
     """The size that is known to fit comes back at once, without the retry, and the next trial is later."""
     ladder = _ladder(grow_after_steps=2)
-    _fail(ladder, 2, Means())
+    _fail(ladder, 2, Remedies())
     ladder.decide_after_step(batch_size=8, attempts=3)
     waits = []
     for _ in range(3):
@@ -147,7 +140,7 @@ def test_a_failed_trial_costs_one_attempt_and_doubles_the_wait() -> None:
             ladder.decide_after_step(batch_size=8, attempts=1)
             steps += 1
         waits.append(steps)
-        (decision,) = _fail(ladder, 1, Means())
+        (decision,) = _fail(ladder, 1, Remedies())
         assert decision == Split(
             reason="the larger plan that was tried does not fit", promise="equal up to rounding", micro_batch_size=4
         )
@@ -158,24 +151,24 @@ def test_a_failed_trial_costs_one_attempt_and_doubles_the_wait() -> None:
 def test_the_wait_does_not_grow_beyond_all_bounds() -> None:
     """After many failed trials a larger size is still tried, every 64 times the first wait."""
     ladder = _ladder(grow_after_steps=1)
-    _fail(ladder, 2, Means())
+    _fail(ladder, 2, Remedies())
     for _ in range(12):
         ladder.decide_after_step(batch_size=8, attempts=2)
         steps = 0
         while ladder.plan.micro_batch_size == 4:
             ladder.decide_after_step(batch_size=8, attempts=1)
             steps += 1
-        _fail(ladder, 1, Means())
+        _fail(ladder, 1, Remedies())
     assert steps == 64
 
 
 def test_a_trial_that_fits_makes_the_wait_short_again() -> None:
     """Success at a larger size forgets the failures before it."""
     ladder = _ladder(grow_after_steps=2)
-    _fail(ladder, 3, Means())
+    _fail(ladder, 3, Remedies())
     ladder.decide_after_step(batch_size=8, attempts=4)
     _clean(ladder, 2)
-    _fail(ladder, 1, Means())  # 4 does not fit: the wait is now 4
+    _fail(ladder, 1, Remedies())  # 4 does not fit: the wait is now 4
     ladder.decide_after_step(batch_size=8, attempts=2)
     assert isinstance(_clean(ladder, 4)[-1], Grow)
     assert isinstance(_clean(ladder, 2)[-1], Grow)  # 4 fitted
@@ -188,7 +181,7 @@ def test_recompute_that_does_not_work_is_given_up() -> None:
     assert ladder.plan.recompute
     ladder.without_recompute()
     assert not ladder.plan.recompute
-    assert isinstance(ladder.decide_after_oom(batch_size=8, failures=2, means=Means()), Split)
+    assert isinstance(ladder.decide_after_oom(batch_size=8, failures=2, remedies=Remedies()), Split)
 
 
 def test_a_split_that_is_not_allowed_is_taken_back() -> None:
@@ -200,20 +193,20 @@ def test_a_split_that_is_not_allowed_is_taken_back() -> None:
     ladder.without_split()
     assert ladder.plan == Plan(micro_batch_size=None, recompute=_BLOCKS.recompute)
     assert ladder.state_dict()["fallback"] is None
-    decisions = _fail(ladder, 2, Means(recompute=_BLOCKS.recompute, no_split="not this loss"))
+    decisions = _fail(ladder, 2, Remedies(recompute=_BLOCKS.recompute, no_split="not this loss"))
     assert [type(decision) for decision in decisions] == [Retry, Stop]
 
 
 def test_a_lower_limit_wins_over_the_saved_plan() -> None:
     """A run that is continued with a smaller micro-batch in its policy keeps to it at once."""
     old = _ladder(grow_after_steps=1)
-    _fail(old, 2, Means(), batch_size=32)
+    _fail(old, 2, Remedies(), batch_size=32)
     old.decide_after_step(batch_size=32, attempts=3)
     old.decide_after_step(batch_size=32, attempts=1)  # a trial is under way: fallback 16
     new = _ladder(largest=4)
     new.load_state_dict(json.loads(json.dumps(old.state_dict())))
     assert new.plan.micro_batch_size == 4
-    decision = new.decide_after_oom(batch_size=32, failures=1, means=Means())
+    decision = new.decide_after_oom(batch_size=32, failures=1, remedies=Remedies())
     assert isinstance(decision, Split)
     assert decision.micro_batch_size == 4
 
@@ -238,7 +231,7 @@ def test_a_short_last_batch_confirms_no_trial() -> None:
     for batch_size in ([64] * 5 + [8]) * 400:
         attempts = 1
         while ladder.plan.samples(batch_size) > 8:
-            ladder.decide_after_oom(batch_size=batch_size, failures=attempts, means=Means())
+            ladder.decide_after_oom(batch_size=batch_size, failures=attempts, remedies=Remedies())
             failures, attempts = failures + 1, attempts + 1
         ladder.decide_after_step(batch_size=batch_size, attempts=attempts)
     assert failures < 30
@@ -255,27 +248,3 @@ def test_a_forecast_is_where_it_starts() -> None:
     _clean(ladder, 8)
     assert ladder.plan == Plan(micro_batch_size=None, recompute=("layers.0",))
     assert _clean(ladder, 50)[-1] is None
-
-
-def test_what_was_measured_is_tried_at_once() -> None:
-    """With room for more by the measured slope the next step is a trial of that size, which may fail."""
-    ladder = _ladder(grow_after_steps=100)
-    _fail(ladder, 2, Means(), batch_size=64)
-    assert ladder.plan.micro_batch_size == 32
-    ladder.note_room(samples=32, used_bytes=3200, free_bytes=1600)
-    assert ladder.decide_after_step(batch_size=64, attempts=3) is None
-    decision = ladder.decide_after_step(batch_size=64, attempts=1)
-    assert isinstance(decision, Grow)
-    assert decision.micro_batch_size == 32 + int(0.9 * 16)
-    _fail(ladder, 1, Means(), batch_size=64)
-    assert ladder.plan.micro_batch_size == 32
-    assert _clean(ladder, 50, batch_size=64) == [None] * 50
-
-
-@pytest.mark.parametrize(("used", "free"), [(3200, 700), (0, 10**9), (3200, 0)])
-def test_little_room_is_no_reason_for_a_trial(used: int, free: int) -> None:
-    """A trial that fails costs a step: a gain of less than a quarter is not tried before its time."""
-    ladder = _ladder(grow_after_steps=100)
-    _fail(ladder, 2, Means(), batch_size=64)
-    ladder.note_room(samples=32, used_bytes=used, free_bytes=free)
-    assert _clean(ladder, 50, batch_size=64) == [None] * 50

@@ -9,6 +9,7 @@ training                       schedulers, scaler, random state, position, memor
 from __future__ import annotations
 
 import itertools
+import json
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -19,12 +20,13 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.buffers import Groups
 from holdfast.checkpoint.expanded import made_dense
-from holdfast.checkpoint.saver import encode
+from holdfast.checkpoint.saver import encode, read_state, same_tensors, saved_names
+from holdfast.checkpoint.store import Entry
 from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 from holdfast.guard.parts import Parts
 
 
-def component_of(kind: str, name: str) -> str:
+def _component_of(kind: str, name: str) -> str:
     """Return the component that holds the model or the optimizer of this name."""
     return kind if name == kind else f"{kind}.{name}"
 
@@ -32,8 +34,8 @@ def component_of(kind: str, name: str) -> str:
 def component_names(parts: Parts) -> list[str]:
     """Return the components that hold the state of these parts."""
     return [
-        *(component_of("model", name) for name in parts.models),
-        *(component_of("optimizer", name) for name in parts.optimizers),
+        *(_component_of("model", name) for name in parts.models),
+        *(_component_of("optimizer", name) for name in parts.optimizers),
         *(f"state.{name}" for name in parts.states),
         "training",
     ]
@@ -46,9 +48,9 @@ def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
     for name, model in parts.models.items():
         state = model.state_dict()
         metadata[name] = dict(getattr(state, "_metadata", {}))
-        trees[component_of("model", name)] = dict(state)
+        trees[_component_of("model", name)] = dict(state)
     for name, optimizer in parts.optimizers.items():
-        trees[component_of("optimizer", name)] = optimizer.state_dict()
+        trees[_component_of("optimizer", name)] = optimizer.state_dict()
     for name, stateful in parts.states.items():
         trees[f"state.{name}"] = stateful.state_dict()
     trees["training"] = {
@@ -63,8 +65,8 @@ def gather(parts: Parts, training: Mapping[str, Any]) -> dict[str, Any]:
 def live_tensors(parts: Parts) -> Groups:
     """Return the tensors of models and optimizers, by component and by their name in a checkpoint."""
     trees: dict[str, Any] = {}
-    trees |= {component_of("model", name): dict(each.state_dict()) for name, each in parts.models.items()}
-    trees |= {component_of("optimizer", name): each.state_dict() for name, each in parts.optimizers.items()}
+    trees |= {_component_of("model", name): dict(each.state_dict()) for name, each in parts.models.items()}
+    trees |= {_component_of("optimizer", name): each.state_dict() for name, each in parts.optimizers.items()}
     return encode(trees).tensors
 
 
@@ -74,15 +76,45 @@ def _kinds(parts: Parts) -> dict[str, str]:
     return described | dict.fromkeys((f"state {name!r}" for name in parts.states), "saved")
 
 
-def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
-    """Check that a checkpoint was made by the same models, optimizers and state, before anything is loaded.
+# --- what has changed without a step --------------------------------------------------------------------------
 
-    Raises:
-        RunDirectoryError: H304, naming the first tensor that differs.
-        CheckpointError: H313, for another optimizer, scheduler or state.
+
+def changes_without_a_step(parts: Parts, entry: Entry) -> bool:
+    """Return whether something differs from a checkpoint that may do so between two steps.
+
+    That is the caller's state, schedulers and groups of optimizers. Cost: digests of the caller's state.
     """
+    trees: dict[str, Any] = {f"state.{name}": each.state_dict() for name, each in parts.states.items()}
+    for name, optimizer in parts.optimizers.items():
+        trees[_component_of("optimizer", name)] = {"param_groups": optimizer.state_dict()["param_groups"]}
+    trees["training"] = {"schedulers": {name: each.state_dict() for name, each in parts.schedulers.items()}}
+    now, then = encode(trees), read_state(entry)
+    for component, state in now.state.items():
+        saved = then.get(component)
+        if not component.startswith("state."):
+            saved = {key: saved.get(key) for key in state} if isinstance(saved, dict) else None
+        if saved != json.loads(json.dumps(state)) or not same_tensors(entry, component, now.tensors[component]):
+            return True
+    return False
+
+
+def has_weights_of(parts: Parts, entry: Entry) -> bool:
+    """Return whether weights, buffers and moments are those of a checkpoint. Cost: digests of all tensors."""
+    for component, found in live_tensors(parts).items():
+        names = {name for name in found if not name.startswith("param_groups")}  # such as a rate that is a tensor
+        saved = {name for name in saved_names(entry, component) if not name.startswith("param_groups")}
+        if names != saved or not same_tensors(entry, component, {name: found[name] for name in names}):
+            return False
+    return True
+
+
+# --- back into the objects ------------------------------------------------------------------------------------
+
+
+def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
+    """Check that a checkpoint was made by the same models, optimizers and state, before anything is loaded."""
     for name, model in parts.models.items():
-        component = component_of("model", name)
+        component = _component_of("model", name)
         if component not in trees:
             raise _other_run(f"it holds no model {name!r}", where)
         _check_model(component, trees[component], model.state_dict(), where)
@@ -95,7 +127,10 @@ def check_fits(trees: Mapping[str, Any], parts: Parts, where: str) -> None:
         if saved[name] != here[name]:
             raise _other_parts(f"{name} was a {saved[name]} and is a {here[name]}", where)
     for name, optimizer in parts.optimizers.items():
-        _check_groups(name, trees[component_of("optimizer", name)], optimizer, where)
+        was = [len(group["params"]) for group in trees[_component_of("optimizer", name)]["param_groups"]]
+        now = [len(group["params"]) for group in optimizer.param_groups]
+        if was != now:
+            raise _other_parts(f"optimizer {name!r} had parameter groups of {was} tensors and has {now}", where)
 
 
 def _check_model(component: str, saved: Mapping[str, Any], live: Mapping[str, Any], where: str) -> None:
@@ -105,18 +140,8 @@ def _check_model(component: str, saved: Mapping[str, Any], live: Mapping[str, An
             raise _other_run(f"{component}: tensor {key!r} is only in {place}", where)
         was, now = saved[key], live[key]
         if isinstance(was, torch.Tensor) and (was.shape != now.shape or was.dtype != now.dtype):
-            raise _other_run(
-                f"{component}: tensor {key!r} was {was.dtype} {tuple(was.shape)} and is {now.dtype} "
-                f"{tuple(now.shape)}",
-                where,
-            )
-
-
-def _check_groups(name: str, saved: Any, optimizer: Optimizer, where: str) -> None:
-    was = [len(group["params"]) for group in saved["param_groups"]]
-    now = [len(group["params"]) for group in optimizer.param_groups]
-    if was != now:
-        raise _other_parts(f"optimizer {name!r} had parameter groups of {was} tensors and has {now}", where)
+            differs = f"was {was.dtype} {tuple(was.shape)} and is {now.dtype} {tuple(now.shape)}"
+            raise _other_run(f"{component}: tensor {key!r} {differs}", where)
 
 
 def _other_run(what: str, where: str) -> HoldfastError:
@@ -141,9 +166,9 @@ def load(trees: Mapping[str, Any], parts: Parts) -> None:
     """Put saved state into the objects. `check_fits` was called before."""
     training = trees["training"]
     for name, model in parts.models.items():
-        _load_model(model, trees[component_of("model", name)], training["model_metadata"][name])
+        _load_model(model, trees[_component_of("model", name)], training["model_metadata"][name])
     for name, optimizer in parts.optimizers.items():
-        _load_optimizer(optimizer, trees[component_of("optimizer", name)])
+        _load_optimizer(optimizer, trees[_component_of("optimizer", name)])
     for name, scheduler in parts.schedulers.items():
         scheduler.load_state_dict(training["schedulers"][name])
     for name, stateful in parts.states.items():

@@ -1,12 +1,11 @@
-"""The saving half of an open run: when, in which thread, and what is said about it.
+"""The checkpoints of an open run: when they are written, in which thread, and what is said about them.
 
 At a boundary the state is copied into host buffers; a thread then looks for NaN and Inf in the copies, writes, reads
 back, commits and prunes, while training goes on. Saves are made in the training thread where one must be finished
 when the call returns (the first, the last, one that was asked for), and where there is no memory for the buffers.
 There is one writer at a time, and whoever looks at the checkpoints waits for it first.
 
-Does not: restore (see ``session``), or know what the bytes on the disk look like
-(``checkpoint.saver``).
+Does not: restore (see ``run.session``), or know what the bytes on the disk look like (``checkpoint.saver``).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from holdfast.core.policy import Policy
 from holdfast.core.version import __version__
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.phase import RunState
-from holdfast.guard.record import RunRecord
+from holdfast.guard.record import RunRecord, described
 from holdfast.loader.signalled import let_through
 from holdfast.memory.host_memory import available_bytes
 
@@ -45,58 +44,19 @@ _SPARE = 1.02  # of the size: text and positions grow a little from save to save
 Named = Iterable[tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A save that was begun.
+@dataclass(slots=True, kw_only=True)
+class _Save:
+    """A save that was begun, and what came of it."""
 
-    Args:
-        shot: What is written.
-        must_be_finite: Tensors to look through before.
-        position: Where the run stood.
-        started: When, by the clock.
-        stall_seconds: How long the loop was held; None if it is until the end.
-    """
-
-    shot: Snapshot
-    must_be_finite: Named
-    position: tuple[int, int]
-    started: float
-    stall_seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """What came of a save: saved, refused, or failed.
-
-    Args:
-        position: Where the run stood.
-        seconds: It took.
-        stall_seconds: How long the loop was held.
-        entry: The checkpoint, if it was saved.
-        refused: Why, if it was refused.
-        error: What was raised, if it failed.
-    """
-
-    position: tuple[int, int]
-    seconds: float
-    stall_seconds: float
-    entry: Entry | None = None
-    refused: str | None = None
-    error: Exception | None = None
-
-
-def _for_good(error: Exception | None) -> Exception | None:
-    """Return what the caller must know before any work is done: no later save could succeed, as on a full disk."""
-    if not isinstance(error, OSError):
-        return error
-    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return None
-    return RunDirectoryError(
-        f"the first checkpoint cannot be written ({error})",
-        limit="nothing of this run could be saved",
-        fix="make the folder writable, choose another run directory, or set save_interval_steps=None.",
-        rule="H302",
-    )
+    shot: Snapshot  # what is written
+    must_be_finite: Named  # tensors to look through before
+    position: tuple[int, int]  # where the run stood
+    started: float  # when, by the clock
+    stall_seconds: float | None = None  # how long the loop was held; None if it is until the end
+    seconds: float = 0.0  # how long it took, once it is over
+    entry: Entry | None = None  # the checkpoint, if it was saved
+    refused: str | None = None  # why, if it was refused
+    error: Exception | None = None  # what was raised, if it failed
 
 
 class Saving:
@@ -124,7 +84,8 @@ class Saving:
         )
         self._store = store
         self._record = record
-        self._policy = policy
+        self._every = policy.save_interval_steps
+        self._keep_latest_k = policy.keep_latest_k
         self._clock = clock
         self._run_state = run_state
         self._state = state
@@ -134,9 +95,9 @@ class Saving:
         self._saved_at: tuple[int, int] | None = None
         self.saved_as: Entry | None = None  # the checkpoint that holds what is saved
         self._tried_at_step: int | None = None
-        self._job: Job[End | None] | None = None
+        self._job: Job[_Save | None] | None = None
         self._buffers: HostBuffers | None = None
-        self._in_background = policy.async_save and policy.save_interval_steps is not None
+        self._in_background = policy.async_save and self._every is not None
         self._puts_off = False  # the save that is due waits for the writer
         self._said_waiting = False  # so it is known that saves wait
         self._made_ready = False  # memory was asked for ahead
@@ -149,7 +110,7 @@ class Saving:
     @property
     def is_due(self) -> bool:
         """Return whether an interval was passed since the last attempt to save."""
-        every, step, tried = self._policy.save_interval_steps, self._record.global_step, self._tried_at_step
+        every, step, tried = self._every, self._record.global_step, self._tried_at_step
         if every is None or tried is None:
             return every is not None
         if step > tried and self.chooser.is_overdue(self._clock.monotonic_seconds(), early=every == "auto"):
@@ -164,8 +125,7 @@ class Saving:
     @property
     def may_save_more(self) -> bool:
         """Return whether this run saves, has begun to, and stands where it may."""
-        begun = self._policy.save_interval_steps is not None and self._tried_at_step is not None
-        return begun and self._run_state.may_be_saved
+        return self._every is not None and self._tried_at_step is not None and self._run_state.may_be_saved
 
     def take_refusal(self) -> str | None:
         """Return why a save was refused since this was last asked, or None."""
@@ -173,11 +133,7 @@ class Saving:
         return refused
 
     def report_loss(self, *, left: bool) -> None:
-        """Say at the end of a run that saves have failed, if what they were to hold is in no checkpoint.
-
-        Args:
-            left: Whether the loop was left early, so that the steps since the newest checkpoint are not missed.
-        """
+        """Say at the end of a run that saves have failed, if what they were to hold is in no checkpoint."""
         if self.failed and (self.saved_as is None or (self.has_unsaved and not left)):
             newest = None if self.saved_as is None else self.saved_as.global_step
             self._record.happened("not_saved", newest_checkpoint=newest, failed_saves=self.failed)
@@ -185,13 +141,7 @@ class Saving:
     # --- save -----------------------------------------------------------------------------------------------
 
     def save_first(self) -> None:
-        """Have a state to return to before the first step.
-
-        Raises:
-            CheckpointError: H310, if some state cannot be stored without pickle.
-            NonFiniteError: H502, if the weights hold NaN or Inf already.
-            RunDirectoryError: H302, if the folder cannot be written for good.
-        """
+        """Have a state to return to before the first step."""
         if self._tried_at_step is None:
             self.save()
 
@@ -199,9 +149,6 @@ class Saving:
         """Have a checkpoint of this very state when this returns, unless the state is not whole.
 
         A save that fails is an event and does not stop training. One of weights that are not finite is refused.
-
-        Raises:
-            RunDirectoryError: H301, if the lock was lost and another run has the directory.
         """
         started = self._clock.monotonic_seconds()
         self.finish()
@@ -224,63 +171,52 @@ class Saving:
             self._failed_at_once(error, started)
             return
         named = () if first else self._must_be_finite()
-        attempt = Attempt(shot=shot, must_be_finite=named, position=self._position(), started=started)
-        end = self._carry_out(attempt, nonfinite_tensors)
-        if first and (lasting := _for_good(end.error)) is not None:
+        save = _Save(shot=shot, must_be_finite=named, position=self._position(), started=started)
+        self._carry_out(save, nonfinite_tensors)
+        if first and (lasting := _for_good(save.error)) is not None:
             self._tried_at_step = None
-            raise lasting from end.error
-        self._take_in(end, first=first)
+            raise lasting from save.error
+        self._take_in(save, first=first)
 
-    def save_again(self) -> bool:
-        """Save a state that was changed on purpose, also if there is a checkpoint of this step.
-
-        Returns:
-            Whether it was saved.
-
-        Raises:
-            RunDirectoryError: H301, if the lock was lost and another run has the directory.
-        """
+    def save_again(self) -> None:
+        """Save a state that was changed on purpose, also if there is a checkpoint of this step."""
         self.finish()
-        before, self._saved_at = self.saved, None
+        self._saved_at = None
         self.save()
-        return self.saved > before
 
     def save_when_due(self) -> None:
-        """Begin a save of this state; the writer goes on beside the training. While one is under way, wait a step.
-
-        Raises:
-            RunDirectoryError: H301, if the lock was lost and another run has the directory.
-        """
+        """Begin a save of this state; the writer goes on beside the training. While one is under way, wait a step."""
         if self._tried_at_step is None or not self._in_background:
             self.save()
-            self.chooser.resumes(self._clock.monotonic_seconds())
-            return
-        self.collected()
-        if self._is_pointless():
-            return
+        else:
+            self.collected()
+            if self._is_pointless():
+                return
+            self._save_in_background()
+        self.chooser.resumes(self._clock.monotonic_seconds())
+
+    def _save_in_background(self) -> None:
         started = self._clock.monotonic_seconds()
         try:
-            handed_over = False if self._job is not None else self._hand_over(started)
+            begun = False if self._job is not None else self._hand_over(started)
         except RunDirectoryError:
             raise
         except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot give its state
             let_through(error)
             self._failed_at_once(error, started)
-            handed_over = True
-        if handed_over is None:
+            begun = True
+        if begun is None:
             self.save()
-        elif handed_over:
+        elif begun:
             self._said_waiting, self._puts_off = self._said_waiting and self._puts_off, False
         else:
             self._puts_off = True
             if not self._said_waiting:  # once, and again only after a save that did not have to wait
                 self._said_waiting = True
                 self._record.happened("save_put_off", why="the last one is still written, or memory is made ready")
-        self.chooser.resumes(self._clock.monotonic_seconds())
 
     def _is_pointless(self) -> bool:
-        none = self._policy.save_interval_steps is None
-        return none or not self._run_state.may_be_saved or self._saved_at == self._position()
+        return self._every is None or not self._run_state.may_be_saved or self._saved_at == self._position()
 
     def _tried(self) -> None:
         self._tried_at_step = self._record.global_step
@@ -307,74 +243,77 @@ class Saving:
             (others if copy is None else copies).append((name, tensor if copy is None else copy))
         bad, count = nonfinite_tensors(others)  # what no checkpoint holds, or in another form: now or never
         stall = self._clock.monotonic_seconds() - started
-        attempt = Attempt(
+        save = _Save(
             shot=shot, must_be_finite=copies, position=self._position(), started=started, stall_seconds=stall
         )
         if count:
-            self._take_in(self._refuse(attempt, bad, count))
+            self._refuse(save, bad, count)
+            self._take_in(save)
         else:
-            self._job = Job(lambda: self._carry_out(attempt, nonfinite_copies), self._directory.path)
+            self._job = Job(lambda: self._carry_out(save, nonfinite_copies), self._directory.path)
         return True
 
-    # --- one save ---------------------------------------------------------------------------------------------
+    # --- one save, in either thread ---------------------------------------------------------------------------
 
-    def _carry_out(self, attempt: Attempt, find_nonfinite: Callable[[Named], tuple[list[str], int]]) -> End:
+    def _carry_out(self, save: _Save, find_nonfinite: Callable[[Named], tuple[list[str], int]]) -> _Save:
         """Look through the state, write it and prune. Nothing is raised: errors are in what is returned."""
-        shot = attempt.shot
+        step = save.shot.global_step
         try:
-            bad, count = find_nonfinite(attempt.must_be_finite)
+            bad, count = find_nonfinite(save.must_be_finite)
             if count:
-                return self._refuse(attempt, bad, count)
-            entry = write(self._store, shot, unix_seconds=self._clock.unix_seconds(), written_by=__version__)
+                return self._refuse(save, bad, count)
+            entry = write(self._store, save.shot, unix_seconds=self._clock.unix_seconds(), written_by=__version__)
         except Exception as error:  # noqa: BLE001 - an event, and the caller's to judge
-            end = self._end(attempt, error=error)
-            self._record_failure(shot.global_step, error, end.seconds)
-            return end
+            save.error = error
+            self._end(save)
+            self._record_failure(step, error, save.seconds)
+            return save
         try:
-            removed = self._store.prune(self._policy.keep_latest_k, known_good=entry)
+            removed = self._store.prune(self._keep_latest_k, known_good=entry)
         except (OSError, HoldfastError) as error:
             removed = []  # the checkpoint is good all the same
-            self._record.happened_at(shot.global_step, "prune_failed", error=str(error))
-        end = self._end(attempt, entry=entry)
+            self._record.happened_at(step, "prune_failed", error=str(error))
+        save.entry = entry
+        stall = self._end(save)
         # Of the saves before: what this one takes is known when the step that goes on beside it is over, and an event
         # that waited for that would be lost with a kill.
         costs = self.chooser.save_costs_seconds()
         self._record.happened_at(
-            shot.global_step,
+            step,
             "checkpoint_saved",
             checkpoint=entry.path.name,
-            size_bytes=shot.size_bytes(),
-            seconds=round(end.seconds, 4),
-            stall_seconds=round(end.stall_seconds, 4),
+            size_bytes=save.shot.size_bytes(),
+            seconds=round(save.seconds, 4),
+            stall_seconds=round(stall, 4),
             **({} if costs is None else {"save_costs_seconds": round(costs, 4)}),
             removed=[path.name for path in removed],
         )
-        return end
+        return save
 
-    def _refuse(self, attempt: Attempt, bad: list[str], count: int) -> End:
+    def _refuse(self, save: _Save, bad: list[str], count: int) -> _Save:
         """Record that a state is not finite, so that no checkpoint appears."""
-        self._record.happened_at(attempt.shot.global_step, "save_refused", nonfinite=bad, count=count)
-        return self._end(attempt, refused=f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}")
+        self._record.happened_at(save.shot.global_step, "save_refused", nonfinite=bad, count=count)
+        save.refused = f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}"
+        self._end(save)
+        return save
 
     def _record_failure(self, global_step: int, error: Exception, seconds: float) -> None:
-        """Record that a save has failed."""
-        text = f"{type(error).__name__}: {error}"[:500]
-        self._record.happened_at(global_step, "save_failed", error=text, seconds=round(seconds, 4))
+        self._record.happened_at(global_step, "save_failed", error=described(error), seconds=round(seconds, 4))
 
-    def _end(self, attempt: Attempt, **came_of_it: Any) -> End:
-        seconds = self._clock.monotonic_seconds() - attempt.started
-        stall = seconds if attempt.stall_seconds is None else attempt.stall_seconds
-        return End(position=attempt.position, seconds=seconds, stall_seconds=stall, **came_of_it)
+    def _end(self, save: _Save) -> float:
+        """Note how long a save took, and return how long the loop was held."""
+        save.seconds = self._clock.monotonic_seconds() - save.started
+        save.stall_seconds = save.seconds if save.stall_seconds is None else save.stall_seconds
+        return save.stall_seconds
 
     # --- the writer -----------------------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
         """Take in what the writer has finished, and look at the interval again."""
-        every = self._policy.save_interval_steps
-        if every is not None:  # with an interval that was given too: the recording says what its saves cost
+        if self._every is not None:  # with an interval that was given too: the recording says what its saves cost
             self.chooser.boundary(self._clock.monotonic_seconds(), writing=self._job is not None)
         self.collected()
-        if every == "auto":
+        if self._every == "auto":
             decision = self.chooser.decide()
             if decision is not None:
                 self._record.decided(decision)
@@ -387,20 +326,20 @@ class Saving:
         try:
             self._buffers_for(needed_bytes(encode(self._state()).tensors))
         except Exception as error:  # noqa: BLE001 - it will come again when a save is due, and be judged there
-            self._record.happened("save_put_off", why=_described(error))
+            self._record.happened("save_put_off", why=described(error))
 
     def finish(self) -> None:
         """Wait until nothing is being written, and take in what came of it."""
         job = self._job
         try:
-            end = None if job is None else job.result()  # interrupted here, it is still under way
+            save = None if job is None else job.result()  # interrupted here, it is still under way
             self._job = None
         except Exception as error:  # noqa: BLE001 - whatever it was, training goes on without a writer
             self._job = self._buffers = None
-            self._stop_background(f"the writer has failed: {_described(error)}")
+            self._stop_background(f"the writer has failed: {described(error)}")
         else:
-            if end is not None:
-                self._take_in(end)
+            if save is not None:
+                self._take_in(save)
 
     def collected(self) -> Saving:
         """Take in what the writer has finished by now, and return this object."""
@@ -408,18 +347,18 @@ class Saving:
             self.finish()
         return self
 
-    def _take_in(self, end: End, *, first: bool = False) -> None:
-        if end.refused is not None or end.error is not None:
+    def _take_in(self, save: _Save, *, first: bool = False) -> None:
+        if save.entry is None:
             self.failed += 1
-            self._refused = end.refused or self._refused
+            self._refused = save.refused or self._refused
             return
         self.saved += 1
         self._directory.note_saved()
-        self._saved_at, self.saved_as = end.position, end.entry
+        self._saved_at, self.saved_as = save.position, save.entry
         if first:
-            self.chooser.first_save_took(end.seconds)
+            self.chooser.first_save_took(save.seconds)
         else:
-            self.chooser.save_took(stall_seconds=end.stall_seconds, seconds=end.seconds)
+            self.chooser.save_took(stall_seconds=save.stall_seconds or 0.0, seconds=save.seconds)
 
     # --- its memory -----------------------------------------------------------------------------------------
 
@@ -469,8 +408,18 @@ class Saving:
         self._refused = None
 
 
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:500]
+def _for_good(error: Exception | None) -> Exception | None:
+    """Return what the caller must know before any work: no later save could succeed, unlike on a full disk."""
+    if not isinstance(error, OSError):
+        return error
+    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return None
+    return RunDirectoryError(
+        f"the first checkpoint cannot be written ({error})",
+        limit="nothing of this run could be saved",
+        fix="make the folder writable, choose another run directory, or set save_interval_steps=None.",
+        rule="H302",
+    )
 
 
 def _unhealthy_start(bad: list[str], count: int) -> NonFiniteError:

@@ -2,13 +2,11 @@
 
 Two are kept, since the newer one may be of a state that was bad already before anybody noticed.
 
-Does not: decide when to return, or survive the process (see ``session`` for what lies on the disk).
+Does not: decide when to return, or survive the process.
 """
 
 from __future__ import annotations
 
-import collections
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,8 @@ from typing import Any
 import torch
 
 from holdfast.core.clock import Clock
+from holdfast.guard.state.trees import copied_to_host
 
-_MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
 _KEPT = 2
 _MOST_FAILURES = 3
 # Of the time since the last copy: above that, copies are made half as often.
@@ -28,15 +26,10 @@ _MOST_MEMORY = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """One copy.
+    """One copy."""
 
-    Args:
-        global_step: Optimizer steps in it.
-        trees: State by component, as ``components.gather`` returns it; tensors on the host.
-    """
-
-    global_step: int
-    trees: Mapping[str, Any]
+    global_step: int  # optimizer steps in it
+    trees: Mapping[str, Any]  # state by component, as ``components.gather`` returns it; tensors on the host
 
 
 class Snapshots:
@@ -56,10 +49,9 @@ class Snapshots:
         return self._interval is not None and global_step // self._interval > self._last_step // self._interval
 
     def keep(self, global_step: int, trees: Mapping[str, Any]) -> bool:
-        """Copy a state that is known to be good, if that fits.
+        """Copy a state that is known to be good, if that fits; return whether it was copied.
 
-        Returns:
-            Whether it was copied. A state that does not fit is not asked for again.
+        A state that does not fit is not asked for again.
         """
         assert self._interval is not None
         started = self._clock.monotonic_seconds()
@@ -98,35 +90,6 @@ class Snapshots:
     def give_up(self) -> None:
         """Give all memory back, and keep no more copies: it is needed elsewhere."""
         self._kept, self._interval = [], None
-
-
-def copied_to_host(tree: Any) -> Any:
-    """Return a tree of state that shares nothing with the live one; tensors lie on the host."""
-    return copied(tree, lambda tensor: tensor.to("cpu", copy=True))
-
-
-def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a tree of state that shares nothing with the live one."""
-    if isinstance(tree, torch.Tensor):
-        return copy_tensor(tree.detach())
-    if type(tree) in _MAPPINGS:
-        factory = (tree.default_factory,) if isinstance(tree, collections.defaultdict) else ()
-        made = type(tree)(*factory)
-        for key, value in tree.items():
-            made[key] = copied(value, copy_tensor)
-        return made
-    if type(tree) in (list, tuple):
-        return type(tree)([copied(value, copy_tensor) for value in tree])
-    if type(tree) is collections.deque:
-        return collections.deque([copied(value, copy_tensor) for value in tree], tree.maxlen)
-    return copy.deepcopy(tree)
-
-
-def parts_of(tree: Any) -> list[Any]:
-    """Return what a container of state holds; of anything else nothing."""
-    if type(tree) in _MAPPINGS:
-        return [*tree, *tree.values()]
-    return list(tree) if type(tree) in (list, tuple, collections.deque) else []
 
 
 def _size_bytes(tree: Any) -> int:

@@ -6,7 +6,7 @@ Does not: look at gradients of anything but parameters: ``torch.autograd.grad`` 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from holdfast.core.errors import BatchError
 
 Called: TypeAlias = Literal["backward", "step", "zero_grad"]
-_OWN: tuple[Called, ...] = ("step",)  # zero_grad is found where it empties something: frameworks call it in between
 _FIX = {
     "backward": "leave out loss.backward() and return the loss with its graph: guard.step runs backward. For a "
     "gradient of something else, such as an input, call torch.autograd.grad(loss, x).",
@@ -45,36 +44,29 @@ def called_inside(called: Called) -> CalledInsideError:
 
 @contextlib.contextmanager
 def returning_a_loss(optimizers: Iterable[Optimizer], parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Return a context for a loss function, in which optimizers refuse to move and ``.grad`` must stay as it is.
-
-    Raises:
-        CalledInsideError: H209. No weight has moved.
-    """
+    """Return a context for a loss function, in which optimizers refuse to move and ``.grad`` must stay as it is."""
     before = _marks(parameters)
-    own: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for optimizer in optimizers:
-        attributes = vars(optimizer)
-        own.append((attributes, {name: attributes[name] for name in _OWN if name in attributes}))
-        for name in _OWN:
-            attributes[name] = _refusing(name)  # schedulers put theirs there too
+    replaced: list[tuple[dict[str, Any], Any]] = []
+    for attributes in map(vars, optimizers):
+        replaced.append((attributes, attributes.get("step")))  # schedulers put theirs there too
+        # Only `step`: zero_grad is found where it empties something, since frameworks call it in between.
+        attributes["step"] = _refuse_step
     try:
         yield
     finally:
-        for attributes, replaced in own:
-            for name in _OWN:
-                attributes.pop(name, None)
-            attributes.update(replaced)
+        for attributes, own in replaced:
+            if own is None:
+                attributes.pop("step", None)
+            else:
+                attributes["step"] = own
     after = _marks(parameters)
     if after != before:
         emptied = any(now is None and was is not None for now, was in zip(after, before, strict=True))
         raise called_inside("zero_grad" if emptied else "backward")
 
 
-def _refusing(name: Called) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise called_inside(name)
-
-    return refuse
+def _refuse_step(*_: Any, **__: Any) -> NoReturn:
+    raise called_inside("step")
 
 
 def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int] | None]:
@@ -84,11 +76,7 @@ def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int] | None]:
 
 @contextlib.contextmanager
 def weights_stay(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Return a context for forward and backward in which hooks of parameters may look, and must not step.
-
-    Raises:
-        BatchError: H211. The weights have moved.
-    """
+    """Return a context for forward and backward in which hooks of parameters may look, and must not step."""
     hooked = [p for p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
     before = [p._version for p in hooked]
     yield

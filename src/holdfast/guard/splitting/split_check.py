@@ -4,7 +4,7 @@ The gradient over 4 samples is compared with the weighted gradients over 3 and 1
 not say what its mean is over, everything in the batch that it may be over is tried (see ``weighting``), on samples
 where these disagree. If nothing reproduces the gradient, samples are coupled (in-batch negatives, a pairwise loss);
 but if two runs with different random numbers differ as much, the loss is random and nothing can be said. One batch
-proves nothing about the next (its sentences may all be of one length), so this is repeated (see ``promises``).
+proves nothing about the next (its sentences may all be of one length), so this is repeated (see ``split_safety``).
 
 On the CPU this runs in a forked copy of the process, so it leaves no trace in this one: no random number, no
 counter of the caller's, no buffer. With an accelerator a fork is not possible; there it runs in place, only when a
@@ -16,21 +16,21 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from holdfast.core.forked import NoAnswer, in_a_copy_of_this_process
-from holdfast.guard.splitting.closure import CalledInsideError
-from holdfast.guard.splitting.side_effects import find_side_effects
+from holdfast.guard.splitting.closure import Called, CalledInsideError
+from holdfast.guard.splitting.loss_functions import find_side_effects
 from holdfast.guard.splitting.two_pass import TwoPass, TwoPassRun
-from holdfast.guard.splitting.verdict import Outcome, Verdict, merged
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting, disagreement, find_weightings, shares
-from holdfast.guard.step.buffers import BufferKeeper
-from holdfast.guard.step.states import StateKeeper, same
+from holdfast.guard.state.buffers import BufferKeeper
+from holdfast.guard.state.states import StateKeeper
+from holdfast.guard.state.trees import same
 from holdfast.loader.random_state import seed_cpu
 from holdfast.loader.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
 from holdfast.memory import onednn
@@ -45,53 +45,95 @@ _HALF_TOLERANCE = 5e-2
 TELLING = 0.01  # weights that differ by less make gradients that differ by less than a coupled loss does
 _MOST_WINDOWS = 4
 _LOOKED_THROUGH = 64  # windows: cutting and counting one takes a tenth of a millisecond
-_Parts = Sequence[tuple[Any, int]]
+_Parts: TypeAlias = Sequence[tuple[Any, int]]
+Outcome: TypeAlias = Literal["exact", "coupled", "random", "trusted", "unknown"]
+_FROM_BEST_TO_WORST: tuple[Outcome, ...] = ("unknown", "exact", "random", "coupled")  # unknown yields to any other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsal:
-    """What is tried out.
+class Verdict:
+    """What a check has shown.
 
-    Args:
-        loss_fn: As given to ``Guard.step``. It is given copies.
-        split: How a batch is cut.
-        states: What is as before for each evaluation; it is compared after each.
-        models: Run first in training, to see which buffers change; then in evaluation, so that dropout does not
-            hide the answer.
-        parameters: Whose gradients are compared; their ``.grad`` is overwritten and emptied.
-        autocast: Returns the context of a forward pass.
-        inside: Returns the context of a loss function, in which it may only return a loss.
-        rounds_to_half: Whether that context rounds to half precision.
-        in_a_copy: Whether this process is a copy that is thrown away, so that side effects can be looked for.
-        known: What the mean of the loss was found to be over in earlier batches.
-        uneven: Found: states that the parts of a batch leave otherwise than the whole.
+    ``"exact"``: splitting keeps the gradient. ``"coupled"``: it does not. ``"random"``: the loss draws random
+    numbers, so splitting is equal in distribution at best. ``"trusted"``: the caller says that it is exact.
+    ``"unknown"``: it could not be tried.
     """
 
-    loss_fn: Callable[[Any], Any]
+    outcome: Outcome
+    difference: float = float("nan")  # relative L2 difference of the gradients, weighted as they will be
+    declared: bool = False  # the loss function says what its mean is over, or takes the outputs of all samples
+    changes_batch: bool = False  # the loss function changes the tensors of its batch
+    changed_buffer: str = ""  # name of a buffer, other than running statistics, that a forward pass changes
+    why: str = ""  # for ``"unknown"``, what went wrong
+    short_of_memory: bool = False  # for ``"unknown"``, whether that was, or may have been, a lack of memory
+    held: tuple[Weighting, ...] = ()  # weightings by which the parts make up the whole, the most usual first
+    failed: tuple[Weighting, ...] = ()  # weightings by which they do not
+    side_effects: tuple[str, ...] = ()  # attributes of modules that each forward pass changes
+    called: Called | None = None  # what the loss function called that is the guard's to call
+
+    def weighting(self) -> Weighting:
+        """Return what the parts of a batch are weighted by, where the loss function does not say it."""
+        return self.held[0] if self.held else SAMPLES
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is worth recording, as JSON values."""
+        found = asdict(self)
+        found["held"] = [str(weighting) for weighting in self.held]
+        return {name: value for name, value in found.items() if name not in ("failed", "side_effects", "called")}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Verdict:
+        """Rebuild a verdict from ``asdict`` of it."""
+        lists = {
+            name: tuple(Weighting(**{**each, "keys": tuple(each["keys"])}) for each in values[name])
+            for name in ("held", "failed")
+        }
+        return cls(**{**values, **lists, "side_effects": tuple(values["side_effects"])})
+
+
+def merged(verdicts: Sequence[Verdict], **facts: Any) -> Verdict:
+    """Return what verdicts promise together: the least. A weighting holds if it never failed."""
+    chosen = max(verdicts, key=lambda verdict: _FROM_BEST_TO_WORST.index(verdict.outcome))
+    failed = tuple(dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.failed))
+    every = dict.fromkeys(weighting for verdict in verdicts for weighting in verdict.held)
+    held = tuple(sorted((weighting for weighting in every if weighting not in failed), key=Weighting.rank))
+    together: dict[str, Any] = {
+        "changes_batch": any(verdict.changes_batch for verdict in verdicts),
+        "changed_buffer": next((verdict.changed_buffer for verdict in verdicts if verdict.changed_buffer), ""),
+        "side_effects": tuple(dict.fromkeys(name for verdict in verdicts for name in verdict.side_effects)),
+    }
+    if chosen.outcome == "exact" and failed and not held:
+        together |= {"outcome": "coupled", "difference": math.nan}  # what held for one batch failed for another
+    elif chosen.outcome == "exact":
+        together["difference"] = max(verdict.difference for verdict in verdicts if verdict.outcome == "exact")
+    return replace(chosen, held=held, failed=failed, **{**together, **facts})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitCheck:
+    """What is tried out.
+
+    Models run first in training, to see which buffers change; then in evaluation, so that dropout does not hide the
+    answer.
+    """
+
+    loss_fn: Callable[[Any], Any]  # is given copies
     split: Split
-    states: StateKeeper
+    states: StateKeeper  # what is as before for each evaluation; it is compared after each
     models: Mapping[str, nn.Module]
-    parameters: Sequence[torch.Tensor]
-    autocast: Callable[[], contextlib.AbstractContextManager[Any]]
-    inside: Callable[[], contextlib.AbstractContextManager[Any]]
-    rounds_to_half: bool
-    in_a_copy: bool
-    known: Sequence[Weighting] = field(default=())
-    uneven: list[str] = field(default_factory=list)
+    parameters: Sequence[torch.Tensor]  # whose gradients are compared; their ``.grad`` is overwritten and emptied
+    calling: Callable[[], contextlib.AbstractContextManager[Any]]  # the context in which a loss function is called
+    rounds_to_half: bool  # whether that context rounds to half precision
+    in_a_copy: bool  # whether this process is a copy that is thrown away, so that side effects can be looked for
+    known: Sequence[Weighting] = ()  # what the mean of the loss was found to be over in earlier batches
+    uneven: list[str] = field(default_factory=list)  # found: states that the parts leave otherwise than the whole
 
     def run(self, batch: Any, size: int) -> Verdict:
-        """Compare samples from the beginning and the end of a batch, and more where candidates disagree.
-
-        Args:
-            batch: A batch of at least 2 samples.
-            size: Its samples.
-        """
+        """Compare samples from the beginning and the end of a batch, and more where candidates disagree."""
         self.states.keep()
         windows = [w for w, few in micro_batches(batch, size, min(_SAMPLES, size), self.split) if few > 1]
         changed_buffer = self._find_changed_buffer(windows[0])
-        side_effects: tuple[str, ...] = ()
-        if self.in_a_copy:
-            side_effects = self._side_effects(windows[0])
+        side_effects = self._side_effects(windows[0]) if self.in_a_copy else ()
         weightings = list(dict.fromkeys([*find_weightings(batch, size), *self.known]))
         with _evaluating(self.models.values()), torch.enable_grad():
             found = self._through(windows, weightings)
@@ -139,9 +181,9 @@ class Rehearsal:
         """Compare gradients of 4 samples, else of 2, else only their losses, which needs far less memory."""
         pair = micro_batches(window, batch_size(window, self.split), 2, self.split)[0][0]
         tries: list[Callable[[], Verdict]] = [
-            lambda: self._compare(window, weightings, Rehearsal._difference),
-            lambda: self._compare(pair, weightings, Rehearsal._difference),
-            lambda: self._compare(pair, weightings, Rehearsal._difference_of_losses),
+            lambda: self._compare(window, weightings, SplitCheck._difference),
+            lambda: self._compare(pair, weightings, SplitCheck._difference),
+            lambda: self._compare(pair, weightings, SplitCheck._difference_of_losses),
         ]
         for number, compare in enumerate(tries, start=1):
             try:
@@ -159,19 +201,16 @@ class Rehearsal:
         """Compare these samples as a whole with all but one and the last one, by each weighting."""
         whole, parts = [(window, batch_size(window, self.split))], self._cut(window)
         by_samples = difference(self, whole, parts, SAMPLES, 0)
-        expected, declared, changes = self._losses(whole)
+        declared, changes = self._declares_or_changes(whole)
         if math.isnan(by_samples):
-            return Verdict(
-                outcome="unknown", declared=declared, changes_batch=changes, why="its gradient is not finite"
-            )
-        tolerance = min(self._tolerance(parameter) for parameter in self.parameters)
+            why = "its gradient is not finite"
+            return Verdict(outcome="unknown", declared=declared, changes_batch=changes, why=why)
+        tolerance = self._least_tolerance()
         weights = {} if declared else {each: shares(each, parts) for each in weightings}
         found: dict[Any, float] = {shares(SAMPLES, parts): by_samples}
-        losses = [] if declared else self._losses(parts)[0]
         for each, weight in weights.items():
             if weight is not None and weight not in found:
-                fits = _agree(expected[0], losses, weight, tolerance)
-                found[weight] = difference(self, whole, parts, each, 0) if fits else math.inf
+                found[weight] = difference(self, whole, parts, each, 0)
         held = [each for each, weight in weights.items() if found.get(weight, math.inf) <= tolerance]
         outcome: Outcome = "exact" if held or (declared and by_samples <= tolerance) else "coupled"
         if outcome == "coupled" and difference(self, whole, whole, SAMPLES, 1) > tolerance:
@@ -179,7 +218,6 @@ class Rehearsal:
         return Verdict(
             outcome=outcome,
             difference=found[weights[held[0]]] if held else by_samples,
-            by_samples=by_samples,
             declared=declared,
             changes_batch=changes,
             held=tuple(held),
@@ -197,11 +235,9 @@ class Rehearsal:
             return math.nan
         self._begin(seed)
         self._accumulate(parts, -1.0, whole, weighting)
-        found = self.states.now()
-        tolerance = min(self._tolerance(parameter) for parameter in self.parameters)
+        found, tolerance = self.states.now(), self._least_tolerance()
         self.uneven.extend(name for name in left if not same(left[name], found[name], tolerance=tolerance))
-        difference = self._norm() / norm if norm else 0.0
-        return difference if math.isfinite(difference) else math.inf
+        return _finite_or_inf(self._norm() / norm if norm else 0.0)
 
     def _difference_of_losses(self, whole: _Parts, parts: _Parts, weighting: Weighting, seed: int) -> float:
         """Return that of the losses: if samples are coupled, they differ too, but for rare constructions."""
@@ -216,8 +252,7 @@ class Rehearsal:
         found = without_graph(lambda: value(parts, weighting, seed))
         if not math.isfinite(expected):
             return math.nan
-        difference = abs(found - expected) / (abs(expected) or 1.0)
-        return difference if math.isfinite(difference) else math.inf
+        return _finite_or_inf(abs(found - expected) / (abs(expected) or 1.0))
 
     def _accumulate(self, parts: _Parts, sign: float, whole: _Parts, weighting: Weighting) -> None:
         """Add the gradient of the mean over these parts to ``.grad``."""
@@ -232,9 +267,8 @@ class Rehearsal:
             run.accumulate(self.loss_fn, whole[0][0], parts)
             return
         loss = self._weighted(parts, weighting)
-        if not loss.requires_grad:
-            return  # nothing in these samples counts
-        (sign * loss).backward(inputs=self._reached())  # type: ignore[no-untyped-call]
+        if loss.requires_grad:  # else nothing in these samples counts
+            (sign * loss).backward(inputs=self._reached())  # type: ignore[no-untyped-call]
 
     def _reached(self) -> list[torch.Tensor]:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
@@ -251,28 +285,27 @@ class Rehearsal:
         pairs = [pair for terms, row in zip(read, rows, strict=True) for pair in zip(terms.means, row, strict=True)]
         return sum((mean * weight for mean, weight in pairs if weight), torch.zeros_like(pairs[0][0]))
 
-    def _losses(self, parts: _Parts) -> tuple[list[float], bool, bool]:
-        """Return the loss of each part, whether items are declared or do not matter, and whether a batch changed."""
+    def _declares_or_changes(self, whole: _Parts) -> tuple[bool, bool]:
+        """Return whether items are declared or do not matter, and whether the loss function changes its batch."""
 
-        def read() -> list[tuple[Terms, bool]]:
+        def read() -> tuple[Terms, bool]:
             self._begin(0)
-            return [self._terms(part, samples, needs_graph=False) for part, samples in parts]
+            return self._terms(*whole[0], needs_graph=False)
 
-        found = without_graph(read)
-        declared = found[0][0].declared or isinstance(self.loss_fn, TwoPass)
-        return [float(terms.total().detach()) for terms, _ in found], declared, any(changed for _, changed in found)
+        terms, changes = without_graph(read)
+        return terms.declared or isinstance(self.loss_fn, TwoPass), changes
 
     def _terms(self, part: Any, samples: int, *, needs_graph: bool = True) -> tuple[Terms, bool]:
         """Return what the loss function says about a copy, and whether it has changed the copy."""
         given = copied(part)
         tensors = tensors_in(given)
         versions = versions_of(tensors)
-        with self.inside(), self.autocast():
+        with self.calling():
             terms = read_loss(self.loss_fn(given), samples, needs_graph=needs_graph)
         return terms, versions_of(tensors) != versions
 
     def _called(self, function: Callable[[Any], Any], part: Any) -> Any:
-        with self.inside(), self.autocast():
+        with self.calling():
             return function(copied(part))
 
     def _forward_once(self, window: Any) -> float:
@@ -308,12 +341,15 @@ class Rehearsal:
                 return name
         return ""
 
-    def _tolerance(self, parameter: torch.Tensor) -> float:
-        return _HALF_TOLERANCE if self.rounds_to_half else _TOLERANCE.get(parameter.dtype, _HALF_TOLERANCE)
+    def _least_tolerance(self) -> float:
+        if self.rounds_to_half:
+            return _HALF_TOLERANCE
+        return min(_TOLERANCE.get(parameter.dtype, _HALF_TOLERANCE) for parameter in self.parameters)
 
     def _norm(self) -> float:
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norms = [torch.linalg.vector_norm(_wide(g.to_dense())).double().cpu() for g in gradients]
+        gradients = [p.grad.to_dense() for p in self.parameters if p.grad is not None]
+        wide = [gradient if gradient.dtype in _TOLERANCE else gradient.float() for gradient in gradients]
+        norms = [torch.linalg.vector_norm(gradient).double().cpu() for gradient in wide]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     def _begin(self, seed: int) -> None:
@@ -326,18 +362,11 @@ class Rehearsal:
             parameter.grad = None
 
 
-_Difference: TypeAlias = Callable[[Rehearsal, _Parts, _Parts, Weighting, int], float]
+_Difference: TypeAlias = Callable[[SplitCheck, _Parts, _Parts, Weighting, int], float]
 
 
-def _agree(expected: float, losses: Sequence[float], weights: Sequence[float], tolerance: float) -> bool:
-    """Say whether the losses of the parts, so weighted, may be that of the whole; else their gradients are not."""
-    found = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-    largest = max(abs(expected), *(abs(loss) for loss, weight in zip(losses, weights, strict=True) if weight))
-    return abs(found - expected) <= tolerance * largest
-
-
-def _wide(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient if gradient.dtype in _TOLERANCE else gradient.float()
+def _finite_or_inf(difference: float) -> float:
+    return difference if math.isfinite(difference) else math.inf
 
 
 @contextlib.contextmanager
@@ -378,7 +407,7 @@ def in_a_copy(run: Callable[[], Verdict]) -> Verdict:
 
 def _asked(run: Callable[[], Verdict]) -> Verdict:
     try:
-        return Verdict.from_json(in_a_copy_of_this_process(lambda: run().to_json()))
+        return Verdict.from_json(in_a_copy_of_this_process(lambda: asdict(run())))
     except NoAnswer as error:
         return Verdict(outcome="unknown", why=str(error), short_of_memory=error.died)
 

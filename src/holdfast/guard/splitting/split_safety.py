@@ -5,41 +5,46 @@ whether it changes the batch that it is given, whether its forward pass leaves s
 be kept is an event and a warning before training, or an error if the policy asks for splitting by number. What could
 not be found out is not promised: such a batch is not split.
 
-While batches are split, the rehearsal is repeated at the 1st, 2nd, 4th, 8th ... of them and after each failure, and
-the worst that was ever found counts: a mean over tokens looks like one over samples as long as all sentences are of
-one length. A batch that could tell apart what was equal so far is tried before it is split.
+While batches are split, the check is repeated at the 1st, 2nd, 4th, 8th ... of them and after each failure, and the
+worst that was ever found counts: a mean over tokens looks like one over samples as long as all sentences are of one
+length. A batch that could tell apart what was equal so far is tried before it is split.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from holdfast.core.errors import BatchError
+from holdfast.core.events import Promise
 from holdfast.core.forked import backward_works_in_a_copy
 from holdfast.core.policy import Policy, SplitHazard
-from holdfast.guard.parts import Parts
+from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.closure import called_inside, returning_a_loss
-from holdfast.guard.splitting.identity import Identities
-from holdfast.guard.splitting.split_check import TELLING, Rehearsal, attempted, in_a_copy
-from holdfast.guard.splitting.verdict import Verdict, find_hazards, merged, mixing_layers, split_promise
+from holdfast.guard.splitting.loss_functions import description_of
+from holdfast.guard.splitting.split_check import TELLING, SplitCheck, Verdict, attempted, in_a_copy, merged
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting, disagreement, find_weightings
-from holdfast.guard.step.buffers import BufferKeeper
-from holdfast.guard.step.mixed_precision import autocast
-from holdfast.guard.step.states import StateKeeper, kept_states
-from holdfast.guard.step.window import Window, largest_of
+from holdfast.guard.splitting.window import Window, largest_of
+from holdfast.guard.state.buffers import BufferKeeper
+from holdfast.guard.state.states import StateKeeper, kept_states
+from holdfast.guard.state.work import Work
 from holdfast.loader.random_state import isolated
 from holdfast.loader.splitting import Split, batch_size, copied, micro_batches, tensors_in, versions_of
-from holdfast.memory.ladder import Means
+from holdfast.memory.ladder import Remedies
 
 LossFunction: TypeAlias = Callable[[Any], Any]
 _PIECES = 8  # into which a batch is cut to see whether it tells weightings apart
+_MOST_KNOWN = 64  # loss functions that are distinguished; with more, texts that are bound to them change all the time
 _ALWAYS = 16  # times that such a batch is tried before it is split; from then on the 32nd, 64th ...
 
 
@@ -61,23 +66,16 @@ class _Known:
         return SAMPLES if self.verdict is None else self.verdict.weighting()
 
 
-class Promises:
-    """Finds out and remembers what holds for each loss function.
-
-    Args:
-        parts: Models and optimizers.
-        policy: Settings.
-        buffers: Knows which buffers a forward pass changes.
-        record: Where promises are written down.
-    """
+class SplitSafety:
+    """Finds out and remembers what holds for each loss function."""
 
     def __init__(self, parts: Parts, policy: Policy, buffers: BufferKeeper, record: RunRecord) -> None:
         self.parts = parts
         self._policy = policy
         self._buffers = buffers
         self._record = record
-        self._known: dict[Any, _Known] = {}
-        self._identities = Identities()
+        self._known: dict[str, _Known] = {}
+        self._last: tuple[Callable[[], Any], _Known] = (lambda: None, _Known())  # asked for several times in a step
         self._uncuttable: str | None = None
         every = [parameter for _, parameter in parts.named_parameters()]
         self.inside = functools.partial(returning_a_loss, parts.optimizers.values(), every)
@@ -89,11 +87,7 @@ class Promises:
         return BufferKeeper(self.parts.models, StateKeeper(states, every=True))
 
     def size_of(self, batch: Any, split: Split) -> int | None:
-        """Return the samples of a batch, of a window those of its largest, or None if it has no batch dimension.
-
-        Raises:
-            BatchError: H204 or H205, unless the policy does without splitting.
-        """
+        """Return the samples of a batch, of a window those of its largest, or None if it has no batch dimension."""
         if isinstance(batch, Window):
             sizes = [self.size_of(each, split) for each in batch]
             return None if None in sizes else max(size for size in sizes if size is not None)
@@ -117,77 +111,57 @@ class Promises:
             )
         return size
 
-    def make(
-        self,
-        batch: Any,
-        size: int | None,
-        split: Split,
-        loss_fn: LossFunction,
-        parameters: Sequence[torch.Tensor],
-        *,
-        splits_now: bool,
-    ) -> tuple[bool, bool]:
+    def check(self, work: Work, *, splits_now: bool) -> tuple[bool, bool]:
         """Find out about a loss function, and say at its first step what cannot be promised.
-
-        Args:
-            batch: The batch of this step.
-            size: Its samples, if it can be cut.
-            split: How it is cut.
-            loss_fn: As given to the step.
-            parameters: That the step moves.
-            splits_now: Whether the plan is to cut this batch.
 
         Returns:
             Whether it was tried out in this process, so that buffers and random state are to be put back; and
             whether this batch may be cut.
-
-        Raises:
-            BatchError: H206 or H207, if the policy asks for a micro-batch size and splitting would change
-                training.
         """
-        known, batch = self._of(loss_fn), batch if size is None else largest_of(batch, split)
+        known = self._of(work.loss_fn)
         known.steps += 1
         known.split_steps += splits_now
         if not splits_now and known.settled:
             return False, True
-        in_place = False
-        forks = self._forks()
+        size, asked = work.size, self._policy.micro_batch_size
+        in_place, forks = False, self._forks()
         due = _is_power_of_two(known.split_steps if splits_now else known.steps)
-        if splits_now and not due and self._tells_apart(known, batch, size, split):
+        if splits_now and not due and self._tells_apart(known, work):
             known.telling_steps += 1
             due = known.telling_steps <= _ALWAYS or _is_power_of_two(known.telling_steps)
-        wanted = self._policy.micro_batch_size is not None and (forks or splits_now)
-        if due and wanted and size is not None and size > 1:
-            self._rehearse(known, batch, size, split, loss_fn, parameters)
+        if due and asked is not None and (forks or splits_now) and size is not None and size > 1:
+            self._try_split(known, work)
             in_place = not forks
         if known.steps == 1 and known.side_effects is None and forks:
-            self._look(known, batch, size, split, loss_fn, parameters)
+            self._look_for_side_effects(known, work)
         refused = self._refused(known)
-        if splits_now and refused is not None and isinstance(self._policy.micro_batch_size, int):
+        if splits_now and refused is not None and isinstance(asked, int):
             raise self._refusal(*refused)
         news = refused or known.chosen()
         if known.steps == 1 or (splits_now and news != known.said):
             self._say(known, size, refused)
         known.said = news
         tried = known.verdict is not None and known.verdict.outcome != "unknown"
-        known.settled = tried or not forks or size is None or self._policy.micro_batch_size is None
+        known.settled = tried or not forks or size is None or asked is None
         return in_place, refused is None
 
     def _say(self, known: _Known, size: int | None, refused: tuple[str, str] | None) -> None:
-        cannot = refused[1] if refused else self._uncuttable
-        split = "possible" if known.verdict is not None else "possible, to be tried out before the first one"
+        cannot, verdict = refused[1] if refused else self._uncuttable, known.verdict
+        split = "possible" if verdict is not None else "possible, to be tried out before the first one"
         if cannot or self._policy.micro_batch_size is None:
             split = f"refused: {cannot}" if cannot else "off"
-        facts: dict[str, Any] = {"batch_size": size, "split": split, "weighting": None, "rehearsal": None}
-        if known.verdict is not None:
-            declared = "as declared" if known.verdict.declared else None
-            facts |= {
-                "weighting": declared or str(known.chosen()),
-                "rehearsal": known.verdict.facts(),
-            }
-        # None: not looked for, on an accelerator.
-        facts["side_effects"] = None if known.side_effects is None else list(known.side_effects)
-        self._record.happened("promises", **facts)
+        weighting = None
+        if verdict is not None:
+            weighting = "as declared" if verdict.declared else str(known.chosen())
+        self._record.happened(
+            "promises",
+            batch_size=size,
+            split=split,
+            weighting=weighting,
+            split_check=None if verdict is None else verdict.facts(),
+            # None: not looked for, on an accelerator.
+            side_effects=None if known.side_effects is None else list(known.side_effects),
+        )
         if known.steps == 1 and known.side_effects:
             self._record.happened(
                 "side_effects",
@@ -198,62 +172,92 @@ class Promises:
         if refused is not None and self._policy.micro_batch_size == "auto":
             self._record.happened("split_refused", why=refused[1], allow_split_with=refused[0])
 
-    def means(
-        self,
-        batch: Any,
-        size: int | None,
-        split: Split,
-        loss_fn: LossFunction,
-        parameters: Sequence[torch.Tensor],
-    ) -> Means:
+    def remedies(self, work: Work) -> Remedies:
         """Return what a step may do about a lack of memory, finding out what is not known yet."""
-        if size is None or self._policy.micro_batch_size is None:
-            return Means(no_split=self._uncuttable or "micro_batch_size=None turns splitting off", smallest=0)
-        known, batch = self._of(loss_fn), largest_of(batch, split)
-        if size > 1:
-            self._rehearse(known, batch, size, split, loss_fn, parameters)
+        if work.size is None or self._policy.micro_batch_size is None:
+            return Remedies(no_split=self._uncuttable or "micro_batch_size=None turns splitting off", smallest=0)
+        known = self._of(work.loss_fn)
+        if work.size > 1:
+            self._try_split(known, work)
         refused = self._refused(known)
-        hazards = self._hazards(known)
-        return Means(
+        return Remedies(
             no_split=None if refused is None else refused[1],
-            split_promise=split_promise(self.parts.models.values(), list(hazards), known.verdict),
+            split_promise=self._promise_of_split(known),
             smallest=self.smallest_part(),
         )
 
     def smallest_part(self) -> int:
         """Return the fewest samples that one forward pass can take."""
-        return 2 if mixing_layers(self.parts.models.values()) else 1
+        return 2 if _mixing_layers(self.parts.models.values()) else 1
 
     def _of(self, loss_fn: LossFunction) -> _Known:
-        return self._known.setdefault(self._identities.key(loss_fn), _Known())
+        if self._last[0]() is loss_fn:
+            return self._last[1]
+        key = description_of(loss_fn)
+        if key not in self._known and len(self._known) >= _MOST_KNOWN:
+            key = description_of(loss_fn, 0)
+        known = self._known.setdefault(key, _Known())
+        with contextlib.suppress(TypeError):
+            self._last = weakref.ref(loss_fn), known
+        return known
 
     def weighting(self, loss_fn: LossFunction) -> Weighting:
         """Return what the parts of a batch are weighted by, where the loss function does not say it itself."""
         return self._of(loss_fn).chosen()
 
-    def _tells_apart(self, known: _Known, batch: Any, size: int | None, split: Split) -> bool:
+    def _tells_apart(self, known: _Known, work: Work) -> bool:
         """Say whether in this batch weights differ that were equal wherever the loss function was tried.
 
         Cost: nothing if items are declared; else some counts of the batch's integer tensors and masks.
         """
-        verdict = known.verdict
+        verdict, size = known.verdict, work.size
         if verdict is None or verdict.outcome != "exact" or verdict.declared or size is None or size < 2:
             return False
+        batch = largest_of(work.batch, work.split)
         known_or_new = dict.fromkeys([*verdict.held, *find_weightings(batch, size)])
         alive = [weighting for weighting in known_or_new if weighting not in verdict.failed]
-        if len(alive) < 2 or callable(split):
+        if len(alive) < 2 or callable(work.split):
             return False
-        pieces = micro_batches(batch, size, -(-size // _PIECES), split)
-        return disagreement(alive, pieces) > TELLING
+        return disagreement(alive, micro_batches(batch, size, -(-size // _PIECES), work.split)) > TELLING
 
     def _hazards(self, known: _Known) -> dict[SplitHazard, str]:
-        return find_hazards(self.parts.models.values(), self._buffers.mutable_outside_norms(), known.verdict)
+        """Return what a split would change, by the name under which a policy can allow it."""
+        verdict = known.verdict
+        found: dict[SplitHazard, str] = {}
+        norms = _mixing_layers(self.parts.models.values())  # as they are now: in evaluation one is no hazard
+        if norms:
+            found["batch_norm"] = (
+                f"{len(norms)} {type(norms[0]).__name__} layer(s) in training mode take statistics over the samples "
+                "of one forward pass"
+            )
+        changed = self._buffers.mutable_outside_norms()
+        changed += [verdict.changed_buffer] if verdict is not None and verdict.changed_buffer else []
+        if changed:
+            found["buffers"] = f"each forward pass changes the buffer {changed[0]!r}"
+        if verdict is not None and verdict.outcome == "unknown":
+            found["coupled_loss"] = (
+                f"it could not be found out whether that keeps the gradient ({verdict.why}; check_split=False says "
+                "that it does)"
+            )
+        if verdict is not None and verdict.outcome == "coupled":
+            found["coupled_loss"] = _coupling(verdict)
+        return found
 
     def _refused(self, known: _Known) -> tuple[str, str] | None:
         for name, why in self._hazards(known).items():
             if name not in self._policy.allow_split_with:
                 return name, why
         return None
+
+    def _promise_of_split(self, known: _Known) -> Promise:
+        """Return what splitting promises, given the hazards that are there and that the policy allows."""
+        if self._hazards(known):
+            return "changes training"
+        random = known.verdict is not None and known.verdict.outcome == "random"
+        dropout = any(
+            module.training and _drops(module) for model in self.parts.models.values() for module in model.modules()
+        )
+        return "equal in distribution" if random or dropout else "equal up to rounding"
 
     def _refusal(self, hazard: str, why: str) -> BatchError:
         items = (
@@ -272,25 +276,18 @@ class Promises:
         """Return whether a copy of this process can try out what a step does."""
         return self.parts.device_type() == "cpu" and backward_works_in_a_copy()
 
-    def _rehearse(
-        self,
-        known: _Known,
-        batch: Any,
-        size: int,
-        split: Split,
-        loss_fn: LossFunction,
-        parameters: Sequence[torch.Tensor],
-    ) -> None:
+    def _try_split(self, known: _Known, work: Work) -> None:
         if not self._policy.check_split:
             known.verdict = Verdict(outcome="trusted", why="check_split=False")
             return
+        assert work.size is not None
+        check, batch, size = self._split_check(known, work), largest_of(work.batch, work.split), work.size
         forks = self._forks()
-        rehearsal = self._rehearsal(known, split, loss_fn, parameters)
         if forks:
-            found = in_a_copy(lambda: attempted(lambda: rehearsal.run(batch, size)))
+            found = in_a_copy(lambda: attempted(lambda: check.run(batch, size)))
         else:
             with isolated():  # the caller puts buffers and device random state back
-                found = attempted(lambda: rehearsal.run(batch, size))
+                found = attempted(lambda: check.run(batch, size))
         if found.called:
             raise called_inside(found.called)
         known.verdict = found if known.verdict is None else merged([known.verdict, found])
@@ -299,18 +296,11 @@ class Promises:
         if forks and known.verdict.outcome != "unknown":
             known.side_effects = known.verdict.side_effects
 
-    def _look(
-        self,
-        known: _Known,
-        batch: Any,
-        size: int | None,
-        split: Split,
-        loss_fn: LossFunction,
-        parameters: Sequence[torch.Tensor],
-    ) -> None:
+    def _look_for_side_effects(self, known: _Known, work: Work) -> None:
         """Find only what else a forward pass changes, where no split is tried out."""
-        rehearsal = self._rehearsal(known, split, loss_fn, parameters)
-        found = in_a_copy(lambda: attempted(lambda: rehearsal.look(batch, size)))
+        check, size = self._split_check(known, work), work.size
+        batch = work.batch if size is None else largest_of(work.batch, work.split)
+        found = in_a_copy(lambda: attempted(lambda: check.look(batch, size)))
         if found.called:
             raise called_inside(found.called)
         if found.outcome != "unknown":
@@ -320,21 +310,23 @@ class Promises:
         """Return what a loss function is known to change and nobody puts back."""
         return self._of(loss_fn).side_effects or ()
 
-    def _rehearsal(
-        self, known: _Known, split: Split, loss_fn: LossFunction, parameters: Sequence[torch.Tensor]
-    ) -> Rehearsal:
-        return Rehearsal(
-            loss_fn=loss_fn,
-            split=split,
+    def _split_check(self, known: _Known, work: Work) -> SplitCheck:
+        return SplitCheck(
+            loss_fn=work.loss_fn,
+            split=work.split,
             models=self.parts.models,
             states=self.keeper().states,
-            parameters=parameters,
-            autocast=functools.partial(autocast, self.parts.device_type(), self._policy.precision),
-            inside=self.inside,
+            parameters=work.parameters,
+            calling=self._calling,
             rounds_to_half=self._policy.precision != "fp32",
             in_a_copy=self._forks(),
             known=() if known.verdict is None else known.verdict.held,
         )
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        with self.inside(), autocast(self.parts.device_type(), self._policy.precision):
+            yield
 
     @contextlib.contextmanager
     def pristine(self, loss_fn: LossFunction, part: Any) -> Iterator[Any]:
@@ -352,7 +344,7 @@ class Promises:
 
     def batch_was_changed(self, loss_fn: LossFunction) -> BatchError:
         """Return the error about a loss function that has spoiled the batch of a step that must be repeated."""
-        self._of(loss_fn).changes_batch = True
+        self.notice_change(loss_fn)
         return BatchError(
             "loss_fn changed the tensors of its batch in place, and the step ran out of memory",
             limit="a step can be repeated only with the batch as it was",
@@ -368,3 +360,35 @@ class Promises:
 
 def _is_power_of_two(count: int) -> bool:
     return count > 0 and count & (count - 1) == 0
+
+
+def _coupling(verdict: Verdict) -> str:
+    """Return by how much the parts miss the whole, and what was tried."""
+    differs = f"differs from that over 3 + 1 of them by {verdict.difference:.1%}"
+    if math.isnan(verdict.difference):
+        differs = "differs from that over 3 + 1 of them in one batch or another"
+    if math.isinf(verdict.difference):
+        differs = "is finite, and that over 3 + 1 of them is not"
+    others = [str(weighting) for weighting in verdict.failed if weighting.kind not in ("samples", "sum")]
+    tried = ", as a mean over samples" if verdict.failed else ""
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        tried += f"; nor is it a sum, or a mean over {', '.join(others[:3])}{more}"
+    return f"the gradient over 4 samples {differs}{tried}"
+
+
+def _mixing_layers(models: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the layers that take statistics over the samples of one forward pass, as the models are now."""
+    return [
+        module
+        for model in models
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        and module.training
+        and (isinstance(module, _BatchNorm) or module.track_running_stats)
+    ]
+
+
+def _drops(module: nn.Module) -> bool:
+    rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+    return isinstance(rate, float) and rate > 0

@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from holdfast.core.errors import BatchError
-from holdfast.guard.step.buffers import BufferKeeper
+from holdfast.guard.state.buffers import BufferKeeper
 from holdfast.loader.random_state import capture, restore
 from holdfast.numerics.loss import Terms, read_loss
 
@@ -56,35 +56,19 @@ Inputs = Callable[[], Sequence[torch.Tensor] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoPassRun:
-    """How the two passes are carried out.
+    """How the two passes are carried out."""
 
-    Args:
-        call: Calls a function with a batch or a part, in the contexts that a forward pass needs.
-        backward: Runs backward of a scalar loss, scaled as need be, into the given tensors; None: everywhere.
-        keeper: Returns a keeper of buffers and states, which shall move once for each part.
-        devices: Whose random state counts.
-        inputs: Where gradients may go, asked before each backward.
-    """
-
-    call: Call
-    backward: Callable[[torch.Tensor, Sequence[torch.Tensor] | None], None]
-    keeper: Callable[[], BufferKeeper]
-    devices: Sequence[torch.device]
-    inputs: Inputs
+    call: Call  # calls a function with a batch or a part, in the contexts that a forward pass needs
+    backward: Callable[[torch.Tensor, Sequence[torch.Tensor] | None], None]  # of a loss into these; None: everywhere
+    keeper: Callable[[], BufferKeeper]  # returns a keeper of buffers and states, which shall move once for each part
+    devices: Sequence[torch.device]  # whose random state counts
+    inputs: Inputs  # where gradients may go, asked before each backward
 
     def accumulate(self, split_loss: TwoPass, batch: Any, parts: Sequence[tuple[Any, int]]) -> Terms:
         """Add the gradient of the loss over all samples to ``.grad``, part by part.
 
-        Args:
-            split_loss: The loss.
-            batch: All of it.
-            parts: Its parts with their samples, in order.
-
         Returns:
             The loss, still with the graph from the outputs on.
-
-        Raises:
-            BatchError: H201 for outputs that cannot be joined.
         """
         buffers_at_first, buffers_at_last = self.keeper(), self.keeper()
         buffers_at_first.keep()
@@ -92,11 +76,11 @@ class TwoPassRun:
         terms = read_loss(
             self.call(lambda given: split_loss.loss(joined, given), batch), sum(samples for _, samples in parts)
         )
-        leaves = [
-            leaf for leaf in pytree.tree_leaves(joined) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
+        leaves = [each for each in pytree.tree_leaves(joined) if isinstance(each, torch.Tensor)]
         reached = self.inputs()
-        self.backward(terms.total(), None if reached is None else [*leaves, *reached])
+        self.backward(
+            terms.total(), None if reached is None else [*(each for each in leaves if each.requires_grad), *reached]
+        )
         buffers_at_last.keep()
         random_at_last = capture(self.devices)
         buffers_at_first.put_back()
@@ -143,23 +127,21 @@ class TwoPassRun:
 
 def _check_outputs(leaves: Sequence[Any], samples: int, first: Sequence[Any]) -> None:
     """Raise H201 unless these outputs of a part can be joined with those of the first part."""
-    what = None
-    if len(leaves) != len(first):
-        what = f"{len(leaves)} tensors for one part and {len(first)} for another"
-    for leaf, before in zip(leaves, first, strict=False):
-        if leaf is None and before is None:
-            continue
-        if not isinstance(leaf, torch.Tensor):
-            what = f"a {type(leaf).__name__}"
-        elif leaf.ndim == 0 or len(leaf) != samples:
-            what = f"a tensor of shape {tuple(leaf.shape)} for {samples} sample(s)"
-        elif not isinstance(before, torch.Tensor) or leaf.shape[1:] != before.shape[1:]:
-            what = f"tensors of different shapes for two parts, such as {tuple(leaf.shape)}"
-    if what is not None:
+    fits = len(leaves) == len(first) and all(
+        (leaf is None and before is None)
+        or (isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (samples,) and leaf.shape[1:] == before.shape[1:])
+        for leaf, before in zip(leaves, first, strict=True)
+    )
+    if not fits:
         raise BatchError(
-            f"the outputs of a TwoPass hold {what}",
+            f"the outputs of a TwoPass are {_forms(leaves)} for {samples} sample(s), and {_forms(first)} for others",
             limit="outputs of all parts are joined along their first dimension, which must be the batch",
             fix="return tensors with one entry per sample, padded alike in each part; compute what belongs to the "
             "whole batch in the second function.",
             rule="H201",
         )
+
+
+def _forms(leaves: Sequence[Any]) -> str:
+    found = (tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__ for leaf in leaves)
+    return f"[{', '.join(map(str, found))}]"

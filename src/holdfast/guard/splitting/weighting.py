@@ -57,11 +57,7 @@ class Weighting:
         }[self.kind]
 
     def count(self, part: Any, samples: int) -> float | torch.Tensor:
-        """Return how much of it a part holds; on a device as a tensor, without a sync.
-
-        Raises:
-            BatchError: H207 if the part does not hold the tensor.
-        """
+        """Return how much of it a part holds; on a device as a tensor, without a sync."""
         if self.kind in ("samples", "sum"):
             return samples if self.kind == "samples" else 1
         leaf: Any = _follow(part, self.keys)

@@ -9,7 +9,7 @@ import contextlib
 import inspect as inspection
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,16 +21,16 @@ from holdfast.core.events import Decision, Stop
 from holdfast.core.policy import Policy
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
+from holdfast.guard.result import Attempt
 from holdfast.guard.splitting.closure import FilledOutside
-from holdfast.guard.splitting.split_safety import LossFunction, Promises
-from holdfast.guard.splitting.two_pass import Inputs
-from holdfast.guard.step.buffers import BufferKeeper
-from holdfast.guard.step.mixed_precision import LossScale
-from holdfast.guard.step.outcome import Attempt
+from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
+from holdfast.guard.splitting.window import Window
+from holdfast.guard.state.buffers import BufferKeeper
+from holdfast.guard.state.states import StateKeeper, kept_states
+from holdfast.guard.state.work import Work
+from holdfast.guard.step.loss_scale import LossScale
 from holdfast.guard.step.passes import Passed, Passes
-from holdfast.guard.step.states import StateKeeper, kept_states
-from holdfast.guard.step.window import Window
-from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import Split, micro_batches, tensors_in, versions_of
 from holdfast.memory.ladder import Plan
 from holdfast.memory.oom import is_sticky
@@ -41,60 +41,23 @@ from holdfast.numerics.gradients import Group, inspect
 from holdfast.numerics.loss import check_count
 
 
-@dataclass(slots=True, kw_only=True)
-class Work:
-    """What one step works on.
-
-    Args:
-        batch: As given to the step.
-        loss_fn: Of a micro-batch.
-        names: Optimizers to step.
-        split: How the batch is cut.
-        size: Its samples, None if it cannot be cut.
-        parameters: Of these optimizers.
-        inputs: Returns where gradients may go at that time; None: everywhere.
-        random_state: At the beginning.
-        tensors: In the batch.
-        versions: Their counters of in-place changes at the beginning.
-        attempts: Made so far.
-        out_of_memory: How many of them ran out of memory.
-        prepared: Whether the state of the optimizers exists.
-        measured: Whether the last attempt was measured, to see what to recompute.
-        lost: What the loss function has changed and could not be put back.
-    """
-
-    batch: Any
-    loss_fn: LossFunction
-    names: Sequence[str]
-    split: Split
-    size: int | None
-    parameters: list[torch.Tensor]
-    inputs: Inputs
-    random_state: RandomState
-    tensors: list[torch.Tensor]
-    versions: list[int]
-    attempts: int = 0
-    out_of_memory: int = 0
-    prepared: bool = False
-    measured: bool = False
-    lost: list[str] = field(default_factory=list)
-
-
-def _unobserved() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 class Attempts:
     """Makes attempts on one set of parts, and takes them back."""
 
-    def __init__(self, parts: Parts, policy: Policy, record: RunRecord) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        policy: Policy,
+        record: RunRecord,
+        observing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self._parts = parts
         self._record = record
         self._devices = parts.devices()
         self.buffers = BufferKeeper(parts.models, StateKeeper(kept_states(parts)))
         self.loss_scale = LossScale(parts.device_type(), enabled=policy.precision == "fp16")
-        self.promises = Promises(parts, policy, self.buffers, record)
-        self._passes = Passes(self.promises, self.loss_scale, parts.device_type(), policy.precision)
+        self.safety = SplitSafety(parts, policy, self.buffers, record)
+        self._passes = Passes(self.safety, self.loss_scale, parts.device_type(), policy.precision)
         wanted = policy.recompute
         self._modules = parts_of(parts.models) if wanted is True else dict(find_blocks(parts.models, wanted or ()))
         self._must_recompute = isinstance(wanted, tuple)
@@ -104,8 +67,8 @@ class Attempts:
         self._all_parameters = [p for _, p in parts.named_parameters()]
         self._filled_outside = FilledOutside(self._all_parameters)
         self._unlooked = self._all_parameters
-        self.observing: Callable[[], contextlib.AbstractContextManager[None]] = _unobserved
-        self._born: dict[str, list[torch.Tensor]] = {}
+        self.observing = observing
+        self._born: dict[str, list[torch.Tensor]] = {}  # by optimizer, whose state was made ahead of time
         self._stepped_last: list[int] = []
         self._others: list[torch.Tensor] = []  # parameters that the last step did not move
 
@@ -119,14 +82,9 @@ class Attempts:
         self._born.clear()
 
     def begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split) -> Work:
-        """Note everything that an attempt may change, and empty the gradients.
-
-        Raises:
-            BatchError: H204 or H205, for a batch that cannot be cut as it must be; H210, for gradients before the
-                first step.
-        """
+        """Note everything that an attempt may change, and empty the gradients."""
         self._filled_outside.check()
-        size = self.promises.size_of(batch, split)
+        size = self.safety.size_of(batch, split)
         self.buffers.keep()
         tensors = tensors_in(batch)
         held = (p for name in names for group in self._parts.optimizers[name].param_groups for p in group["params"])
@@ -157,11 +115,7 @@ class Attempts:
         return None
 
     def make(self, work: Work, plan: Plan) -> Attempt:
-        """Run forward and backward by a plan, and look at the gradients.
-
-        Raises:
-            BatchError: H2xx, for a loss or hooks that cannot be used.
-        """
+        """Run forward and backward by a plan, and look at the gradients."""
         self._prepare(work.names)
         work.prepared = True
         self._passes.watched, self._unlooked = self._unlooked, []  # once: it takes a look at each parameter
@@ -184,16 +138,17 @@ class Attempts:
         )
         for items in facts.along:
             check_count(items or math.nan, counted=passed.counted)  # none at all is no mean
-        samples = None if work.size is None else plan.samples(work.size)
         return Attempt(
             loss=passed.loss,
             items=passed.items,
-            micro_batch_size=samples,
+            micro_batch_size=None if work.size is None else plan.samples(work.size),
             groups=groups,
             facts=facts,
             norms=norms,
             dropped=passed.dropped,
         )
+
+    # --- recomputation ----------------------------------------------------------------------------------------
 
     def _measuring(self, work: Work, plan: Plan) -> contextlib.AbstractContextManager[None]:
         """Return the context of a pass that shows what to recompute, if memory was short for the one before.
@@ -201,11 +156,12 @@ class Attempts:
         What helps exactly is chosen before a batch is split. Its parts are not measured: hooks on saved tensors make
         cycles, so that each part would stay until they are collected.
         """
-        whole = work.size is None or plan.samples(work.size) == work.size
-        work.measured = self._measured is not None and work.out_of_memory > 0 and whole and not self.compiled
-        self._was_measured = work.measured
-        if self._measured is None or not work.measured:
+        self._was_measured = work.measured = False
+        if self._measured is None or not work.out_of_memory or self.compiled:
             return contextlib.nullcontext()
+        if work.size is not None and plan.samples(work.size) != work.size:
+            return contextlib.nullcontext()
+        self._was_measured = work.measured = True
         return self._measured.measuring(plan.recompute, work.tensors)
 
     def modules_to_recompute(self, plan: Plan) -> tuple[str, ...]:
@@ -236,26 +192,6 @@ class Attempts:
             self._measured.refuse(failing)
         self._record.happened("recompute_impossible", why=why, modules=failing)
 
-    def run(self, work: Work, plan: Plan, *, drops: bool = True, verify: bool = False) -> Passed:
-        """Run forward and backward by a plan.
-
-        Args:
-            work: The step.
-            plan: How.
-            drops: Whether a micro-batch whose loss is NaN or Inf is left out.
-            verify: Whether to compare what is recomputed, where that was not done before.
-
-        Returns:
-            The mean loss, shape ``()``, detached, and the items that it is over.
-
-        Raises:
-            PolicyError: H102, if modules are to be recomputed that may be compiled.
-        """
-        self._check_recompute()
-        passed = self._run(work, plan, drops=drops, verify=verify)
-        self._check_recompute()  # again: it may have been compiled just now
-        return passed
-
     def _check_recompute(self) -> None:
         if self._must_recompute and self.compiled:
             raise PolicyError(
@@ -265,34 +201,41 @@ class Attempts:
                 rule="H102",
             )
 
-    def _run(self, work: Work, plan: Plan, *, drops: bool, verify: bool) -> Passed:
-        wanted = () if self.compiled else plan.recompute
+    # --- forward and backward ---------------------------------------------------------------------------------
+
+    def run(self, work: Work, plan: Plan, *, drops: bool = True, verify: bool = False) -> Passed:
+        """Run forward and backward by a plan."""
+        self._check_recompute()
+        wanted = () if not plan.recompute or self.compiled else plan.recompute
         active = {name: self._modules[name] for name in wanted if name in self._modules}
         new = [block for name, block in active.items() if verify and name not in self._verified]
         with recomputing(list(active.values()), lambda: capture(self._devices), restore, verify=new):
-            if isinstance(work.batch, Window):
-                return self._over_window(work, work.batch, plan)
-            if work.size is None or plan.samples(work.size) == work.size:
-                return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
-            pieces = micro_batches(
-                work.batch, work.size, plan.samples(work.size), work.split, smallest=self.promises.smallest_part()
-            )
-            return self._passes.parted(
-                pieces, work.size, work.loss_fn, work.parameters, work.inputs, batch=work.batch, drops=drops
-            )
+            passed = self._passed(work, plan, drops=drops)
+        self._check_recompute()  # again: it may have been compiled just now
+        return passed
+
+    def _passed(self, work: Work, plan: Plan, *, drops: bool) -> Passed:
+        if isinstance(work.batch, Window):
+            return self._over_window(work, work.batch, plan)
+        if work.size is None or plan.samples(work.size) == work.size:
+            return self._passes.whole(work.batch, work.size, work.loss_fn, work.inputs)
+        pieces = self._cut(work.batch, work.size, work.split, plan)
+        return self._passes.parted(
+            pieces, work.size, work.loss_fn, work.parameters, work.inputs, batch=work.batch, drops=drops
+        )
+
+    def _cut(self, batch: Any, size: int, split: Split, plan: Plan) -> list[tuple[Any, int]]:
+        return micro_batches(batch, size, plan.samples(size), split, smallest=self.safety.smallest_part())
 
     def _over_window(self, work: Work, window: Window, plan: Plan) -> Passed:
         """Run all batches of a window, each whole or cut as the plan says."""
-        smallest = self.promises.smallest_part()
         cut: list[list[tuple[Any, int]]] = []
         for batch in window:
-            size = None if work.size is None else self.promises.size_of(batch, work.split)
-            fits = size is None or plan.samples(size) == size
-            cut.append(
-                [(batch, size or 1)]
-                if size is None or fits
-                else micro_batches(batch, size, plan.samples(size), work.split, smallest=smallest)
-            )
+            size = None if work.size is None else self.safety.size_of(batch, work.split)
+            if size is None or plan.samples(size) == size:
+                cut.append([(batch, size or 1)])
+            else:
+                cut.append(self._cut(batch, size, work.split, plan))
         parts = [part for batch in cut for part in batch]
         if len(window) == len(parts) == 1:
             return self._passes.whole(*parts[0], work.loss_fn, work.inputs)
@@ -300,28 +243,6 @@ class Attempts:
             samples = sum(samples for _, samples in parts)
             return self._passes.parted(parts, samples, work.loss_fn, work.parameters, work.inputs, drops=False)
         return self._passes.added(cut, work.loss_fn, work.inputs)
-
-    def _prepare(self, names: Sequence[str]) -> None:
-        """Let all state exist before the first attempt, where a lack of memory can still be helped."""
-        for name in names:
-            if name not in self._born:
-                optimizer = self._parts.optimizers[name]
-                trainable = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-                self._born[name] = create_state(optimizer, trainable)
-
-    def _let_state_exist(self, names: Sequence[str]) -> None:
-        """Make the state of parameters that get their first gradient late, before the step is committed."""
-        for optimizer in (self._parts.optimizers[name] for name in names):
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            if optimizer.state and len(optimizer.state) < len(held):
-                missing = [p for p in held if p.grad is not None and p not in optimizer.state]
-                if missing:
-                    create_state(optimizer, missing)
-
-    def drop_unused_state(self, name: str) -> None:
-        """Remove what was made ahead of time for parameters that got no gradient in this optimizer's first step."""
-        drop_state(self._parts.optimizers[name], [p for p in self._born[name] if p.grad is None])
-        self._born[name] = []
 
     def groups(self, names: Sequence[str]) -> list[Group]:
         """Return the parameter groups of these optimizers, as far as they have gradients, each parameter once."""
@@ -333,6 +254,33 @@ class Attempts:
                 found.append(Group(f"{name}.{group.get('name', index)}", name, own))
         return found
 
+    # --- the state of optimizers ------------------------------------------------------------------------------
+
+    def _prepare(self, names: Sequence[str]) -> None:
+        """Let all state exist before the first attempt, where a lack of memory can still be helped."""
+        for name in names:
+            if name not in self._born:
+                optimizer = self._parts.optimizers[name]
+                trainable = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+                self._born[name] = _create_state(optimizer, trainable)
+
+    def _let_state_exist(self, names: Sequence[str]) -> None:
+        """Make the state of parameters that get their first gradient late, before the step is committed."""
+        for optimizer in (self._parts.optimizers[name] for name in names):
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            if optimizer.state and len(optimizer.state) < len(held):
+                missing = [p for p in held if p.grad is not None and p not in optimizer.state]
+                if missing:
+                    _create_state(optimizer, missing)
+
+    def drop_unused_state(self, name: str) -> None:
+        """Remove what was made ahead of time for parameters that got no gradient in this optimizer's first step."""
+        if self._born[name]:
+            _drop_state(self._parts.optimizers[name], [p for p in self._born[name] if p.grad is None])
+            self._born[name] = []
+
+    # --- the way back -----------------------------------------------------------------------------------------
+
     def restore(self, work: Work) -> None:
         """Put random state and buffers back to the beginning, and empty the gradients."""
         for parameter in work.parameters:
@@ -343,9 +291,14 @@ class Attempts:
             work.lost += late
         restore(work.random_state)
 
+    def take_back(self, work: Work) -> None:
+        """Leave no trace of an attempt."""
+        self.restore(work)
+        self.loss_scale.forget()
+
     def as_promised(self, decision: Decision, work: Work) -> Decision:
         """Return a decision to repeat an attempt with what it can promise: not everything may have been put back."""
-        lost = [*dict.fromkeys([*work.lost, *self.promises.side_effects(work.loss_fn)])]
+        lost = [*dict.fromkeys([*work.lost, *self.safety.side_effects(work.loss_fn)])]
         if not lost or isinstance(decision, Stop):
             return decision
         reason = f"{decision.reason}; the loss function changes what is not put back: {', '.join(lost[:5])}"
@@ -360,13 +313,8 @@ class Attempts:
         if late and work.attempts > 1:
             self._record.happened("not_restored", names=late, promise="changes training")
 
-    def take_back(self, work: Work) -> None:
-        """Leave no trace of an attempt."""
-        self.restore(work)
-        self.loss_scale.forget()
 
-
-def create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Make the state of parameters that have none, so that it is never born half-way through a step.
 
     Out of memory while Adam allocates its moments leaves an entry that holds only ``step``; every later step then
@@ -375,10 +323,7 @@ def create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> li
     for it an out-of-memory in the first step returns to the last good state, like any other inside a step.
 
     Returns:
-        The parameters that have state now and had none before.
-
-    Raises:
-        Exception: what the allocator raises when memory is short; entries made in this call are then gone.
+        The parameters that have state now and had none before. If the allocator raises, none have.
     """
     make = getattr(optimizer, "_init_group", None)
     if make is None:
@@ -393,9 +338,9 @@ def create_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> li
             for group in optimizer.param_groups:
                 make(group, *([] for _ in range(lists)))
     except BaseException:
-        drop_state(optimizer, missing)
+        _drop_state(optimizer, missing)
         raise
-    drop_state(optimizer, [p for p in missing if not optimizer.state.get(p)])
+    _drop_state(optimizer, [p for p in missing if not optimizer.state.get(p)])
     return [p for p in missing if p in optimizer.state]
 
 
@@ -415,7 +360,7 @@ def _only_gradients_of(optimizer: Optimizer, chosen: Sequence[torch.Tensor]) -> 
             p.grad = gradient
 
 
-def drop_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+def _drop_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
     """Remove the state of these parameters, as if they had never been stepped."""
     for parameter in parameters:
         optimizer.state.pop(parameter, None)

@@ -11,7 +11,7 @@
 `run` is the usual way through these for one batch; ``accumulation`` drives them one by one. Inside the commit nothing
 is retried: an optimizer that fails half-way raises `PartialOptimizerStep`, and only an earlier state helps.
 
-Does not: save, roll back, count, or know where batches come from (see ``steps`` and ``session``).
+Does not: save, roll back, count, or know where batches come from (see ``run``).
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from holdfast.core.clock import Clock
 from holdfast.core.errors import DeviceError, OutOfMemoryError
+from holdfast.core.events import Promise, Stop
 from holdfast.core.events import Split as SplitDecision
-from holdfast.core.events import Stop
 from holdfast.core.policy import Policy
 from holdfast.guard.diagnosis import Diagnosis
-from holdfast.guard.parts import Parts
+from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.phase import RunState
 from holdfast.guard.ranks import Ranks, Vote
 from holdfast.guard.record import RunRecord
+from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Ruling
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.guard.step.attempts import Attempts, Work
-from holdfast.guard.step.mixed_precision import autocast
-from holdfast.guard.step.outcome import Attempt, Outcome, PartialOptimizerStep, Ruling
+from holdfast.guard.splitting.window import largest_of
+from holdfast.guard.state.work import Work
+from holdfast.guard.step.attempts import Attempts
 from holdfast.guard.step.replay import Replay
-from holdfast.guard.step.window import largest_of
 from holdfast.learning.probes import probe
 from holdfast.loader.splitting import Split, versions_of
-from holdfast.memory.ladder import Means, MemoryLadder
+from holdfast.memory.ladder import MemoryLadder, Remedies
 from holdfast.memory.onednn import is_onednn_failure, switch_off_if_broken, switch_off_if_unsafe
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, is_sticky, release_memory
 from holdfast.memory.recompute import COMPILED, may_come_of_recomputing
@@ -76,20 +76,18 @@ class StepEngine:
         self._split = split
         self._devices = parts.devices()
         self.state = state
-        self.attempts = Attempts(parts, policy, record)
         self.diagnosis = Diagnosis(parts, policy, record)
-        if policy.diagnose:
-            self.attempts.observing = self.diagnosis.attempt
-        self._promises = self.attempts.promises
+        observing = self.diagnosis.attempt if policy.diagnose else contextlib.nullcontext
+        self.attempts = Attempts(parts, policy, record, observing)
+        self._safety = self.attempts.safety
         self.buffers = self.attempts.buffers
         self.loss_scale = self.attempts.loss_scale
-        self._meter = HeadroomMeter(self._devices)
+        self._cuda = [device for device in self._devices if device.type == "cuda"]
         self._model_order = _ModelOrder(parts)
-        self._replay = Replay(parts, self.attempts, record)
+        self._replay = Replay(parts, self.attempts)
         self._step_id = 0
         self._reports_no_gain = policy.recompute is True
         self.spare_memory: Callable[[], None] = lambda: None  # called when memory is short on the host
-        self.plan_changed: Callable[[], None] = lambda: None  # called when the ladder has chosen another plan
         self._stepped: set[str] = set()  # optimizers whose kernels for whole batches are made
 
     def state_was_replaced(self) -> None:
@@ -106,22 +104,7 @@ class StepEngine:
         stop_requested: bool,
         judge: Callable[[Attempt], Ruling],
     ) -> Outcome:
-        """Make one step.
-
-        Args:
-            batch: Any pytree of tensors.
-            loss_fn: Of a micro-batch.
-            names: Optimizers to step.
-            split: How the batch is cut; None: as the guard was given it.
-            stop_requested: For the vote.
-            judge: Says about an attempt with finite values whether it may be committed.
-
-        Raises:
-            BatchError: H2xx, for a batch or a loss that cannot be used.
-            OutOfMemoryError: H401, if no remedy is left.
-            DeviceError: H403, if the device's context is dead.
-            PartialOptimizerStep: if an optimizer ran out of memory half-way.
-        """
+        """Make one step."""
         work = self.begin(batch, loss_fn, names, split)
         outcome = self._try(work, stop_requested=stop_requested, judge=judge)
         less = None if outcome.committed else self.without_bad_samples(work, outcome)
@@ -161,29 +144,15 @@ class StepEngine:
     # --- the seam ---------------------------------------------------------------------------------------------
 
     def begin(self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None) -> Work:
-        """Note everything that an attempt may change, and empty the gradients.
-
-        Raises:
-            BatchError: H2xx, for a batch that cannot be used; nothing has begun.
-        """
+        """Note everything that an attempt may change, and empty the gradients."""
         work = self.attempts.begin(batch, loss_fn, names, self._split if split is None else split)
         self.state.begin()
         return work
 
     def attempt(self, work: Work) -> Attempt:
-        """Make attempts until one fits into memory; its gradients are there. An error takes the step back.
-
-        Raises:
-            BatchError: H2xx. OutOfMemoryError: H401, if no remedy is left. DeviceError: H403, if the device's context
-                is dead.
-        """
-        plan = self._ladder.plan
-        try:
-            with self._taken_back_on_error(work):
-                return self._attempt_until_it_fits(work)
-        finally:
-            if self._ladder.plan != plan:
-                self.plan_changed()
+        """Make attempts until one fits into memory; its gradients are there. An error takes the step back."""
+        with self._taken_back_on_error(work):
+            return self._attempt_until_it_fits(work)
 
     def take_back(self, work: Work) -> None:
         """Leave no trace of a step."""
@@ -222,21 +191,12 @@ class StepEngine:
         return self._replay.without_samples(work, outcome.provenance) if self._policy.drop_nonfinite_samples else None
 
     def commit(self, work: Work, attempt: Attempt, tighter: float | None) -> Outcome:
-        """Clip, and step every optimizer. The run is committing until whoever drives the step calls `finished`.
-
-        Args:
-            work: The step.
-            attempt: Its last attempt, which was finite.
-            tighter: What the gradient norm is to be scaled down to, or None.
-
-        Raises:
-            PartialOptimizerStep: if an optimizer ran out of memory half-way. DeviceError: H403.
-        """
+        """Clip, and step every optimizer. The run is committing until whoever drives the step calls `finished`."""
         with self._taken_back_on_error(work):
             self._clip(attempt.groups, attempt.norms, tighter)
             outcome = self._outcome(work, attempt, committed=True)
             if versions_of(work.tensors) != work.versions:
-                self._promises.notice_change(work.loss_fn)
+                self._safety.notice_change(work.loss_fn)
             self.attempts.learn(work)  # before a weight moves: what fails here can still be taken back
         self.state.commit()
         try:
@@ -270,9 +230,7 @@ class StepEngine:
 
     def _attempt_until_it_fits(self, work: Work) -> Attempt:
         splits = work.size is not None and self._ladder.plan.samples(work.size) < work.size
-        tried_here, may_split = self._promises.make(
-            work.batch, work.size, work.split, work.loss_fn, work.parameters, splits_now=splits
-        )
+        tried_here, may_split = self._safety.check(work, splits_now=splits)
         if tried_here:
             self.attempts.restore(work)
         if splits and not may_split:
@@ -293,7 +251,7 @@ class StepEngine:
             self.attempts.take_back(work)
             self.buffers.states.keep(look=True)
             if versions_of(work.tensors) != work.versions:
-                raise self._promises.batch_was_changed(work.loss_fn)
+                raise self._safety.batch_was_changed(work.loss_fn)
             if found is None and unmeasurable:
                 self._reports_no_gain = False
                 self.attempts.give_up_measuring(failure)
@@ -315,29 +273,24 @@ class StepEngine:
             self._decide(work, found)
 
     def _make(self, work: Work) -> Attempt:
-        measures = work.out_of_memory > 0 or self._is_to_be_compared()
-        if measures:
-            self._meter.begin()
-        attempt = self.attempts.make(work, self._ladder.plan)
-        headroom = self._meter.look() if measures else None
-        if headroom is not None and work.size is not None:
-            samples = self._ladder.plan.samples(work.size)
-            self._ladder.note_room(samples=samples, used_bytes=headroom.used_bytes, free_bytes=headroom.free_bytes)
-        return attempt
+        if self._is_to_be_compared():
+            for device in self._cuda:
+                torch.cuda.reset_peak_memory_stats(device)
+        return self.attempts.make(work, self._ladder.plan)
 
     def _is_to_be_compared(self) -> bool:
         return self._policy.forecast_peak_bytes is not None and self._step_id == _COMPARED_STEP
 
     def _compare_with_forecast(self) -> None:
         """Record how far the forecast was off, once."""
-        headroom, forecast = self._meter.look(), self._policy.forecast_peak_bytes
-        if headroom is not None and forecast is not None:
-            off = forecast / headroom.peak_bytes - 1 if headroom.peak_bytes else 0.0
-            self._record.happened(
-                "forecast_compared", forecast_bytes=forecast, peak_bytes=headroom.peak_bytes, off_by=round(off, 4)
-            )
+        peak = max((torch.cuda.max_memory_allocated(device) for device in self._cuda), default=0)
+        forecast = self._policy.forecast_peak_bytes
+        if peak and forecast is not None:
+            off = round(forecast / peak - 1, 4)
+            self._record.happened("forecast_compared", forecast_bytes=forecast, peak_bytes=peak, off_by=off)
 
     def _decide(self, work: Work, found: str) -> None:
+        """Ask the ladder what to do about a lack of memory, and record it; raise H401 if nothing is left."""
         plan = self._ladder.plan
         size = work.size or 1
         self._record.happened(
@@ -347,11 +300,11 @@ class StepEngine:
             micro_batch_size=plan.samples(size),
             recompute=bool(plan.recompute),
         )
-        means = self._means(work)
-        if self._reports_no_gain and work.prepared and work.out_of_memory > 1 and not means.recompute:
+        remedies = self._remedies(work)
+        if self._reports_no_gain and work.prepared and work.out_of_memory > 1 and not remedies.recompute:
             self._reports_no_gain = False
             self._record.happened("recompute_impossible", why=COMPILED if self.attempts.compiled else NOTHING_SAVES)
-        decision = self._ladder.decide_after_oom(batch_size=size, failures=work.out_of_memory, means=means)
+        decision = self._ladder.decide_after_oom(batch_size=size, failures=work.out_of_memory, remedies=remedies)
         decision = self.attempts.as_promised(decision, work)
         self._record.decided(decision, **({"rule": "H401"} if isinstance(decision, Stop) else {}))
         if isinstance(decision, Stop):
@@ -367,16 +320,19 @@ class StepEngine:
         if makes_kernels and self._parts.device_type() == "cpu" and switch_off_if_unsafe(self._parts.models.values()):
             self._record.happened("onednn_switched_off", promise="equal up to rounding")
 
-    def _means(self, work: Work) -> Means:
+    def _remedies(self, work: Work) -> Remedies:
         if not work.prepared:
-            return Means(no_split="the state of the optimizer does not fit, whatever the micro-batch")
+            return Remedies(no_split="the state of the optimizer does not fit, whatever the micro-batch")
         if work.out_of_memory == 1 and not self._ladder.on_trial:
-            return Means()  # the first remedy changes nothing, so nothing has to be found out
+            return Remedies()  # the first remedy changes nothing, so nothing has to be found out
         exact = self._parts.device_type() == "cpu"  # kernels of accelerators may add in another order each time
         modules = self.attempts.modules_to_recompute(self._ladder.plan)
-        means = self._promises.means(work.batch, work.size, work.split, work.loss_fn, work.parameters)
+        remedies = self._safety.remedies(work)
         self.attempts.restore(work)
-        return replace(means, recompute=modules, recompute_promise="bit-exact" if exact else "equal up to rounding")
+        promise: Promise = "bit-exact" if exact else "equal up to rounding"
+        return replace(remedies, recompute=modules, recompute_promise=promise)
+
+    # --- the end of a step ------------------------------------------------------------------------------------
 
     def _outcome(self, work: Work, attempt: Attempt, **facts: Any) -> Outcome:
         return Outcome(
@@ -396,18 +352,29 @@ class StepEngine:
         elif usual is not None:
             clip(groups, norms, usual, self._policy.clip_by, order)
 
+    def _step_optimizers(self, names: Sequence[str], outcome: Outcome) -> None:
+        for name in names:
+            try:
+                self._parts.optimizers[name].step()
+                self.attempts.drop_unused_state(name)
+                continue
+            except Exception as error:
+                found = find_out_of_memory(error)
+                if found is None:
+                    raise
+                failure = error
+            clear_exception_frames(failure)
+            del failure
+            release_memory(self._devices)
+            raise PartialOptimizerStep(f"optimizer {name!r}: {found}", outcome)
+
     def search_cause(
         self, batch: Any, loss_fn: LossFunction, names: Sequence[str], split: Split | None, clock: Clock, since: float
     ) -> None:
         """Try out why the run does not learn, if a rule has just said so and none why: once, on the last batch.
 
-        Args:
-            batch: Of the last step, as are the next three.
-            loss_fn: Of a batch.
-            names: Optimizers that stepped.
-            split: How it is cut.
-            clock: Time.
-            since: When the run was opened; two hundredths of the time since then may be spent.
+        Takes at most two hundredths of the time `since` the run was opened. The other arguments are those of the
+        last step.
         """
         if not self.diagnosis.seeks_cause:
             return
@@ -424,7 +391,7 @@ class StepEngine:
             if groups:
                 self._clip(groups, inspect(groups, groups[0].parameters[0].new_zeros(()))[1])
 
-        kept = self._promises.keeper()  # where it is tried in place, the loss function also changes registered state
+        kept = self._safety.keeper()  # where it is tried in place, the loss function also changes registered state
         kept.keep()
         with self.diagnosis.not_observing():
             found = probe(
@@ -432,7 +399,7 @@ class StepEngine:
                 in_precision,
                 self._parts.models,
                 {name: self._parts.optimizers[name] for name in names},
-                size=self.attempts.promises.size_of(batch, split),
+                size=self._safety.size_of(batch, split),
                 split=split,
                 budget_seconds=min(max(_LEAST_SECONDS, share), _MOST_SECONDS),
                 clock=clock,
@@ -440,22 +407,6 @@ class StepEngine:
             )
         kept.put_back()
         self.diagnosis.tried(found)
-
-    def _step_optimizers(self, names: Sequence[str], outcome: Outcome) -> None:
-        for name in names:
-            try:
-                self._parts.optimizers[name].step()
-                self.attempts.drop_unused_state(name)
-                continue
-            except Exception as error:
-                found = find_out_of_memory(error)
-                if found is None:
-                    raise
-                failure = error
-            clear_exception_frames(failure)
-            del failure
-            release_memory(self._devices)
-            raise PartialOptimizerStep(f"optimizer {name!r}: {found}", outcome)
 
 
 def _dead_device(error: BaseException) -> DeviceError:
@@ -476,7 +427,6 @@ class _ModelOrder:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._positions: dict[int, int] | None = None
         self._known: dict[tuple[int, ...], torch.Tensor | None] = {}
 
     def of(self, groups: Sequence[Group], device: torch.device) -> torch.Tensor | None:
@@ -485,67 +435,13 @@ class _ModelOrder:
         Cost: that of a look-up by the sizes of the groups, after the first time; parameters that get a gradient
         now and then, as many as before, may be added up in the order of then.
         """
-        key = tuple(len(group.parameters) for group in groups)
-        if len(key) < 2:
+        if len(groups) < 2:
             return None
+        key = tuple(len(group.parameters) for group in groups)
         if key not in self._known:
-            if self._positions is None:
-                self._positions = {id(p): at for at, (_, p) in enumerate(self._parts.named_parameters())}
-            found = self._positions
+            found = {id(p): at for at, (_, p) in enumerate(self._parts.named_parameters())}
             places = [found.get(id(p), len(found)) for group in groups for p in group.parameters]
             order = sorted(range(len(places)), key=places.__getitem__)
             is_same = order == list(range(len(order)))
             self._known[key] = None if is_same else torch.tensor(order, device=device)
         return self._known[key]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Headroom:
-    """What an attempt took of the device that is nearest to its end.
-
-    Args:
-        used_bytes: At its peak, beyond what was allocated before it.
-        free_bytes: What the allocator could still get at that peak, from its own cache and from the driver.
-        peak_bytes: Most that was allocated on any device.
-    """
-
-    used_bytes: int
-    free_bytes: int
-    peak_bytes: int
-
-
-class HeadroomMeter:
-    """Measures attempts on the CUDA devices among these.
-
-    Peaks are counted anew for it, so it is done only where something depends on it: in a step that ran out of memory,
-    and in the third of a run that has a forecast.
-    """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = [device for device in devices if device.type == "cuda"]
-        self._before: list[int] = []
-
-    def begin(self) -> None:
-        """Count the peak from now on."""
-        for device in self._devices:
-            torch.cuda.reset_peak_memory_stats(device)
-        self._before = [torch.cuda.memory_allocated(device) for device in self._devices]
-
-    def look(self) -> Headroom | None:
-        """Return what was taken since `begin`; None without such a device."""
-        found = [self._of(device, before) for device, before in zip(self._devices, self._before, strict=True)]
-        if not found:
-            return None
-        tightest = min(found, key=lambda each: each.free_bytes)
-        return Headroom(
-            used_bytes=tightest.used_bytes,
-            free_bytes=tightest.free_bytes,
-            peak_bytes=max(each.peak_bytes for each in found),
-        )
-
-    @staticmethod
-    def _of(device: torch.device, before: int) -> Headroom:
-        peak = torch.cuda.max_memory_allocated(device)
-        driver, _ = torch.cuda.mem_get_info(device)
-        free = driver + torch.cuda.memory_reserved(device) - peak
-        return Headroom(used_bytes=max(0, peak - before), free_bytes=max(0, free), peak_bytes=peak)

@@ -11,68 +11,41 @@ import torch
 
 from holdfast.core.errors import BatchError
 from holdfast.core.policy import Precision
+from holdfast.guard.parts import autocast
 from holdfast.guard.splitting.closure import weights_stay
-from holdfast.guard.splitting.split_safety import LossFunction, Promises
+from holdfast.guard.splitting.split_safety import LossFunction, SplitSafety
 from holdfast.guard.splitting.two_pass import Inputs, TwoPass, TwoPassRun
 from holdfast.guard.splitting.weighting import Weighting, shares
-from holdfast.guard.step.mixed_precision import LossScale, autocast
+from holdfast.guard.step.loss_scale import LossScale
 from holdfast.loader.random_state import capture, restore
 from holdfast.loader.splitting import fresh
 from holdfast.numerics.loss import Terms, bad_items, read_loss, without_graph
 
 _Parts: TypeAlias = Sequence[tuple[Any, int]]
-Range: TypeAlias = tuple[int, int]
 
 
 class Passed(NamedTuple):
-    """What a batch has given.
+    """What a batch has given."""
 
-    Args:
-        loss: Mean over the items, shape ``()``, detached.
-        items: What it is over.
-        dropped: Ranges ``(start, end)`` of samples in the batch whose part had a loss of NaN or Inf.
-        counted: Whether the items must be whole.
-    """
-
-    loss: torch.Tensor
-    items: float | torch.Tensor
-    dropped: tuple[Range, ...] = ()
-    counted: bool = False
+    loss: torch.Tensor  # mean over the items, shape ``()``, detached; of several terms, the sum of their means
+    items: float | torch.Tensor  # what it is over; of several terms, those of the first
+    dropped: tuple[tuple[int, int], ...] = ()  # ``(start, end)`` of samples whose part had a loss of NaN or Inf
+    counted: bool = False  # whether the items must be whole
 
 
 class Passes:
-    """Runs a loss function and its backward.
+    """Runs a loss function and its backward."""
 
-    Args:
-        promises: Knows what a loss function is a mean over, and whether it may be given the batch itself.
-        loss_scale: Of fp16.
-        device_type: Where autocast applies.
-        precision: Autocast type.
-    """
-
-    def __init__(self, promises: Promises, loss_scale: LossScale, device_type: str, precision: Precision) -> None:
-        self._promises = promises
+    def __init__(self, safety: SplitSafety, loss_scale: LossScale, device_type: str, precision: Precision) -> None:
+        self._safety = safety
         self._loss_scale = loss_scale
         self._device_type = device_type
         self._precision: Precision = precision
-        self._keeper = promises.keeper
-        self._devices = promises.parts.devices()
-        self._inside = promises.inside
+        self._devices = safety.parts.devices()
         self.watched: Sequence[torch.Tensor] = ()  # parameters whose hooks are looked at in backward
 
     def whole(self, batch: Any, size: int | None, loss_fn: LossFunction, inputs: Inputs) -> Passed:
-        """Run one pass, with no arithmetic of ours: bit-identical to a bare loop.
-
-        Args:
-            batch: The batch.
-            size: Its samples, None if unknown.
-            loss_fn: Of the batch.
-            inputs: Where gradients may go, asked before each backward: a loss function may freeze and unfreeze.
-
-        Returns:
-            The mean loss, shape ``()``, detached, and the items that it is over; of several terms, the sum of their
-            means and the items of the first.
-        """
+        """Run one pass, with no arithmetic of ours: bit-identical to a bare loop."""
         terms = self._forward(batch, size, loss_fn)
         terms.check_items()
         loss = terms.total()
@@ -96,27 +69,13 @@ class Passes:
         corrected once at the end. Of several terms that is impossible, since they share ``.grad``: the items of
         all parts are counted first, by a forward pass without a graph.
 
-        Args:
-            parts: Micro-batches with their samples.
-            size: Samples of all.
-            loss_fn: Of a micro-batch, or a `TwoPass`.
-            parameters: Whose gradients are corrected.
-            inputs: As `whole`.
-            batch: All of it, which a `TwoPass` needs; None for a window of several.
-            drops: Whether a part whose loss is NaN or Inf is left out, as long as there is a sound one.
-
         Returns:
             As `whole`, over all parts that were not dropped. Cost: a host sync for each part.
-
-        Raises:
-            BatchError: H203, for a `TwoPass` without a batch.
         """
         if isinstance(loss_fn, TwoPass):
-            if batch is None:
-                raise _compares_a_window()
             terms = self._in_two_passes(loss_fn, batch, parts, inputs)
             return Passed(terms.total().detach(), terms.read()[1][0])
-        tally = _Tally(self._promises.weighting(loss_fn), size, drops=drops)
+        tally = _Tally(self._safety.weighting(loss_fn), size, drops=drops)
         for index, (part, samples) in enumerate(parts):
             terms = self._forward(part, samples, loss_fn)
             weights = tally.weigh(terms, part, samples, partial(self._counted, parts[index + 1 :], loss_fn))
@@ -128,26 +87,19 @@ class Passes:
         return tally.finish(parameters)
 
     def added(self, batches: Sequence[_Parts], loss_fn: LossFunction, inputs: Inputs) -> Passed:
-        """Run several batches whose losses add up as they are; parts of one batch by their share in its mean.
-
-        Args:
-            batches: Each as one part, or several, with their samples.
-            loss_fn: Of a batch, which declares no items.
-            inputs: As `whole`.
-
-        Returns:
-            As `whole`; the loss is the sum over the batches.
-
-        Raises:
-            BatchError: H203, if the loss function declares items.
-        """
+        """Run several batches whose losses add up as they are; parts of one batch by their share in its mean."""
         losses, samples = [], 0
         for parts in batches:
-            weights = shares(self._promises.weighting(loss_fn), parts) if len(parts) > 1 else (1.0,)
+            weights = shares(self._safety.weighting(loss_fn), parts) if len(parts) > 1 else (1.0,)
             for (part, size), weight in zip(parts, weights or (0.0,) * len(parts), strict=True):
                 terms, samples = self._forward(part, size, loss_fn), samples + size
                 if terms.declared:
-                    raise _declared()
+                    raise BatchError(
+                        "loss_fn declares the items of its mean, for a window of batches that are added as they are",
+                        limit="what each of them weighs is either declared or settled by the caller",
+                        fix="return the bare loss, or make the window without added=True.",
+                        rule="H203",
+                    )
                 if weight:  # a part without any item weighs nothing
                     loss = terms.total() if weight == 1.0 else terms.total() * weight
                     losses.append(loss.detach())
@@ -155,10 +107,17 @@ class Passes:
         return Passed(sum(losses[1:], losses[0]), samples)
 
     def _in_two_passes(self, loss_fn: TwoPass, batch: Any, parts: _Parts, inputs: Inputs) -> Terms:
+        if batch is None:
+            raise BatchError(
+                "a TwoPass is given a window of several batches",
+                limit="it compares the samples of one batch",
+                fix="collate the samples into one batch: it is cut when memory is short.",
+                rule="H203",
+            )
         run = TwoPassRun(
             call=lambda function, given: self._call(loss_fn, function, given),
             backward=self._backward,
-            keeper=self._keeper,
+            keeper=self._safety.keeper,
             devices=self._devices,
             inputs=inputs,
         )
@@ -168,7 +127,7 @@ class Passes:
 
     def _counted(self, parts: _Parts, loss_fn: LossFunction) -> list[list[float]]:
         """Return the items of each term in the parts that are still to come; all is left as it is."""
-        random_state, buffers = capture(self._devices), self._keeper()
+        random_state, buffers = capture(self._devices), self._safety.keeper()
         buffers.keep()
         read = without_graph(
             lambda: [self._forward(part, samples, loss_fn, needs_graph=False).read() for part, samples in parts]
@@ -181,8 +140,8 @@ class Passes:
         return read_loss(self._call(loss_fn, loss_fn, part), samples, needs_graph=needs_graph)
 
     def _call(self, loss_fn: LossFunction, function: Callable[[Any], Any], part: Any) -> Any:
-        pristine = self._promises.pristine(loss_fn, fresh(part))
-        with self._inside(), autocast(self._device_type, self._precision), pristine as given:
+        pristine = self._safety.pristine(loss_fn, fresh(part))
+        with self._safety.inside(), autocast(self._device_type, self._precision), pristine as given:
             return function(given)
 
     def _backward(self, loss: torch.Tensor, reached: Sequence[torch.Tensor] | None) -> None:
@@ -204,7 +163,7 @@ class _Tally:
         self._several = self._is_mean = self._declared = True
         self._loss: torch.Tensor | None = None
         self._bad: torch.Tensor | None = None
-        self._dropped: list[Range] = []
+        self._dropped: list[tuple[int, int]] = []
 
     def weigh(
         self, terms: Terms, part: Any, samples: int, count_rest: Callable[[], list[list[float]]]
@@ -264,24 +223,6 @@ class _Tally:
 
 def _is_bad(means: Sequence[float], counts: Sequence[float]) -> bool:
     return not all(math.isfinite(mean) for mean, count in zip(means, counts, strict=True) if count)
-
-
-def _compares_a_window() -> BatchError:
-    return BatchError(
-        "a TwoPass is given a window of several batches",
-        limit="it compares the samples of one batch",
-        fix="collate the samples into one batch: it is cut when memory is short.",
-        rule="H203",
-    )
-
-
-def _declared() -> BatchError:
-    return BatchError(
-        "loss_fn declares the items of its mean, for a window of batches that are added as they are",
-        limit="what each of them weighs is either declared or settled by the caller",
-        fix="return the bare loss, or make the window without added=True.",
-        rule="H203",
-    )
 
 
 def _uneven(what: str) -> BatchError:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from holdfast.guard.parts import Parts
-from holdfast.guard.record import RunRecord
-from holdfast.guard.step.attempts import Attempts, Work
-from holdfast.guard.step.outcome import Provenance
-from holdfast.guard.step.window import samples_of, selected
+from holdfast.guard.result import Provenance
+from holdfast.guard.splitting.window import samples_of, selected
+from holdfast.guard.state.work import Work
+from holdfast.guard.step.attempts import Attempts
 from holdfast.loader.splitting import tensors_in, versions_of
 from holdfast.memory.ladder import Plan
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, release_memory
@@ -29,25 +29,14 @@ _FINITE = (
 
 
 class Replay:
-    """Replays failed steps of one set of parts.
+    """Replays failed steps of one set of parts, by its attempts."""
 
-    Args:
-        parts: Models and optimizers.
-        attempts: Makes and takes back attempts.
-        record: Where it is noted that a replay was impossible.
-    """
-
-    def __init__(self, parts: Parts, attempts: Attempts, record: RunRecord) -> None:
+    def __init__(self, parts: Parts, attempts: Attempts) -> None:
         self._parts = parts
         self._attempts = attempts
-        self._record = record
 
     def find(self, work: Work, plan: Plan) -> Provenance:
         """Replay a step that was taken back, and say where its NaN or Inf came from.
-
-        Args:
-            work: The step.
-            plan: How its attempt ran.
 
         Never raises for what the replay itself meets: training has to go on.
         """
@@ -68,21 +57,16 @@ class Replay:
         return Provenance(problem=f"the replay failed ({why})")
 
     def _search(self, work: Work, plan: Plan) -> Provenance:
-        named = [(name, p) for name, p in self._parts.named_parameters() if p.requires_grad]
         mine = {id(p) for p in work.parameters}
+        named = [(name, p) for name, p in self._parts.named_parameters() if p.requires_grad and id(p) in mine]
 
         def run_once() -> torch.Tensor:
             self._attempts.restore(work)
             return self._attempts.run(work, plan, drops=False).loss
 
         try:
-            origin = trace(
-                run_once,
-                self._parts.models,
-                [(name, p) for name, p in named if id(p) in mine],
-                [(f"batch tensor {number}", tensor) for number, tensor in enumerate(tensors_in(work.batch))],
-                work.size,
-            )
+            inputs = [(f"batch tensor {number}", tensor) for number, tensor in enumerate(tensors_in(work.batch))]
+            origin = trace(run_once, self._parts.models, named, inputs, work.size)
             if origin is None:
                 return Provenance(problem=_FINITE)
             return Provenance(origin=origin, samples=self._samples(work, plan, origin.samples))
@@ -99,7 +83,7 @@ class Replay:
         size = samples_of(work.batch, work.split)
         if size < 2:
             return ()
-        smallest = self._attempts.promises.smallest_part()
+        smallest = self._attempts.safety.smallest_part()
 
         def is_bad(chosen: Sequence[int]) -> bool:
             # BatchNorm cannot take one sample; the same one twice is as good or bad as once.
@@ -116,9 +100,9 @@ class Replay:
         """Return the batch of a step without its bad samples, or None if that is not possible."""
         if provenance is None or not provenance.samples or work.size is None or callable(work.split):
             return None
-        size = samples_of(work.batch, work.split)
-        kept = [index for index in range(size) if index not in set(provenance.samples)]
-        if len(kept) < self._attempts.promises.smallest_part():
+        bad = set(provenance.samples)
+        kept = [index for index in range(samples_of(work.batch, work.split)) if index not in bad]
+        if len(kept) < self._attempts.safety.smallest_part():
             return None
         return selected(work.batch, kept, work.split)
 

@@ -16,10 +16,10 @@ from holdfast.core.errors import (
     OutOfMemoryError,
 )
 from holdfast.core.events import Decision, Promise, RollBack, SkipStep, Stop
-from holdfast.guard.session import Session
-from holdfast.guard.splitting.identity import description_of
-from holdfast.guard.step.outcome import Attempt, Outcome, PartialOptimizerStep, Provenance, Ruling
-from holdfast.guard.step.schedules import scale
+from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Provenance, Ruling
+from holdfast.guard.run.schedules import scale
+from holdfast.guard.run.session import Session
+from holdfast.guard.splitting.loss_functions import description_of
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
 from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
 from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_spike
@@ -29,11 +29,7 @@ _BEYOND_SPIKES = 100
 
 
 def series_of(names: Sequence[str], loss_fn: Any) -> str:
-    """Return a name for the losses of one loss function and these optimizers, the same after every restart of a run.
-
-    Raises:
-        BatchError: H201 for what is no function.
-    """
+    """Return a name for the losses of one loss function and these optimizers, the same after every restart of a run."""
     if not callable(loss_fn):
         raise BatchError(
             f"loss_fn is a {type(loss_fn).__name__}",
@@ -51,15 +47,12 @@ class Recovery:
         self._session = session
         self._record = session.record
         self._policy = session.policy
-        self._torn_at: int | None = None
+        self._failed_half_way_at: int | None = None
+
+    # --- steps that left no trace -----------------------------------------------------------------------------
 
     def judge(self, series: str, attempt: Attempt) -> Ruling:
-        """Say whether an attempt with finite values may be committed.
-
-        Args:
-            series: Which losses belong together: those of one loss function and the same optimizers.
-            attempt: What it measured.
-        """
+        """Say whether an attempt with finite values may be committed."""
         policy, counters, spikes = self._policy, self._session.counters, self._session.spikes
         if policy.spike_action == "off":
             return Ruling()
@@ -87,14 +80,7 @@ class Recovery:
         return Ruling(decision=decision, max_norm=tighter)
 
     def after_refused_step(self, outcome: Outcome) -> str:
-        """Carry out what was decided about a step that left no trace.
-
-        Returns:
-            Why it was not committed, and what was done.
-
-        Raises:
-            NonFiniteError: H501, if NaN or Inf persists. DivergenceError: H503.
-        """
+        """Carry out what was decided about a step that left no trace; return why it was not committed."""
         self._session.counters.skipped_steps += 1
         if outcome.decision is None:
             return self._after_nonfinite_step(outcome)
@@ -102,20 +88,12 @@ class Recovery:
         return self._carry_out(outcome.decision, outcome.decision.reason, DivergenceError)
 
     def _after_nonfinite_step(self, outcome: Outcome) -> str:
-        """Skip the step, return to a good state, or stop.
-
-        Returns:
-            Why the step was skipped, and what was done.
-
-        Raises:
-            NonFiniteError: H501, if patience and rollbacks are spent.
-        """
         counters = self._session.counters
         loss = outcome.attempt.facts.loss
         reason = describe_nonfinite(loss, outcome.culprits, outcome.culprit_count)
-        if outcome.provenance is not None and not math.isfinite(loss):
-            reason = describe_nonfinite(loss, [], 0)  # every gradient is bad then
         if outcome.provenance is not None:
+            if not math.isfinite(loss):
+                reason = describe_nonfinite(loss, [], 0)  # every gradient is bad then
             reason = f"{reason}; {self.report_origin(outcome.provenance)}"
         if outcome.loss_scale is not None:
             collapsed = outcome.loss_scale < 1.0
@@ -132,24 +110,6 @@ class Recovery:
             max_rollbacks=self._policy.max_rollbacks,
         )
         return self._carry_out(decision, reason, NonFiniteError)
-
-    def report_origin(self, provenance: Provenance) -> str:
-        """Record where NaN or Inf came from, and return it as one message."""
-        if provenance.origin is None:
-            self._record.happened("nonfinite_not_traced", why=provenance.problem)
-            return f"its origin is not known: {provenance.problem}"
-        cursor = self._session.cursor
-        ids = None if cursor is None else cursor.sample_indices()
-        at = [ids[place] for place in provenance.samples] if ids is not None else None
-        origin = asdict(provenance.origin)
-        self._record.happened(
-            "nonfinite_origin", origin=origin, bad_samples=list(provenance.samples), dataset_indices=at
-        )
-        if not provenance.samples:
-            return str(provenance.origin)
-        known = "" if at is None else f" (dataset index {', '.join(map(str, at[:5]))}{', ...' * (len(at) > 5)})"
-        named = f"{', '.join(map(str, provenance.samples[:5]))}{', ...' * (len(provenance.samples) > 5)}"
-        return f"{provenance.origin}; without sample {named} of the batch{known} it is finite"
 
     def _carry_out(self, decision: Decision, reason: str, error: type[HoldfastError]) -> str:
         counters = self._session.counters
@@ -169,46 +129,15 @@ class Recovery:
         self._session.intervened(decision.name(), reason)
         return reason
 
-    def dropped(self, provenance: Provenance) -> None:
-        """Note that a step was made without some of its samples."""
-        reason = self.report_origin(provenance)
-        self._record.happened("samples_dropped", promise="changes training", reason=reason, **self._place())
-        self._session.intervened("samples_dropped", reason)
-        cursor = self._session.cursor
-        ids = None if cursor is None else cursor.sample_indices()
-        if cursor is not None and ids is not None:
-            try:
-                cursor.quarantine([ids[place] for place in provenance.samples], reason)
-            except LoaderError as error:  # the step is made: they go on being dropped, one by one
-                self._record.happened("quarantine_full", error=error.what)
-
-    def micro_batches_dropped(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Note that micro-batches whose loss was NaN or Inf have no part in a step."""
-        cursor = self._session.cursor
-        ids = None if cursor is None else cursor.sample_indices()
-        at = None if ids is None else [ids[place] for start, end in ranges for place in range(start, end)]
-        self._record.happened(
-            "micro_batch_dropped",
-            samples=list(ranges),
-            dataset_indices=at,
-            promise="changes training",
-            **self._place(),
-        )
-        self._session.intervened("micro_batch_dropped", f"samples {list(ranges)} of the batch")
-
-    def _place(self) -> dict[str, Any]:
-        cursor = self._session.cursor
-        return {} if cursor is None else {"epoch": cursor.epoch, "batch": cursor.batches}
-
     def _roll_back(self, *, spiked: bool = False) -> bool:
         """Return to the last state from before the first sign of trouble, and pass over the batches since then."""
         session, failed_at = self._session, self._record.global_step
-        since, rates = session.spikes.suspicious_since() or 0, self._rates()
+        since, rates = session.spikes.suspicious_since() or 0, session.parts.rates()
         # What led to a divergence may lie some way before its first sign: states are called good later than they are
         # made. If there is none yet, one is as good as another, and a second rollback will go further back.
-        for before in ([failed_at - since - GOOD_AFTER] if spiked else []) + [failed_at - since, None]:
-            trusted = before == failed_at - since - GOOD_AFTER
-            training = session.roll_back(rewind_data=False, before_step=before, trusted=trusted)
+        surely_good = failed_at - since - GOOD_AFTER
+        for before in ([surely_good] if spiked else []) + [failed_at - since, None]:
+            training = session.roll_back(rewind_data=False, before_step=before, trusted=before == surely_good)
             if training is not None:
                 break
         else:
@@ -223,27 +152,20 @@ class Recovery:
             self._record.happened("learning_rate_lowered", factor=factor, in_all=session.counters.lr_factor)
         now = self._record.global_step
         session.intervened("roll_back", f"from step {failed_at} to {now}")
-        self._record.happened("rolled_back", from_step=failed_at, to_step=now, learning_rates=[rates, self._rates()])
+        learning_rates = [rates, session.parts.rates()]
+        self._record.happened("rolled_back", from_step=failed_at, to_step=now, learning_rates=learning_rates)
         return True
-
-    def _rates(self) -> list[float]:
-        groups = (group for optimizer in self._session.parts.optimizers.values() for group in optimizer.param_groups)
-        return [float(group["lr"]) for group in groups]
 
     def after_refused_save(self, why: str) -> None:
         """Return to a checkpoint, or stop: weights or moments hold NaN or Inf, although every step looked sound.
 
         An example is a finite gradient of 1e22: its square, Adam's second moment, is Inf.
-
-        Raises:
-            NonFiniteError: H501, if rollbacks are spent.
         """
-        counters = self._session.counters
         decision = decide_after_nonfinite(
             reason=why,
             in_a_row=1,
             patience=1,
-            rollbacks_in_a_row=counters.rollbacks_in_a_row,
+            rollbacks_in_a_row=self._session.counters.rollbacks_in_a_row,
             max_rollbacks=self._policy.max_rollbacks,
         )
         self._record.decided(decision, **_rule_of(decision, NonFiniteError))
@@ -253,7 +175,6 @@ class Recovery:
         raise self._persistent(why, NonFiniteError)
 
     def _persistent(self, reason: str, error: type[HoldfastError]) -> HoldfastError:
-        spent = f"nonfinite_patience={self._policy.nonfinite_patience} and max_rollbacks={self._policy.max_rollbacks}"
         if error is DivergenceError:
             return DivergenceError(
                 reason,
@@ -262,6 +183,7 @@ class Recovery:
                 'spike_action="warn" if the loss is meant to jump; the newest checkpoint is from before.',
                 rule="H503",
             )
+        spent = f"nonfinite_patience={self._policy.nonfinite_patience} and max_rollbacks={self._policy.max_rollbacks}"
         return NonFiniteError(
             reason,
             limit=f"{spent} are spent",
@@ -270,45 +192,76 @@ class Recovery:
             rule="H501",
         )
 
-    def after_partial_step(self, torn: PartialOptimizerStep, *, rewind_data: bool) -> str:
-        """Return to the last good state after an optimizer ran out of memory half-way.
+    # --- samples ----------------------------------------------------------------------------------------------
 
-        Args:
-            torn: What happened.
-            rewind_data: Whether the loop can go back in the data too, which makes the return bit-exact.
+    def report_origin(self, provenance: Provenance) -> str:
+        """Record where NaN or Inf came from, and return it as one message."""
+        if provenance.origin is None:
+            self._record.happened("nonfinite_not_traced", why=provenance.problem)
+            return f"its origin is not known: {provenance.problem}"
+        samples, at = provenance.samples, self._dataset_indices(provenance.samples)
+        self._record.happened(
+            "nonfinite_origin", origin=asdict(provenance.origin), bad_samples=list(samples), dataset_indices=at
+        )
+        if not samples:
+            return str(provenance.origin)
+        known = "" if at is None else f" (dataset index {_listed(at)})"
+        return f"{provenance.origin}; without sample {_listed(samples)} of the batch{known} it is finite"
 
-        Returns:
-            Why the step was undone.
+    def dropped(self, provenance: Provenance) -> None:
+        """Note that a step was made without some of its samples."""
+        reason = self.report_origin(provenance)
+        self._record.happened("samples_dropped", promise="changes training", reason=reason, **self._place())
+        self._session.intervened("samples_dropped", reason)
+        cursor, at = self._session.cursor, self._dataset_indices(provenance.samples)
+        if cursor is not None and at is not None:
+            try:
+                cursor.quarantine(at, reason)
+            except LoaderError as error:  # the step is made: they go on being dropped, one by one
+                self._record.happened("quarantine_full", error=error.what)
 
-        Raises:
-            OutOfMemoryError: H402, if there is no checkpoint, memory does not suffice to read it, or it happened at
-                this step before.
-        """
-        at_step, twice = self._record.global_step, self._torn_at == self._record.global_step
+    def micro_batches_dropped(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Note that micro-batches whose loss was NaN or Inf have no part in a step."""
+        at = self._dataset_indices([place for start, end in ranges for place in range(start, end)])
+        facts: dict[str, Any] = {"samples": list(ranges), "dataset_indices": at, **self._place()}
+        self._record.happened("micro_batch_dropped", promise="changes training", **facts)
+        self._session.intervened("micro_batch_dropped", f"samples {list(ranges)} of the batch")
+
+    def _dataset_indices(self, places: Sequence[int]) -> list[int] | None:
+        """Return where in the dataset samples of the batch come from, if that is known."""
+        cursor = self._session.cursor
+        indices = None if cursor is None else cursor.sample_indices()
+        return None if indices is None else [indices[place] for place in places]
+
+    def _place(self) -> dict[str, Any]:
+        cursor = self._session.cursor
+        return {} if cursor is None else {"epoch": cursor.epoch, "batch": cursor.batches}
+
+    # --- an optimizer that failed half-way --------------------------------------------------------------------
+
+    def after_partial_step(self, partial: PartialOptimizerStep, *, rewind_data: bool) -> str:
+        """Return to the last good state after an optimizer ran out of memory half-way; return why it was undone."""
+        at_step, twice = self._record.global_step, self._failed_half_way_at == self._record.global_step
         self._session.counters.out_of_memory += 1
         hindered = "it happened twice at this step" if twice else self._return(rewind_data=rewind_data)
         if hindered is not None:
-            raise self._torn_for_good(f"in the middle of step {at_step + 1} ({torn})", hindered)
-        self._torn_at = at_step
+            raise self._no_way_back(f"in the middle of step {at_step + 1} ({partial})", hindered)
+        self._failed_half_way_at = at_step
         promise: Promise = "changes training"
         if rewind_data:  # the steps are made again, one tensor at a time if they were not before
             promise = "equal up to rounding" if self._updates_many_at_once() else "bit-exact"
-        self._record.decided(RollBack(reason=str(torn), promise=promise, rewind_data=rewind_data))
+        self._record.decided(RollBack(reason=str(partial), promise=promise, rewind_data=rewind_data))
         self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
-        self.spare_optimizer_memory()
-        return f"{torn}; returned to step {self._record.global_step}"
+        self._spare_optimizer_memory()
+        return f"{partial}; returned to step {self._record.global_step}"
 
     def go_back_again(self) -> None:
-        """Return to the checkpoint once more: what followed the torn step ran on a state that was back already.
-
-        Raises:
-            OutOfMemoryError: H402, as `after_partial_step`.
-        """
+        """Return to the checkpoint once more: what followed the failed step ran on a state that was back already."""
         hindered = self._return(rewind_data=True)
         if hindered is not None:
             self._session.state.spoil()
-            raise self._torn_for_good(f"in step {self._record.global_step + 1}, which was undone", hindered)
-        self.spare_optimizer_memory()
+            raise self._no_way_back(f"in step {self._record.global_step + 1}, which was undone", hindered)
+        self._spare_optimizer_memory()
 
     def _return(self, *, rewind_data: bool) -> str | None:
         """Return to the last good state; say what was in the way, if something was."""
@@ -329,14 +282,14 @@ class Recovery:
         many = any(group.get("foreach") for group in groups)
         return many or self._session.parts.device_type() != "cpu"  # where torch chooses foreach by itself
 
-    def spare_optimizer_memory(self) -> None:
+    def _spare_optimizer_memory(self) -> None:
         """Let optimizers update one tensor at a time, which needs the smallest temporaries."""
         for optimizer in self._session.parts.optimizers.values():
             for group in optimizer.param_groups:
                 if not group.get("fused") and "foreach" in group:
                     group["foreach"] = False
 
-    def _torn_for_good(self, when: str, hindered: str) -> OutOfMemoryError:
+    def _no_way_back(self, when: str, hindered: str) -> OutOfMemoryError:
         stop = Stop(reason=f"an optimizer ran out of memory {when}; {hindered}", promise="bit-exact")
         self._record.decided(stop, rule="H402")
         return OutOfMemoryError(
@@ -346,6 +299,10 @@ class Recovery:
             "checkpoint, if there is one, is from before.",
             rule="H402",
         )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:5]))}{', ...' * (len(numbers) > 5)}"
 
 
 def _rule_of(decision: Decision, error: type[HoldfastError]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from holdfast.checkpoint.expanded import once
-from holdfast.guard.step.states import StateKeeper
+from holdfast.guard.state.states import StateKeeper
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,22 @@ class _Place:
     def now(self) -> torch.Tensor | None:
         return self.module._buffers.get(self.key)
 
+    @property
+    def is_statistic(self) -> bool:
+        return isinstance(self.module, _NormBase)
+
 
 class BufferKeeper:
-    """Copies of mutable buffers at the beginning of a step."""
+    """Copies of mutable buffers, and of registered states, at the beginning of a step."""
 
     def __init__(self, models: dict[str, nn.Module], states: StateKeeper | None = None) -> None:
         self.states = StateKeeper({}) if states is None else states
-        self._mutable = _places(models)  # until the first step has shown which ones change: all
+        self._mutable = [  # until the first step has shown which ones change: all
+            _Place(module, key, ".".join(part for part in (model_name, prefix, key) if part))
+            for model_name, model in models.items()
+            for prefix, module in model.named_modules()
+            for key in module._buffers
+        ]
         self._constant: list[_Place] = []
         self._known = False
         self._before: list[torch.Tensor | None] = []
@@ -53,7 +62,7 @@ class BufferKeeper:
         """
         self.states.keep()
         now = [place.now() for place in self._mutable]
-        self._versions = [(place.now(), _version(place.now())) for place in self._constant]
+        self._note_versions()
         same = len(now) == len(self._before) and all(
             buffer is before and (buffer is None or buffer.shape == copy.shape)  # type: ignore[union-attr]
             for buffer, before, copy in zip(now, self._before, self._copies, strict=True)
@@ -62,7 +71,8 @@ class BufferKeeper:
             self._copies = [None if buffer is None else torch.empty_like(buffer) for buffer in now]
         self._before = now
         _copy(self._copies, self._before)
-        _copy(self._copies, [earlier.get(place.name) for place in self._mutable])
+        if earlier:
+            _copy(self._copies, [earlier.get(place.name) for place in self._mutable])
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Return what the buffers that may change were at `keep`, by name."""
@@ -87,10 +97,9 @@ class BufferKeeper:
         return late + self.states.put_back()
 
     def learn(self) -> list[str]:
-        """After an attempt that will be committed, note which buffers change.
+        """After an attempt that will be committed, note which buffers change; return the names of those that are new.
 
-        Returns:
-            Names of those that are new.
+        Cost: in the first step, a look at the values of all buffers.
         """
         late = self.states.learn()
         if self._known:
@@ -98,9 +107,8 @@ class BufferKeeper:
         changed: list[_Place] = []
         constant: list[_Place] = []
         for place, before, copy in zip(self._mutable, self._before, self._copies, strict=True):
-            statistics = isinstance(place.module, _NormBase)
             same = place.now() is before and (before is None or _equal(before, copy))
-            (constant if same and not statistics else changed).append(place)
+            (constant if same and not place.is_statistic else changed).append(place)
         self._mutable, self._constant, self._known = changed, constant, True
         self._before, self._copies, self._versions = [], [], []
         return [place.name for place in changed] + late
@@ -114,28 +122,20 @@ class BufferKeeper:
         if late:
             self._constant = [place for place in self._constant if place not in late]
             self._mutable = self._mutable + late
-            self._versions = [(place.now(), _version(place.now())) for place in self._constant]
+            self._note_versions()
         return [place.name for place in late]
+
+    def _note_versions(self) -> None:
+        self._versions = [(place.now(), _version(place.now())) for place in self._constant]
 
     def mutable_outside_norms(self) -> list[str]:
         """Return the names of the buffers known to change that are no running statistics of a norm layer."""
-        if not self._known:
-            return []
-        return [place.name for place in self._mutable if not isinstance(place.module, _NormBase)]
+        return [place.name for place in self._mutable if self._known and not place.is_statistic]
 
     def running_statistics(self) -> list[tuple[str, torch.Tensor]]:
         """Return the statistics of norm layers by name. Other buffers may be infinite on purpose: masks, minima."""
-        norms = [place for place in self._mutable if isinstance(place.module, _NormBase)]
+        norms = [place for place in self._mutable if place.is_statistic]
         return [(place.name, buffer) for place in norms if (buffer := place.now()) is not None]
-
-
-def _places(models: dict[str, nn.Module]) -> list[_Place]:
-    return [
-        _Place(module, key, ".".join(part for part in (model_name, prefix, key) if part))
-        for model_name, model in models.items()
-        for prefix, module in model.named_modules()
-        for key in module._buffers
-    ]
 
 
 def _kind(buffer: torch.Tensor | None) -> tuple[object, ...] | None:

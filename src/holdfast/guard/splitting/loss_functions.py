@@ -1,9 +1,13 @@
-"""What a loss function leaves behind in plain attributes of modules and in its own variables: counters, lists, state.
+"""What is seen of a loss function from outside: which ones are the same, and what one leaves behind.
 
-Such state is in no checkpoint, and an attempt that is made again changes it once more: nothing puts it back.
+A lambda in a loop is a new object each time and the same function; two partials of one function with another
+``reduction`` are two. Distinguished are code, and texts and flags that are bound to it (arguments of a partial,
+closures, attributes of an object). Numbers are not: a step or a weight that changes would make each step a new
+function.
 
-Does not: look at parameters and buffers (see ``buffers``), at registered state (see ``states``), or at objects that
-the loss function reaches through others.
+What a call leaves in plain attributes of modules and in the function's own variables is in no checkpoint, and an
+attempt that is made again changes it once more. Not looked at: parameters and buffers, registered state (see
+``state``), and objects that the loss function reaches through others.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import functools
 import inspect
 import math
 import types
+import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,11 +26,67 @@ import torch
 from torch import nn
 
 from holdfast.guard.splitting.two_pass import TwoPass
+from holdfast.guard.state.trees import same
+
+_DEPTH = 3
+
+
+def description_of(loss_fn: Any, depth: int = _DEPTH) -> str:
+    """Return a text that is the same for the same loss function, after every restart of a run.
+
+    At depth 0 it is that of its code alone, without what is bound to it.
+    """
+    return _described(loss_fn, depth)
+
+
+def _described(value: Any, depth: int) -> str:
+    if isinstance(value, TwoPass):
+        return f"{_described(value.outputs, depth)} {_described(value.loss, depth)}"
+    if isinstance(value, functools.partial):
+        bound = [*value.args, *(value.keywords[name] for name in sorted(value.keywords))]
+        return _with(_described(value.func, depth), bound, depth)
+    if isinstance(value, types.MethodType):
+        return _with(_described(value.__func__, depth), [value.__self__], depth)
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        mark = zlib.crc32(code.co_code + repr(code.co_names).encode())  # of two lambdas in one line
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        bound = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return _with(f"{code.co_qualname}:{code.co_firstlineno}:{mark:x}", bound, depth)
+    return _with(type(value).__qualname__, vars(value).values() if hasattr(value, "__dict__") else (), depth)
+
+
+def _with(name: str, bound: Iterable[Any], depth: int) -> str:
+    if depth == 0:
+        return name
+    texts = [text for value in bound if (text := _plain(value, depth - 1))]
+    return f"{name}({', '.join(texts)})" if texts else name
+
+
+def _plain(value: Any, depth: int) -> str:
+    if value is None or isinstance(value, (bool, str)):
+        return repr(value)[:80]
+    # Of a module only a criterion says something: the models are the guard's own.
+    is_function = isinstance(value, (functools.partial, types.FunctionType, types.MethodType))
+    if is_function or (callable(value) and not isinstance(value, type) and not getattr(value, "_parameters", None)):
+        return _described(value, depth) if depth else ""
+    return ""
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - it raises when empty
+    except ValueError:
+        return False
+    return True
+
+
+# --- what a call leaves behind ------------------------------------------------------------------------------------
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _CONTAINERS = (list, tuple, set, frozenset, deque, np.ndarray)  # to iterate another might do anything
 _LOOKED_AT = 64  # entries of a container; a longer one is known by its length
-_OWN = frozenset(vars(nn.Module()))  # what torch keeps in every module
+_OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 def find_side_effects(
@@ -54,7 +115,7 @@ def find_side_effects(
 
 
 def _changed(once: Mapping[str, Any], twice: Mapping[str, Any]) -> set[str]:
-    changed = {name for name, value in twice.items() if name in once and not _same(once[name], value)}
+    changed = {name for name, value in twice.items() if name in once and not same(once[name], value)}
     return changed | (set(once) ^ set(twice))
 
 
@@ -64,7 +125,7 @@ def _attributes(models: Mapping[str, nn.Module]) -> dict[str, Any]:
         for name, model in models.items()
         for prefix, module in model.named_modules()
         for key, value in vars(module).items()
-        if key not in _OWN
+        if key not in _OF_TORCH
     }
 
 
@@ -102,15 +163,3 @@ def _snapshot(value: Any, depth: int) -> Any:
         entries = list(value) if depth and len(value) <= _LOOKED_AT else []
         return [len(value), *(_snapshot(entry, depth - 1) for entry in entries)]
     return type(value).__name__
-
-
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first.shape == second.shape and bool(
-            ((first == second) | ((first != first) & (second != second))).all()
-        )
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
-    if isinstance(first, list) and isinstance(second, list):
-        return len(first) == len(second) and all(map(_same, first, second))
-    return bool(first == second) or (first != first and second != second)

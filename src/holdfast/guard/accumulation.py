@@ -52,8 +52,8 @@ class Accumulation:
         self._attempts = guard.steps.engine.attempts
         self._begins = begins
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
-        self._buffers = self._attempts.promises.keeper()  # before the first batch of a step
-        self._begun: RandomState | None = None  # likewise
+        self._buffers = self._attempts.safety.keeper()  # as they were before the first batch of a step
+        self._begun: RandomState | None = None  # the random state of then
         self._spoiled: str | None = None  # why the step will be skipped
         self._observing = self._attempts.observing
         self._attempts.observing = self._attempt

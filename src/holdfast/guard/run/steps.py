@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.errors import OutOfMemoryError
-from holdfast.guard.result import StepResult
-from holdfast.guard.session import Session
+from holdfast.guard.result import Outcome, PartialOptimizerStep, StepResult
+from holdfast.guard.run.recovery import Recovery, series_of
+from holdfast.guard.run.schedules import advance
+from holdfast.guard.run.session import Session
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
-from holdfast.guard.step.outcome import Outcome, PartialOptimizerStep
-from holdfast.guard.step.recovery import Recovery, series_of
-from holdfast.guard.step.schedules import advance
 from holdfast.loader.splitting import Split
 from holdfast.recorder.black_box import StepMark
 
@@ -28,7 +27,6 @@ class Steps:
         self.engine = engine
         self.recovery = recovery
         self.parts = session.parts
-        self.policy = session.policy
         self._record = session.record
         self._clock = session.clock
         self._opened_at = self._clock.monotonic_seconds()
@@ -91,7 +89,7 @@ class Steps:
         """Do all that belongs to a committed step; before the end of it the state is no boundary's."""
         session, facts = self.session, outcome.attempt.facts
         self._record.global_step += 1
-        if self.policy.spike_action != "off":
+        if session.policy.spike_action != "off":
             session.spikes.accepted(series, facts.loss, facts.total)
         if outcome.attempt.dropped:
             self.recovery.micro_batches_dropped(outcome.attempt.dropped)
@@ -100,7 +98,7 @@ class Steps:
         session.counters.note_good_step(self._record.global_step)
         if facts.overflowed:
             self._record.happened("norm_overflowed", total=facts.total)
-        if self.policy.scheduler_interval == "step":
+        if session.policy.scheduler_interval == "step":
             advance(self.parts.schedulers, self.parts.optimizers, names)
         larger = session.ladder.decide_after_step(batch_size=outcome.size or 1, attempts=outcome.attempts)
         if larger is not None:

@@ -1,23 +1,12 @@
-"""Mixed precision: autocast, and the loss scale of fp16 with one owner, so that it is unscaled and updated once."""
+"""The loss scale of fp16, with one owner, so that it is unscaled and updated once."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-
-from holdfast.core.policy import Precision
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def autocast(device_type: str, precision: Precision) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of a forward pass; fp32 needs none."""
-    dtype = _AUTOCAST.get(precision)
-    return contextlib.nullcontext() if dtype is None else torch.autocast(device_type, dtype)
 
 
 class LossScale:

@@ -6,7 +6,6 @@ Does not: write them (see ``saving``).
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from holdfast.checkpoint.background import wait_for_jobs
 from holdfast.checkpoint.health import nonfinite_tensors
-from holdfast.checkpoint.saver import encode, read_components, read_state, same_tensors, saved_names
+from holdfast.checkpoint.saver import read_components
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import CheckpointError, RunDirectoryError
@@ -25,12 +24,21 @@ from holdfast.guard.cursor import Cursor
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.parts import Parts
 from holdfast.guard.phase import Phase, RunState
-from holdfast.guard.record import End, RunRecord
+from holdfast.guard.record import End, RunRecord, described
 from holdfast.guard.result import Counters, Statistics
-from holdfast.guard.saving.components import check_fits, component_names, component_of, gather, live_tensors, load
+from holdfast.guard.saving.components import (
+    changes_without_a_step,
+    check_fits,
+    component_names,
+    gather,
+    has_weights_of,
+    live_tensors,
+    load,
+)
 from holdfast.guard.saving.saves import Saving
-from holdfast.guard.saving.snapshots import Kept, Snapshots, copied_to_host
+from holdfast.guard.saving.snapshots import Kept, Snapshots
 from holdfast.guard.splitting.closure import called_inside
+from holdfast.guard.state.trees import copied_to_host
 from holdfast.guard.step.engine import StepEngine
 from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.loader.signalled import let_through
@@ -38,6 +46,8 @@ from holdfast.memory.host_memory import available_bytes
 from holdfast.memory.ladder import MemoryLadder
 from holdfast.numerics.spikes import SpikeDetector
 from holdfast.recorder.run_files import announce_recording
+
+_CHANGED = "the weights, buffers or moments were changed without a step, so they are not those of the training"
 
 
 class Session:
@@ -54,7 +64,6 @@ class Session:
         cursor: Cursor | None,
         ladder: MemoryLadder,
         engine: StepEngine,
-        state: RunState,
     ) -> None:
         self._directory = directory
         self.record = record
@@ -64,7 +73,7 @@ class Session:
         self.cursor = cursor
         self.ladder = ladder
         self._engine = engine
-        self.state = state
+        self.state: RunState = engine.state
         self._store = Store(directory.checkpoints)
         self._newest_id: int | None = None  # of the checkpoints when this object closed the directory
         self.saving = Saving(
@@ -73,7 +82,7 @@ class Session:
             record=record,
             policy=policy,
             clock=clock,
-            run_state=state,
+            run_state=self.state,
             state=lambda: gather(parts, self.training_state()),
             must_be_finite=self.must_be_finite,
             position=self._position,
@@ -81,7 +90,6 @@ class Session:
         )
         self.snapshots = Snapshots(policy.snapshot_interval_steps, clock, available_bytes)
         engine.spare_memory = self._spare_memory
-        engine.plan_changed = lambda: directory.remember_ladder(ladder.state_dict())
         self.spikes = SpikeDetector(objective=policy.objective)
         self.counters = Counters()
         self.interventions: list[dict[str, Any]] = []
@@ -96,12 +104,7 @@ class Session:
         return self.record.is_open
 
     def open(self) -> None:
-        """Take the lock and continue the recording.
-
-        Raises:
-            RunDirectoryError: H301 if another run holds it, H302 if the recording cannot be allocated, H306 if
-                another process has continued the run since this object closed it.
-        """
+        """Take the lock and continue the recording."""
         wait_for_jobs(self._directory.path)  # of a guard that was given up: it still holds the lock
         self._directory.acquire()
         try:
@@ -173,56 +176,57 @@ class Session:
     def save_the_rest(self, open_again: Callable[[], None]) -> None:
         """Save what no checkpoint holds as a run is closed: steps, or what has changed without one.
 
-        Raises:
-            HoldfastError: what `open_again` raises, if steps would be lost. Where none would, training has ended
-                well, and ``changes_not_saved`` says what is in the way.
+        What was done to weights or moments without a step, such as an average put in their place, another type for an
+        export, or statistics of other data, never replaces the state of the training.
         """
         self.saving.finish()
         try:
-            if not self.saving.has_unsaved and not self._has_changed():
-                return
+            if not self.saving.has_unsaved:
+                entry = self._saved_without_changes()
+                if entry is None:
+                    return
+                if not has_weights_of(self.parts, entry):
+                    self.record.happened("changes_not_saved", why=_CHANGED)
+                    return
+                self._keep_random_state_of(entry)
             if not self.is_open:
                 open_again()
         except Exception as error:
             let_through(error)
             if self.saving.has_unsaved:
                 raise
-            why = str(error) if isinstance(error, _OthersWeightsError) else f"{type(error).__name__}: {error}"[:500]
-            self.record.happened("changes_not_saved", why=why)
+            self.record.happened("changes_not_saved", why=described(error))
             return
         self.saving.save_again()
 
-    def _has_changed(self) -> bool:
-        """Return whether what moves without a step may be saved, and no checkpoint holds it.
-
-        Raises:
-            Exception: what is in the way of knowing or saving it.
-        """
+    def _saved_without_changes(self) -> Entry | None:
+        """Return the checkpoint of this position, if it may be replaced and lacks what has changed without a step."""
         entry = self.saving.saved_as
         if entry is None or not self.saving.may_save_more or (self.cursor is not None and self.cursor.left_in_batch):
-            return False  # half of what is done with a batch belongs to no position
+            return None  # half of what is done with a batch belongs to no position
         if [each.save_id for each in self._store.entries()[:1]] != [entry.save_id]:
-            return False  # another process has continued the run
-        changed = _changed_without_a_step(self.parts, entry)
-        if changed and self.cursor is not None and (self.cursor.batches or self.random_state is not None):
-            # In the middle of an epoch, or before the loop: what the caller draws here is no part of the training.
+            return None  # another process has continued the run
+        return entry if changes_without_a_step(self.parts, entry) else None
+
+    def _keep_random_state_of(self, entry: Entry) -> None:
+        """In the middle of an epoch, or before the loop, what the caller draws is no part of the training."""
+        if self.cursor is not None and (self.cursor.batches or self.random_state is not None):
             training = read_components(entry, ["training"])["training"]
             self._drawn_at = self._position(), RandomState.from_tree(training["random_state"])
-        return changed
 
     def keep_snapshot(self) -> None:
         """Copy the state in host memory, if that is due and the state is whole and good."""
-        if self.snapshots.is_due(self.record.global_step) and self.state.may_be_saved and self.is_calm:
-            try:
-                bad, _ = nonfinite_tensors(self.must_be_finite())
-                if not bad and not self.snapshots.keep(
-                    self.record.global_step, gather(self.parts, self.training_state())
-                ):
-                    self.record.happened("snapshots_do_not_fit", promise="rollbacks return to a checkpoint")
-            except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot give its state
-                let_through(error)
-                self.snapshots.failed(self.record.global_step)
-                self.record.happened("snapshot_failed", error=f"{type(error).__name__}: {error}"[:500])
+        step = self.record.global_step
+        if not (self.snapshots.is_due(step) and self.state.may_be_saved and self.is_calm):
+            return
+        try:
+            bad, _ = nonfinite_tensors(self.must_be_finite())
+            if not bad and not self.snapshots.keep(step, gather(self.parts, self.training_state())):
+                self.record.happened("snapshots_do_not_fit", promise="rollbacks return to a checkpoint")
+        except Exception as error:  # noqa: BLE001 - such as a part of the caller's that cannot give its state
+            let_through(error)
+            self.snapshots.failed(step)
+            self.record.happened("snapshot_failed", error=described(error))
 
     def _spare_memory(self) -> None:
         self.snapshots.give_up()
@@ -279,23 +283,13 @@ class Session:
 
         Returns:
             Its directory, or None at the start of a run.
-
-        Raises:
-            CheckpointError: H312 if checkpoints are lost, damaged or another run's, H313 if one does not fit.
-            RunDirectoryError: H303 for a newer format, H304 for another model, H307 if the newest cannot be read now.
         """
         entry = self._newest_good()
         if entry is None:
             self._directory.check_not_lost()
-            remembered = self._directory.recall_ladder()
-            if remembered is not None:
-                try:
-                    self.ladder.load_state_dict(remembered)
-                except (KeyError, TypeError, ValueError) as error:
-                    self.record.happened("micro_batch_size_forgotten", why=repr(error))
             return None
         training = self._restore(entry)
-        self._directory.resumed_from(training.get("run"))
+        self._directory.resumed_from(training["run"])
         self._go_to_position_of(training)
         self.ladder.load_state_dict(training["ladder"])
         restore(RandomState.from_tree(training["random_state"]))
@@ -304,7 +298,7 @@ class Session:
         self.spikes.load_state_dict(training["spikes"])
         self.interventions = training["interventions"]
         self._engine.diagnosis.load_state_dict(training["diagnosis"])
-        self.saving.chooser.costs.extend((stall, whole) for stall, whole in training.get("save_costs", []))
+        self.saving.chooser.costs.extend((stall, whole) for stall, whole in training["save_costs"])
         self.saving.resumed(entry)
         self.record.happened("resumed", checkpoint=entry.path.name, trained_batches=self._position()[1])
         return entry.path
@@ -314,21 +308,15 @@ class Session:
     ) -> dict[str, Any] | None:
         """Return to the newest good state: a copy in host memory, else a checkpoint.
 
-        Args:
-            rewind_data: Also go back in the data, and to the random state of then: always to a checkpoint.
-            before_step: Newest step that may be trusted; None trusts all.
-            trusted: Whether a copy so old is surely good, and may be returned to again.
-
         Returns:
             What the guard itself had saved in that state; None if there is none to return to.
         """
         self.saving.finish()
-        kept = None
+        kept, entry = None, None
         if before_step is not None:
             before_step = max(before_step, self._known_good)
         if not rewind_data:
             kept = self.snapshots.newest(self.record.global_step if before_step is None else before_step)
-        entry = None
         if kept is None and self.policy.save_interval_steps is not None:
             entry = self._newest_good(before_step)
         if kept is None and entry is None:
@@ -336,10 +324,10 @@ class Session:
         try:
             with self.state.rolling_back():  # a read that fails half-way leaves half of it
                 training = self._load_earlier(kept, entry)
-                if entry is not None and rewind_data:
+                if rewind_data:
                     self._go_to_position_of(training)
         except BaseException as error:
-            self.record.happened("rollback_failed", error=f"{type(error).__name__}: {error}"[:500])
+            self.record.happened("rollback_failed", error=described(error))
             raise
         if kept is not None and not trusted:
             self.snapshots.distrust(kept)  # if it leads to the same trouble, the next one is older
@@ -361,7 +349,7 @@ class Session:
         self.random_state = RandomState.from_tree(training["random_state"])
 
     def _newest_good(self, before_step: int | None = None) -> Entry | None:
-        """Return the newest checkpoint that verifies, of at most so many steps, setting those aside that do not."""
+        """Return the newest checkpoint that verifies, of at most so many steps; those that do not are moved aside."""
         entries = self._store.entries()
         if before_step is not None:
             entries = [entry for entry in entries if entry.global_step <= before_step]
@@ -397,53 +385,3 @@ class Session:
         self._engine.state_was_replaced()
         self.record.global_step = training["global_step"]
         return training
-
-
-def _changed_without_a_step(parts: Parts, entry: Entry) -> bool:
-    """Return whether something is to be saved.
-
-    What was done to weights or moments without a step, such as an average put in their place, another type for an
-    export, or statistics of other data, must never replace the state of the training.
-
-    Raises:
-        _OthersWeightsError: if weights, buffers or moments were changed as well.
-        Exception: what a part of the caller's raises that cannot give its state.
-
-    Cost: digests of the caller's state; of all tensors, if something has changed.
-    """
-    if not _differs(parts, entry):
-        return False
-    if not _tensors_are_those_of(parts, entry):
-        raise _OthersWeightsError
-    return True
-
-
-class _OthersWeightsError(Exception):
-    """What is here is not the state of the training."""
-
-    def __str__(self) -> str:
-        return "the weights, buffers or moments were changed without a step, so they are not those of the training"
-
-
-def _differs(parts: Parts, entry: Entry) -> bool:
-    trees: dict[str, Any] = {f"state.{name}": each.state_dict() for name, each in parts.states.items()}
-    for name, optimizer in parts.optimizers.items():
-        trees[component_of("optimizer", name)] = {"param_groups": optimizer.state_dict()["param_groups"]}
-    trees["training"] = {"schedulers": {name: each.state_dict() for name, each in parts.schedulers.items()}}
-    now, then = encode(trees), read_state(entry)
-    for component, state in now.state.items():
-        saved = then.get(component)
-        if not component.startswith("state."):
-            saved = {key: saved.get(key) for key in state} if isinstance(saved, dict) else None
-        if saved != json.loads(json.dumps(state)) or not same_tensors(entry, component, now.tensors[component]):
-            return True
-    return False
-
-
-def _tensors_are_those_of(parts: Parts, entry: Entry) -> bool:
-    for component, found in live_tensors(parts).items():
-        names = {name for name in found if not name.startswith("param_groups")}  # such as a rate that is a tensor
-        saved = {name for name in saved_names(entry, component) if not name.startswith("param_groups")}
-        if names != saved or not same_tensors(entry, component, {name: found[name] for name in names}):
-            return False
-    return True

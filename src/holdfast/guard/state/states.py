@@ -12,16 +12,14 @@ and what could not be put back is said.
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from holdfast.guard.parts import Parts, Stateful
-from holdfast.guard.saving.snapshots import copied, parts_of
+from holdfast.guard.state.trees import copied, fingerprint, is_small, same
 from holdfast.memory.oom import find_out_of_memory
 
 _SMALL_BYTES = 64 * 2**20
@@ -56,7 +54,7 @@ def kept_states(parts: Parts) -> dict[str, Stateful]:
 
 
 class StateKeeper:
-    """Copies of registered state at the beginning of a step."""
+    """Copies of registered state at the beginning of a step; with `every`, of large objects each time, too."""
 
     def __init__(self, states: Mapping[str, Stateful], *, every: bool = False) -> None:
         self._kept = [_Kept(name, stateful, every=every) for name, stateful in states.items()]
@@ -70,11 +68,7 @@ class StateKeeper:
         return {kept.name for kept in self._kept if kept.untouched}
 
     def keep(self, *, look: bool = False) -> None:
-        """Copy what may change.
-
-        Args:
-            look: Whether to look closely at large objects that have not changed so far.
-        """
+        """Copy what may change; `look` closely at large objects that have not changed so far."""
         for kept in self._kept:
             kept.keep(look=look)
 
@@ -89,7 +83,7 @@ class StateKeeper:
 
     def now(self) -> dict[str, Any]:
         """Return copies of everything as it is now."""
-        return {kept.name: copied(kept.stateful.state_dict(), torch.clone) for kept in self._kept}
+        return {kept.name: copied(kept.stateful.state_dict()) for kept in self._kept}
 
 
 class _Kept:
@@ -120,12 +114,12 @@ class _Kept:
             if isinstance(self.stateful, FrozenParameters):
                 self.stateful.choose()
             tree = self.stateful.state_dict()
-            self._large = not self._every and not _is_small(tree)
+            self._large = not self._every and not is_small(tree, most_entries=_SMALL_ENTRIES, most_bytes=_SMALL_BYTES)
             if self.untouched:
                 self._print = fingerprint(tree)
                 return
             try:
-                self._copy = (copied(tree, torch.clone),)
+                self._copy = (copied(tree),)
             except Exception as error:
                 if find_out_of_memory(error) is None:
                     raise
@@ -143,7 +137,7 @@ class _Kept:
             if same(self.stateful.state_dict(), self._copy[0]):
                 return True
             self._changes = True
-            self.stateful.load_state_dict(copied(self._copy[0], torch.clone))
+            self.stateful.load_state_dict(copied(self._copy[0]))
             return same(self.stateful.state_dict(), self._copy[0])
         except Exception:  # noqa: BLE001 - the step has failed already, and this is said beside it
             return False
@@ -159,82 +153,3 @@ class _Kept:
             return False
         self._copy = None
         return self._changes and self._print is not None
-
-
-def _is_small(tree: Any) -> bool:
-    entries = size = 0
-    left = [tree]
-    while left:
-        node = left.pop()
-        size += node.nbytes if isinstance(node, (torch.Tensor, np.ndarray)) else 0
-        entries += 1
-        inner = parts_of(node)
-        if entries > _SMALL_ENTRIES or size > _SMALL_BYTES or len(inner) > _SMALL_ENTRIES:
-            return False
-        left += inner
-    return True
-
-
-def fingerprint(tree: Any) -> list[Any]:
-    """Return numbers that are others once the tree has changed, with hardly an exception. Cost: a host sync."""
-    found: list[Any] = []
-    left = [tree]
-    while left:
-        node = left.pop()
-        inner = parts_of(node)
-        if isinstance(node, torch.Tensor) and node.layout == torch.strided:
-            bits = torch.view_as_real(node) if node.is_complex() else node
-            kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
-            found.append((tuple(node.shape), bits.detach().view(kind).sum()))
-        elif not inner:
-            found.append(zlib.crc32(repr(node).encode()))
-        left += inner
-    sums = [entry[1].cpu() for entry in found if isinstance(entry, tuple)]
-    numbers = iter(torch.stack(sums).tolist() if sums else [])
-    return [(entry[0], next(numbers)) if isinstance(entry, tuple) else entry for entry in found]
-
-
-def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
-    """Say whether two trees of state hold the same values; NaN is like NaN.
-
-    Args:
-        first: Any tree.
-        second: Another.
-        tolerance: By how much floating-point values may differ, in relative L2 norm.
-    """
-    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
-        return _same_tensors(first, second, tolerance)
-    if type(first) is not type(second):
-        return False
-    if isinstance(first, np.ndarray):
-        return bool(np.array_equal(first, second, equal_nan=first.dtype.kind in "fc"))
-    if isinstance(first, (float, np.floating)):
-        near = abs(float(first) - float(second)) <= tolerance * abs(float(first))
-        return near or first == second or (first != first and second != second)
-    if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(same(first[k], second[k], tolerance=tolerance) for k in first)
-    if isinstance(first, (list, tuple)) or hasattr(first, "popleft"):
-        return len(first) == len(second) and all(
-            same(one, other, tolerance=tolerance) for one, other in zip(first, second, strict=True)
-        )
-    if hasattr(first, "__dict__") and "__eq__" not in {
-        name for each in type(first).__mro__[:-1] for name in vars(each)
-    }:
-        return same(vars(first), vars(second), tolerance=tolerance)
-    return bool(first == second)
-
-
-def _same_tensors(first: Any, second: Any, tolerance: float) -> bool:
-    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
-        return False
-    if first.shape != second.shape or first.dtype != second.dtype or first.layout != second.layout:
-        return False
-    if first.layout != torch.strided:
-        first, second = first.to_dense(), second.to_dense()
-    first, second = first.detach(), second.detach()
-    if bool(((first == second) | ((first != first) & (second != second))).all()):
-        return True
-    if not tolerance or not first.is_floating_point():
-        return False
-    allowed = tolerance * torch.linalg.vector_norm(first.float())
-    return bool(torch.linalg.vector_norm((first - second).float()) <= allowed)

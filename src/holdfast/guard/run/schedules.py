@@ -9,8 +9,6 @@ A scheduler of torch computes the next rate from the present one (``StepLR``), f
 All their formulas are homogeneous: with every rate that is kept anywhere multiplied by a factor, so is each later
 rate. All these places are part of what torch itself saves, so nothing more has to be in a checkpoint, and loading
 older state takes the factor back with everything else.
-
-Not here: when a rate ought to be changed. That is decided by ``numerics`` and the policy.
 """
 
 from __future__ import annotations
@@ -48,10 +46,7 @@ _ATTRIBUTES = (
 def advance(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer], moved: Sequence[str]) -> None:
     """Advance the schedulers that drive optimizers which have moved, and need no metric for it.
 
-    Args:
-        schedulers: By name. What is no ``LRScheduler`` of torch is its owner's to drive.
-        optimizers: By name.
-        moved: Names of those whose step was really made: a skipped step is no step of the schedule.
+    What is no ``LRScheduler`` of torch is its owner's to drive. A skipped step is no step of the schedule.
     """
     movers = {id(optimizers[name].param_groups) for name in moved}  # a wrapper around an optimizer has the same ones
     for scheduler in schedulers.values():
@@ -64,16 +59,7 @@ def advance(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer], 
 
 
 def validated(schedulers: Mapping[str, Any], metric: SupportsFloat) -> list[str]:
-    """Tell the schedulers that need one a validation metric: ReduceLROnPlateau, or any whose ``step`` takes it.
-
-    Args:
-        schedulers: By name.
-        metric: Of one evaluation, never of one batch: with batch losses ReduceLROnPlateau cuts a rate for noise.
-            A metric of NaN or Inf is passed over, since a best value of Inf could never be reached again.
-
-    Returns:
-        The names of the schedulers that have changed a learning rate.
-    """
+    """Give a validation metric to the schedulers that need one; return the names of those that changed a rate."""
     value = float(metric)
     changed = []
     for name, scheduler in schedulers.items():
@@ -106,16 +92,7 @@ def _needs_arguments(function: Any, given: int) -> bool:
 
 
 def check_schedulers(schedulers: Mapping[str, Any], *, scales: bool) -> None:
-    """Check that these schedulers can be driven, before a run starts.
-
-    Args:
-        schedulers: By name.
-        scales: Whether `scale` may be called later, as ``Policy.rollback_lr_factor`` asks for.
-
-    Raises:
-        PolicyError: H105, for a scheduler that needs a metric inside one that gives it none (SequentialLR and
-            ChainedScheduler call ``step()``); with `scales`, for one whose rates cannot be found.
-    """
+    """Check that these schedulers can be driven, and with `scales` their rates multiplied, before a run starts."""
     for name, scheduler in schedulers.items():
         for inner in _nested(scheduler):
             if inner is not scheduler and needs_metric(inner):
@@ -137,24 +114,10 @@ def check_schedulers(schedulers: Mapping[str, Any], *, scales: bool) -> None:
 def scale(schedulers: Mapping[str, Any], optimizers: Mapping[str, Optimizer], factor: float) -> None:
     """Multiply every learning rate by a factor, so that each later rate of every schedule is multiplied as well.
 
-    The present rate is multiplied, and all that the schedulers keep: first and largest rates, floors, SWALR's goal.
-    New containers are made, so state that was taken before is not touched.
-
-    Args:
-        schedulers: By name; those inside SequentialLR and ChainedScheduler are found.
-        optimizers: By name; all their groups.
-        factor: Above 0.
-
-    Raises:
-        PolicyError: H102, for a factor that is not a positive number.
+    The present rate is multiplied, and all that the schedulers keep: first and largest rates, minima, SWALR's goal;
+    also of those inside SequentialLR and ChainedScheduler. New containers are made, so state that was taken before is
+    not touched.
     """
-    if isinstance(factor, bool) or not math.isfinite(factor) or factor <= 0:
-        raise PolicyError(
-            f"factor={factor!r}",
-            limit="learning rates can only be multiplied by a number above 0",
-            fix="pass a factor such as 0.3.",
-            rule="H102",
-        )
     for group in _groups(schedulers, optimizers):
         for key in _GROUP_KEYS:
             if group.get(key) is not None:

@@ -13,9 +13,9 @@ from holdfast.core.errors import PolicyError
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.phase import Phase
 from holdfast.guard.record import End
-from holdfast.guard.session import Session
-from holdfast.guard.step.recovery import Recovery
-from holdfast.guard.step.schedules import advance, needs_metric
+from holdfast.guard.run.recovery import Recovery
+from holdfast.guard.run.schedules import advance, needs_metric
+from holdfast.guard.run.session import Session
 from holdfast.guard.stop import Interrupted, StopRequest
 
 # A scheduler that needs a metric, and had none in so many epochs, is reported: at the end of the loop, or after so
@@ -119,11 +119,13 @@ class Loop:
 
     def _report_waiting_schedulers(self, epochs: int) -> None:
         """Report once which schedulers need a metric and were never given one, by no process of the run."""
+        if epochs < _EPOCHS_WITHOUT_METRIC or self._session.validated or self._reported_waiting:
+            return
         schedulers = self._session.parts.schedulers
-        waiting = [name for name, each in schedulers.items() if needs_metric(each)]
-        waiting = [name for name in waiting if not getattr(schedulers[name], "last_epoch", 0)]
-        known = self._session.validated or self._reported_waiting
-        if waiting and epochs >= _EPOCHS_WITHOUT_METRIC and not known:
+        waiting = [
+            name for name, each in schedulers.items() if needs_metric(each) and not getattr(each, "last_epoch", 0)
+        ]
+        if waiting:
             self._reported_waiting = True
             self._record.happened("schedulers_wait", schedulers=waiting, fix="call guard.validated(loss)")
 

@@ -1,7 +1,4 @@
-"""Several batches that make one optimizer step together: gradient accumulation whose batches somebody else has cut.
-
-Does not: run them (see ``attempts``).
-"""
+"""Several batches that make one optimizer step together: gradient accumulation over batches that are cut already."""
 
 from __future__ import annotations
 
@@ -22,13 +19,7 @@ class Window(list[Any]):
         added: Whether the caller has divided each loss already, so that losses and gradients are added as they are.
             Else the step is that of one large batch: each loss counts by its samples, by what its mean was found to
             be over, or by the items that it declares.
-        on_cut: Told the batches that are left when samples were taken out, before they are used.
-
-    Example:
-        >>> import torch
-        >>> window = Window([torch.zeros(4, 2), torch.ones(3, 2)])
-        >>> [len(batch) for batch in window.without([0, 4, 5, 6])]
-        [3]
+        on_cut: Called with the batches that are left when samples were taken out, before they are used.
     """
 
     def __init__(
@@ -50,11 +41,6 @@ class Window(list[Any]):
         if self._on_cut is not None:
             self._on_cut(left)
         return Window(left, added=self.added, on_cut=self._on_cut)
-
-    def without(self, indices: Iterable[int], split: Split = 0) -> Window:
-        """Return a window without some of the samples."""
-        gone = set(indices)
-        return self.choose([index for index in range(samples_of(self, split)) if index not in gone], split)
 
 
 def largest_of(batch: Any, split: Split) -> Any:

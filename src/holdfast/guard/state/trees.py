@@ -1,0 +1,122 @@
+"""Trees of state, as ``state_dict()`` returns them: copied, walked through, compared."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+_MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+
+
+def copied_to_host(tree: Any) -> Any:
+    """Return a tree of state that shares nothing with the live one; tensors lie on the host."""
+    return copied(tree, lambda tensor: tensor.to("cpu", copy=True))
+
+
+def copied(tree: Any, copy_tensor: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Any:
+    """Return a tree of state that shares nothing with the live one."""
+    if isinstance(tree, torch.Tensor):
+        return copy_tensor(tree.detach())
+    if type(tree) in _MAPPINGS:
+        factory = (tree.default_factory,) if isinstance(tree, collections.defaultdict) else ()
+        made = type(tree)(*factory)
+        for key, value in tree.items():
+            made[key] = copied(value, copy_tensor)
+        return made
+    if type(tree) in (list, tuple):
+        return type(tree)([copied(value, copy_tensor) for value in tree])
+    if type(tree) is collections.deque:
+        return collections.deque([copied(value, copy_tensor) for value in tree], tree.maxlen)
+    return copy.deepcopy(tree)
+
+
+def children_of(tree: Any) -> list[Any]:
+    """Return what a container of state holds; of anything else nothing."""
+    if type(tree) in _MAPPINGS:
+        return [*tree, *tree.values()]
+    return list(tree) if type(tree) in (list, tuple, collections.deque) else []
+
+
+def is_small(tree: Any, *, most_entries: int, most_bytes: int) -> bool:
+    """Say whether a tree has at most so many entries and bytes of values."""
+    entries = size = 0
+    left = [tree]
+    while left:
+        node = left.pop()
+        size += node.nbytes if isinstance(node, (torch.Tensor, np.ndarray)) else 0
+        entries += 1
+        inner = children_of(node)
+        if entries > most_entries or size > most_bytes or len(inner) > most_entries:
+            return False
+        left += inner
+    return True
+
+
+def fingerprint(tree: Any) -> list[Any]:
+    """Return numbers that are others once the tree has changed, with hardly an exception. Cost: a host sync."""
+    found: list[Any] = []
+    left = [tree]
+    while left:
+        node = left.pop()
+        inner = children_of(node)
+        if isinstance(node, torch.Tensor) and node.layout == torch.strided:
+            bits = torch.view_as_real(node) if node.is_complex() else node
+            kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
+            found.append((tuple(node.shape), bits.detach().view(kind).sum()))
+        elif not inner:
+            found.append(zlib.crc32(repr(node).encode()))
+        left += inner
+    sums = [entry[1].cpu() for entry in found if isinstance(entry, tuple)]
+    numbers = iter(torch.stack(sums).tolist() if sums else [])
+    return [(entry[0], next(numbers)) if isinstance(entry, tuple) else entry for entry in found]
+
+
+def same(first: Any, second: Any, *, tolerance: float = 0.0) -> bool:
+    """Say whether two trees of state hold the same values; NaN is like NaN.
+
+    Args:
+        first: Any tree.
+        second: Another.
+        tolerance: By how much floating-point values may differ, in relative L2 norm.
+    """
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return _same_tensors(first, second, tolerance)
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, np.ndarray):
+        return bool(np.array_equal(first, second, equal_nan=first.dtype.kind in "fc"))
+    if isinstance(first, (float, np.floating)):
+        near = abs(float(first) - float(second)) <= tolerance * abs(float(first))
+        return near or first == second or (first != first and second != second)
+    if isinstance(first, Mapping):
+        return first.keys() == second.keys() and all(same(first[k], second[k], tolerance=tolerance) for k in first)
+    if isinstance(first, (list, tuple, collections.deque)):
+        return len(first) == len(second) and all(
+            same(one, other, tolerance=tolerance) for one, other in zip(first, second, strict=True)
+        )
+    defined = {name for each in type(first).__mro__[:-1] for name in vars(each)}
+    if hasattr(first, "__dict__") and "__eq__" not in defined:
+        return same(vars(first), vars(second), tolerance=tolerance)
+    return bool(first == second)
+
+
+def _same_tensors(first: Any, second: Any, tolerance: float) -> bool:
+    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
+        return False
+    if first.shape != second.shape or first.dtype != second.dtype or first.layout != second.layout:
+        return False
+    if first.layout != torch.strided:
+        first, second = first.to_dense(), second.to_dense()
+    first, second = first.detach(), second.detach()
+    if bool(((first == second) | ((first != first) & (second != second))).all()):
+        return True
+    if not tolerance or not first.is_floating_point():
+        return False
+    allowed = tolerance * torch.linalg.vector_norm(first.float())
+    return bool(torch.linalg.vector_norm((first - second).float()) <= allowed)
