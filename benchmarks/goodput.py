@@ -15,14 +15,9 @@ from __future__ import annotations
 import itertools
 import math
 
+from benchmarks.goodput_simulation import simulate_run
 from benchmarks.results_file import Result, read_options
-from holdfast.checkpoint.goodput import (
-    effective_training_time_ratio,
-    optimal_interval_seconds,
-    parse_failures,
-    young_interval_seconds,
-)
-from holdfast.checkpoint.simulation import simulate_run
+from holdfast.checkpoint.goodput import effective_training_time_ratio, optimal_interval_seconds, parse_failures
 
 _BETWEEN = (1_200.0, 11_135.0, 103_860.0, 1e6, 2.6e7)
 _SAVES = (0.1, 5.0, 60.0, 600.0)
@@ -30,7 +25,7 @@ _STALLS = (1.0, 0.1, 0.01)
 _RESTARTS = (10.0, 300.0, 1200.0)
 _LENGTHS = (1 / 3, 1.0, 3.0)
 _NEAR = 0.005
-_CLUSTERS = (("Llama 3", "419/54d", 16_384), ("Meta RSC-1", "6.5/1000 node-days", 16_384))
+_CLUSTERS = (("Llama 3", "419/54d", 16_384), ("Meta RSC-1", "6.5/8000 gpu-days", 16_384))
 
 
 def compare_with_simulation(result: Result, failures: int) -> None:
@@ -43,8 +38,8 @@ def compare_with_simulation(result: Result, failures: int) -> None:
                 continue
             seed += 1
             exact = effective_training_time_ratio(interval, save, between, restart, stall_seconds=stall)
-            played = simulate_run(interval, save, between, restart, stall_seconds=stall, failures=failures, seed=seed)
-            found.append(abs(played.ratio / exact - 1))
+            played, _ = simulate_run(interval, save, between, restart, stall=stall, failures=failures, seed=seed)
+            found.append(abs(played / exact - 1))
             near += found[-1] <= _NEAR
     result.add_samples("formula against simulation, relative difference", "ratio", found, digits=6)
     result.add_count("settings within 0.5 %", near, len(found), expected=len(found))
@@ -59,7 +54,7 @@ def compare_with_best(result: Result) -> None:
         best = max(
             effective_training_time_ratio(chosen * 1.02**power, save, between, restart) for power in range(-150, 151)
         )
-        for name, interval in (("chosen", chosen - save), ("Young's", young_interval_seconds(save, between))):
+        for name, interval in (("chosen", chosen - save), ("Young's", math.sqrt(2 * save * between))):
             shares[name].append(effective_training_time_ratio(interval, save, between, restart) / best)
     for name, reached in shares.items():
         result.add_samples(f"{name} interval: ratio over the best one's", "ratio", reached, digits=6)
@@ -72,12 +67,12 @@ def compare_with_best(result: Result) -> None:
 def show_clusters(result: Result) -> None:
     """Add the ratio at published failure rates, for a save that holds the loop and for one that hardly does."""
     for (name, rate, counted_on), gpus in itertools.product(_CLUSTERS, (1024, 16_384, 65_536)):
-        between = parse_failures(rate, gpus=gpus, counted_on=counted_on)
+        between = parse_failures(rate, gpus=counted_on) * counted_on / gpus
         for stall in (5.0, 0.05):
             interval = max(optimal_interval_seconds(stall, between, 300.0) - stall, 5.0 - stall)
-            played = simulate_run(interval, 5.0, between, 300.0, stall_seconds=stall)
+            played, _ = simulate_run(interval, 5.0, between, 300.0, stall=stall, failures=20_000, seed=0)
             what = f"{name}, {gpus} GPUs, save 5 s, stall {stall:g} s, restart 300 s: simulated training time"
-            result.add_samples(what, "ratio", [played.ratio])
+            result.add_samples(what, "ratio", [played])
 
 
 def main() -> None:

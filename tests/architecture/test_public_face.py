@@ -148,16 +148,12 @@ def test_the_commands_and_their_flags() -> None:
         ],
         "simulate": [
             "--failures",
-            "--failures-gpus",
             "--gpus",
-            "--gpus-per-node",
             "--interval",
             "--json",
             "--mtbf",
             "--restart-seconds",
             "--save-seconds",
-            "--seed",
-            "--stall-seconds",
         ],
     }
 

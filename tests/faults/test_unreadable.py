@@ -16,7 +16,8 @@ import torch
 from typer.testing import CliRunner
 
 import holdfast
-from holdfast.checkpoint import sealing
+from holdfast.checkpoint.newest import newest_good
+from holdfast.checkpoint.seal import begin, seal
 from holdfast.checkpoint.store import Store
 from holdfast.cli.main import make_app
 
@@ -186,16 +187,37 @@ def test_a_draft_that_cannot_be_read_back_is_a_save_that_failed(fault: dict[str,
     assert [entry.global_step for entry in Store(tmp_path / "checkpoints").entries()] == [6, 2, 0]
 
 
-def test_checkpoints_of_frameworks_keep_their_names_too(fault: dict[str, Any], tmp_path: Path) -> None:
-    """The search for the newest good one ends with H307 instead of going back behind one that may be whole."""
-    folders = []
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_checkpoints_of_frameworks_keep_their_names_too(kind: str, fault: dict[str, Any], tmp_path: Path) -> None:
+    """The search ends with H307 instead of going back behind one that may be whole; lost bytes are damage."""
+    found, refused = [], []
     for number in (2, 1):
-        folders.append(tmp_path / f"checkpoint-{number}")
-        sealing.begin(folders[-1])
-        (folders[-1] / "weights.bin").write_bytes(b"\0" * 100)
-        sealing.seal(folders[-1], global_step=number, unix_seconds=1.0)
-    fault |= {"name": "weights.bin", "within": "checkpoint-2"}
+        found.append(tmp_path / f"checkpoint-{number}")
+        if kind == "folder":
+            begin(found[-1])
+        weights = found[-1] / "weights.bin" if kind == "folder" else found[-1]
+        weights.write_bytes(b"\0" * 100)
+        seal(found[-1], global_step=number, unix_seconds=1.0)
+    fault |= {"name": "weights.bin" if kind == "folder" else "checkpoint-2", "within": "checkpoint-2"}
     with pytest.raises(holdfast.RunDirectoryError, match="H307"):
-        sealing.newest_good(folders)
+        newest_good(found, lambda path, _: refused.append(path))
+    assert refused == []
+    fault["number"] = errno.EIO
+    assert newest_good(found, lambda path, _: refused.append(path)) == found[1]
+    assert refused == [found[0]]
     fault["name"] = None
-    assert sealing.newest_good(folders) == (folders[0], [])
+    assert newest_good(found, lambda path, _: refused.append(path)) == found[0]
+
+
+def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_damage(tmp_path: Path) -> None:
+    """A link that leads nowhere is an H312 and keeps its name; nothing older is taken in its place."""
+    train(tmp_path / "run", 6)
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    newest.rename(tmp_path / "moved")
+    newest.symlink_to(tmp_path / "not mounted")
+    with pytest.raises(holdfast.CheckpointError, match=r"leads nowhere[^$]*H312"):
+        guard_in(tmp_path / "run")
+    (tmp_path / "moved").rename(tmp_path / "not mounted")
+    guard, _ = guard_in(tmp_path / "run")
+    assert guard.global_step == 6
+    guard.close()

@@ -22,14 +22,13 @@ import torch
 from holdfast.checkpoint.buffers import Groups, HostBuffers
 from holdfast.checkpoint.codec import Encoder, decode
 from holdfast.checkpoint.expanded import is_expanded
-from holdfast.checkpoint.manifest import Extent, Manifest, damaged, read_manifest, unreadable, verify_extents
+from holdfast.checkpoint.seal import HEADER, Extent, Manifest, damaged, read_manifest, unreadable, verify_file
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.durable import free_bytes, write_file
 from holdfast.core.errors import CheckpointError
 
 STATE_FILE = "state.json"
 _SUFFIX = ".safetensors"
-_HEADER = "header of the file"  # among the extents
 # Headers, the manifest and file system blocks; the manifest takes about 250 bytes for each tensor.
 _SPARE_BYTES = 2**20
 # Written and digested at once: long enough that the interpreter's lock is seldom asked for, short enough for caches.
@@ -157,7 +156,7 @@ def write(store: Store, shot: Snapshot, *, unix_seconds: float, written_by: str)
         write_file(draft / STATE_FILE, body)
         files[STATE_FILE] = {"json": Extent(begin=0, end=len(body), sha256=hashlib.sha256(body).hexdigest())}
         for name, extents in files.items():
-            verify_extents(draft / name, extents)
+            verify_file(draft, name, extents)
         manifest = Manifest(
             save_id=save_id,
             global_step=shot.global_step,
@@ -185,7 +184,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str,
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     prefix = struct.pack("<Q", len(text)) + text
-    extents = {_HEADER: Extent(begin=0, end=len(prefix), sha256=hashlib.sha256(prefix).hexdigest())}
+    extents = {HEADER: Extent(begin=0, end=len(prefix), sha256=hashlib.sha256(prefix).hexdigest())}
     with path.open("wb") as file:
         file.write(prefix)
         for name in names:
@@ -290,7 +289,7 @@ def saved_names(entry: Entry, component: str) -> set[str]:
     Raises:
         HoldfastError: as `same_tensors`.
     """
-    return set(read_manifest(entry.path).files.get(component + _SUFFIX, {})) - {_HEADER}
+    return set(read_manifest(entry.path).files.get(component + _SUFFIX, {})) - {HEADER}
 
 
 def _is_what(extent: Extent, tensor: torch.Tensor) -> bool:

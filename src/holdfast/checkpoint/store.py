@@ -1,8 +1,8 @@
-"""Checkpoints as directories in one folder: commit, list, verify, set aside, prune. No torch.
+"""The checkpoints of a run as folders in one folder: commit, list, find the newest good one, prune. No torch.
 
     000012-step00000600/           complete: it was renamed to this name after all was verified and flushed
     .tmp-000013-step00000650/      a save under way, or one that was killed; removed at the next start
-    damaged-000011-step00000550/   did not verify; kept for a look until newer good ones have replaced it
+    damaged-000011-step00000550/   did not verify; kept until newer good ones have replaced it
 
 The rename is the commit: there is no separate pointer that could disagree. The number in front orders them, also
 after a rollback to a smaller step.
@@ -12,24 +12,25 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.checkpoint.manifest import FILE_NAME, Manifest, read_manifest, verify_files
+from holdfast.checkpoint.newest import DAMAGED, move_aside, newest_good, nothing_verifies, paths_in
+from holdfast.checkpoint.seal import FILE_NAME, Manifest, verify
 from holdfast.core.durable import rename_directory, write_file
 from holdfast.core.errors import CheckpointError
 
 _NAME = re.compile(r"(\d{6,})-step(\d{8,})")
 _TEMPORARY = ".tmp-"
-_DAMAGED = "damaged-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A complete checkpoint, as its name tells; nothing is read yet.
+    """A complete checkpoint, by its name; nothing is read yet.
 
     Args:
-        path: Its directory.
+        path: Its folder.
         save_id: Larger is newer.
         global_step: Optimizer steps committed.
     """
@@ -39,17 +40,8 @@ class Entry:
     global_step: int
 
     def verify(self) -> Manifest:
-        """Check every byte and return the manifest.
-
-        Raises:
-            CheckpointError: H311.
-            RunDirectoryError: H303, for a newer format, H307, if the system does not let it be read.
-
-        Cost: reads the whole checkpoint; SHA-256 at about 1.5 GB/s.
-        """
-        manifest = read_manifest(self.path)
-        verify_files(self.path, manifest)
-        return manifest
+        """Check every byte and return the manifest; see `holdfast.checkpoint.seal.verify`."""
+        return verify(self.path)
 
 
 class Store:
@@ -67,8 +59,8 @@ class Store:
         return self._found("")
 
     def damaged(self) -> list[Entry]:
-        """Return what was set aside, newest first."""
-        return self._found(_DAMAGED)
+        """Return those that were moved aside, newest first."""
+        return self._found(DAMAGED)
 
     def _found(self, prefix: str) -> list[Entry]:
         found = []
@@ -78,12 +70,44 @@ class Store:
                 found.append(Entry(path=path, save_id=int(match[1]), global_step=int(match[2])))
         return sorted(found, key=lambda entry: entry.save_id, reverse=True)
 
+    def newest_good(self, on_damaged: Callable[[Path, str], None], *, before_step: int | None = None) -> Entry | None:
+        """Return the newest checkpoint that verifies; damaged ones before it are moved aside.
+
+        Args:
+            on_damaged: Called with the path of each damaged one, as it was, and what is wrong with it.
+            before_step: Look only at those of at most so many steps; None: at all.
+
+        Returns:
+            None if there is none; with `before_step`, also if none verifies.
+
+        Raises:
+            CheckpointError: H312, if there are checkpoints and none verifies, or they are out of reach.
+            RunDirectoryError: H303, for a newer format, H307, if the system does not let one be read.
+        """
+
+        def refused(path: Path, why: str) -> None:
+            move_aside(path)
+            on_damaged(path, why)
+
+        entries = {each.path: each for each in self.entries()}
+        if before_step is not None:
+            entries = {path: each for path, each in entries.items() if each.global_step <= before_step}
+        elif not entries and (lost := self.damaged()):
+            raise nothing_verifies(self.directory, len(lost), "they were moved aside before")
+        try:
+            good = newest_good(entries, refused, complete=True)
+        except CheckpointError:
+            if before_step is None:
+                raise
+            return None
+        return None if good is None else entries[good]
+
     def next_save_id(self) -> int:
         """Return a number above all that were used."""
         return max((entry.save_id for entry in self.entries() + self.damaged()), default=0) + 1
 
     def begin(self, global_step: int) -> tuple[Path, int]:
-        """Make an empty directory for a save, and return it with its number."""
+        """Make an empty folder for a save, and return it with its number."""
         save_id = self.next_save_id()
         draft = self.directory / f"{_TEMPORARY}{save_id:06d}-step{global_step:08d}"
         if draft.exists():
@@ -103,14 +127,6 @@ class Store:
         final = draft.with_name(draft.name.removeprefix(_TEMPORARY))
         rename_directory(draft, final)
         return Entry(path=final, save_id=manifest.save_id, global_step=manifest.global_step)
-
-    def set_aside(self, entry: Entry) -> Path:
-        """Rename a checkpoint that does not verify, so that it is not tried again, and return its new path."""
-        target = entry.path.with_name(_DAMAGED + entry.path.name)
-        if target.exists():
-            shutil.rmtree(target)
-        entry.path.rename(target)
-        return target
 
     def clean_up(self) -> None:
         """Remove what killed saves left behind. Only for the holder of the run directory's lock."""
@@ -145,29 +161,9 @@ class Store:
             surplus += [entry for entry in self.damaged() if entry.save_id < kept[-1].save_id]
         for entry in surplus:
             doomed = entry.path.with_name(f"{_TEMPORARY}doomed-{entry.path.name}")
-            entry.path.rename(doomed)  # first the name: a half-deleted directory must not look complete
+            entry.path.rename(doomed)  # first the name: a half-deleted folder must not look complete
             shutil.rmtree(doomed, ignore_errors=True)
         return [entry.path for entry in surplus]
-
-
-def paths_in(directory: Path) -> list[Path]:
-    """Return what lies in a folder of checkpoints; one that was never made is empty.
-
-    Raises:
-        CheckpointError: H312, for a folder that is there and cannot be read: a link to a disk that is not mounted, a
-            file in its place, missing rights, a network disk that is away.
-    """
-    try:
-        return list(directory.iterdir())
-    except OSError as error:
-        if isinstance(error, FileNotFoundError) and not directory.is_symlink():
-            return []
-        raise CheckpointError(
-            f"checkpoints in {directory} cannot be reached ({error.strerror or error})",
-            limit="a new start without a word would hide their loss, and nothing could be saved",
-            fix="mount the disk, or make it a folder that can be read; to begin anew on purpose, name another one.",
-            rule="H312",
-        ) from error
 
 
 def _is_replaced_by(newer: Entry | None, entry: Entry) -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from holdfast.checkpoint.manifest import read_manifest
+from holdfast.checkpoint.seal import read_manifest
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError

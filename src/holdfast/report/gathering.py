@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdfast.checkpoint.manifest import read_manifest
+from holdfast.checkpoint.seal import read_manifest
 from holdfast.checkpoint.store import Store
 from holdfast.core.errors import CheckpointError, HoldfastError
 from holdfast.core.text import sanitise

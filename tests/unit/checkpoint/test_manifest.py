@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.manifest import FILE_NAME, Extent, Manifest, read_manifest, verify_files
+from holdfast.checkpoint.seal import FILE_NAME, Extent, Manifest, read_manifest, verify_files
 from holdfast.core.errors import CheckpointError, HoldfastError, RunDirectoryError
 
 

@@ -349,27 +349,12 @@ class Session:
         self.random_state = RandomState.from_tree(training["random_state"])
 
     def _newest_good(self, before_step: int | None = None) -> Entry | None:
-        """Return the newest checkpoint that verifies, of at most so many steps; those that do not are moved aside."""
-        entries = self._store.entries()
-        if before_step is not None:
-            entries = [entry for entry in entries if entry.global_step <= before_step]
-        for entry in entries:
-            try:
-                entry.verify()
-            except CheckpointError as error:
-                self._store.set_aside(entry)
-                self.record.happened("checkpoint_damaged", checkpoint=entry.path.name, why=error.what)
-                continue
-            return entry
-        lost = entries or self._store.damaged()
-        if lost and before_step is None:
-            raise CheckpointError(
-                f"none of the {len(lost)} checkpoint(s) in {self._store.directory} verifies",
-                limit="starting from scratch without a word would hide the loss",
-                fix="bring back a copy of this directory, or start again in another run directory.",
-                rule="H312",
-            )
-        return None
+        """Return the newest checkpoint that verifies, of at most so many steps; damaged ones are moved aside."""
+
+        def on_damaged(path: Path, why: str) -> None:
+            self.record.happened("checkpoint_damaged", checkpoint=path.name, why=why)
+
+        return self._store.newest_good(on_damaged, before_step=before_step)
 
     def _restore(self, entry: Entry, *, in_place: bool = False) -> dict[str, Any]:
         """Put a checkpoint back. In place, tensors are overwritten as they are read, which needs no memory beside."""

@@ -1,0 +1,103 @@
+"""The search for the newest checkpoint that can be trusted, in our own folders and in those of frameworks. No torch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from holdfast.checkpoint.seal import is_unfinished, unreadable, verify, was_whole
+from holdfast.core.errors import CheckpointError
+
+DAMAGED = "damaged-"
+
+
+def newest_good(
+    candidates: Iterable[Path], on_refused: Callable[[Path, str], None], *, complete: bool = False
+) -> Path | None:
+    """Return the first checkpoint that verifies.
+
+    One without a manifest is an unfinished one if it is marked so, or if any other has a manifest. Where none was
+    ever sealed, the newest without a mark was written before holdfast came, and is taken as it is.
+
+    Args:
+        candidates: Folders or files, newest first.
+        on_refused: Called with each one before it that is damaged or unfinished, and the reason; it may rename it.
+        complete: Whether their names say that they were whole, so that one without a manifest is damaged.
+
+    Returns:
+        None, if none was ever whole: there is nothing to lose by a new start.
+
+    Raises:
+        CheckpointError: H312, if one was whole and none verifies, or if one is a link that leads nowhere.
+        RunDirectoryError: H307, if the system does not let one be read; H303, for a newer format.
+    """
+    found = list(candidates)
+    for each in found:
+        if each.is_symlink() and not each.exists():
+            raise out_of_reach(each, "the link leads nowhere")
+    sealed, good = bool(found) and (complete or any(map(was_whole, found))), None
+    refused: list[tuple[Path, str]] = []
+    for each in found:
+        try:
+            if sealed or is_unfinished(each):
+                verify(each)
+        except CheckpointError as error:
+            refused.append((each, error.what))
+            continue
+        except OSError as error:
+            failure = unreadable(each, error, each.name)
+            if not isinstance(failure, CheckpointError):
+                raise failure from error
+            refused.append((each, failure.what))
+            continue
+        good = each
+        break
+    if good is None and sealed:
+        raise nothing_verifies(found[0].parent, len(found), refused[0][1])
+    for each, why in refused:
+        on_refused(each, why)
+    return good
+
+
+def paths_in(folder: Path) -> list[Path]:
+    """Return what lies in a folder of checkpoints; one that was never made is empty.
+
+    Raises:
+        CheckpointError: H312, for a folder that is there and cannot be read: a link to a disk that is not mounted, a
+            file in its place, missing rights, a network disk that is away.
+    """
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not folder.is_symlink():
+            return []
+        raise out_of_reach(folder, error.strerror or str(error)) from error
+
+
+def move_aside(checkpoint: Path) -> Path:
+    """Rename a checkpoint so that nobody resumes from it, and return its new path."""
+    target = checkpoint.with_name(DAMAGED + checkpoint.name)
+    if target.exists():
+        shutil.rmtree(target)
+    return checkpoint.rename(target)
+
+
+def nothing_verifies(folder: Path, count: int, why: str) -> CheckpointError:
+    """Return the error for checkpoints that are all damaged."""
+    return CheckpointError(
+        f"none of the {count} checkpoint(s) in {folder} verifies ({why})",
+        limit="starting from scratch without a word would hide the loss",
+        fix="bring back a copy of this folder; to begin anew on purpose, choose another one.",
+        rule="H312",
+    )
+
+
+def out_of_reach(path: Path, why: str) -> CheckpointError:
+    """Return the error for checkpoints that are on a disk which is not there."""
+    return CheckpointError(
+        f"checkpoints in {path} cannot be reached ({why})",
+        limit="a new start without a word would hide their loss, and nothing could be saved",
+        fix="mount the disk, or make it a folder that can be read; to begin anew on purpose, name another one.",
+        rule="H312",
+    )

@@ -1,0 +1,316 @@
+"""The seal of a checkpoint: a manifest that says what must lie in each file, to the last byte. No torch.
+
+The manifest is two lines: one JSON object, and the SHA-256 of that line. It is written last, so a checkpoint whose
+manifest verifies is a whole one. It lies inside a checkpoint that is a folder, and beside one that is a file.
+
+Our own checkpoints get their digests from memory (see ``saver``). What a framework writes in place is sealed
+afterwards: its folder is marked as unfinished before, then every file is flushed and read once. What went wrong
+between the memory and the disk is not seen there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from holdfast.core.durable import fsync_path, replace_file
+from holdfast.core.errors import CheckpointError, RunDirectoryError
+from holdfast.core.version import __version__
+
+FILE_NAME = "manifest.json"
+FORMAT = 1
+HEADER = "header of the file"  # among the extents of a safetensors file
+UNFINISHED = "holdfast_unfinished"
+_CHUNK_BYTES = 4 * 2**20
+_MOST_HEADER_BYTES = 100 * 10**6  # the safetensors format allows no more
+# What says nothing about the bytes: too little of the machine, missing rights, a network disk that is away. Not so an
+# input/output error, which a disk reports for what it has lost.
+_PASSING = {
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR, errno.EACCES, errno.EPERM,
+    errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """A range of bytes of a file, with what it must hold.
+
+    Args:
+        begin: First byte.
+        end: One after the last byte.
+        sha256: Hexadecimal digest of the bytes.
+        dtype: For a tensor, its type as safetensors spells it.
+        shape: For a tensor, its shape.
+    """
+
+    begin: int
+    end: int
+    sha256: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All that a checkpoint must hold.
+
+    Args:
+        save_id: Number of the save in this run directory; larger is newer.
+        global_step: Optimizer steps committed.
+        unix_seconds: When it was written.
+        files: By file name, its extents by name; they cover the file without gaps.
+        written_by: Version of holdfast.
+        format: Version of this layout.
+    """
+
+    save_id: int
+    global_step: int
+    unix_seconds: float
+    files: dict[str, dict[str, Extent]] = field(default_factory=dict)
+    written_by: str = ""
+    format: int = FORMAT
+
+    def size_bytes(self) -> int:
+        """Return the bytes in all files but the manifest."""
+        return sum(extent.end - extent.begin for extents in self.files.values() for extent in extents.values())
+
+    def to_bytes(self) -> bytes:
+        """Return the file: one line of JSON and the line of its digest."""
+        body = json.dumps(asdict(self), separators=(",", ":")).encode()
+        return body + b"\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+
+
+def manifest_of(checkpoint: Path) -> Path:
+    """Return where the manifest of a checkpoint lies: inside a folder, beside a file."""
+    if checkpoint.is_file():
+        return checkpoint.with_name(f"{checkpoint.name}.{FILE_NAME}")
+    return checkpoint / FILE_NAME
+
+
+# --- verify -------------------------------------------------------------------------------------------------------
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read and verify the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: H311, if it is missing or damaged.
+        RunDirectoryError: H303, if a newer holdfast wrote it, H307, if the system does not let it be read.
+    """
+    try:
+        data = manifest_of(checkpoint).read_bytes()
+    except FileNotFoundError as error:
+        raise damaged(checkpoint, f"{FILE_NAME} is missing, so the save was not finished") from error
+    except OSError as error:
+        raise unreadable(checkpoint, error, FILE_NAME) from error
+    body, _, rest = data.partition(b"\n")
+    if rest != hashlib.sha256(body).hexdigest().encode() + b"\n":
+        raise damaged(checkpoint, f"{FILE_NAME} does not match its own digest")
+    tree: dict[str, Any] = json.loads(body)
+    if tree["format"] > FORMAT:
+        raise RunDirectoryError(
+            f"{checkpoint} was written by holdfast {tree.get('written_by')} in format {tree['format']}",
+            limit=f"this holdfast reads formats up to {FORMAT}",
+            fix="upgrade holdfast, or start in a new run directory.",
+            rule="H303",
+        )
+    files = {
+        name: {key: Extent(**{**extent, "shape": tuple(extent["shape"])}) for key, extent in extents.items()}
+        for name, extents in tree["files"].items()
+    }
+    return Manifest(**{**tree, "files": files})
+
+
+def verify(checkpoint: Path) -> Manifest:
+    """Check every byte of a sealed checkpoint; files that were added later are not looked at.
+
+    Raises:
+        CheckpointError: H311, naming the file, the tensor and both digests, or if it was never sealed.
+        RunDirectoryError: H303, for a newer format, H307, if the system does not let it be read.
+
+    Cost: reads the whole checkpoint; SHA-256 at about 1.5 GB/s.
+    """
+    manifest = read_manifest(checkpoint)
+    for name, extents in manifest.files.items():
+        verify_file(checkpoint, name, extents)
+    return manifest
+
+
+def verify_file(checkpoint: Path, name: str, extents: dict[str, Extent]) -> None:
+    """Check every byte of one file of a checkpoint.
+
+    Raises:
+        CheckpointError: H311, also if there is no such file.
+        RunDirectoryError: H307, if the system does not let it be read, which says nothing about its bytes.
+    """
+    expected = max((extent.end for extent in extents.values()), default=0)
+    try:
+        path = checkpoint if checkpoint.is_file() else checkpoint / name
+        size = path.stat().st_size
+        if size != expected:
+            raise damaged(checkpoint, f"{path.name} has {size} bytes and the manifest says {expected}")
+        with path.open("rb") as file:
+            for key, extent in sorted(extents.items(), key=lambda item: item[1].begin):
+                found = _digest(file, extent.begin, extent.end)
+                if found != extent.sha256:
+                    raise damaged(
+                        checkpoint,
+                        f"{path.name}: {key} has sha256 {found[:12]}... on disk "
+                        f"and {extent.sha256[:12]}... in the manifest",
+                    )
+    except OSError as error:
+        raise unreadable(checkpoint, error, name) from error
+
+
+def is_sealed(checkpoint: Path) -> bool:
+    """Return whether there is a manifest; whether it verifies is another question."""
+    return manifest_of(checkpoint).is_file()
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Return whether a save into a folder was begun and not sealed; an empty folder is what its first moment left."""
+    if not folder.is_dir() or is_sealed(folder):
+        return False
+    return (folder / UNFINISHED).exists() or not any(folder.iterdir())
+
+
+def was_whole(checkpoint: Path) -> bool:
+    """Return whether a checkpoint was ever sealed, also if it was begun once more since then."""
+    mark = checkpoint / UNFINISHED
+    return is_sealed(checkpoint) or (mark.is_file() and mark.stat().st_size > 0)
+
+
+def check(checkpoint: Path) -> None:
+    """Verify a checkpoint before it is loaded; one that a framework wrote without holdfast passes.
+
+    Raises:
+        As `verify`; H311 also if the save was not finished.
+    """
+    if is_sealed(checkpoint) or is_unfinished(checkpoint):
+        verify(checkpoint)
+
+
+def damaged(checkpoint: Path, why: str) -> CheckpointError:
+    """Return the error that says what is wrong with a checkpoint."""
+    return CheckpointError(
+        f"checkpoint {checkpoint.name}: {why}",
+        limit="a checkpoint is loaded only if every byte verifies",
+        fix="nothing to do if an older checkpoint verifies (`holdfast checkpoints RUN_DIR --verify` says so); "
+        "else copy it again from where it came.",
+        rule="H311",
+    )
+
+
+def unreadable(checkpoint: Path, error: OSError, name: str | None = None) -> CheckpointError | RunDirectoryError:
+    """Return what a system's error means: H307 for a checkpoint that may well be whole; for lost bytes H311.
+
+    Args:
+        checkpoint: Which one could not be read.
+        error: What the system said.
+        name: The file; None if its bytes were verified already, so that they cannot be lost.
+    """
+    if name is not None and error.errno not in _PASSING:
+        return damaged(checkpoint, f"{name} cannot be read ({error})")
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    return RunDirectoryError(
+        f"checkpoint {checkpoint.name} cannot be read now ({error})",
+        limit="that says nothing about its bytes, and going on from an older one would lose work: nothing was "
+        "changed on the disk",
+        fix="start again when it can be read (open files, rights, the disk). If it never can be again, "
+        f"`mv {checkpoint} {aside}` lets the run go on from the one before.",
+        rule="H307",
+    )
+
+
+# --- seal what a framework writes ---------------------------------------------------------------------------------
+
+
+def begin(folder: Path) -> None:
+    """Mark a folder as unfinished, durably, before a framework writes into it; it is made if need be.
+
+    Raises:
+        OSError: if the disk refuses.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = folder / UNFINISHED
+    if is_sealed(folder):
+        (folder / FILE_NAME).replace(mark)  # a mark that is not empty says that there was a whole one
+    else:
+        mark.touch()
+    for path in (mark, folder, folder.parent):
+        fsync_path(path)
+
+
+def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
+    """Flush every file of a checkpoint, and write the digests of all of them.
+
+    Args:
+        checkpoint: A folder or a file, all of which is written.
+        global_step: Of its state.
+        unix_seconds: Now.
+
+    Raises:
+        OSError: if the disk refuses. There is no manifest then.
+    """
+    manifest, mark = manifest_of(checkpoint), checkpoint / UNFINISHED
+    manifest.unlink(missing_ok=True)
+    found = [checkpoint] if checkpoint.is_file() else checkpoint.rglob("*")
+    paths = sorted(path for path in found if path.is_file() and not path.is_symlink() and path != mark)
+    files = {}
+    for path in paths:
+        fsync_path(path)
+        files[path.relative_to(checkpoint).as_posix()] = _extents_of(path)
+    sealed = Manifest(
+        save_id=global_step,
+        global_step=global_step,
+        unix_seconds=unix_seconds,
+        files=files,
+        written_by=__version__,
+    )
+    replace_file(manifest, sealed.to_bytes())  # half of one would look like a damaged checkpoint
+    for folder in {path.parent for path in paths} | {manifest.parent, checkpoint.parent}:
+        fsync_path(folder)
+    if checkpoint.is_dir():
+        mark.unlink(missing_ok=True)
+
+
+def _extents_of(path: Path) -> dict[str, Extent]:
+    """Return the extents of a file: of safetensors one for each tensor, else one for all of it."""
+    parts: list[tuple[str, int, int, str, tuple[int, ...]]] = [("file", 0, path.stat().st_size, "", ())]
+    if path.suffix == ".safetensors":
+        with contextlib.suppress(ValueError, KeyError, struct.error):  # it is not what its name says
+            parts = list(_tensors(path))
+    with path.open("rb") as file:
+        return {
+            name: Extent(begin=begin, end=end, sha256=_digest(file, begin, end), dtype=dtype, shape=shape)
+            for name, begin, end, dtype, shape in parts
+        }
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, int, int, str, tuple[int, ...]]]:
+    """Yield name, begin, end, type and shape of each part of a safetensors file."""
+    with path.open("rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0]
+        header = json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
+    start = 8 + length
+    yield HEADER, 0, start, "", ()
+    for name, about in header.items():
+        if name != "__metadata__":
+            begin, end = about["data_offsets"]
+            yield name, start + begin, start + end, about["dtype"], tuple(about["shape"])
+
+
+def _digest(file: BinaryIO, begin: int, end: int) -> str:
+    file.seek(begin)
+    digest, left = hashlib.sha256(), end - begin
+    while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+        digest.update(chunk)
+        left -= len(chunk)
+    return digest.hexdigest()
