@@ -1,7 +1,4 @@
-"""The diagnosis of one guarded run: what the observer finds becomes events.
-
-Does not: observe (see ``observer``) or judge (see ``diagnose``).
-"""
+"""The diagnosis of one guarded run: what the observer finds becomes events."""
 
 from __future__ import annotations
 
@@ -18,10 +15,9 @@ from holdfast.explain.rules import find_rule
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
 from holdfast.guard.result import Outcome
-from holdfast.learning.batches import tensors_in
 from holdfast.learning.finding import Finding, demoted, with_origin
-from holdfast.learning.flow_summary import flow_summary
-from holdfast.learning.insight import LOST
+from holdfast.learning.inputs import tensors_in
+from holdfast.learning.layers import flow_summary
 from holdfast.learning.observer import Observer
 
 _NO_PROGRESS = ("H826", "H828", "H832")
@@ -29,7 +25,7 @@ _WRECKED = {"H801", "H802", "H825", "H826", "H847"}
 
 
 class Diagnosis:
-    """Watches the steps of a guard, if the policy wants it.
+    """Observes the steps of a guard, if the policy wants it.
 
     Args:
         parts: Models, optimizers, schedulers.
@@ -42,9 +38,8 @@ class Diagnosis:
         self._max_grad_norm = policy.max_grad_norm
         self._observer: Observer | None = None
         self._is_open = False
-        self._given: weakref.ref[Any] | None = None  # the newest batch, by its first tensor
-        self._traced: str | None = None  # where NaN or Inf came from, as the newest such step was told
-        self._said = False  # that little is seen
+        self._newest_batch: weakref.ref[Any] | None = None  # by its first tensor
+        self._origin: str | None = None  # where NaN or Inf came from, in the newest step that was traced
         self.seeks_cause = False
         """Whether a rule has just said that the run does not learn, and none why."""
         for rule in policy.ignore_rules:
@@ -53,7 +48,7 @@ class Diagnosis:
             self._observer = Observer(
                 parts.models,
                 parts.optimizers,
-                # The others are driven by the guard; their count in a resumed run is that of earlier lives.
+                # The guard advances the others; in a resumed run they count the steps before it too.
                 {name: each for name, each in parts.schedulers.items() if isinstance(each, ReduceLROnPlateau)},
                 objective=policy.objective,
                 frozen=policy.frozen,
@@ -61,7 +56,6 @@ class Diagnosis:
                 compiled=parts.compiled,
                 guided=True,
             )
-            self._observer.close()  # until the run is opened
 
     def open(self) -> None:
         """Begin to observe."""
@@ -76,9 +70,9 @@ class Diagnosis:
             self._is_open = False
             if self._record.is_open and self._observer.steps:
                 self._observer.finish()
-                self._tell(self._observer.take_fresh())
-                if not self._observer.window:  # the last step has told it already
-                    self._tell_flow()
+                self._emit(self._observer.take_fresh())
+                if not self._observer.window:  # or the last step has done it already
+                    self._emit_flow()
             self._observer.close()
 
     def given(self, batch: Any, *, again: bool) -> None:
@@ -90,10 +84,10 @@ class Diagnosis:
         """
         if self._observer is None:
             return
-        last = self._given() if self._given is not None else None
+        last = self._newest_batch() if self._newest_batch is not None else None
         first = next(iter(tensors_in(batch)), batch)
         with contextlib.suppress(TypeError):  # a list without tensors takes no weak reference
-            self._given = weakref.ref(first)
+            self._newest_batch = weakref.ref(first)
         self._observer.mode.loaded = not again and first is not last
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
@@ -106,24 +100,23 @@ class Diagnosis:
         Args:
             outcome: It.
             names: The optimizers.
-            reason: Why it was not committed, as the caller of the step is told; None: it was.
+            reason: Why it was not committed; None: it was.
         """
-        if self._observer is not None:
-            if self._observer.insight.lost and not self._said:
-                self._said = True
-                self._record.happened("diagnosis_limited", why=LOST)
-            traced = outcome.provenance is not None and outcome.provenance.origin is not None
-            if traced and reason is not None:
-                self._traced = reason
-            limit, facts = self._max_grad_norm, outcome.attempt.facts
-            clipped = limit is not None and facts.total > limit
-            fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
-            self._tell(fresh)
-            if self._observer.window:
-                self._tell_flow()
-            if any(finding.rule in _NO_PROGRESS and finding.severity != "note" for finding in fresh):
-                known = self._observer.findings()
-                self.seeks_cause = not any(each.kind == "cause" and each.severity != "note" for each in known)
+        if self._observer is None:
+            return
+        if (notice := self._observer.take_notice()) is not None:
+            self._record.happened("diagnosis_limited", why=notice)
+        if reason is not None and outcome.provenance is not None and outcome.provenance.origin is not None:
+            self._origin = reason
+        limit, facts = self._max_grad_norm, outcome.attempt.facts
+        clipped = limit is not None and facts.total > limit
+        fresh = self._observer.end_step(facts.loss, names, committed=outcome.committed, clipped=clipped)
+        self._emit(fresh)
+        if self._observer.window:
+            self._emit_flow()
+        if any(finding.rule in _NO_PROGRESS and finding.severity != "note" for finding in fresh):
+            known = self._observer.findings()
+            self.seeks_cause = not any(each.kind == "cause" and each.severity != "note" for each in known)
 
     @contextlib.contextmanager
     def not_observing(self) -> Iterator[None]:
@@ -142,7 +135,7 @@ class Diagnosis:
         if known & _WRECKED:  # units that died of a divergence do not see the inputs either
             found = [demoted(each, "H826") if each.rule == "H830" else each for each in found]
         self._record.happened("searched_cause", found=[finding.rule for finding in found if finding.kind == "cause"])
-        self._tell(found)
+        self._emit(found)
 
     def validated(self, value: float) -> None:
         """Take in the loss of an evaluation."""
@@ -152,15 +145,15 @@ class Diagnosis:
     def aligned(self, facts: dict[str, float]) -> None:
         """Take in how an attention lies."""
         if self._observer is not None:
-            self._observer.alignment = facts
+            self._observer.aligned(facts)
 
-    def _tell(self, findings: Sequence[Finding]) -> None:
+    def _emit(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             kind = "note" if finding.severity == "note" else "finding"
-            facts = asdict(with_origin(finding, self._traced))
+            facts = asdict(with_origin(finding, self._origin))
             self._record.happened(kind, about=facts.pop("kind"), **facts)
 
-    def _tell_flow(self) -> None:
+    def _emit_flow(self) -> None:
         assert self._observer is not None
         summary = flow_summary(self._observer.facts())
         if summary is not None:
@@ -171,6 +164,6 @@ class Diagnosis:
         return None if self._observer is None else self._observer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Take up the past of a run."""
+        """Continue from the past of a run."""
         if self._observer is not None and state is not None:
             self._observer.load_state_dict(state)

@@ -1,7 +1,7 @@
-"""`Finding`: one thing that was found to be wrong with a run, and the order in which findings are told.
+"""`Finding`: one thing that was found to be wrong with a run, and the order of findings.
 
-The order is the diagnosis: causes before symptoms, and a symptom that a found cause explains is said last, as its
-consequence. What the rules are lies in the modules of the rules.
+The order is the diagnosis: causes before symptoms, and a symptom that a found cause explains comes last, as its
+consequence.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
         for symptom in EXPLAINS.get(cause, ())
         if cause not in EXPLAINS.get(symptom, ())
     }
-    told = [demoted(finding, explained.get(finding.rule)) for finding in unique.values()]
-    return sorted(told, key=lambda finding: _rank(finding, consequence=finding.rule in explained))
+    found = [demoted(finding, explained.get(finding.rule)) for finding in unique.values()]
+    return sorted(found, key=_rank)
 
 
 def demoted(finding: Finding, cause: str | None) -> Finding:
@@ -91,57 +91,49 @@ def with_origin(finding: Finding, traced: str | None) -> Finding:
     if traced is None or finding.rule not in ("H801", "H802", "H806"):
         return finding
     begins = f"{finding.fix.rstrip('.')}. Look" if finding.rule == "H806" else "look"
-    fix = f"{begins} at what was traced for the newest such step, and lies in the event nonfinite_origin: {traced}."
+    fix = f"{begins} at the origin of the newest such step, from the event nonfinite_origin: {traced}."
     return dataclasses.replace(finding, fix=fix, evidence={**finding.evidence, "traced": traced})
 
 
-def _rank(finding: Finding, *, consequence: bool) -> tuple[bool, bool, int, float]:
-    # A symptom of level error still comes after a cause of level advice: the cause is what can be mended.
-    aside = consequence or finding.severity == "note"
-    return aside, finding.kind == "symptom", _SEVERITIES.index(finding.severity), -finding.confidence
+def _rank(finding: Finding) -> tuple[bool, bool, int, float]:
+    # A symptom of level error still comes after a cause of level advice: the cause is what can be fixed.
+    is_note, is_symptom = finding.severity == "note", finding.kind == "symptom"
+    return is_note, is_symptom, _SEVERITIES.index(finding.severity), -finding.confidence
 
 
 # What a run that gets nowhere looks like, whatever the reason.
 _NO_PROGRESS = ("H823", "H824", "H826", "H828", "H830", "H832")
 _BROKEN = ("H801", "H802", "H804", "H805", "H827")
 _DEAD = ("H815", "H847", "H848")
-EXPLAINS: Mapping[str, tuple[str, ...]] = {
-    "H806": (*_BROKEN, *_NO_PROGRESS),
-    "H807": (*_BROKEN, *_NO_PROGRESS, "H825", "H848"),
-    "H809": ("H808", "H812", "H813", *_NO_PROGRESS),
-    "H810": ("H808", "H813", *_NO_PROGRESS),
-    "H811": (*_BROKEN, *_NO_PROGRESS, "H825", *_DEAD),
-    "H812": ("H808", *_NO_PROGRESS),
-    "H813": ("H814", *_NO_PROGRESS),
-    "H814": _NO_PROGRESS,
-    "H817": ("H815", *_BROKEN, *_NO_PROGRESS, "H825"),
-    "H818": _NO_PROGRESS,
-    "H819": _NO_PROGRESS,
-    "H820": ("H819", *_NO_PROGRESS),
-    "H822": (*_NO_PROGRESS, *_DEAD),
-    "H825": (*_BROKEN, *_NO_PROGRESS, "H815", "H847"),
-    "H831": (*_BROKEN, *_NO_PROGRESS, "H825", *_DEAD),
-    "H836": (*_NO_PROGRESS, *_DEAD),
-    "H837": (*_NO_PROGRESS, *_DEAD),
-    "H838": (*_NO_PROGRESS, *_DEAD),
-    "H839": (*_BROKEN, *_NO_PROGRESS, "H825", *_DEAD),
-    "H840": (*_BROKEN, *_NO_PROGRESS, "H825", *_DEAD),
-    "H841": _NO_PROGRESS,
-    "H842": (*_NO_PROGRESS, "H839"),
-    "H843": (*_NO_PROGRESS, *_DEAD, "H825", "H827"),
-    "H847": ("H815", *_NO_PROGRESS),
-    "H848": ("H801", "H802", "H804", *_NO_PROGRESS, "H847"),
-    "H844": ("H845", *_NO_PROGRESS),
-    "H854": ("H819", *_NO_PROGRESS),
-    "H855": (*_NO_PROGRESS, *_DEAD),
-    "H856": (*_DEAD, "H825"),
+_REPEATED_BY: tuple[tuple[tuple[str, ...], str], ...] = (
+    (_NO_PROGRESS, "H801 H802 H806 H807 H809 H810 H811 H812 H813 H814 H817 H818 H819 H820 H822 H825 H831 H836 H837"),
+    (_NO_PROGRESS, "H838 H839 H840 H841 H842 H843 H844 H847 H848 H854 H855"),
+    (_BROKEN, "H806 H807 H811 H817 H825 H831 H839 H840"),
+    (_DEAD, "H811 H822 H831 H836 H837 H838 H839 H840 H843 H855 H856"),
+    (("H825",), "H807 H811 H817 H831 H839 H840 H843 H856"),
+    (("H808",), "H809 H810 H812"),
+    (("H813",), "H809 H810"),
+    (("H815",), "H817 H825 H847"),
+    (("H819",), "H820 H854"),
+    (("H847",), "H825 H848"),
+    (("H812",), "H809"),
+    (("H814",), "H813"),
+    (("H827",), "H826 H843"),
+    (("H839",), "H842"),
+    (("H845",), "H844"),
+    (("H848",), "H807"),
     # Among symptoms the earlier in the chain: a loss, then its gradient, then the weights, then no progress.
-    "H801": ("H802", "H804", "H805", *_NO_PROGRESS),
-    "H802": ("H804", "H805", *_NO_PROGRESS),
-    "H804": ("H805", "H826", "H828", "H832"),
-    "H826": ("H828", "H832", "H827"),
-    "H815": ("H823", "H828", "H832", "H830"),
-    "H824": ("H823", "H828", "H832", "H830"),
-    "H830": ("H832",),
+    (("H801", "H802"), "H848"),
+    (("H802",), "H801"),
+    (("H804",), "H801 H802 H848"),
+    (("H805",), "H801 H802 H804"),
+    (("H823", "H830"), "H815 H824"),
+    (("H826",), "H804"),
+    (("H828",), "H804 H815 H824 H826"),
+    (("H832",), "H804 H815 H824 H826 H830"),
+)
+EXPLAINS: Mapping[str, tuple[str, ...]] = {
+    cause: tuple(symptom for symptoms, causes in _REPEATED_BY if cause in causes for symptom in symptoms)
+    for cause in sorted({cause for _, causes in _REPEATED_BY for cause in causes.split()})
 }
-"""For each rule those that then only repeat it: one thing is wrong, and it is told once."""
+"""For each rule those that then only repeat it: one thing is wrong, and it is reported once."""

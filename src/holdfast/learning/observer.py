@@ -1,36 +1,84 @@
 """`Observer`: the engine of the diagnosis, shared by `watch` and by the guard.
 
-It looks through torch's public hooks and, in sampled steps, a ``TorchFunctionMode``. It changes nothing.
+It looks through torch's public hooks and, in sampled steps, a ``TorchFunctionMode``. It changes nothing. What it sees
+goes into `Facts`, which the rules judge.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from holdfast.learning.batches import Inputs
+from holdfast.learning.eager_hooks import LOST, EagerHooks, Hook, remove_all
+from holdfast.learning.facts import Facts
 from holdfast.learning.finding import Finding
-from holdfast.learning.flow import Activity, Flow, makes_state
-from holdfast.learning.insight import Insight
-from holdfast.learning.loss_inputs import LossInputs, unscaled
-from holdfast.learning.loss_sites import LossSites
-from holdfast.learning.observed import Hook, WatchedModel, WatchedOptimizer, WatchedScheduler, harmless
-from holdfast.learning.rules.registry import Findings, judge
-from holdfast.learning.sampling import FIRST_WINDOW, FULL_ROUNDS, is_sampled
+from holdfast.learning.functions import FunctionMode
+from holdfast.learning.inputs import InputObserver
+from holdfast.learning.layers import ActivationObserver, LayerObserver
+from holdfast.learning.losses import LossPlaces, unscaled
+from holdfast.learning.measures import median
+from holdfast.learning.models import ModelObserver
+from holdfast.learning.optimizers import FULL_ROUNDS, OptimizerObserver, SchedulerObserver, makes_state
+from holdfast.learning.rules.judge import Findings, judge
+from holdfast.memory.oom import find_out_of_memory
 from holdfast.numerics.eager import is_symbolic
 
+_FIRST_WINDOW = 400
+"""Steps after which a run is judged as a whole for the first time."""
+_LATER_SHARE, _LATEST_SHARE = 10, 50
+"""After the first rounds one step in so many is observed, numerics.md 5.2, tier 2; fewer after the first window."""
 _CALLS_PER_STEP = 4
 _JUDGED = (1, 2, 3, 5, 10, 15, 20, 25, 30)
 
+_log = logging.getLogger("holdfast")
+_Rest = ParamSpec("_Rest")
+
+
+def is_sampled(step: int, optimizers: int) -> bool:
+    """Return whether a step is looked at: all of the first, then few, at no fixed distance."""
+    players = max(1, optimizers)
+    if step < FULL_ROUNDS * players:
+        return True
+    # Multiplicative hashing instead of every tenth: it cannot fall into step with epochs or with several
+    # optimizers, and it draws no random number.
+    share = _LATER_SHARE if step < _FIRST_WINDOW * players else _LATEST_SHARE
+    return (step * 2654435761) % 2**32 < 2**32 // share
+
+
+def _harmless(
+    method: Callable[Concatenate[Observer, _Rest], None],
+) -> Callable[Concatenate[Observer, _Rest], None]:
+    """Keep a failure of the diagnosis out of the training: it is logged, and nothing is observed any more.
+
+    For want of memory only this observation is left out.
+    """
+
+    @functools.wraps(method)
+    def guarded(self: Observer, *args: _Rest.args, **kwargs: _Rest.kwargs) -> None:
+        if self.failure is not None:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            if find_out_of_memory(error) is not None:
+                return  # the step is made again with less, and looked at then
+            self.failure = f"{type(error).__name__}: {error}"
+            _log.warning("the diagnosis has switched itself off: %s", self.failure, exc_info=error)
+
+    return guarded  # type: ignore[return-value]
+
 
 class Observer:
-    """Watches models and optimizers, and judges what it saw.
+    """Observes models and optimizers, and judges what it saw.
 
     Args:
         models: Modules by name.
@@ -40,8 +88,8 @@ class Observer:
         objective: What the loss means; see `Policy.objective`.
         frozen: Shell patterns of names of parameters that are meant not to learn.
         ignore: Rules that shall be silent.
-        compiled: Whether a model is compiled, so that only what the optimizers see is observed; see `Insight`.
-        guided: Whether every pass of training is inside `begin_step`: then modules have hooks nowhere else.
+        compiled: Whether a model is compiled, so that only what the optimizers see is observed; see `EagerHooks`.
+        guided: Whether every pass of training is inside `begin_step`, and losses are given to `end_step`.
     """
 
     def __init__(
@@ -58,73 +106,66 @@ class Observer:
         guided: bool = False,
     ) -> None:
         self.failure: str | None = None
-        self._total_steps, self._objective, self._ignore = total_steps, objective, frozenset(ignore)
-        single = len(models) == 1
-        self._models = {
-            name: WatchedModel(name, module, "" if single else f"{name}.", frozen) for name, module in models.items()
-        }
+        self.window = False  # the last step was judged as a whole
+        self._facts = Facts(total_steps=total_steps, objective=objective)
+        self._ignore, self._guided = frozenset(ignore), guided
+        self._prefixes = {name: "" if len(models) == 1 else f"{name}." for name in models}
+        self._models = {name: ModelObserver(module, self._prefixes[name], frozen) for name, module in models.items()}
         names = {id(p): key for model in self._models.values() for key, p in model.named()}
-        self._optimizers = {
-            name: WatchedOptimizer(name, optimizer, set(names)) for name, optimizer in optimizers.items()
-        }
-        self._schedulers = {name: WatchedScheduler(name, each) for name, each in (schedulers or {}).items()}
-        self._flow, self._activity, self._sites = Flow(names), Activity(), LossSites()
-        self._inputs = {name: Inputs() for name in models}
-        self.mode = LossInputs(self._sites, self._on_activation, self._on_backward, self._on_weight)
-        self.insight = Insight(self.mode, lost=compiled)
+        self._optimizers = {name: OptimizerObserver(each, set(names)) for name, each in optimizers.items()}
+        self._schedulers = {name: SchedulerObserver(each) for name, each in (schedulers or {}).items()}
+        self._inputs = {name: InputObserver() for name in models}
+        self._layers, self._activations, self._losses = LayerObserver(names), ActivationObserver(), LossPlaces()
+        self.mode = FunctionMode(self._losses, self._on_activation, self._on_backward, self._on_weight)
+        self.hooks = EagerHooks(self.mode, lost=compiled)
+        self._step_hooks: list[RemovableHandle] = []
         self._inside = False  # a model's own forward is running
-        self.window = False  # the last step ended one
-        self.alignment: dict[str, float] | None = None
         self._owned, self._strays = set[int](), set[int]()
-        self._path: list[str] = []
+        self._path: list[str] = []  # of the modules that run
         self._calls = 0
         self._ticks = self._observed = 0
-        self._backwards = self._backwards_since_step = 0
-        self._sampled = False
-        self._guided = guided
-        self._validations: list[tuple[int, float | None, float]] = []
+        self._sampled = self._lost_said = False
         self._found = Findings()
-        self._hooks: list[RemovableHandle] = []
 
     def install(self) -> None:
         """Begin to observe, after making an observer or after `close`."""
-        for name, watched in self._optimizers.items():
-            watched.open()
-            self._hooks.append(watched.optimizer.register_step_pre_hook(self._before_hook(name)))
-            self._hooks.append(watched.optimizer.register_step_post_hook(self._after_hook(name)))
+        for name, each in self._optimizers.items():
+            each.open()
+            self._step_hooks.append(each.optimizer.register_step_pre_hook(partial(self._before, name)))
+            self._step_hooks.append(each.optimizer.register_step_post_hook(partial(self._after, name)))
         if not self._guided:
-            self.insight.keep(self._watch_inputs())
+            self.hooks.keep(self._hook_inputs())
 
-    def _watch_inputs(self) -> Iterator[RemovableHandle]:
+    def _hook_inputs(self) -> Iterator[RemovableHandle]:
         for name, model in self._models.items():
-            yield model.module.register_forward_pre_hook(Hook(self._given_hook(name)), with_kwargs=True)
+            yield model.module.register_forward_pre_hook(Hook(partial(self._given, name)), with_kwargs=True)
 
-    def _watch_modules(self) -> Iterator[RemovableHandle]:
+    def _hook_modules(self) -> Iterator[RemovableHandle]:
         if self._guided:
-            yield from self._watch_inputs()
+            yield from self._hook_inputs()
         for name, model in self._models.items():
-            prefix = "" if len(self._models) == 1 else f"{name}."
-            yield model.module.register_forward_hook(Hook(self._answered_hook(name)))
+            yield model.module.register_forward_hook(Hook(partial(self._answered, name)))
             for path, module in model.module.named_modules():
                 if path:
-                    yield module.register_forward_pre_hook(Hook(self._enter_hook(prefix + path)))
+                    enter = partial(self._enter, self._prefixes[name] + path)
+                    yield module.register_forward_pre_hook(Hook(enter))
                     yield module.register_forward_hook(Hook(self._leave), always_call=True)
 
     # --- sampling -------------------------------------------------------------------------------------------
 
     @property
     def closure(self) -> bool:
-        """Return whether an optimizer calls the loss within its own step."""
-        return any(watched.closure for watched in self._optimizers.values())
+        """Whether an optimizer calls the loss within its own step."""
+        return any(each.closure for each in self._optimizers.values())
 
     @property
     def steps(self) -> int:
-        """Return the steps of the optimizer that made most."""
-        return max((watched.steps for watched in self._optimizers.values()), default=0)
+        """Steps of the optimizer that made most."""
+        return max((each.steps for each in self._optimizers.values()), default=0)
 
     def due(self) -> bool:
         """Return whether the next step is to be sampled."""
-        if self.failure is not None or self._backwards_since_step > 400:
+        if self.failure is not None or self._facts.backwards_since_step > 400:
             return False
         return is_sampled(self._ticks, len(self._optimizers))
 
@@ -136,134 +177,106 @@ class Observer:
             return
         self.look()
         try:
-            self.insight.enter_mode()
+            self.hooks.enter_mode()
             yield
         finally:
-            self.insight.leave_mode()
-            self.insight.end_step()
+            self.hooks.leave_mode()
+            self.hooks.end_step()
 
-    @harmless
+    @_harmless
     def look(self) -> None:
         """Begin a sampled step: hooks on modules, counts within the step at zero."""
-        self._sampled = True
+        self._sampled, self._inside = True, False
         self._calls = 0
         self._path.clear()
-        self._inside = False
         self._owned = set().union(*self._ids())
         for inputs in self._inputs.values():
             inputs.begin_step(self._ticks)
-        self._new_pass()
-        self.insight.begin_step(self._watch_modules())
+        self._begin_pass()
+        self.hooks.begin_step(self._hook_modules())
 
-    def _new_pass(self) -> None:
-        self._sites.begin_step()
-        self._activity.begin_step()
+    def _begin_pass(self) -> None:
+        self._losses.begin_pass()
+        self._activations.begin_pass()
 
     # --- what the hooks see ---------------------------------------------------------------------------------
 
-    def _enter_hook(self, path: str) -> Callable[[nn.Module, Any], None]:
-        return lambda _module, _args: self._path.append(path)
+    def _enter(self, path: str, _module: nn.Module, _args: Any) -> None:
+        self._path.append(path)
 
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if self._path:
             self._path.pop()
 
-    def _given_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        model, inputs = self._models[name], self._inputs[name]
+    @_harmless
+    def _given(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._models[name].note_pass_without_graph()
+        elif self.hooks.in_step and not self.mode.in_backward:
+            self._inside = True
+            self._calls += 1
+            if self._calls <= _CALLS_PER_STEP:
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    self._inputs[name].note_arguments((args, kwargs), loaded=self.mode.loaded)
 
-        def given(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not torch.is_grad_enabled():
-                model.unwatched[module.training] += 1
-            elif self.insight.in_step and not self.mode.in_backward:
-                self._inside = True
-                if self._calls < _CALLS_PER_STEP:
-                    self._calls += 1
-                    self._note_inputs(inputs, (args, kwargs))
+    @_harmless
+    def _answered(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not self.mode.in_backward:
+            self._inside = False
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                self._inputs[name].note_answer(output)
 
-        return given
-
-    def _answered_hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        inputs = self._inputs[name]
-
-        def answered(_module: nn.Module, _args: Any, output: Any) -> None:
-            if torch.is_grad_enabled() and not self.mode.in_backward:
-                self._inside = False
-                self._note_outputs(inputs, output)
-
-        return answered
-
-    @harmless
-    def _note_inputs(self, inputs: Inputs, tree: Any) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            inputs.given(tree, loaded=self.mode.loaded)
-
-    @harmless
-    def _note_outputs(self, inputs: Inputs, tree: Any) -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            inputs.answered(tree)
-
-    @harmless
+    @_harmless
     def _on_activation(self, function: str, output: Tensor) -> None:
         if not self.mode.in_backward:
-            self._activity.note(function, self._path[-1] if self._path else "", output)
+            self._activations.note(function, self._path[-1] if self._path else "", output)
 
     def _on_weight(self, weight: nn.Parameter) -> None:
         if self._inside and weight.requires_grad and weight.is_leaf and id(weight) not in self._owned:
             self._strays.add(id(weight))
 
-    @harmless
+    @_harmless
     def _on_backward(self, loss: Tensor) -> None:
-        self._backwards += 1
-        self._backwards_since_step += 1
-        self._new_pass()
+        self._facts.backwards += 1
+        self._facts.backwards_since_step += 1
+        self._begin_pass()
         if loss.numel() == 1:
             value = unscaled(loss)
-            for watched in self._optimizers.values():
-                watched.pending.append(value)
-                del watched.pending[:-64]
+            for each in self._optimizers.values():
+                each.pending.append(value)
+                del each.pending[:-64]
 
     # --- optimizer steps ------------------------------------------------------------------------------------
 
-    def _before_hook(self, name: str) -> Callable[[Optimizer, Any, Any], None]:
-        def before(_optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if is_symbolic():
-                return
-            # The arguments of step() as torch hands them on: the optimizer itself comes first.
-            self._before(name, closure=kwargs.get("closure") is not None or any(arg is not None for arg in args[1:]))
-
-        return before
-
-    def _after_hook(self, name: str) -> Callable[[Optimizer, Any, Any], None]:
-        return lambda _optimizer, _args, _kwargs: None if is_symbolic() else self._after(name)
-
-    @harmless
-    def _before(self, name: str, *, closure: bool) -> None:
-        watched = self._optimizers[name]
-        if makes_state(watched.optimizer):
+    @_harmless
+    def _before(self, name: str, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_symbolic() or makes_state(optimizer):
             return
-        watched.begin_step(closure=closure)
+        each = self._optimizers[name]
+        # The arguments of step() as torch passes them on: the optimizer itself comes first.
+        closure = any(given is not None for given in (kwargs.get("closure"), *args[1:]))
+        each.begin_step(closure=closure)
         for scheduler in self._schedulers.values():
-            if getattr(scheduler.scheduler, "optimizer", watched.optimizer) is watched.optimizer:
+            if getattr(scheduler.scheduler, "optimizer", optimizer) is optimizer:
                 scheduler.note_step()
         if not self._sampled:
             return
         for model in self._models.values():
             model.note_step()
-        if closure:
-            return
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            watched.note_step(self._flow.before_step(name, watched.parameters()))
-
-    @harmless
-    def _after(self, name: str) -> None:
-        watched = self._optimizers[name]
-        if makes_state(watched.optimizer):
-            return
-        self._backwards_since_step = 0
-        if self._sampled and not watched.closure:
+        if not closure:
             with torch.no_grad(), torch._C.DisableTorchFunction():
-                watched.note_moved(moved=bool(self._flow.after_step()["moved"]))
-        watched.end_step(told=self._guided)
+                each.note_gradients(self._layers.before_step(name, each.parameters()))
+
+    @_harmless
+    def _after(self, name: str, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if is_symbolic() or makes_state(optimizer):
+            return
+        each, moved = self._optimizers[name], False
+        self._facts.backwards_since_step = 0
+        if self._sampled and not each.closure:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                moved = self._layers.after_step()
+        each.end_step(moved=moved, has_loss=self._guided)
 
     def end_step(
         self, loss: float | None = None, names: Sequence[str] = (), *, committed: bool = True, clipped: bool = False
@@ -276,92 +289,90 @@ class Observer:
             committed: Whether the weights were changed.
             clipped: Whether the gradient was scaled down to a limit.
         """
-        for name, watched in self._optimizers.items():
+        for name, each in self._optimizers.items():
             if names and name not in names:
                 continue
             if loss is not None:
-                watched.losses.add(watched.steps, loss)
-            watched.committed += committed
-            watched.clipped += clipped
+                each.add_loss(loss)
+            each.note_outcome(committed=committed, clipped=clipped)
         self._end()
         return self.take_fresh()
 
-    def take_fresh(self) -> list[Finding]:
-        """Return what was found since the last call and never told before."""
-        return self._found.take_fresh()
-
-    @harmless
+    @_harmless
     def _end(self) -> None:
         self._ticks += 1
         sampled, self._sampled, self.mode.loaded = self._sampled, False, False
-        self.insight.end_step()
-        self._flow.forget_step()
+        self.hooks.end_step()
+        self._layers.forget_step()
         self._observed += sampled
         rounds = self._observed / max(1, len(self._optimizers))
-        window = self.window = self._window_due()
-        if window or (sampled and (rounds in _JUDGED or rounds % FULL_ROUNDS == 0)):
-            self._judge(windows=window)
+        self.window = self._window_due()
+        if self.window or (sampled and (rounds in _JUDGED or rounds % FULL_ROUNDS == 0)):
+            self._judge(windows=self.window)
 
     def _window_due(self) -> bool:
-        steps = self.steps
-        if self._total_steps is not None:
-            part = max(1, self._total_steps // 5)
-            return steps >= 200 and steps % part == 0
-        return steps >= FIRST_WINDOW and steps % FIRST_WINDOW == 0 and (steps // FIRST_WINDOW).bit_count() == 1
+        steps, total = self.steps, self._facts.total_steps
+        if total is not None:
+            return steps >= 200 and steps % max(1, total // 5) == 0
+        return steps >= _FIRST_WINDOW and steps % _FIRST_WINDOW == 0 and (steps // _FIRST_WINDOW).bit_count() == 1
 
     # --- judging --------------------------------------------------------------------------------------------
 
-    def facts(self, *, ended: bool = False) -> dict[str, Any]:
-        """Return everything that is known, as plain data; the keys are described in ``diagnose.learning``."""
+    def facts(self) -> Facts:
+        """Return everything that is known; it changes with the next step."""
         owned, held = self._ids()
-        layers = self._flow.facts()
-        return {
-            "steps": self.steps,
-            "total_steps": self._total_steps,
-            "ended": ended,
-            "objective": self._objective,
-            "backwards": self._backwards,
-            "backwards_since_step": self._backwards_since_step,
-            "optimizers": {
-                name: watched.facts(owned, self._flow.totals.get(name, []))
-                for name, watched in self._optimizers.items()
-            },
-            "models": {name: model.facts(held, layers) for name, model in self._models.items()},
-            "schedulers": {name: scheduler.facts() for name, scheduler in self._schedulers.items()},
-            "layers": layers,
-            "losses": self._sites.facts(),
-            "inputs": {name: inputs.facts() for name, inputs in self._inputs.items()},
-            "dead_units": self._activity.dead(),
-            "saturated": self._activity.saturated(),
-            "validations": [list(each) for each in self._validations],
-            "strays": len(self._strays),
-            "alignment": self.alignment,
-        }
+        facts = self._facts
+        facts.steps = self.steps
+        facts.strays = len(self._strays)
+        facts.layers = self._layers.facts()
+        facts.optimizers = {name: each.facts(owned) for name, each in self._optimizers.items()}
+        facts.models = {name: each.facts(held, facts.layers) for name, each in self._models.items()}
+        facts.schedulers = {name: each.facts() for name, each in self._schedulers.items()}
+        facts.losses = self._losses.facts()
+        facts.inputs = {name: each.facts() for name, each in self._inputs.items()}
+        facts.dead_units, facts.saturated = self._activations.dead(), self._activations.saturated()
+        return facts
 
     def _ids(self) -> tuple[set[int], set[int]]:
         """Return the parameters of the models, and those of the optimizers."""
         owned = {id(p) for model in self._models.values() for _, p in model.named()}
-        return owned, {id(p) for watched in self._optimizers.values() for p in watched.parameters()}
+        return owned, {id(p) for each in self._optimizers.values() for p in each.parameters()}
 
     def _judge(self, *, windows: bool, ended: bool = False) -> None:
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            facts = self.facts(ended=ended)
-        self._found.add(judge(facts, ignore=self._ignore, windows=windows), windows=windows)
+            facts = self.facts()
+        facts.ended = ended
+        statistical = judge(facts, "window", self._ignore) if windows else None
+        self._found.add(judge(facts, "contract", self._ignore), statistical)
 
     def findings(self) -> list[Finding]:
         """Return what was found, the most important first."""
         return self._found.all()
 
-    @harmless
+    def take_fresh(self) -> list[Finding]:
+        """Return what was found since the last call and never returned before."""
+        return self._found.take_fresh()
+
+    def take_notice(self) -> str | None:
+        """Return, once, why little is seen; None if all is seen."""
+        if self._lost_said or not self.hooks.lost:
+            return None
+        self._lost_said = True
+        return LOST
+
+    @_harmless
     def validated(self, value: float) -> None:
         """Add the loss of an evaluation, less is better."""
-        last = [watched.losses.points[-10:] for watched in self._optimizers.values() if watched.losses.points]
-        training = sorted(loss for _, loss in last[0])[len(last[0]) // 2] if last else None
-        self._validations.append((self.steps, training, float(value)))
+        losses = next((each.losses[-10:] for each in self._optimizers.values() if each.losses), [])
+        self._facts.validations.append((self.steps, median([loss for _, loss in losses]), float(value)))
         for model in self._models.values():
             model.note_validation()
 
-    @harmless
+    def aligned(self, facts: dict[str, float]) -> None:
+        """Add how the attention of a speech synthesiser lies; see `alignment_facts`."""
+        self._facts.alignment = facts
+
+    @_harmless
     def finish(self) -> None:
         """Judge the run as a whole, at its end."""
         self._judge(windows=True, ended=True)
@@ -369,25 +380,22 @@ class Observer:
     def state_dict(self) -> dict[str, Any]:
         """Return what later judgements need of the past, as plain data."""
         return {
-            "steps": {name: watched.steps for name, watched in self._optimizers.items()},
-            "losses": {name: [list(p) for p in watched.losses.points] for name, watched in self._optimizers.items()},
-            "validations": [list(each) for each in self._validations],
-            "told": self._found.told(),
+            "optimizers": {name: each.state_dict() for name, each in self._optimizers.items()},
+            "validations": [list(each) for each in self._facts.validations],
+            "reported": self._found.reported(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up a past; optimizers that it does not know begin anew."""
-        for name, watched in self._optimizers.items():
-            watched.steps = int(state["steps"].get(name, 0))
-            watched.losses.points = [(int(step), float(loss)) for step, loss in state["losses"].get(name, [])]
-        self._validations = [(int(s), t, float(v)) for s, t, v in state["validations"]]
-        self._found.already_told(state["told"])
+        """Continue from a past; optimizers that it does not know begin anew."""
+        for name, each in self._optimizers.items():
+            if name in state["optimizers"]:
+                each.load_state_dict(state["optimizers"][name])
+        self._facts.validations = [(int(s), t, float(v)) for s, t, v in state["validations"]]
+        self._found.load_reported(state["reported"])
 
     def close(self) -> None:
         """Remove all hooks; may be called again."""
-        self.insight.close()
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
-        for watched in self._optimizers.values():
-            watched.close()
+        self.hooks.close()
+        remove_all(self._step_hooks)
+        for each in self._optimizers.values():
+            each.close()

@@ -7,10 +7,8 @@ H824  does a hundred times the step lower it far more?        learning rate too 
 H829  can a fresh Adam fit eight samples?                     fault in code or architecture, or dead weights
 
 On the CPU this runs in a forked copy of the process. With an accelerator it runs in place, and all that a trial
-changes (see ``trial``) is put back. Every evaluation starts from the same random state, so dropout and noise
-are the same in all of them.
-
-Does not: change anything, or know what a loss function does beside its models. In place, its own side effects remain.
+changes (see ``trial``) is put back; side effects of the loss function beside its models remain. Every evaluation
+starts from the same random state, so dropout and noise are the same in all of them.
 """
 
 from __future__ import annotations
@@ -136,14 +134,28 @@ def _why(error: BaseException) -> str:
 _EXPLAINED_BY = {"H825": {"H831"}, "H829": {"H831", "H830", "H825"}}
 
 
+def _cause(
+    rule: str, what: str, fix: str, where: str = "", *, confidence: float, sure: bool = True, **evidence: Any
+) -> Finding:
+    return Finding(
+        rule=rule,
+        severity="error" if sure else "advice",
+        kind="cause",
+        confidence=confidence,
+        what=what,
+        evidence=evidence,
+        fix=fix,
+        where=where,
+    )
+
+
 def _untried(why: dict[str, str], tried: Sequence[str]) -> Finding:
-    first = next(iter(why.values()))
     return Finding(
         rule="H828",
         severity="note",
         kind="symptom",
         confidence=1.0,
-        what=f"The search for the cause is not complete: {', '.join(why)} not tried ({first})",
+        what=f"The search for the cause is not complete: {', '.join(why)} not tried ({next(iter(why.values()))})",
         evidence={"untried": why, "tried": list(tried)},
         fix="Allow the diagnosis more time, or look at the causes that the rule names one by one.",
     )
@@ -154,10 +166,8 @@ def _untried(why: dict[str, str], tried: Sequence[str]) -> Finding:
 
 def _try_direction(trial: Trial) -> list[Finding]:
     """Compare what the gradient predicts with what the loss does, for all weights and for single tensors."""
-    loss = trial.loss(trial.batch, backward=True)
+    loss = trial.finite_loss(trial.batch, backward=True)
     gradients = trial.gradients()
-    if not math.isfinite(loss):
-        raise CannotTry(f"its loss is {loss:g}")
     squares = {name: float(gradient.double().square().sum()) for name, (_, gradient) in gradients.items()}
     total = sum(squares.values())
     if total == 0 or not math.isfinite(total):
@@ -165,28 +175,26 @@ def _try_direction(trial: Trial) -> list[Finding]:
     whole = trial.slopes(list(gradients.values()), loss)
     largest = sorted((name for name in squares if squares[name] > 1e-4 * total), key=lambda name: -squares[name])
     single = {name: trial.slopes([gradients[name]], loss) for name in largest[:_TENSORS]}
-    reversed_tensors = {name: slopes for name, slopes in single.items() if _is_reversed(slopes)}
-    if not _is_reversed(whole) and not reversed_tensors:
-        return []
-    names = ", ".join([*reversed_tensors][:3]) + ", ..." * (len(reversed_tensors) > 3)
+    reversed_tensors = {name: _rounded(slopes) for name, slopes in single.items() if _is_reversed(slopes)}
     is_all = _is_reversed(whole)
+    if not is_all and not reversed_tensors:
+        return []
+    part = "" if is_all else f" of {len(reversed_tensors)} weight tensor(s)"
+    fix = (
+        "Look for a wrong sign in a custom autograd function or in a gradient hook between these weights and the "
+        "loss; a gradient-reversal layer does this on purpose."
+    )
     return [
-        Finding(
-            rule="H831",
-            severity="error" if is_all else "advice",
-            kind="cause",
+        _cause(
+            "H831",
+            f"The loss rises along the negative gradient{part}",
+            fix,
+            ", ".join([*reversed_tensors][:3]) + ", ..." * (len(reversed_tensors) > 3),
             confidence=0.95 if is_all else 0.8,
-            what="The loss rises along the negative gradient"
-            + ("" if is_all else f" of {len(reversed_tensors)} weight tensor(s)"),
-            evidence={
-                "loss": loss,
-                "slopes_of_all": _rounded(whole),
-                "slopes": {name: _rounded(slopes) for name, slopes in reversed_tensors.items()},
-                "slope_of_a_right_gradient": 1.0,
-            },
-            fix="Look for a wrong sign in a custom autograd function or in a gradient hook between these weights and "
-            "the loss; a gradient-reversal layer does this on purpose.",
-            where=names,
+            sure=is_all,
+            slopes_of_all=_rounded(whole),
+            slopes=reversed_tensors,
+            slope_of_a_right_gradient=1.0,
         )
     ]
 
@@ -211,34 +219,32 @@ def _try_inputs(trial: Trial) -> list[Finding]:
                 changes.append(abs(trial.loss(changed) - loss))
         influence[number] = max(changes) if len(changes) == 3 and not any(map(math.isnan, changes)) else math.inf
     ignored = [number for number, change in influence.items() if change <= same]
-    ignored = [number for number in ignored if trial.is_feature(number)]
+    # An input is real numbers, or rows of integers; a column may be ids.
+    ignored = [n for n in ignored if trial.tensor(n).is_floating_point() or trial.tensor(n).ndim > 1]
     if not ignored or len(ignored) == len(influence):
         return []
     read = trial.read_by_loss()
-    ignored = [number for number in ignored if number in read]
+    fix = (
+        "Follow it through forward: an output that is overwritten or detached, a multiplication by 0, an activation "
+        "that is the same for every input, or units that are all dead."
+    )
+    names = {number: f"tensor {number} of the batch" for number in influence}
+    others = {names[number]: change for number, change in influence.items() if number not in ignored}
     return [
-        Finding(
-            rule="H830",
-            severity="error",
-            kind="cause",
+        _cause(
+            "H830",
+            f"The loss stays the same when samples are given the {names[number]} of other samples",
+            fix,
+            names[number],
             confidence=0.95,
-            what=f"The loss stays the same when samples are given the {_tensor(number)} of other samples",
-            evidence={
-                "loss": loss,
-                "largest_change": influence[number],
-                "shape": list(trial.shape(number)),
-                "change_by_others": {_tensor(n): c for n, c in influence.items() if n not in ignored},
-            },
-            fix="Follow it through forward: an output that is overwritten or detached, a multiplication by 0, an "
-            "activation that is the same for every input, or units that are all dead.",
-            where=_tensor(number),
+            loss=loss,
+            largest_change=influence[number],
+            shape=list(trial.tensor(number).shape),
+            change_by_others=others,
         )
         for number in ignored
+        if number in read
     ]
-
-
-def _tensor(number: int) -> str:
-    return f"tensor {number} of the batch"
 
 
 # --- the learning rate --------------------------------------------------------------------------------------------
@@ -247,10 +253,9 @@ def _tensor(number: int) -> str:
 def _try_rates(trial: Trial) -> list[Finding]:
     """Make the run's own steps on one batch; if they do not lower its loss, with other learning rates."""
     own = trial.own_steps(1.0, _STEPS)
-    start = abs(own[0])
+    start, fall = abs(own[0]), _fall(own)
     if not math.isfinite(start):
         raise CannotTry(f"its loss is {own[0]:g}")
-    fall = _fall(own)
     if _climb(own) > fall and _rises(own) >= _OFTEN:
         return _try_lower_rates(trial, own)
     if max(abs(loss - own[0]) for loss in own) < _HARDLY * start:
@@ -267,20 +272,12 @@ def _try_lower_rates(trial: Trial, own: list[float]) -> list[Finding]:
         lower = trial.own_steps(factor, _STEPS)
         if _fall(lower) > max(_FELL * abs(own[0]), _fall(own)) and _climb(lower) < _SMOOTH * _fall(lower):
             return [_rate_finding("H825", trial, own, factor, lower)]
-    if _fall(lower) < -1e-6 * abs(own[0]) and _rises(lower) >= 0.9:
-        return [
-            Finding(
-                rule="H831",
-                severity="error",
-                kind="cause",
-                confidence=0.9,
-                what="The optimizer moves against the gradient: the loss rises with every step, however small",
-                evidence={"losses": _rounded(own), f"losses_at_lr_x{_LOWER[-1]:g}": _rounded(lower)},
-                fix="Look for maximize=True, a negative learning rate or a wrong sign in the optimizer's step.",
-                where=trial.optimizer_names,
-            )
-        ]
-    return []
+    if _fall(lower) >= -1e-6 * abs(own[0]) or _rises(lower) < 0.9:
+        return []
+    what = "The optimizer moves against the gradient: the loss rises with every step, however small"
+    fix = "Look for maximize=True, a negative learning rate or a wrong sign in the optimizer's step."
+    losses, at_lowest = _rounded(own), _rounded(lower)
+    return [_cause("H831", what, fix, trial.optimizer_names, confidence=0.9, losses=losses, at_lowest_lr=at_lowest)]
 
 
 def _fall(losses: Sequence[float]) -> float:
@@ -301,23 +298,23 @@ def _rises(losses: Sequence[float]) -> float:
 
 
 def _rate_finding(rule: str, trial: Trial, own: list[float], factor: float, other: list[float]) -> Finding:
-    high = rule == "H825"
     after = math.fsum(other[-_TAIL:]) / _TAIL
-    return Finding(
-        rule=rule,
-        severity="advice",
-        kind="cause",
-        confidence=0.85,
-        what=f"The learning rate is too {'high' if high else 'low'}: the run's own steps "
-        + (
-            f"raise the loss of one batch in {_rises(own):.0%} of {len(own) - 1} steps"
-            if high
-            else "hardly change it"
+    if rule == "H825":
+        what = (
+            f"too high: the run's own steps raise the loss of one batch in {_rises(own):.0%} of {len(own) - 1} steps"
         )
-        + f", with {factor:g} times the rate it falls from {other[0]:.4g} to {after:.4g}",
-        evidence={"losses": _rounded(own), "factor": factor, "losses_with_factor": _rounded(other)},
-        fix=f"Multiply the learning rate by {factor:g}, from a state before the trouble if there is one.",
-        where=trial.optimizer_names,
+    else:
+        what = "too low: the run's own steps hardly change the loss of one batch"
+    return _cause(
+        rule,
+        f"The learning rate is {what}, with {factor:g} times the rate it falls from {other[0]:.4g} to {after:.4g}",
+        f"Multiply the learning rate by {factor:g}, from a state before the trouble if there is one.",
+        trial.optimizer_names,
+        confidence=0.85,
+        sure=False,
+        losses=_rounded(own),
+        factor=factor,
+        losses_with_factor=_rounded(other),
     )
 
 
@@ -326,7 +323,7 @@ def _rate_finding(rule: str, trial: Trial, own: list[float], factor: float, othe
 
 def _try_to_fit(trial: Trial) -> list[Finding]:
     """Fit a few samples with a fresh Adam; if that fails, again from new weights."""
-    few = trial.first(_FIT_SAMPLES)
+    few, samples = trial.first(_FIT_SAMPLES)
     start = trial.loss(few, backward=True)
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for _, gradient in trial.gradients().values()))
     drop = _FIT_DROP if len(trial.varying(few)) > 1 else _FIT_DROP_ALONE
@@ -341,25 +338,25 @@ def _try_to_fit(trial: Trial) -> list[Finding]:
     for rate in _FIT_RATES[:2]:
         trial.begin()
         new_weights = new_weights or (trial.reset_weights() and _fit(trial, few, rate, drop) is None)
+    fix = (
+        "The code can learn, but these weights cannot any more (dead or saturated units): start again from new or "
+        "earlier weights with a lower learning rate."
+        if new_weights
+        else "The fault is in the code or the architecture, not in the data or the learning rate: look for a "
+        "detached path, a loss on the wrong tensor, a saturated output, or too few trainable weights."
+    )
     return [
-        Finding(
-            rule="H829",
-            severity="error" if drop == _FIT_DROP else "advice",
-            kind="cause",
+        _cause(
+            "H829",
+            f"A fresh Adam cannot lower the loss of {samples or 'all'} samples by {drop:.0%} in {_FIT_STEPS} steps"
+            + ("; from new weights it can" if new_weights else ""),
+            fix,
             confidence=0.85 if drop == _FIT_DROP else 0.6,
-            what=f"A fresh Adam cannot lower the loss of {trial.samples_of_first(_FIT_SAMPLES) or 'all'} samples by "
-            f"{drop:.0%} in {_FIT_STEPS} steps" + ("; from new weights it can" if new_weights else ""),
-            evidence={
-                "loss": start,
-                "lowest_by_learning_rate": lowest,
-                "grad_norm": norm,
-                "fits_from_new_weights": new_weights,
-            },
-            fix="The code can learn, but these weights cannot any more (dead or saturated units): start again from "
-            "new or earlier weights with a lower learning rate."
-            if new_weights
-            else "The fault is in the code or the architecture, not in the data or the learning rate: look for a "
-            "detached path, a loss on the wrong tensor, a saturated output, or too few trainable weights.",
+            sure=drop == _FIT_DROP,
+            loss=start,
+            lowest_by_learning_rate=lowest,
+            grad_norm=norm,
+            fits_from_new_weights=new_weights,
         )
     ]
 
@@ -367,9 +364,7 @@ def _try_to_fit(trial: Trial) -> list[Finding]:
 def _fit(trial: Trial, few: Any, rate: float, drop: float) -> float | None:
     """Return the lowest loss that a fresh Adam reaches on a few samples, or None if it fits them."""
     optimizer = torch.optim.Adam(trial.parameters, lr=rate)
-    first = lowest = last = trial.loss(few, backward=True)
-    if not math.isfinite(first):
-        raise CannotTry(f"its loss is {first:g}")
+    first = lowest = last = trial.finite_loss(few, backward=True)
     for _ in range(_FIT_STEPS):
         trial.densify()
         optimizer.step()

@@ -2,9 +2,7 @@
 
 What is put back are weights, buffers, gradients, modes and plain attributes of the modules, the state, groups and
 attributes of the optimizers, and random state; each in the very objects where it was, bit for bit. The copies lie in
-host memory. Hooks of the optimizers are silent meanwhile.
-
-Does not: decide what is tried, or take back what a loss function changes outside its modules.
+host memory. What a loss function changes outside its modules is not taken back. ``probes`` decides what is tried.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ class Trial:
         models: By name.
         optimizers: By name: those whose steps are tried.
         before_step: Called between backward and step.
-        is_over: Says whether the time is spent; asked before each evaluation.
+        is_over: Whether the time is spent; asked before each evaluation.
     """
 
     def __init__(
@@ -76,13 +74,13 @@ class Trial:
         self._names = {key: name.split(".", 1)[1] if single else name for key, name in named.items()}
 
     def __enter__(self) -> Self:
-        self.batch, self._size = self.first(_SAMPLES), self.samples_of_first(_SAMPLES)
+        self.batch, self._size = self.first(_SAMPLES)
         owned = [p for module in self._modules for p in module._parameters.values() if p is not None]
         parameters: dict[int, torch.Tensor] = {id(p): p for p in (*owned, *self.parameters)}
         self._gradients = [(p, p.grad) for p in parameters.values()]
         seen: set[int] = set()
         keepers = [*map(vars, self._modules), *map(vars, self._optimizers), [*parameters.values()]]
-        self._put_back = [kept(each, seen) for each in keepers]
+        self._put_back = [_kept(each, seen) for each in keepers]
         devices = {p.device for p in parameters.values() if p.device.type not in ("cpu", "meta")}
         self._random = capture(sorted(devices, key=str))
         return self
@@ -114,9 +112,7 @@ class Trial:
         Raises:
             OutOfTime: If the time is spent.
         """
-        if self._is_over():
-            raise OutOfTime("the time for it is over")
-        restore(self._random)
+        self._begin_evaluation()
         with torch.set_grad_enabled(backward):
             total = read_loss(self._loss_fn(copied(part)), None, needs_graph=backward).total()
         if backward:
@@ -124,6 +120,22 @@ class Trial:
                 parameter.grad = None
             total.backward(inputs=self.parameters)  # type: ignore[no-untyped-call]
         return float(total.detach())
+
+    def _begin_evaluation(self) -> None:
+        if self._is_over():
+            raise OutOfTime("the time for it is over")
+        restore(self._random)
+
+    def finite_loss(self, part: Any, *, backward: bool = False) -> float:
+        """Return the loss of a batch, of which something can be learnt.
+
+        Raises:
+            CannotTry: If it is NaN or Inf.
+        """
+        loss = self.loss(part, backward=backward)
+        if not math.isfinite(loss):
+            raise CannotTry(f"its loss is {loss:g}")
+        return loss
 
     def gradients(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the parameters that have a gradient with a dense copy of it, by name."""
@@ -203,32 +215,22 @@ class Trial:
 
     # --- the batch ----------------------------------------------------------------------------------------------
 
-    def first(self, samples: int) -> Any:
-        """Return at most so many samples from the beginning of the batch; all of one that cannot be cut."""
+    def first(self, samples: int) -> tuple[Any, int | None]:
+        """Return at most so many samples from the beginning of the batch, and their number if it is known."""
         if self._size is None or self._size <= samples:
-            return self.batch
+            return self.batch, self._size
         try:
-            return micro_batches(self.batch, self._size, samples, self._split)[0][0]
+            part = micro_batches(self.batch, self._size, samples, self._split)[0][0]
         except BatchError:
-            return self.batch
-
-    def samples_of_first(self, samples: int) -> int | None:
-        """Return how many samples `first` returns; None if that is unknown."""
-        if self._size is None or self._size <= samples:
-            return self._size
+            return self.batch, None
         try:
-            return batch_size(self.first(samples), self._split)
+            return part, batch_size(part, self._split)
         except BatchError:
-            return None
+            return part, None
 
-    def shape(self, number: int) -> torch.Size:
-        """Return the shape of one tensor of the batch."""
-        return tensors_in(self.batch)[number].shape
-
-    def is_feature(self, number: int) -> bool:
-        """Say whether a tensor looks like an input: real numbers, or rows of integers; a column may be ids."""
-        tensor = tensors_in(self.batch)[number]
-        return tensor.is_floating_point() or tensor.ndim > 1
+    def tensor(self, number: int) -> torch.Tensor:
+        """Return one tensor of the batch."""
+        return tensors_in(self.batch)[number]
 
     def varying(self, part: Any) -> list[int]:
         """Return the numbers of the tensors that have one entry per sample, and not the same one."""
@@ -263,13 +265,11 @@ class Trial:
     def read_by_loss(self) -> set[int]:
         """Return the numbers of the tensors with which the loss function computes something."""
         given = copied(self.batch)
-        watching = _Reads(tensors_in(given))
-        if self._is_over():
-            raise OutOfTime("the time for it is over")
-        restore(self._random)
-        with watching:
+        reads = _Reads(tensors_in(given))
+        self._begin_evaluation()
+        with reads:
             without_graph(lambda: self._loss_fn(given))
-        return watching.read
+        return reads.read
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -297,11 +297,11 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._numbers.get(leaf.untyped_storage().data_ptr()) if leaf.layout == torch.strided else None
 
 
-def kept(value: Any, seen: set[int]) -> Callable[[], Any]:
+def _kept(value: Any, seen: set[int]) -> Callable[[], Any]:
     """Copy what a tree of dicts, lists, tuples and tensors holds now.
 
     Returns:
-        A function that puts everything back into the same objects, as often as it is called, and returns the root.
+        Puts everything back into the same objects, as often as it is called, and returns the root.
     """
     if not isinstance(value, (dict, list, tuple, torch.Tensor)) or id(value) in seen:
         return lambda: value
@@ -309,7 +309,7 @@ def kept(value: Any, seen: set[int]) -> Callable[[], Any]:
     if isinstance(value, torch.Tensor):
         return _kept_tensor(value)
     if isinstance(value, dict):
-        entries = {key: kept(entry, seen) for key, entry in value.items()}
+        entries = {key: _kept(entry, seen) for key, entry in value.items()}
 
         def put_back() -> Any:
             now = {key: entry() for key, entry in entries.items()}
@@ -318,7 +318,7 @@ def kept(value: Any, seen: set[int]) -> Callable[[], Any]:
             return value
 
         return put_back
-    items = [kept(item, seen) for item in value]
+    items = [_kept(item, seen) for item in value]
 
     def put_back_items() -> Any:
         now = [item() for item in items]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -16,9 +17,8 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.policy import Objective, Policy
 from holdfast.explain.rules import find_rule
 from holdfast.learning.finding import Finding
-from holdfast.learning.flow import makes_state
-from holdfast.learning.insight import LOST
 from holdfast.learning.observer import Observer
+from holdfast.learning.optimizers import makes_state
 from holdfast.numerics.alignment import alignment_facts
 from holdfast.numerics.eager import as_written, is_symbolic
 
@@ -34,7 +34,6 @@ class Watch:
         self._optimizers = optimizers
         self._clock = clock
         self._depth = 0
-        self._said = False  # that little is seen
         self._hooks: list[Any] = []
         self._started = 0.0
         self.elapsed_seconds = 0.0
@@ -60,13 +59,13 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._observer.insight.leave_mode()
+        self._observer.hooks.leave_mode()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         try:
             self._observer.finish()
-            self._tell(self._observer.take_fresh())
+            self._log(self._observer.take_fresh())
         finally:
             self._observer.close()
         self.elapsed_seconds = self._clock.monotonic_seconds() - self._started
@@ -81,43 +80,38 @@ class Watch:
         ``["layers"]`` has, by parameter, the usual size of the gradient's elements and the usual length of a step
         beside that of the weights; ``["dead_units"]`` and ``["saturated"]`` have shares of activations by module.
         """
-        return self._observer.facts()
+        return dataclasses.asdict(self._observer.facts())
 
     def validated(self, loss: float) -> None:
-        """Tell the result of an evaluation.
-
-        Args:
-            loss: Less is better.
-        """
+        """Take in the loss of an evaluation; less is better."""
         self._observer.validated(float(loss))
 
     def aligned(
         self, attention: torch.Tensor, input_lengths: torch.Tensor, output_lengths: torch.Tensor, **limit: Any
     ) -> None:
-        """Tell how the attention of a speech synthesiser lies; see `holdfast.numerics.alignment.alignment_facts`."""
-        self._observer.alignment = alignment_facts(attention, input_lengths, output_lengths, **limit)
+        """Take in the attention of a speech synthesiser; see `holdfast.numerics.alignment.alignment_facts`."""
+        self._observer.aligned(alignment_facts(attention, input_lengths, output_lengths, **limit))
 
     def _look(self) -> None:
         if self._observer.due():
             self._observer.look()
             # Inside a mode of the caller's own, ours would be left by the caller's exit: then not in this step.
             if torch._C._len_torch_function_stack() == self._depth:
-                self._observer.insight.enter_mode()
+                self._observer.hooks.enter_mode()
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not (is_symbolic() or self._observer.closure or makes_state(optimizer)):
-            self._observer.insight.leave_mode()
+            self._observer.hooks.leave_mode()
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not (is_symbolic() or makes_state(optimizer)):
-            self._observer.insight.leave_mode()
-            self._tell(self._observer.end_step())
+            self._observer.hooks.leave_mode()
+            self._log(self._observer.end_step())
             self._look()
 
-    def _tell(self, findings: Sequence[Finding]) -> None:
-        if self._observer.insight.lost and not self._said:
-            self._said = True
-            _log.warning("%s", LOST)
+    def _log(self, findings: Sequence[Finding]) -> None:
+        if (notice := self._observer.take_notice()) is not None:
+            _log.warning("%s", notice)
         for finding in findings:
             _log.log(_LEVELS[finding.severity], "%s", finding)
 
@@ -175,14 +169,12 @@ def watch(
     checked = Policy(objective=objective, frozen=frozen, ignore_rules=ignore)
     for rule in checked.ignore_rules:
         find_rule(rule)
-    given: dict[str, nn.Module] = _named(model, "model", nn.Module)
     optimizers = _named(optimizer, "optimizer", Optimizer)
-    schedulers = {} if scheduler is None else _named(scheduler, "scheduler", object)
-    models, compiled = as_written(given)
+    models, compiled = as_written(_named(model, "model", nn.Module))
     observer = Observer(
         models,
         optimizers,
-        schedulers,
+        {} if scheduler is None else _named(scheduler, "scheduler", object),
         total_steps=total_steps,
         objective=objective,
         frozen=frozen,

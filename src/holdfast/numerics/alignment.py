@@ -1,9 +1,7 @@
 """How well an attention aligns its decoder steps with its encoder positions: five numbers for a batch.
 
-For models that read an input from left to right while they write, such as text to speech. There the loss under
-teacher forcing can look fine although free-running synthesis fails, and the attention shows it.
-
-Not here: what is good enough. That is said by a rule of ``diagnose``.
+For models that read from left to right while they write, such as text to speech: the loss under teacher forcing can
+look fine although free-running synthesis fails, and the attention shows it. Rule H852 says what is good enough.
 """
 
 from __future__ import annotations
@@ -57,24 +55,15 @@ def alignment_facts(
         max_decoder_steps: Where free-running decoding is cut off; None if it was not free-running.
 
     Returns:
-        Means over the utterances that can be judged. One cannot whose length is 0 or beyond the attention's shape,
-        or whose weights hold NaN or Inf. NaN throughout if there is none.
+        Means over the utterances that can be judged (valid lengths, no NaN or Inf); NaN throughout if there is none.
 
-        ``diagonality``: 1 minus the guided-attention loss of Tachibana et al. (arXiv 1710.08969, eq. 8): the weight
-        at position n of N in step t of T counts as ``exp(-(n/N - t/T)^2 / (2 * 0.2^2))``, both from their middles.
+        ``diagonality``: 1 minus the guided-attention loss of Tachibana et al. (arXiv 1710.08969, eq. 8).
         1 on the diagonal; 0.42 for uniform attention; 0.25 if stuck at the first or the last position.
-
-        ``sharpness``: the largest weight of each step, averaged: the focus rate of Ren et al. (FastSpeech, arXiv
-        1905.09263). 1/N for uniform attention.
-
+        ``sharpness``: the largest weight of each step, averaged: the focus rate of FastSpeech (arXiv 1905.09263).
         ``entropy``: entropy of each step divided by its maximum, log N; 1 for uniform attention, 0 if sharp.
-
         ``monotonic_share``: steps whose strongest position does not lie before that of the step before. He et al.
         (arXiv 1906.00672) demand all; 0.5 is what chance gives. A stuck attention is monotonic too.
-
-        ``share_at_max_decoder``: utterances that ran into `max_decoder_steps`; 0 without such a limit. That is how
-        a missed end shows itself.
-
+        ``share_at_max_decoder``: utterances that ran into `max_decoder_steps`, as those that miss their end do.
         ``utterances``: how many were judged.
 
     Raises:

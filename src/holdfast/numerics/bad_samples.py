@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 
 
-class _Spent(Exception):  # noqa: N818 - no error: the search ends
-    """So many questions were asked that the search gives up."""
+class _TooManyCallsError(Exception):
+    """The search gives up."""
 
 
 def find_bad_samples(
@@ -19,9 +19,8 @@ def find_bad_samples(
 ) -> list[int]:
     """Return the samples without which a bad batch is good.
 
-    A hint that is right costs one call. Without one, a single bad sample costs about ``log2(size)`` calls and k of
-    them about ``2 k log2(size)``. If no smaller batch is good at all, the search gives up after
-    ``4 + 2 log2(size)`` calls, since then samples are hardly to blame.
+    A right hint costs one call; without one, k bad samples cost about ``2 k log2(size)``. If no smaller batch is good
+    at all, the search gives up after ``4 + 2 log2(size)`` calls, since then samples are hardly to blame.
 
     Args:
         is_bad: Whether a batch of exactly these samples (indices in rising order, never none) gives NaN or Inf.
@@ -36,7 +35,7 @@ def find_bad_samples(
     search = _Search(is_bad, size, most_calls)
     try:
         return search.run(sorted({index for index in hint if 0 <= index < size}))
-    except _Spent:
+    except _TooManyCallsError:
         return []
 
 
@@ -51,20 +50,16 @@ class _Search:
     def run(self, hint: list[int]) -> list[int]:
         everything = list(range(self._size))
         if hint and self._good_without(hint):
-            return self._minimal(hint)
-        found: list[int] = []
+            if len(hint) == 1:
+                return hint
+            found = sorted(self._bad_among(hint, [index for index in everything if index not in hint]))
+            return found if self._good_without(found) else hint
+        found = []
         while len(found) < self._size:  # a second round only if samples are bad in company alone
             found = sorted({*found, *self._bad_among([i for i in everything if i not in found], [])})
             if self._good_without(found):
                 return found
         return []
-
-    def _minimal(self, hint: list[int]) -> list[int]:
-        """Return those of the suspects that are needed, given that the batch is good without all of them."""
-        if len(hint) == 1:
-            return hint
-        found = sorted(self._bad_among(hint, [index for index in range(self._size) if index not in hint]))
-        return found if self._good_without(found) else hint
 
     def _bad_among(self, suspects: list[int], good: list[int]) -> list[int]:
         """Return bad samples of a set that is bad together with samples that are good."""
@@ -87,7 +82,7 @@ class _Search:
         if key not in self._known:
             hopeless = all(self._known.values()) and len(self._known) > self._patience
             if self._left <= 0 or hopeless:
-                raise _Spent
+                raise _TooManyCallsError
             self._left -= 1
             self._known[key] = self._is_bad(list(key))
         return self._known[key]

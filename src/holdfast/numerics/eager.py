@@ -44,7 +44,7 @@ def as_written(models: Mapping[str, _Module]) -> tuple[dict[str, Any], bool]:
 
 
 def anything_compiled() -> bool:
-    """Say whether ``torch.compile`` has traced a function in this process; ``torch.compiler.reset()`` forgets it."""
+    """Return whether ``torch.compile`` has traced anything in this process; ``torch.compiler.reset()`` forgets it."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and bool(frames.input_codes.seen_ids)
 
@@ -65,10 +65,10 @@ def notify_no_more(begins: Callable[[Any], None]) -> None:
 
 
 def is_symbolic() -> bool:
-    """Say whether code is traced, transformed or captured just now: values cannot be read, and looking would stay in.
+    """Return whether code is traced, transformed or captured just now, so that values cannot be read.
 
-    That is a compiler's trace, ``torch.jit.trace``, a dispatch mode such as that of ``make_fx`` or of fake tensors, a
-    transform of ``torch.func``, or a CUDA graph that is being captured.
+    By a compiler, ``torch.jit.trace``, a dispatch mode such as that of ``make_fx`` or of fake tensors, a transform of
+    ``torch.func``, or a CUDA graph that is being captured.
     """
     return bool(
         torch.compiler.is_compiling()
@@ -83,5 +83,5 @@ def is_symbolic() -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Say whether a level of forward-mode AD is active: ``forward_ad.dual_level``, ``torch.func.jvp``, ``jacfwd``."""
+    """Return whether a level of forward-mode AD is active, as in ``torch.func.jvp``."""
     return bool(forward_ad._current_level >= 0)

@@ -1,7 +1,4 @@
-"""What to do to the learning rate when the batch changes. Advice only: nothing here touches an optimizer.
-
-All of it is about losses that are means over the batch. Schedules, and when a rate is lowered, lie elsewhere.
-"""
+"""What to do to the learning rate when the batch changes, for losses that are means over the batch. Advice only."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
         new_batch: So many now.
         by: What the two numbers count. ``"batch"``: samples of one update, over all micro-batches and ranks.
             ``"accumulation"``: micro-batches of one update, and ``"micro_batch"``: samples of one forward, while the
-            samples of the update stay the same. If they do not stay the same, that is a change of ``"batch"``,
-            whatever it came from.
+            samples of the update stay the same.
 
     Raises:
         PolicyError: H105 for a number that is no whole number >= 1, or another `by`.
@@ -75,7 +71,7 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
     k = new_batch / old_batch
     if k == 1:
         return _no_change("the batch is the same")
-    name = type(optimizer).__name__
+    name, groups = type(optimizer).__name__, optimizer.param_groups
     if isinstance(optimizer, torch.optim.SGD):
         return Advice(
             rule="linear",
@@ -85,7 +81,8 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
             "images there), and a large rate needs a warm-up",
             source=_GOYAL,
         )
-    if _is_adaptive(optimizer):
+    # Of Adam's kind: it divides by the root of a decaying mean of squares.
+    if isinstance(optimizer, torch.optim.RMSprop) or all({"betas", "eps"} <= set(group) for group in groups):
         return _square_root(optimizer, name, k)
     return _no_change(f"no published rule is known for {name}: try the old rate first")
 
@@ -104,12 +101,6 @@ def _square_root(optimizer: Optimizer, name: str, k: float) -> Advice:
         "large that the noise is small, the rule says too little",
         source=_MALLADI,
     )
-
-
-def _is_adaptive(optimizer: Optimizer) -> bool:
-    """Tell whether it is of Adam's kind: it divides by the root of a decaying mean of squares."""
-    groups = optimizer.param_groups
-    return isinstance(optimizer, torch.optim.RMSprop) or all({"betas", "eps"} <= set(group) for group in groups)
 
 
 def _no_change(reason: str) -> Advice:

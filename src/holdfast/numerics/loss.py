@@ -19,8 +19,8 @@ _T = TypeVar("_T")
 class Loss:
     """A mean over loss-bearing items, so that accumulation over micro-batches is exact for ragged data.
 
-    A loss of several terms, each a mean over items of its own (frames, tokens, utterances), is a sequence or a dict
-    of these: the total is the sum of the means, and each is weighted by its own items when a batch is split.
+    A loss of several terms, each a mean over items of its own, is a sequence or a dict of these: the total is the sum
+    of the means, and each is weighted by its own items when a batch is split.
 
     Args:
         mean: The mean loss over `items`, shape ``()``, with a graph.
@@ -66,11 +66,10 @@ class Terms:
         """Return the means and the items as numbers. Cost: one host sync, or none on the CPU."""
         device = self.means[0].device
         wide = torch.float32 if device.type == "mps" else torch.float64
-        values = [value.detach() for value in (*self.means, *self.items) if isinstance(value, torch.Tensor)]
-        numbers = iter(torch.stack([value.to(device, wide) for value in values]).tolist())
-        read = [
-            next(numbers) if isinstance(value, torch.Tensor) else float(value) for value in (*self.means, *self.items)
-        ]
+        values = (*self.means, *self.items)
+        tensors = [value.detach().to(device, wide) for value in values if isinstance(value, torch.Tensor)]
+        numbers = iter(torch.stack(tensors).tolist())
+        read = [next(numbers) if isinstance(value, torch.Tensor) else float(value) for value in values]
         counts = read[len(self.means) :]
         for count in counts:
             check_count(count, counted=self.counted)

@@ -1,49 +1,43 @@
 """How an operation came to return NaN or Inf, in words, from the ranges of what it was given.
 
-A rule names a mechanism only if the operands bear it out; what no rule explains is said to be unexplained.
+A mechanism is named only if the operands bear it out; what none explains is said to be unexplained.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.numerics.operands import Operand
+from holdfast.numerics.tracer import Suspect
 
 Confidence = Literal["certain", "likely", "unknown"]
 
-_READABLE = {
-    "softmax": "softmax",
-    "safe_softmax": "softmax",
-    "log_softmax": "log_softmax",
-    "softmax_backward_data": "softmax",
-    "log_softmax_backward_data": "log_softmax",
-    "native_layer_norm": "layer_norm",
-    "fused_rms_norm": "rms_norm",
-    "native_group_norm": "group_norm",
-    "native_batch_norm": "batch_norm",
-    "native_batch_norm_legit": "batch_norm",
-    "native_batch_norm_legit_no_training": "batch_norm",
-    "batch_norm_with_update": "batch_norm",
-    "cudnn_batch_norm": "batch_norm",
-    "linalg_vector_norm": "norm",
-    "to_copy": "to",
-    "nll_loss_forward": "nll_loss",
-    "nll_loss2d_forward": "nll_loss",
-    "nll_loss2d": "nll_loss",
-    "thnn_fused_lstm_cell": "lstm_cell",
-    "thnn_fused_gru_cell": "gru_cell",
-    "mkldnn_rnn_layer": "rnn",
-    "cudnn_rnn": "rnn",
-    "embedding_bag": "embedding_bag",
-    "ctc_loss": "ctc_loss",
-    "cdist_forward": "cdist",
-}
+_VARIANT = re.compile(
+    r"^(?:native|cudnn|mkldnn|thnn_fused|fused|safe|linalg_vector)_"
+    r"|_(?:forward|backward_data|legit|legit_no_training|with_update)$"
+    r"|(?<=nll_loss)2d|(?<=rnn)_layer$|(?<=^to)_copy$"
+)
 _LIMITS = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38, "float64": 1.7977e308}
-_INSIDE = {"asin": (-1.0, 1.0), "acos": (-1.0, 1.0), "atanh": (-1.0, 1.0), "logit": (0.0, 1.0)}
-_REDUCTIONS = {"softmax", "log_softmax", "logsumexp", "max", "amax"}
+_DOMAINS = {"asin": (-1.0, 1.0), "acos": (-1.0, 1.0), "atanh": (-1.0, 1.0), "logit": (0.0, 1.0)}
+_STEEP_AT = {
+    "0": ("sqrt", "log", "log2", "log10"),
+    "-1": ("log1p",),
+    "-1 and 1, the edge of its range": ("acos", "asin", "atanh"),
+    "1, the edge of its range": ("acosh",),
+}
+_SINGULAR = {op: f"{op} has an infinite derivative at {where}" for where, ops in _STEEP_AT.items() for op in ops} | {
+    "rsqrt": "1/sqrt has an infinite derivative at 0",
+    "div": "the derivative of a division by 0",
+    "reciprocal": "the derivative of 1/0",
+    "pow": "x**p with p < 1 has an infinite derivative at 0",
+    "norm": "a norm has no derivative at 0",
+    "std": "a standard deviation has an infinite derivative where its input is constant",
+    "cdist": "a distance of 0 has no derivative",
+    "prod": "the derivative of a product that holds 0",
+    "atan2": "atan2 has no derivative at (0, 0)",
+}
 
 
 def readable(name: str) -> str:
@@ -57,215 +51,112 @@ def readable(name: str) -> str:
     if node is not None or name[:1].isupper():
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name if node is None else node[1]).lower()
     name = name.strip("_")
-    if "scaled_dot_product" in name:
-        return "scaled_dot_product_attention"
-    return _READABLE.get(name, name)
+    return "scaled_dot_product_attention" if "scaled_dot_product" in name else _VARIANT.sub("", name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What a rule may look at.
-
-    Args:
-        op: Readable name.
-        backward: Whether the operation belongs to the derivative of `op`.
-        operands: What it was given, in order.
-        scalars: Its numbers.
-        produced: Its output.
-    """
-
-    op: str
-    backward: bool
-    operands: Sequence[Operand]
-    scalars: Sequence[float]
-    produced: Operand
-
-    @property
-    def first(self) -> Operand | None:
-        """The first operand."""
-        return self.operands[0] if self.operands else None
-
-    def below(self, limit: float) -> bool:
-        """Return whether the first operand goes below a limit."""
-        return self.first is not None and self.first.least is not None and self.first.least < limit
-
-
-def explain(facts: Facts) -> tuple[str, Confidence]:
-    """Return the mechanism in one clause, and how sure it is."""
-    if facts.backward:
-        found = _in_backward(facts)
+def explain(suspect: Suspect) -> tuple[str, Confidence]:
+    """Return how an operation came to be bad, in one clause, and how sure that is."""
+    op = readable(suspect.name if suspect.function else suspect.node or suspect.name)
+    if suspect.node:
+        found = _in_backward(op, suspect)
     else:
-        rule = _RULES.get(facts.op)
-        found = rule(facts) if rule is not None else None
+        found = _in_forward(op, suspect, suspect.operands[0]) if suspect.operands else None
     if found is not None:
         return found, "certain"
-    found = _by_arithmetic(facts)
-    if found is not None:
-        return found, "likely"
-    return "no rule explains it", "unknown"
+    found = _by_arithmetic(op, suspect)
+    return (found, "likely") if found is not None else ("no rule explains it", "unknown")
 
 
-def _logarithm(facts: Facts) -> str | None:
-    edge = -1.0 if facts.op == "log1p" else 0.0
-    if facts.below(edge):
-        return f"{facts.op} of a number below {edge:g}"
-    at_edge = facts.first is not None and facts.first.least == edge
-    return f"{facts.op} of {edge:g}" if at_edge else None
+def _in_forward(op: str, suspect: Suspect, first: Operand) -> str | None:
+    produced = suspect.produced
+    least, most = (first.least, first.most) if first.least is not None and first.most is not None else (0.0, 0.0)
+    negative = least < 0
+    match op:
+        case "log" | "log2" | "log10" | "log1p":
+            edge = -1.0 if op == "log1p" else 0.0
+            if least < edge:
+                return f"{op} of a number below {edge:g}"
+            return f"{op} of {edge:g}" if first.least == edge else None
+        case "sqrt" | "rsqrt":
+            if negative:
+                return "square root of a negative number"
+            return "1/sqrt of 0" if op == "rsqrt" and first.zeros else None
+        case "div" | "reciprocal" | "true_divide" | "fmod" | "remainder":
+            return _in_division(op, suspect, first)
+        case "exp" | "exp2" | "expm1" | "cosh" | "sinh":
+            known = first.most is not None and not first.nan and produced.inf
+            return f"{op} overflow (largest operand {most:.4g})" if known else None
+        case "asin" | "acos" | "atanh" | "logit":
+            low, high = _DOMAINS[op]
+            outside = first.least is not None and (least < low or most > high)
+            where = "outside" if outside else "at the edge of" if produced.inf and first.least is not None else ""
+            return f"{op} {where} its range [{low:g}, {high:g}]" if where else None
+        case "pow":
+            if produced.nan and negative:
+                return "pow: a negative number to a fractional power"
+            exponents = [*suspect.scalars, *(operand.least or 0.0 for operand in suspect.operands[1:2])]
+            return "pow: 0 to a negative power" if first.zeros and min(exponents, default=0.0) < 0 else None
+    return _in_reduction(op, suspect, first)
 
 
-def _root(facts: Facts) -> str | None:
-    if facts.below(0.0):
-        return "square root of a negative number"
-    zero = facts.op == "rsqrt" and facts.first is not None and facts.first.zeros
-    return "1/sqrt of 0" if zero else None
+def _in_division(op: str, suspect: Suspect, first: Operand) -> str | None:
+    by_number = op != "reciprocal" and len(suspect.operands) == 1  # tensor / number
+    if 0.0 in suspect.scalars if by_number else suspect.operands[-1].zeros > 0:
+        return "division 0/0" if suspect.produced.nan and first.zeros else "division by 0"
+    both = len(suspect.operands) == 2 and all(operand.inf for operand in suspect.operands)
+    return "division inf/inf" if both else None
 
 
-def _division(facts: Facts) -> str | None:
-    divisor = facts.operands[-1] if facts.operands else None
-    by_number = facts.op != "reciprocal" and len(facts.operands) == 1  # tensor / number
-    zero = 0.0 in facts.scalars if by_number else divisor is not None and divisor.zeros > 0
-    if zero:
-        return (
-            "division 0/0"
-            if facts.produced.nan and facts.first is not None and facts.first.zeros
-            else "division by 0"
-        )
-    if len(facts.operands) == 2 and all(operand.inf for operand in facts.operands):
-        return "division inf/inf"
+def _in_reduction(op: str, suspect: Suspect, first: Operand) -> str | None:
+    masked = first.inf and first.negative_inf == first.inf
+    match op:
+        case "softmax" | "log_softmax" | "logsumexp" | "max" | "amax" if first.inf:
+            return f"{op} over a row that is masked entirely (all -Inf)" if masked else f"{op} of +Inf"
+        case "std" | "var" | "std_mean" | "var_mean" if suspect.produced.nan and not (first.inf or first.nan):
+            return f"{op}: variance of one element"
+        case "mean" if first.count == 0:
+            return "mean of no elements"
+        case "layer_norm" | "group_norm" | "batch_norm" | "rms_norm":
+            # The numbers of every normalising operation end in eps; batch_norm's also hold the momentum.
+            if op == "batch_norm" and len(suspect.operands) >= 5 and (suspect.operands[4].least or 0.0) < 0:
+                return "batch_norm: negative running variance"
+            constant = suspect.scalars[-1:] == (0.0,) and not any(operand.inf for operand in suspect.operands)
+            return f"{op}: a row without variance, and eps is 0" if constant else None
+        case "nll_loss" if first.negative_inf:
+            return f"{op}: the log-probability of a target is -Inf (its class is masked, or has probability 0)"
     return None
 
 
-def _exponential(facts: Facts) -> str | None:
-    if facts.first is None or facts.first.most is None or facts.first.nan or not facts.produced.inf:
-        return None
-    return f"{facts.op} overflow (largest operand {facts.first.most:.4g})"
-
-
-def _power(facts: Facts) -> str | None:
-    if facts.produced.nan and facts.below(0.0):
-        return "pow: a negative number to a fractional power"
-    negative = any(number < 0 for number in facts.scalars) or (
-        len(facts.operands) > 1 and (facts.operands[1].least or 0.0) < 0
-    )
-    if facts.first is not None and facts.first.zeros and negative:
-        return "pow: 0 to a negative power"
-    return None
-
-
-def _bounded(facts: Facts) -> str | None:
-    low, high = _INSIDE[facts.op]
-    first = facts.first
-    if first is None or first.least is None or first.most is None:
-        return None
-    if first.least < low or first.most > high:
-        return f"{facts.op} outside its range [{low:g}, {high:g}]"
-    return f"{facts.op} at the edge of its range [{low:g}, {high:g}]" if facts.produced.inf else None
-
-
-def _over_masked_row(facts: Facts) -> str | None:
-    first = facts.first
-    if first is None or not first.inf:
-        return None
-    if first.negative_inf == first.inf:
-        return f"{facts.op} over a row that is masked entirely (all -Inf)"
-    return f"{facts.op} of +Inf"
-
-
-def _spread(facts: Facts) -> str | None:
-    if not facts.produced.nan or facts.first is None or facts.first.inf or facts.first.nan:
-        return None
-    return "mean of no elements" if facts.op == "mean" else f"{facts.op}: variance of one element"
-
-
-def _mean(facts: Facts) -> str | None:
-    return "mean of no elements" if facts.first is not None and facts.first.count == 0 else None
-
-
-def _normalisation(facts: Facts) -> str | None:
-    # The numbers of every normalising operation end in eps; batch_norm's also hold the momentum.
-    if facts.op == "batch_norm" and len(facts.operands) >= 5 and (facts.operands[4].least or 0.0) < 0:
-        return "batch_norm: negative running variance"
-    if facts.scalars and facts.scalars[-1] == 0.0 and not any(operand.inf for operand in facts.operands):
-        return f"{facts.op}: a row without variance, and eps is 0"
-    return None
-
-
-def _likelihood(facts: Facts) -> str | None:
-    if facts.first is not None and facts.first.negative_inf:
-        return f"{facts.op}: the log-probability of a target is -Inf (its class is masked, or has probability 0)"
-    return None
-
-
-_RULES: dict[str, Callable[[Facts], str | None]] = {
-    **dict.fromkeys(("log", "log2", "log10", "log1p"), _logarithm),
-    **dict.fromkeys(("sqrt", "rsqrt"), _root),
-    **dict.fromkeys(("div", "reciprocal", "true_divide", "fmod", "remainder"), _division),
-    **dict.fromkeys(("exp", "exp2", "expm1", "cosh", "sinh"), _exponential),
-    **dict.fromkeys(("asin", "acos", "atanh", "logit"), _bounded),
-    **dict.fromkeys(_REDUCTIONS, _over_masked_row),
-    **dict.fromkeys(("std", "var", "std_mean", "var_mean"), _spread),
-    **dict.fromkeys(("layer_norm", "group_norm", "batch_norm", "rms_norm"), _normalisation),
-    "pow": _power,
-    "mean": _mean,
-    "nll_loss": _likelihood,
-}
-_STEEP = {
-    "sqrt": "sqrt has an infinite derivative at 0",
-    "rsqrt": "1/sqrt has an infinite derivative at 0",
-    "log": "log has an infinite derivative at 0",
-    "log2": "log2 has an infinite derivative at 0",
-    "log10": "log10 has an infinite derivative at 0",
-    "log1p": "log1p has an infinite derivative at -1",
-    "div": "the derivative of a division by 0",
-    "reciprocal": "the derivative of 1/0",
-    "pow": "x**p with p < 1 has an infinite derivative at 0",
-    "acos": "acos has an infinite derivative at -1 and 1, the edge of its range",
-    "asin": "asin has an infinite derivative at -1 and 1, the edge of its range",
-    "atanh": "atanh has an infinite derivative at -1 and 1, the edge of its range",
-    "acosh": "acosh has an infinite derivative at 1, the edge of its range",
-    "norm": "a norm has no derivative at 0",
-    "std": "a standard deviation has an infinite derivative where its input is constant",
-    "cdist": "a distance of 0 has no derivative",
-    "prod": "the derivative of a product that holds 0",
-    "atan2": "atan2 has no derivative at (0, 0)",
-}
-
-
-def _in_backward(facts: Facts) -> str | None:
+def _in_backward(op: str, suspect: Suspect) -> str | None:
     """Explain by the forward operation whose derivative ran; 0 among the operands means its singular point."""
-    steep = _STEEP.get(facts.op)
-    if steep is None or not any(operand.zeros or operand.inf for operand in facts.operands):
+    singular = _SINGULAR.get(op)
+    if singular is None or not any(operand.zeros or operand.inf for operand in suspect.operands):
         return None
-    masked = facts.produced.nan and facts.first is not None and facts.first.zeros
-    return steep + " (0/0, as behind a where)" * bool(masked)
+    behind_where = suspect.produced.nan and suspect.operands[0].zeros
+    return singular + " (0/0, as behind a where)" * bool(behind_where)
 
 
-def _by_arithmetic(facts: Facts) -> str | None:
+def _by_arithmetic(op: str, suspect: Suspect) -> str | None:
     """Explain by what any arithmetic can do: inf-inf, 0*inf, and leaving the range of the type."""
-    taken = [operand for operand in facts.operands if operand.inf]
-    infinite_number = any(number in (float("inf"), float("-inf")) for number in facts.scalars)
-    if facts.produced.nan and (taken or infinite_number):
-        if facts.op in ("add", "sub", "sum", "mean", "cumsum"):
+    infinite_number = any(map(math.isinf, suspect.scalars))
+    infinite_operand = any(operand.inf for operand in suspect.operands)
+    if suspect.produced.nan and (infinite_operand or infinite_number):
+        if op in ("add", "sub", "sum", "mean", "cumsum"):
             return "inf-inf"
-        return (
-            "0*inf"
-            if any(operand.zeros for operand in facts.operands)
-            else "NaN made of Inf (inf-inf, 0*inf or inf/inf)"
-        )
-    if taken:
+        zero = any(operand.zeros for operand in suspect.operands)
+        return "0*inf" if zero else "NaN made of Inf (inf-inf, 0*inf or inf/inf)"
+    if infinite_operand:
         return "Inf reached it, on purpose or not (a mask value in a sum or mean?)"
     if infinite_number:
         return "one of its numbers is Inf"
-    kind = facts.produced.dtype
-    largest = max((operand.largest for operand in facts.operands), default=0.0)
-    largest = max([largest, *map(abs, facts.scalars)])
+    largest = max([0.0, *(operand.largest for operand in suspect.operands), *map(abs, suspect.scalars)])
     # A product of two such values, summed as often as there are elements, is the most that one operation can make.
-    count = max((operand.count for operand in facts.operands), default=1)
-    within = max(largest, largest * largest) * count <= _LIMITS.get(kind, 0.0)
-    if within or not (facts.produced.inf or facts.produced.nan):
+    count = max((operand.count for operand in suspect.operands), default=1)
+    limit = _LIMITS.get(suspect.produced.dtype, 0.0)
+    if max(largest, largest * largest) * count <= limit or not (suspect.produced.inf or suspect.produced.nan):
         return None
-    if kind == "float16":
+    if suspect.produced.dtype == "float16":
         return f"fp16 range exceeded (65 504; largest operand {largest:.4g})"
-    if facts.produced.inf and kind in _LIMITS:
-        return f"{kind} range exceeded ({_LIMITS[kind]:.4g}; largest operand {largest:.4g})"
+    if suspect.produced.inf and limit:
+        return f"{suspect.produced.dtype} range exceeded ({limit:.4g}; largest operand {largest:.4g})"
     return f"overflow inside the operation (largest operand {largest:.4g})"

@@ -8,33 +8,21 @@ from dataclasses import dataclass
 import torch
 
 _PLAIN = torch._C._disabled_torch_dispatch_impl
-
 _MOST_PLACES = 512  # elements that are told apart inside one storage; beyond, the region counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """What is known about the values of a tensor.
+    """What is known about the values of a tensor; of complex numbers the magnitudes count."""
 
-    Args:
-        dtype: Such as ``"float32"``.
-        shape: As the tensor's.
-        least: Smallest finite value (of complex numbers: of their magnitudes); None if no value is finite.
-        most: Largest finite value.
-        nan: Elements that are NaN.
-        inf: Elements that are Inf of either sign.
-        negative_inf: Of these, elements that are -Inf.
-        zeros: Elements that are 0.
-    """
-
-    dtype: str
+    dtype: str  # such as "float32"
     shape: tuple[int, ...]
-    least: float | None
-    most: float | None
-    nan: int
-    inf: int
-    negative_inf: int
-    zeros: int
+    least: float | None  # smallest finite value; None if no value is finite
+    most: float | None  # largest finite value
+    nan: int  # elements that are NaN
+    inf: int  # elements that are Inf of either sign
+    negative_inf: int  # of these, elements that are -Inf
+    zeros: int  # elements that are 0
 
     @property
     def largest(self) -> float:
@@ -54,11 +42,11 @@ class Operand:
 
     def __str__(self) -> str:
         size = "x".join(map(str, self.shape)) or "scalar"
-        parts = [f"{self.dtype}[{size}]"]
+        parts = []
         if self.least is not None and self.most is not None:
             parts.append(f"{self.least:.4g} to {self.most:.4g}" if self.least != self.most else f"{self.least:.4g}")
         parts += [f"{count} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
-        return f"{parts[0]} ({', '.join(parts[1:])})" if len(parts) > 1 else parts[0]
+        return f"{self.dtype}[{size}]" + (f" ({', '.join(parts)})" if parts else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +64,18 @@ class Places:
         return self.first <= other.last and other.first <= self.last
 
 
-def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the floating-point or complex values of a tensor that can be looked at, or None.
+def values_of(tensor: torch.Tensor, *, whole_numbers: bool = False) -> torch.Tensor | None:
+    """Return the floating-point or complex values (or the integers) of a tensor that can be looked at, or None.
 
-    Passed over: integers, meta tensors, subclasses that dispatch themselves, nested and quantized tensors.
+    Passed over: meta tensors, subclasses that dispatch themselves, nested and quantized tensors.
     """
-    if getattr(type(tensor), "__torch_dispatch__", _PLAIN) is not _PLAIN or tensor.is_meta:
+    dispatches = getattr(type(tensor), "__torch_dispatch__", _PLAIN) is not _PLAIN
+    if dispatches or tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         return None
-    if tensor.layout == torch.sparse_coo:
-        tensor = tensor._values()
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        return None
-    return tensor if tensor.is_floating_point() or tensor.is_complex() else None
-
-
-def is_whole_numbers(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds integers that can be looked at."""
-    plain = getattr(type(tensor), "__torch_dispatch__", _PLAIN) is _PLAIN and tensor.layout == torch.strided
-    whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    return plain and whole and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+    values = tensor._values() if tensor.layout == torch.sparse_coo else tensor
+    is_real = values.is_floating_point() or values.is_complex()
+    wanted = not (is_real or values.dtype == torch.bool) if whole_numbers else is_real
+    return values if wanted and values.layout == torch.strided else None
 
 
 def nonfinite(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -117,11 +98,7 @@ def nonfinite(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def measure(values: torch.Tensor) -> Operand:
-    """Return the facts about a tensor.
-
-    Args:
-        values: Real or complex, any shape.
-    """
+    """Return the facts about a tensor, real or complex, of any shape."""
     seen = values.detach()
     real = seen.abs() if seen.is_complex() else seen.float() if seen.dtype.itemsize < 4 else seen
     nan, inf = torch.isnan(real), torch.isinf(real)
@@ -151,26 +128,19 @@ def bad_rows(bad: torch.Tensor, batch_size: int | None) -> tuple[int, ...]:
     if batch_size is None or batch_size < 2 or not bad.dim():
         return ()
     if batch_size in bad.shape:
-        rows = bad.movedim(bad.shape.index(batch_size), 0).reshape(batch_size, -1).any(1)
-    elif bad.shape[0] and bad.shape[0] % batch_size == 0:
-        rows = bad.reshape(batch_size, -1).any(1)
-    else:
+        bad = bad.movedim(bad.shape.index(batch_size), 0)
+    elif not bad.shape[0] or bad.shape[0] % batch_size:
         return ()
+    rows = bad.reshape(batch_size, -1).any(1)
     return () if bool(rows.all()) else tuple(rows.nonzero().flatten().tolist())
 
 
 def find_places(values: torch.Tensor, bad: torch.Tensor) -> Places:
-    """Return where in its storage a tensor is bad.
-
-    Args:
-        values: Strided.
-        bad: Bool, shape as `values`.
-    """
+    """Return where in its storage a strided tensor is bad; `bad` is a bool of the same shape."""
     first = int(values.storage_offset())
-    last = first + sum(
-        (int(size) - 1) * int(stride) for size, stride in zip(values.shape, values.stride(), strict=True)
-    )
+    strides = values.stride()
+    last = first + sum((size - 1) * stride for size, stride in zip(values.shape, strides, strict=True))
     if int(bad.sum()) > _MOST_PLACES:
         return Places(None, first, last)
-    strides = torch.tensor(values.stride(), dtype=torch.int64, device=bad.device)
-    return Places(frozenset((bad.nonzero() * strides).sum(1).add(first).tolist()), first, last)
+    steps = torch.tensor(strides, dtype=torch.int64, device=bad.device)
+    return Places(frozenset((bad.nonzero() * steps).sum(1).add(first).tolist()), first, last)

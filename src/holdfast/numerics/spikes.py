@@ -166,8 +166,7 @@ def decide_after_spike(
         action: The strongest answer allowed.
         hard_in_a_row: Steps in a row that were hard, this one included.
         patience: So many in a row are no matter of single batches: ``"roll_back"`` then does, and ``"skip"`` makes
-            the step, since a regime that has changed must not be skipped for ever. None: hard steps are skipped until
-            they turn out to be a divergence.
+            the step. None: hard steps are skipped until they turn out to be a divergence.
         rollbacks_in_a_row: Rollbacks without getting beyond the place where they came from.
         max_rollbacks: So many in a row, and a run that diverges again stops.
         reason: What was found.

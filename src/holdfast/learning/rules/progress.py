@@ -1,57 +1,52 @@
-"""Whether a run gets anywhere, read from its losses: the question that the window rules share.
+"""Windows on progress: no learning, divergence, spikes, plateaus, overfitting, learning rates far off.
 
-The level of a loss says something only where the objective is to make it small and where one loss drives the run;
-otherwise the answer is ``"unknown"``.
+Whether a run gets anywhere is read from its losses. Their level says something only where the objective is to make
+one loss small; otherwise the answer is ``"unknown"``. A threshold alone fires on healthy runs (numerics.md 4.2), so a
+cause is named only where the run gets nowhere.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from holdfast.learning.rules.registry import Facts, each
+from holdfast.learning.facts import Facts, InputFacts
+from holdfast.learning.finding import Finding
+from holdfast.learning.rules.registry import Say, advice_if, checks
 
 State = Literal["unknown", "learning", "flat", "constant", "diverged"]
 _FEWEST = 40
-_CONSTANT = {"cross_entropy": 0.97, "nll_loss": 0.97, "binary_cross_entropy": 0.97}
-_CONSTANT_REGRESSION = 0.97
+_CONSTANT = 0.97
 """A loss at this share of the best constant's, or above, has learnt nothing from the inputs: numerics.md 4.4, 28,
 where 0.9 of the variance was proposed; regressions with little to learn are healthy at 0.95, so 0.97."""
 _DIVERGED = 1.5
 """End over start of a loss that diverged: numerics.md 4.4, 26."""
+_LARGE_STEP = 0.1
+"""Length of a step relative to the weights above which training seldom survives: TheDeepChecker's upper limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How the loss went.
+    """How the loss went."""
 
-    Args:
-        state: ``"constant"``: no better than the best constant prediction; ``"flat"``: as at the start.
-        start: Median loss of the first tenth.
-        end: Median loss of the last quarter.
-        noise: Spread of the losses at the end, robust.
-        baseline: Loss of the best constant prediction at the place that came nearest to it.
-        best: Loss at that place.
-    """
-
-    state: State
-    start: float = 0.0
-    end: float = 0.0
-    noise: float = 0.0
-    baseline: float | None = None
-    best: float | None = None
+    state: State  # "constant": no better than the best constant prediction; "flat": as at the start
+    start: float = 0.0  # median loss of the first tenth
+    end: float = 0.0  # median loss of the last quarter
+    noise: float = 0.0  # robust spread of the losses at the end
+    baseline: float | None = None  # loss of the best constant prediction, at the place that did best against it
+    best: float | None = None  # loss at that place
 
     @property
     def failing(self) -> bool:
-        """Return whether the run gets nowhere."""
+        """Whether the run gets nowhere."""
         return self.state in ("flat", "constant", "diverged")
 
     @property
     def poor(self) -> bool:
-        """Return whether little was learnt: at least 85 % of the best constant's loss is left."""
+        """Whether little was learnt: at least 85 % of the best constant's loss is left."""
         known = self.best is not None and self.baseline is not None
         return self.failing or (known and (self.best or 0.0) > 0.85 * (self.baseline or 0.0))
 
@@ -66,39 +61,31 @@ def middle(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def main_losses(facts: Facts) -> list[list[float]]:
-    """Return the pairs of step and loss of the one loss that drives the run, empty if there is no such."""
-    if facts.get("objective", "minimize") != "minimize":
-        return []
-    found = [optimizer["losses"] for _, optimizer in each(facts, "optimizers") if optimizer.get("losses")]
-    return found[0] if found and all(other == found[0] for other in found) else []
+def main_losses(facts: Facts) -> list[float]:
+    """Return the values of the one loss that drives the run, empty if there is no such."""
+    found = [optimizer.losses for optimizer in facts.optimizers.values() if optimizer.losses]
+    single = facts.objective == "minimize" and found and all(other == found[0] for other in found)
+    return [loss for _, loss in found[0]] if single else []
 
 
 def progress_of(facts: Facts) -> Progress:
     """Return how the run goes."""
-    points = main_losses(facts)
-    if len(points) < _FEWEST:
+    losses = main_losses(facts)
+    if len(losses) < _FEWEST:
         return Progress(state="unknown")
-    losses = [loss for _, loss in points]
-    return _judged(losses, _nearest_constant(facts))
-
-
-def _judged(losses: list[float], constant: tuple[str, float, float] | None) -> Progress:
     head, tail = losses[: max(5, len(losses) // 10)], losses[-max(10, len(losses) // 4) :]
     start, end = middle(head), middle(tail)
     noise = 1.4826 * middle([abs(loss - end) for loss in tail])
-    made = functools.partial(Progress, start=start, end=end, noise=noise)
-    if constant is not None:
-        made = functools.partial(made, baseline=constant[1], best=constant[2])
+    baseline, best = _nearest_constant(facts)
+    state: State = "learning"
     if start > 0 and end > _DIVERGED * start and end - start > 2 * noise:
-        return made(state="diverged")
-    if constant is not None:
-        share = _CONSTANT.get(constant[0].removesuffix("_with_logits"), _CONSTANT_REGRESSION)
-        slowly = constant[2] < 0.995 * constant[1] and _still_falls(losses, noise)
-        beaten = constant[2] < share * constant[1] or slowly
-        return made(state="learning" if beaten else "constant")
-    still = abs(start - end) < max(0.02 * abs(start), 0.5 * noise)
-    return made(state="flat" if still else "learning")
+        state = "diverged"
+    elif baseline is not None and best is not None:
+        slowly = best < 0.995 * baseline and _still_falls(losses, noise)
+        state = "learning" if best < _CONSTANT * baseline or slowly else "constant"
+    elif abs(start - end) < max(0.02 * abs(start), 0.5 * noise):
+        state = "flat"
+    return Progress(state=state, start=start, end=end, noise=noise, baseline=baseline, best=best)
 
 
 def _still_falls(losses: list[float], noise: float) -> bool:
@@ -109,14 +96,198 @@ def _still_falls(losses: list[float], noise: float) -> bool:
     return before - after > noise / math.sqrt(size)
 
 
-def _nearest_constant(facts: Facts) -> tuple[str, float, float] | None:
-    """Return function, constant's loss and loss of the place that did best against its constant."""
-    best: tuple[str, float, float] | None = None
-    for _, site in each(facts, "losses"):
-        values, baseline = site.get("values", ()), site.get("baseline")
-        if baseline is None or baseline <= 1e-6 or len(values) < _FEWEST:
+def _nearest_constant(facts: Facts) -> tuple[float, float] | tuple[None, None]:
+    """Return the constant's loss and the loss of the place that did best against its constant."""
+    known = [
+        (site.baseline, middle(site.values[-max(10, len(site.values) // 4) :]))
+        for site in facts.losses.values()
+        if site.baseline is not None and site.baseline > 1e-6 and len(site.values) >= _FEWEST
+    ]
+    return min(known, key=lambda pair: pair[1] / pair[0], default=(None, None))
+
+
+def far_from_unit(given: InputFacts) -> bool:
+    """Return whether inputs are far from the scale that weights are initialised for."""
+    if given.largest is None or given.offset is None or given.flat > 0.5 * given.calls:
+        return False  # nothing but one value: another rule's
+    return given.largest > 100 or given.largest < 1e-3 or given.offset > 20
+
+
+def _likely_reason(facts: Facts) -> str:
+    """Return what stands out in the settings, for findings that know only the symptom; ``""`` if nothing does."""
+    models, scales, decays = facts.models, facts.inputs, [each.weight_decay for each in facts.optimizers.values()]
+    far = [given for name, given in scales.items() if far_from_unit(given) and not models[name].normalised_input]
+    reasons = [
+        *(f"a dropout layer drops {each.dropout:.0%} (H857)" for each in models.values() if each.dropout > 0.8),
+        *(f"the inputs reach {given.largest:.3g} (H856)" for given in far),
+        *(f"the weight decay is {decay:g} (H858)" for decay in decays if decay > 0.5),
+    ]
+    return f"look first at this: {'; '.join(reasons)}." if reasons else ""
+
+
+@checks("H828", "window", "advice", "symptom", 0.9)
+def _no_better_than_constant(facts: Facts, say: Say) -> Iterator[Finding]:
+    progress = progress_of(facts)
+    if progress.state == "constant" and facts.steps >= 200:
+        what = (
+            f"after {facts.steps} steps the loss is {progress.best:.4g}; predicting the same for every sample gives "
+            f"{progress.baseline:.4g}"
+        )
+        fix = (
+            "find out whether one batch can be overfitted (H829), and whether the output depends on the input (H830)."
+        )
+        yield say(what, _likely_reason(facts) or fix, start=progress.start)
+
+
+@checks("H826", "window", "advice", "symptom", 0.9)
+def _diverged(facts: Facts, say: Say) -> Iterator[Finding]:
+    progress = progress_of(facts)
+    if progress.state == "diverged":
+        fix = _likely_reason(facts) or "lower the learning rate or clip the gradient; look for a sign error."
+        yield say(f"the loss rose from {progress.start:.4g} to {progress.end:.4g}", fix, noise=progress.noise)
+
+
+@checks("H832", "window", "note", "symptom", 0.5)
+def _plateau(facts: Facts, say: Say) -> Iterator[Finding]:
+    progress = progress_of(facts)
+    if progress.state == "flat" and facts.steps >= 200:
+        what = f"the loss is where it was: {progress.start:.4g} at the start, {progress.end:.4g} now"
+        fix = "if the run has not converged, try a larger learning rate on a copy first."
+        yield say(what, fix, severity="advice" if min(main_losses(facts)) > 0 else "note", noise=progress.noise)
+
+
+def _step_sizes(facts: Facts) -> tuple[list[float], list[float]]:
+    """Return the usual and the largest step of each matrix, relative to its length."""
+    matrices = [layer for layer in facts.layers.values() if layer.dims > 1]
+    usual = [layer.ratio for layer in matrices if layer.ratio is not None]
+    return usual, [layer.largest_ratio for layer in matrices if layer.largest_ratio is not None]
+
+
+def _settings(facts: Facts) -> dict[str, Any]:
+    optimizer = next(iter(facts.optimizers.values()), None)
+    return {key: getattr(optimizer, key) for key in ("kind", "largest_lr", "momentum", "weight_decay") if optimizer}
+
+
+@checks("H825", "window", "advice", "cause", 0.8)
+def _learning_rate_too_high(facts: Facts, say: Say) -> Iterator[Finding]:
+    _, steps = _step_sizes(facts)
+    largest = middle(steps) if steps else 0.0
+    if largest <= _LARGE_STEP:
+        return
+    progress, losses = progress_of(facts), main_losses(facts)
+    early = losses[:30]
+    blown = len(early) == 30 and early[0] > 0 and max(early) > 10 * early[0]
+    recovered = progress.baseline is not None and (progress.best or 0.0) < 0.3 * progress.baseline
+    failed = progress.state in ("diverged", "constant") or (blown and not recovered)
+    if failed or (facts.broken and largest > 1):
+        moved = f"in the first steps the weights moved by up to {largest:.2g} of their length at once"
+        fix = "lower the learning rate: by 10 at first; momentum near 1 multiplies it too."
+        yield say(f"{moved}, and the loss blew up", fix, **progress.evidence(), **_settings(facts))
+
+
+@checks("H824", "window", "advice", "cause", 0.8)
+def _learning_rate_too_low(facts: Facts, say: Say) -> Iterator[Finding]:
+    progress, steps = progress_of(facts), [step for sizes in _step_sizes(facts) for step in sizes]
+    planned = max(facts.total_steps or 0, facts.steps)
+    if progress.state not in ("flat", "constant") or not steps or facts.steps < 100:
+        return
+    path = max(steps) * planned  # were all steps in one direction: the most that can be reached
+    moving = any(each.zero_gradient_steps == 0 and each.largest_lr > 0 for each in facts.optimizers.values())
+    if path < 1e-2 and moving:  # a hundredth of the weights: ten times catalogue 24, since this is an upper bound
+        what = f"all {planned} steps together can move the weights by at most {path:.1e} of their length"
+        fix = "raise the learning rate, by 10 to 100; look for a clip limit or a scheduler that makes it tiny."
+        yield say(what, fix, **progress.evidence(), **_settings(facts))
+
+
+@checks("H823", "window", "note", "symptom", 0.6)
+def _weights_stand_still(facts: Facts, say: Say) -> Iterator[Finding]:
+    still = {
+        name: layer
+        for name, layer in facts.layers.items()
+        if layer.with_gradient >= 50 and layer.unmoved > 0.9 * layer.with_gradient and layer.elements > 1
+    }
+    if still:
+        whole = sum(layer.elements for layer in facts.layers.values())
+        share = sum(layer.elements for layer in still.values()) / max(1, whole)
+        # Gradients of 0 move nothing either; that is another rule's, and the end of a satisfied hinge.
+        unmoving = any(layer.zero_gradient > 0.5 * layer.with_gradient for layer in still.values())
+        warm = any(optimizer.low_lr_steps for optimizer in facts.optimizers.values())
+        what = f"{len(still)} parameter(s), {share:.0%} of the weights, do not change although they have gradients"
+        fix = "look for a rate of 0 in their group, a gradient of 0, or steps that half precision rounds away."
+        severity = advice_if(share > 0.5 and not (warm or unmoving))
+        yield say(f"{what}: {', '.join(list(still)[:5])}", fix, severity=severity)
+
+
+@checks("H827", "window", "note", "symptom", 0.6)
+def _loss_spikes(facts: Facts, say: Say) -> Iterator[Finding]:
+    losses = main_losses(facts)[20:]
+    if len(losses) < 50 or min(losses) <= 0:
+        return
+    logs = [math.log(loss) for loss in losses]
+    usual = middle(logs)
+    spread = 1.4826 * middle([abs(value - usual) for value in logs])
+    high = sum(value > usual + max(6 * spread, math.log(3)) for value in logs)  # catalogue 27
+    if 0 < high < 0.05 * len(logs):
+        what = f"{high} of {len(logs)} observed losses stand far above the others"
+        yield say(what, "look at these batches; clip the gradient.", usual=math.exp(usual), largest=max(losses))
+
+
+@checks("H833", "window", "advice", "cause", 0.85)
+def _overfitting(facts: Facts, say: Say) -> Iterator[Finding]:
+    seen = facts.validations
+    if len(seen) < 4 or facts.objective != "minimize":
+        return
+    values = [value for _, _, value in seen]
+    best = values.index(min(values))
+    after = values[best + 1 :]
+    noise = middle([abs(b - a) for a, b in itertools.pairwise(values)])
+    rising = len(after) >= 3 and min(after[-3:]) > values[best] + max(noise, 0.05 * abs(values[best]))
+    then, now = seen[best][1], seen[-1][1]
+    if rising and then is not None and now is not None and now <= then:
+        what = (
+            f"the validation loss rose from {values[best]:.4g} to {values[-1]:.4g} while the training loss went from "
+            f"{then:.4g} to {now:.4g}"
+        )
+        fix = f"keep the weights of step {seen[best][0]}; use more data, augmentation, or a smaller model."
+        yield say(what, fix, best_step=seen[best][0])
+
+
+@checks("H818", "window", "note", "cause", 0.5)
+def _always_clipped(facts: Facts, say: Say) -> Iterator[Finding]:
+    for name, optimizer in facts.optimizers.items():
+        norms = [norm for norm in optimizer.gradient_norms if math.isfinite(norm) and norm > 0]
+        if len(norms) < 40:
             continue
-        end = middle(values[-max(10, len(values) // 4) :])
-        if best is None or end / baseline < best[2] / best[1]:
-            best = site["function"], baseline, end
-    return best
+        limit = max(norms)
+        at_limit = sum(norm > 0.999 * limit for norm in norms) / len(norms)
+        known = optimizer.clipped_steps > 0.5 * optimizer.committed_steps > 0  # the guard clips, and counts
+        if at_limit <= 0.5 or not (known or optimizer.scaled_share > 0.5):
+            continue
+        what = f"{at_limit:.0%} of the gradients are clipped, to a norm of {limit:.2g}"
+        fix = "raise the limit to the 90th percentile of the norms, or lower the learning rate."
+        tiny = limit < 1e-3 and progress_of(facts).state in ("flat", "constant")
+        # What is left of the gradient is left of the step, unless the optimizer divides by its size.
+        if tiny or (optimizer.kind == "SGD" and optimizer.scaled is not None and optimizer.scaled < 0.01):
+            yield say(what, fix, name, severity="advice", confidence=0.85, scaled=optimizer.scaled)
+        else:
+            yield say(what, fix, name, scaled=optimizer.scaled)
+
+
+@checks("H858", "window", "advice", "cause", 0.85)
+def _weights_decay_away(facts: Facts, say: Say) -> Iterator[Finding]:
+    shares = [
+        layer.last_weight_rms / layer.first_weight_rms
+        for layer in facts.layers.values()
+        if layer.dims > 1 and layer.first_weight_rms and layer.last_weight_rms is not None
+    ]
+    size = middle(shares) if shares else 1.0
+    for name, optimizer in facts.optimizers.items():
+        decay = optimizer.weight_decay
+        # What a step takes away; Adam without W divides it by the gradient's size, so there it says nothing.
+        taken = decay * optimizer.largest_lr if optimizer.kind in ("AdamW", "SGD") else 0.0
+        if taken > 0.02 or (decay > 0 and size < 0.2 and progress_of(facts).poor):
+            what = (
+                f"a weight decay of {decay:g} takes {taken:.1%} of the weights in each step; they have come to "
+                f"{size:.0%} of their first size"
+            )
+            yield say(what, "use a weight decay of 0.0001 to 0.1.", name)

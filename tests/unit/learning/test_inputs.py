@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.learning.batches import Inputs, fingerprint, tensors_in
+from holdfast.learning.facts import InputFacts
+from holdfast.learning.inputs import InputObserver, fingerprint, tensors_in
 
 
-def after(*batches: Any, answers: Any = None) -> dict[str, Any]:
-    inputs = Inputs()
+def after(*batches: Any, answers: Any = None) -> InputFacts:
+    inputs = InputObserver()
     for step, batch in enumerate(batches):
         inputs.begin_step(step)
-        inputs.given(batch)
+        inputs.note_arguments(batch)
         if answers is not None:
-            inputs.answered(answers)
+            inputs.note_answer(answers)
     return inputs.facts()
 
 
@@ -38,22 +39,23 @@ def test_a_fingerprint_is_that_of_the_contents(dtype: torch.dtype) -> None:
 def test_repeats_are_counted() -> None:
     """One batch for ever, pairs, and fresh batches look different."""
     same = torch.randn(8, 3)
-    assert after(*[same] * 6)["longest_repeat"] == 6
+    assert after(*[same] * 6).longest_repeat == 6
     fresh = [torch.randn(8, 3) for _ in range(6)]
     pairs = after(*[batch for batch in fresh for _ in range(2)])
-    assert (pairs["repeated_pairs"], pairs["longest_repeat"], pairs["different"]) == (6, 2, 6)
-    assert after(*fresh)["longest_repeat"] == 1
+    assert (pairs.repeated_pairs, pairs.longest_repeat, pairs.different) == (6, 2, 6)
+    assert after(*fresh).longest_repeat == 1
 
 
 def test_a_batch_that_is_used_twice_in_a_step_is_no_repeat() -> None:
     """Two passes over one batch, as sharpness-aware steps and inner loops make them, are one batch of one step."""
-    inputs = Inputs()
+    inputs = InputObserver()
     for step in range(6):
         batch = torch.randn(8, 3)
         inputs.begin_step(step)
-        inputs.given(batch)
-        inputs.given(batch)
-    assert (inputs.facts()["repeated_pairs"], inputs.facts()["fingerprints"], inputs.calls) == (0, 6, 12)
+        inputs.note_arguments(batch)
+        inputs.note_arguments(batch)
+    facts = inputs.facts()
+    assert (facts.repeated_pairs, facts.fingerprints, facts.calls) == (0, 6, 12)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_a_batch_that_is_used_twice_in_a_step_is_no_repeat() -> None:
 )
 def test_samples_without_difference_are_seen(batch: Any, constant: int) -> None:
     """A batch is constant only if no tensor in it tells its samples apart; one sample cannot be."""
-    assert after(batch)["constant"] == constant
+    assert after(batch).constant == constant
 
 
 @pytest.mark.parametrize(("value", "bad"), [(math.nan, 1), (math.inf, 1), (-math.inf, 0), (0.0, 0)])
@@ -77,14 +79,14 @@ def test_masks_of_minus_infinity_are_not_bad(value: float, bad: int) -> None:
     """NaN and plus infinity in an input are counted, the minus infinity of a mask is not."""
     batch = torch.randn(4, 3)
     batch[1, 1] = value
-    assert after(batch)["nonfinite"] == bad
+    assert after(batch).nonfinite == bad
 
 
 def test_scale_and_offset_are_those_of_the_largest_tensor() -> None:
     """Pixels of 0 to 255 and a mean far from zero are told."""
     facts = after({"pixels": torch.arange(256.0).view(4, 64), "age": torch.ones(4)})
-    assert facts["largest"] == 255
-    assert facts["offset"] == pytest.approx(127.5 / 73.9, rel=1e-3)
+    assert facts.largest == 255
+    assert facts.offset == pytest.approx(127.5 / 73.9, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_scale_and_offset_are_those_of_the_largest_tensor() -> None:
 def test_equal_answers_to_different_samples_are_seen(batch: Tensor, answer: Tensor, counted: tuple[int, int]) -> None:
     """Only where the samples differ and there is an answer for each does an equal answer say something."""
     facts = after(batch, answers=answer)
-    assert (facts["answers"], facts["same_answers"]) == counted
+    assert (facts.answers, facts.same_answers) == counted
 
 
 def test_tensors_are_found_in_any_structure() -> None:

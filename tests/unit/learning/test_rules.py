@@ -2,149 +2,86 @@
 
 from __future__ import annotations
 
-import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from holdfast.learning.facts import (
+    Facts,
+    InputFacts,
+    LayerFacts,
+    LossFacts,
+    ModelFacts,
+    OptimizerFacts,
+    SchedulerFacts,
+)
+from holdfast.learning.rules.judge import Findings, judge, learning_rules
 from holdfast.learning.rules.progress import progress_of
-from holdfast.learning.rules.registry import Findings, Judgement, judge, learning_rules
 
-FALLING = [[i, 2.3 * math.exp(-i / 60) + 0.02 * (i % 3)] for i in range(200)]
-STILL = [[i, 2.3 + 0.02 * (i % 3)] for i in range(200)]
-RISING = [[i, 1.0 + 0.1 * i] for i in range(200)]
+FALLING = [(i, 2.3 * math.exp(-i / 60) + 0.02 * (i % 3)) for i in range(200)]
+STILL = [(i, 2.3 + 0.02 * (i % 3)) for i in range(200)]
+RISING = [(i, 1.0 + 0.1 * i) for i in range(200)]
 
-OPTIMIZER: dict[str, Any] = {
-    **dict.fromkeys(("foreign", "foreign_with_gradient", "replaced", "frozen", "zero_lr_steps", "low_lr_steps"), 0),
-    **dict.fromkeys(("no_gradient_steps", "zero_gradient_steps", "nonfinite_gradients", "nonfinite_losses"), 0),
-    **dict.fromkeys(("leaks", "reversed", "zeroed", "clipped_steps", "committed_steps"), 0),
-    "kind": "SGD",
-    "steps": 400,
-    "observed": 70,
-    "closure": False,
-    "tensors": 4,
-    "lr": 0.1,
-    "largest_lr": 0.1,
-    "weight_decay": 0.0,
-    "momentum": 0.9,
-    "maximize": False,
-    "with_gradient_steps": 70,
-    "clean_starts": 30,
-    "nonfinite_names": [],
-    "nonfinite_state": [],
-    "first_nonfinite_gradient": None,
-    "first_nonfinite_loss": None,
-    "scaled": 1.0,
-    "scaled_share": 0.0,
-    "moved": 70,
-    "losses": FALLING,
-    "gradient_norms": [1.0, 1.5, 0.8] * 30,
-}
-MODEL: dict[str, Any] = {
-    **dict.fromkeys(("outside_count", "outside_weights", "outside_with_gradient", "frozen_weights"), 0),
-    **dict.fromkeys(("never_gradient_count", "never_gradient_weights", "eval_steps"), 0),
-    **dict.fromkeys(("train_mode_validations", "validations"), 0),
-    "outside_changed": False,
-    "weights": 1000,
-    "outside": [],
-    "never_gradient": [],
-    "never_gradient_first": False,
-    "symmetric": [],
-    "changed": True,
-    "nonfinite_buffers": [],
-    "observed": 70,
-    "modal": ["drop"],
-    "dropout": 0.1,
-    "batch_norm": True,
-    "normalised_input": False,
-}
-SITE: dict[str, Any] = {
-    "function": "cross_entropy",
-    "calls": 70,
-    "values": [loss for _, loss in FALLING],
-    "baseline": 2.3,
-    "negative_signs": 0,
-    "positive_signs": 70,
-    "labelled_calls": 70,
-    "distinct_labels": 9.6,
-    "first": 2.3,
-    "expected_labels": 9.7,
-    "constant_target": None,
-    "target_scale": None,
-    "target_sizes": [1.0] * 70,
-}
-INPUT: dict[str, Any] = {
-    **dict.fromkeys(("constant", "flat", "nonfinite", "same_answers", "repeated_pairs"), 0),
-    "calls": 70,
-    "batch": 32,
-    "largest_batch": 32,
-    "different": 70,
-    "fingerprints": 70,
-    "compared_pairs": 70,
-    "longest_repeat": 1,
-    "largest": 3.0,
-    "offset": 0.1,
-    "answers": 70,
-}
-LAYER: dict[str, Any] = {
-    "elements": 100,
-    "dims": 2,
-    "steps": 70,
-    "with_gradient": 70,
-    "zero_gradient": 0,
-    "unmoved": 0,
-    "nonfinite": False,
-    "ratio": 1e-3,
-    "largest_ratio": 1e-2,
-    "gradient_rms": 1e-2,
-    "first_weight_rms": 0.1,
-    "last_weight_rms": 0.1,
-}
-SCHEDULER: dict[str, Any] = {
-    "kind": "StepLR",
-    "optimizer_steps": 400,
-    "advanced": 10,
-    "before_first": 0,
-    "every_step": 0,
-    "several": 0,
-    "patience": None,
-    "period": 30,
-}
+OPTIMIZER = OptimizerFacts(
+    kind="SGD", steps=400, observed=70, tensors=4, lr=0.1, largest_lr=0.1, with_gradient_steps=70, clean_starts=30,
+    scaled=1.0, moved=70, losses=FALLING, gradient_norms=[1.0, 1.5, 0.8] * 30,
+)  # fmt: skip
+LAYER = LayerFacts(
+    elements=100, dims=2, steps=70, with_gradient=70, ratio=1e-3, largest_ratio=1e-2, gradient_rms=1e-2,
+    first_weight_rms=0.1, last_weight_rms=0.1,
+)  # fmt: skip
+HEALTHY = {
+    "optimizer": OPTIMIZER,
+    "model": ModelFacts(weights=1000, changed=True, observed=70, modal=["drop"], dropout=0.1, batch_norm=True),
+    "site": LossFacts(
+        function="cross_entropy", calls=70, values=[loss for _, loss in FALLING], baseline=2.3, signs=[1] * 70,
+        labelled_calls=70, distinct_labels=9.6, expected_labels=9.7, first=2.3, target_sizes=[1.0] * 70,
+    ),
+    "input": InputFacts(
+        calls=70, batch=32, largest_batch=32, different=70, fingerprints=70, compared_pairs=70, longest_repeat=1,
+        largest=3.0, offset=0.1, answers=70,
+    ),
+    "scheduler": SchedulerFacts(kind="StepLR", optimizer_steps=400, advanced=10, period=30),
+    "layer": LAYER,
+}  # fmt: skip
+FLAGS = (
+    "beyond_", "target_out", "softmax_input", "rectified", "sigmoid_", "unit_", "positive", "not_norm", "broadcast",
+    "batch_axis", "clamped",
+)  # fmt: skip
 
 
-def recording(**changed: Any) -> dict[str, Any]:
+def recording(**changed: Any) -> Facts:
     """A healthy run, with some facts changed: ``optimizer=``, ``model=`` and so on merge into the one there is."""
-    parts = {"optimizer": OPTIMIZER, "model": MODEL, "site": SITE, "input": INPUT, "scheduler": SCHEDULER}
-    made = {name: {**part, **changed.pop(name, {})} for name, part in parts.items()}
-    layer = {**LAYER, **changed.pop("layer", {})}
-    return {
+    made: dict[str, Any] = {}
+    for name, part in HEALTHY.items():
+        fields = dict(changed.pop(name, {}))
+        flags = {key: fields.pop(key) for key in list(fields) if key.startswith(FLAGS)}
+        made[name] = replace(part, **fields)  # type: ignore[type-var]
+        if flags:
+            made[name].flags = type(made[name].flags)(flags)
+    whole: dict[str, Any] = {
         "steps": 400,
-        "total_steps": None,
         "ended": True,
-        "objective": "minimize",
         "backwards": 400,
-        "backwards_since_step": 0,
         "optimizers": {"optimizer": made["optimizer"]},
         "models": {"model": made["model"]},
         "losses": {"cross_entropy#1": made["site"]},
         "inputs": {"model": made["input"]},
         "schedulers": {"scheduler": made["scheduler"]},
-        "layers": {"a.weight": layer, "b.weight": dict(LAYER), "c.weight": dict(LAYER)},
-        "dead_units": {},
-        "saturated": {},
-        "validations": [],
-        **changed,
+        "layers": {"a.weight": made["layer"], "b.weight": LAYER, "c.weight": LAYER},
     }
+    return Facts(**whole | changed)
 
 
 UNLEARNT: dict[str, Any] = {"optimizer": {"losses": STILL}, "site": {"values": [loss for _, loss in STILL]}}
-OVERFIT = [[40 * i, 1.0 / (i + 1), 1.0 - 0.1 * i if i < 4 else 0.5 + 0.2 * i] for i in range(9)]
-FIT = [[40 * i, 1.0 / (i + 1), 1.0 - 0.1 * i] for i in range(9)]
+OVERFIT = [(40 * i, 1.0 / (i + 1), 1.0 - 0.1 * i if i < 4 else 0.5 + 0.2 * i) for i in range(9)]
+FIT = [(40 * i, 1.0 / (i + 1), 1.0 - 0.1 * i) for i in range(9)]
 ALIGNED = {"diagonality": 0.9, "sharpness": 0.7, "share_at_max_decoder": 0.0, "utterances": 16}
 PLAYERS = {
-    "critic": {**OPTIMIZER, "losses": [[i, max(0.001, 1 - i / 20)] for i in range(100)]},
-    "maker": {**OPTIMIZER, "gradient_norms": [1.0] * 30 + [0.001] * 60},
+    "critic": replace(OPTIMIZER, losses=[(i, max(0.001, 1 - i / 20)) for i in range(100)]),
+    "maker": replace(OPTIMIZER, gradient_norms=[1.0] * 30 + [0.001] * 60),
 }
 
 
@@ -241,17 +178,17 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
     (
         "H824",
         True,
-        {**UNLEARNT, "layers": {"a": {**LAYER, "ratio": 1e-9, "largest_ratio": 1e-8}}},
-        {"layers": {"a": {**LAYER, "ratio": 1e-9, "largest_ratio": 1e-8}}},
+        {**UNLEARNT, "layers": {"a": replace(LAYER, ratio=1e-9, largest_ratio=1e-8)}},
+        {"layers": {"a": replace(LAYER, ratio=1e-9, largest_ratio=1e-8)}},
     ),
     (
         "H825",
         True,
-        {**UNLEARNT, "layers": {"a": {**LAYER, "largest_ratio": 4.0}}},
-        {"layers": {"a": {**LAYER, "largest_ratio": 4.0}}},
+        {**UNLEARNT, "layers": {"a": replace(LAYER, largest_ratio=4.0)}},
+        {"layers": {"a": replace(LAYER, largest_ratio=4.0)}},
     ),
     ("H826", True, {"optimizer": {"losses": RISING}}, {"objective": "adversarial", "optimizer": {"losses": RISING}}),
-    ("H827", False, {"optimizer": {"losses": [*STILL[:150], [150, 400.0], *STILL[151:]]}}, {}),
+    ("H827", False, {"optimizer": {"losses": [*STILL[:150], (150, 400.0), *STILL[151:]]}}, {}),
     ("H828", True, UNLEARNT, {"objective": "reinforcement", **UNLEARNT}),
     ("H830", True, {"input": {"same_answers": 70}}, {"input": {"same_answers": 20}}),
     ("H831", True, {"optimizer": {"maximize": True}}, {"objective": "adversarial", "optimizer": {"maximize": True}}),
@@ -259,7 +196,7 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
     (
         "H832",
         False,
-        {"optimizer": {"losses": [[i, loss - 2.31] for i, loss in STILL]}, "site": {"baseline": None}},
+        {"optimizer": {"losses": [(i, loss - 2.31) for i, loss in STILL]}, "site": {"baseline": None}},
         {},
     ),
     ("H833", True, {"validations": OVERFIT}, {"validations": FIT}),
@@ -291,8 +228,8 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
     (
         "H840",
         True,
-        {"site": {"negative_signs": 70, "positive_signs": 0}},
-        {"site": {"negative_signs": 35, "positive_signs": 35}},
+        {"site": {"signs": [-1] * 70}},
+        {"site": {"signs": [-1, 1] * 35}},
     ),
     ("H841", True, {"site": {"broadcast": 70, "shapes": "(8, 1) and (8,)"}}, {"site": {"broadcast": 1}}),
     ("H842", True, {"site": {"batch_axis": 70}}, {"site": {"batch_axis": 1}}),
@@ -341,10 +278,13 @@ TABLE: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def told(facts: dict[str, Any], rule: str) -> list[str]:
-    """Return the severities with which one rule speaks."""
-    facts = json.loads(json.dumps(facts))  # rules live on plain data
-    return [finding.severity for finding in learning_rules()[rule].check(facts)]
+def severities(facts: Facts, rule: str) -> list[str]:
+    """Return the severities of what one rule finds."""
+    return [finding.severity for finding in learning_rules()[rule].findings(facts)]
+
+
+def everything(facts: Facts) -> list[Any]:
+    return judge(facts, "contract") + judge(facts, "window")
 
 
 @pytest.mark.parametrize(("rule", "loud", "faulty", "healthy"), TABLE)
@@ -352,15 +292,15 @@ def test_a_rule_speaks_on_its_fault_and_not_next_to_it(
     rule: str, loud: bool, faulty: dict[str, Any], healthy: dict[str, Any]
 ) -> None:
     """Each rule finds its recording, with the right weight, and is silent on a healthy neighbour."""
-    severities = told(recording(**faulty), rule)
-    assert severities
-    assert any(severity != "note" for severity in severities) == loud
-    assert all(severity == "note" for severity in told(recording(**healthy), rule)), "a false alarm"
+    found = severities(recording(**faulty), rule)
+    assert found
+    assert any(severity != "note" for severity in found) == loud
+    assert all(severity == "note" for severity in severities(recording(**healthy), rule)), "a false alarm"
 
 
 def test_a_healthy_recording_is_silent() -> None:
     """No rule says anything, not even a note, about the run that all others are made from."""
-    assert judge(recording()) == Judgement(contracts=[], windows=[])
+    assert everything(recording()) == []
 
 
 def test_every_rule_has_a_recording() -> None:
@@ -375,23 +315,27 @@ def test_the_catalogue_is_covered() -> None:
 
 def test_missing_facts_make_every_rule_silent() -> None:
     """An observer that saw nothing gives no finding and no error."""
-    assert judge({"steps": 0}) == Judgement(contracts=[], windows=[])
+    assert everything(Facts()) == []
 
 
 def test_an_ignored_rule_is_silent_and_the_others_are_not() -> None:
     """``ignore`` works by id."""
     facts = recording(optimizer={"leaks": 30, "zeroed": 60})
-    assert [finding.rule for finding in judge(facts, ignore=("H811",)).contracts] == ["H817"]
+    assert [finding.rule for finding in judge(facts, "contract", ignore=("H811",))] == ["H817"]
 
 
 def test_a_slow_starter_is_forgiven_by_the_next_judgement() -> None:
     """Contracts stay; what a window said is replaced, and each finding is new only once."""
     kept = Findings()
-    kept.add(judge(recording(**UNLEARNT, scheduler={"several": 399})), windows=True)
+
+    def add(facts: Facts) -> None:
+        kept.add(judge(facts, "contract"), judge(facts, "window"))
+
+    add(recording(**UNLEARNT, scheduler={"several": 399}))
     assert {finding.rule for finding in kept.take_fresh()} == {"H820", "H828"}
-    kept.add(judge(recording()), windows=True)
+    add(recording())
     assert [finding.rule for finding in kept.all()] == ["H820"]
-    kept.add(judge(recording(**UNLEARNT)), windows=True)
+    add(recording(**UNLEARNT))
     assert kept.take_fresh() == []
 
 

@@ -179,7 +179,7 @@ def test_a_failure_of_the_diagnosis_does_not_reach_the_training(
     def fail(*args: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr("holdfast.learning.flow.Flow.before_step", fail)
+    monkeypatch.setattr("holdfast.learning.layers.LayerObserver.before_step", fail)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch(model, optimizer) as watching:
@@ -294,7 +294,7 @@ def test_one_pattern_and_one_rule_may_be_plain_text() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     with watch(model, torch.optim.SGD(model[1].parameters(), lr=0.1), frozen="encoder.*", ignore="H828") as watching:
         pass
-    assert watching._observer.facts()["models"]["model"]["outside_count"] == 2
+    assert watching.facts()["models"]["model"]["outside_count"] == 2
 
 
 @pytest.mark.parametrize(("failed", "told"), [(True, True), (False, False)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.learning.finding import EXPLAINS, Finding, ordered
-from holdfast.learning.rules.registry import learning_rules
+from holdfast.learning.rules.judge import learning_rules
 
 
 def found(rule: str, severity: Any = "advice", kind: Any = "cause", **fields: Any) -> Finding:
@@ -18,13 +18,13 @@ def found(rule: str, severity: Any = "advice", kind: Any = "cause", **fields: An
     )
 
 
-def test_a_chain_of_symptoms_is_told_by_its_root() -> None:
+def test_a_chain_of_symptoms_is_reported_by_its_root() -> None:
     """Of a NaN sample, its loss, its gradient and its weights only the sample stays loud."""
     chain = [found(rule, "error", "symptom") for rule in ("H804", "H802", "H801")]
-    told = ordered([*chain, found("H806", "error")])
-    assert told[0].rule == "H806"
-    assert [finding.severity for finding in told] == ["error", "note", "note", "note"]
-    assert {finding.evidence["follows_from"] for finding in told[1:]} <= {"H806", "H801", "H802"}
+    found_all = ordered([*chain, found("H806", "error")])
+    assert found_all[0].rule == "H806"
+    assert [finding.severity for finding in found_all] == ["error", "note", "note", "note"]
+    assert {finding.evidence["follows_from"] for finding in found_all[1:]} <= {"H806", "H801", "H802"}
 
 
 def test_a_symptom_without_a_cause_stays_loud() -> None:
@@ -34,12 +34,12 @@ def test_a_symptom_without_a_cause_stays_loud() -> None:
 
 def test_a_note_explains_nothing() -> None:
     """What is only worth knowing does not silence a symptom."""
-    told = ordered([found("H818", "note"), found("H828", kind="symptom")])
-    assert [(finding.rule, finding.severity) for finding in told] == [("H828", "advice"), ("H818", "note")]
+    found_all = ordered([found("H818", "note"), found("H828", kind="symptom")])
+    assert [(finding.rule, finding.severity) for finding in found_all] == [("H828", "advice"), ("H818", "note")]
 
 
 def test_causes_come_before_symptoms_and_errors_before_advice() -> None:
-    """The first line is what can be mended."""
+    """The first line is what can be fixed."""
     given = [found("H844"), found("H801", "error", "symptom"), found("H836", "error"), found("H845", "note")]
     assert [finding.rule for finding in ordered(given)] == ["H836", "H844", "H801", "H845"]
 
@@ -50,7 +50,7 @@ def test_of_two_that_explain_each_other_none_is_silenced(monkeypatch: pytest.Mon
     assert [finding.severity for finding in ordered([found("H825"), found("H848")])] == ["advice", "advice"]
 
 
-def test_the_same_rule_at_the_same_place_is_told_once() -> None:
+def test_the_same_rule_at_the_same_place_is_reported_once() -> None:
     """A finding of every judgement is one finding."""
     assert len(ordered([found("H811"), found("H811"), found("H811", where="critic")])) == 2
 

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.learning.loss_inputs import LossInputs, source_of, unscaled
-from holdfast.learning.loss_sites import LossSites
+from holdfast.learning.facts import LossFacts
+from holdfast.learning.functions import FunctionMode
+from holdfast.learning.losses import LossPlaces, source_of, unscaled
 
 N, C = 16, 5
 LABELS = torch.arange(N) % C
 ONES = torch.ones(N, C)
 
 
-def seen(loss: Callable[[Tensor], Tensor], calls: int = 3) -> dict[str, dict[str, Any]]:
+def seen(loss: Callable[[Tensor], Tensor], calls: int = 3) -> dict[str, LossFacts]:
     """Return the facts of some calls of a loss on fresh scores."""
-    sites = LossSites()
-    mode = LossInputs(sites, lambda name, output: None, lambda loss: sites.begin_step())
+    places = LossPlaces()
+    mode = FunctionMode(places, lambda name, output: None, lambda loss: places.begin_pass())
     for _ in range(calls):
         scores = torch.randn(N, C, requires_grad=True)
         with mode:
             loss(scores).backward()
-    return sites.facts()
+    return places.facts()
 
 
 FLAGS: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [
@@ -77,7 +77,7 @@ def _ctc(scores: Tensor) -> Tensor:
 def test_a_wrong_argument_is_seen(place: str, flag: str, loss: Callable[[Tensor], Tensor]) -> None:
     """Each fault raises its own flag in every call."""
     facts = seen(loss)[place]
-    assert facts[flag] == facts["calls"] == 3
+    assert facts.flags[flag] == facts.calls == 3
 
 
 @pytest.mark.parametrize(
@@ -101,17 +101,16 @@ def test_a_wrong_argument_is_seen(place: str, flag: str, loss: Callable[[Tensor]
 )
 def test_right_arguments_raise_no_flag(loss: Callable[[Tensor], Tensor]) -> None:
     """The usual ways to call a loss leave every flag unset."""
-    names = {name for _, name, _ in FLAGS}
-    assert not [key for facts in seen(loss).values() for key in facts if key in names]
+    assert not [key for facts in seen(loss).values() for key in facts.flags if key != "unit_spread"]
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_a_broadcast_that_pairs_all_with_all_is_told_with_its_shapes() -> None:
     """(N, 1) against (N,) is N x N pairs; a single number against all is fine."""
     wrong = seen(lambda z: F.mse_loss(z[:, :1], torch.randn(N)))["mse_loss#1"]
-    assert wrong["broadcast"] == 3
-    assert wrong["shapes"] == "(16, 1) and (16,)"
-    assert "broadcast" not in seen(lambda z: F.mse_loss(z[:, :1], torch.ones(1)))["mse_loss#1"]
+    assert wrong.flags["broadcast"] == 3
+    assert wrong.shapes == "(16, 1) and (16,)"
+    assert "broadcast" not in seen(lambda z: F.mse_loss(z[:, :1], torch.ones(1)))["mse_loss#1"].flags
 
 
 @pytest.mark.parametrize(
@@ -129,40 +128,39 @@ def test_the_sign_with_which_a_loss_enters_the_whole_is_seen(
     loss: Callable[[Tensor], Tensor], negative: bool
 ) -> None:
     """A loss that is climbed has a negative coefficient, whatever scales it."""
-    signs = [(facts["negative_signs"], facts["positive_signs"]) for facts in seen(loss).values()]
-    assert all((minus > 0, plus > 0) == (negative, not negative) for minus, plus in signs)
+    assert all(set(facts.signs) == {-1 if negative else 1} for facts in seen(loss).values())
 
 
 def test_the_loss_of_the_best_constant_is_known() -> None:
     """It is the entropy of the labels, the variance of the targets, and unknown with class weights."""
-    assert seen(lambda z: F.cross_entropy(z[:15], LABELS[:15]))["cross_entropy#1"]["baseline"] == pytest.approx(
+    assert seen(lambda z: F.cross_entropy(z[:15], LABELS[:15]))["cross_entropy#1"].baseline == pytest.approx(
         math.log(C)
     )
     targets = torch.randn(N, C, dtype=torch.float64)
-    columns = seen(lambda z: F.mse_loss(z.double(), targets))["mse_loss#1"]["baseline"]
+    columns = seen(lambda z: F.mse_loss(z.double(), targets))["mse_loss#1"].baseline
     assert columns == pytest.approx(float(targets.var(0, correction=0).mean()))
     rare = (torch.arange(N * C).view(N, C) % 8 == 0).float()
     binary = seen(lambda z: F.binary_cross_entropy_with_logits(z.view(-1), rare.view(-1)))
     p = 1 / 8
-    assert binary["binary_cross_entropy_with_logits#1"]["baseline"] == pytest.approx(
+    assert binary["binary_cross_entropy_with_logits#1"].baseline == pytest.approx(
         -p * math.log(p) - (1 - p) * math.log(1 - p)
     )
     weighted = seen(lambda z: F.cross_entropy(z, LABELS, weight=torch.ones(C)))
-    assert weighted["cross_entropy#1"]["baseline"] is None
+    assert weighted["cross_entropy#1"].baseline is None
 
 
 def test_ignored_labels_are_not_counted() -> None:
     """The entropy is that of the labels that the loss looks at."""
     labels = torch.where(torch.arange(N) < 10, LABELS, -100)
-    assert seen(lambda z: F.cross_entropy(z, labels))["cross_entropy#1"]["baseline"] == pytest.approx(math.log(C))
+    assert seen(lambda z: F.cross_entropy(z, labels))["cross_entropy#1"].baseline == pytest.approx(math.log(C))
 
 
 def test_calls_without_gradients_are_not_seen() -> None:
     """An evaluation inside an observed step leaves no trace in the facts."""
-    sites = LossSites()
-    with LossInputs(sites, lambda name, output: None, lambda loss: None), torch.no_grad():
+    places = LossPlaces()
+    with FunctionMode(places, lambda name, output: None, lambda loss: None), torch.no_grad():
         F.cross_entropy(torch.randn(N, C), LABELS)
-    assert sites.facts() == {}
+    assert places.facts() == {}
 
 
 def test_the_source_of_a_tensor_is_found_behind_views() -> None:

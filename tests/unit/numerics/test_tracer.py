@@ -12,16 +12,16 @@ from torch import nn
 
 from holdfast.numerics.mechanisms import readable
 from holdfast.numerics.operands import bad_rows, find_places, measure, nonfinite
-from holdfast.numerics.origin import Birth, Births
+from holdfast.numerics.tracer import OriginTracer, Suspect
 
 
-def watched() -> Births:
-    return Births({}, [], None)
+def traced() -> OriginTracer:
+    return OriginTracer({}, [], None)
 
 
-def only(births: Births) -> Birth:
-    assert len(births.events) == 1
-    return births.events[0]
+def only(tracer: OriginTracer) -> Suspect:
+    assert len(tracer.suspects) == 1
+    return tracer.suspects[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
@@ -94,54 +94,54 @@ def test_places_tell_interleaved_views_apart() -> None:
     assert first.meet(find_places(whole, torch.isnan(whole)))
 
 
-def test_views_and_integers_are_no_births() -> None:
+def test_views_and_integers_are_no_suspects() -> None:
     """A view of a bad tensor belongs to the operation that made it."""
-    with watched() as births:
+    with traced() as tracer:
         bad = torch.zeros(4).log()
         view = bad.view(2, 2).t()[0]
-    assert only(births).name == "log"
-    assert births.find(view) is births.events[0]
+    assert only(tracer).name == "log"
+    assert tracer.find(view) is tracer.suspects[0]
 
 
 def test_out_variants_are_seen() -> None:
-    """An operation that writes into ``out=`` is the birth of what stands there."""
+    """An operation that writes into ``out=`` is the suspect of what stands there."""
     target = torch.ones(3)
-    with watched() as births:
+    with traced() as tracer:
         torch.log(torch.zeros(3), out=target)
-    assert only(births).name == "log"
-    assert births.find(target) is births.events[0]
-    assert [operand.zeros for operand in births.events[0].operands] == [3]
+    assert only(tracer).name == "log"
+    assert tracer.find(target) is tracer.suspects[0]
+    assert [operand.zeros for operand in tracer.suspects[0].operands] == [3]
 
 
 def test_pointwise_links_need_the_same_place() -> None:
     """An Inf that a ``where`` throws away is no parent of the NaN that it keeps."""
-    with watched() as births:
+    with traced() as tracer:
         thrown = torch.tensor([0.0, 1.0]).log()
         kept = torch.tensor([1.0, 5.0]).acos()
         torch.where(torch.tensor([False, False]), thrown, kept)
-    last = births.events[-1]
-    assert [link.birth.name for link in last.links] == ["acos"]
+    last = tracer.suspects[-1]
+    assert [link.suspect.name for link in last.links] == ["acos"]
 
 
 def test_no_tensor_is_kept_alive() -> None:
-    """A bad tensor is freed as soon as its owner lets go, although its birth is remembered."""
-    births = watched()
-    with births:
+    """A bad tensor is freed as soon as its owner drops it, although its suspect is remembered."""
+    tracer = traced()
+    with tracer:
         bad = torch.zeros(1000).log()
         last = weakref.ref(bad)
         del bad
     gc.collect()
     assert last() is None
-    assert len(births.events) == 1
+    assert len(tracer.suspects) == 1
 
 
 def test_a_freed_storage_is_never_taken_for_another() -> None:
-    """Tensors that come and go at one address keep their own births."""
-    with watched() as births:
+    """Tensors that come and go at one address keep their own suspects."""
+    with traced() as tracer:
         for _ in range(50):
             torch.zeros(16).log()
         bad = torch.full((16,), 2.0).acos()
-    assert births.find(bad).name == "acos"
+    assert tracer.find(bad).name == "acos"
 
 
 def test_modules_that_end_by_an_exception_leave_the_stack() -> None:
@@ -152,21 +152,21 @@ def test_modules_that_end_by_an_exception_leave_the_stack() -> None:
             raise LookupError
 
     model = nn.ModuleDict({"raises": Raises()})
-    births = Births({"model": model}, [], None)
-    with births:
+    tracer = OriginTracer({"model": model}, [], None)
+    with tracer:
         with pytest.raises(LookupError):
             model["raises"](torch.ones(1))
         torch.zeros(1).log()
-    assert only(births).module == "loss function"
+    assert only(tracer).module == "loss function"
 
 
 def test_a_line_is_that_of_the_caller() -> None:
     """The innermost frame outside torch and holdfast is named, with its function."""
     bad = torch.full((2,), math.nan)
-    with watched() as births:
+    with traced() as tracer:
         nn.LogSigmoid()(bad)
-    assert only(births).line.startswith("test_births.py:")
-    assert only(births).line.endswith("in test_a_line_is_that_of_the_caller")
+    assert only(tracer).line.startswith("test_tracer.py:")
+    assert only(tracer).line.endswith("in test_a_line_is_that_of_the_caller")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_layers_in_a_plain_list_are_seen() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     observer = observed(model, optimizer)
     guided_step(observer, model, optimizer)
-    assert observer.facts()["strays"] == 2
+    assert observer.facts().strays == 2
     observer.close()
 
 
@@ -89,11 +90,11 @@ def test_micro_batches_are_one_place_and_no_leak() -> None:
     for _ in range(12):
         guided_step(observer, model, optimizer, parts=4)
     facts = observer.facts()
-    assert list(facts["losses"]) == ["cross_entropy#1"]
-    assert facts["losses"]["cross_entropy#1"]["calls"] == 48
-    assert facts["optimizers"]["optimizer"]["steps"] == 12
-    assert facts["optimizers"]["optimizer"]["leaks"] == 0
-    assert len(facts["optimizers"]["optimizer"]["losses"]) == 12
+    assert list(facts.losses) == ["cross_entropy#1"]
+    assert facts.losses["cross_entropy#1"].calls == 48
+    assert facts.optimizers["optimizer"].steps == 12
+    assert facts.optimizers["optimizer"].leaks == 0
+    assert len(facts.optimizers["optimizer"].losses) == 12
     observer.close()
 
 
@@ -108,7 +109,7 @@ def test_facts_and_state_are_plain_data() -> None:
         optimizer.step()
         found += observer.end_step(1.5)
     observer.validated(0.5)
-    json.dumps(observer.facts())
+    json.dumps(asdict(observer.facts()))
     state = json.loads(json.dumps(observer.state_dict()))
     observer.close()
     assert [finding.rule for finding in found] == ["H811"]
@@ -161,8 +162,8 @@ def test_recomputed_activations_are_not_counted_twice() -> None:
     for _ in range(25):
         guided_step(observer, model, optimizer)
     facts = observer.facts()
-    assert facts["inputs"]["model"]["calls"] == facts["losses"]["cross_entropy#1"]["calls"] == 25
-    assert list(facts["dead_units"]) == ["block.1"]
+    assert facts.inputs["model"].calls == facts.losses["cross_entropy#1"].calls == 25
+    assert list(facts.dead_units) == ["block.1"]
     observer.close()
 
 
@@ -203,9 +204,9 @@ def test_players_are_not_blamed_for_each_other() -> None:
                 loss.backward()
             optimizers[name].step()
             assert observer.end_step(loss.item()) == []
-    facts = observer.facts()["optimizers"]
-    assert facts["maker"]["leaks"] == facts["critic"]["leaks"] == 0
-    assert facts["critic"]["clean_starts"] == 25
+    facts = observer.facts().optimizers
+    assert facts["maker"].leaks == facts["critic"].leaks == 0
+    assert facts["critic"].clean_starts == 25
     observer.close()
 
 

@@ -3,64 +3,64 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from holdfast.learning.flow import Activity, Flow, Sentinel, median, norms_of, sample_of
+from holdfast.learning.layers import ActivationObserver, Gradients, LayerObserver
+from holdfast.learning.measures import median, norms_of, sample_of
+from holdfast.learning.optimizers import AccumulationCheck
 
 
-def step(flow: Flow, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def step(layers: LayerObserver, optimizer: torch.optim.Optimizer) -> tuple[Gradients, bool]:
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    before = flow.before_step("optimizer", held)
+    before = layers.before_step("optimizer", held)
     optimizer.step()
-    return before, flow.after_step()
+    return before, layers.after_step()
 
 
 def test_norms_and_the_relative_length_of_a_step_are_exact() -> None:
     """SGD moves a weight by lr x gradient, and the numbers say so."""
     weight = nn.Parameter(torch.full((10, 10), 2.0))
-    flow = Flow({id(weight): "weight"})
+    layers = LayerObserver({id(weight): "weight"})
     weight.grad = torch.full((10, 10), 3.0)
-    before, after = step(flow, torch.optim.SGD([weight], lr=0.1))
-    facts = flow.facts()["weight"]
-    assert before["total"] == pytest.approx(30)
-    assert after == {"nonfinite": [], "moved": True}
-    assert facts["gradient_rms"] == pytest.approx(3)
-    assert facts["first_weight_rms"] == pytest.approx(2)
-    assert facts["ratio"] == facts["largest_ratio"] == pytest.approx(0.3 / 2)
+    before, moved = step(layers, torch.optim.SGD([weight], lr=0.1))
+    facts = layers.facts()["weight"]
+    assert before.total_norm == pytest.approx(30)
+    assert moved
+    assert facts.gradient_rms == pytest.approx(3)
+    assert facts.first_weight_rms == pytest.approx(2)
+    assert facts.ratio == facts.largest_ratio == pytest.approx(0.3 / 2)
 
 
-def test_a_sparse_a_missing_and_a_zero_gradient_are_told_apart() -> None:
+def test_a_sparse_a_missing_and_a_zero_gradient_are_distinguished() -> None:
     """An embedding's stored rows count, a parameter without gradient does not, and zero is counted as zero."""
     table, idle, zero = nn.Embedding(50, 4, sparse=True), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     table(torch.tensor([1, 1, 2])).sum().backward()
     zero.grad = torch.zeros(3)
-    names = {id(table.weight): "table", id(idle): "idle", id(zero): "zero"}
-    flow = Flow(names)
-    before, _ = step(flow, torch.optim.SGD([table.weight, idle, zero], lr=0.1))
-    assert before["tensors"] == 2
-    assert before["total"] == pytest.approx(math.sqrt(4 * 2**2 + 4 * 1))
-    facts = flow.facts()
-    assert [facts[name]["with_gradient"] for name in ("table", "idle", "zero")] == [1, 0, 1]
-    assert [facts[name]["zero_gradient"] for name in ("table", "idle", "zero")] == [0, 0, 1]
-    assert facts["zero"]["unmoved"] == 1
+    layers = LayerObserver({id(table.weight): "table", id(idle): "idle", id(zero): "zero"})
+    before, _ = step(layers, torch.optim.SGD([table.weight, idle, zero], lr=0.1))
+    assert before.tensors == 2
+    assert before.total_norm == pytest.approx(math.sqrt(4 * 2**2 + 4 * 1))
+    facts = layers.facts()
+    assert [facts[name].with_gradient for name in ("table", "idle", "zero")] == [1, 0, 1]
+    assert [facts[name].zero_gradient for name in ("table", "idle", "zero")] == [0, 0, 1]
+    assert facts["zero"].unmoved == 1
 
 
 def test_what_is_not_finite_is_named_and_kept_out_of_the_medians() -> None:
-    """One NaN gradient is told by name, and spoils no statistic."""
+    """One NaN gradient is named, and spoils no statistic."""
     weight = nn.Parameter(torch.ones(2, 2))
-    flow = Flow({id(weight): "weight"})
+    layers = LayerObserver({id(weight): "weight"})
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.grad = torch.ones(2, 2)
-    step(flow, optimizer)
+    step(layers, optimizer)
     weight.grad = torch.full((2, 2), math.nan)
-    before, after = step(flow, optimizer)
-    assert before["nonfinite"] == after["nonfinite"] == ["weight"]
-    assert flow.facts()["weight"]["gradient_rms"] == pytest.approx(1)
-    assert flow.facts()["weight"]["nonfinite"]
+    before, _ = step(layers, optimizer)
+    assert before.nonfinite == ["weight"]
+    assert layers.facts()["weight"].gradient_rms == pytest.approx(1)
+    assert layers.facts()["weight"].nonfinite
 
 
 def test_half_precision_norms_do_not_overflow() -> None:
@@ -83,42 +83,42 @@ def test_a_sample_is_small_and_spread_over_the_tensor() -> None:
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_clean_starts_and_leaks_are_told_apart(to_none: bool) -> None:
+def test_clean_starts_and_leaks_are_distinguished(to_none: bool) -> None:
     """Cleared gradients start clean, also with several micro-batches; gradients that were left do not."""
     model = nn.Linear(3, 1)
-    sentinel = Sentinel(model.parameters())
-    told = []
+    check = AccumulationCheck(model.parameters())
+    clean = []
     for clears in (True, True, False, False, True):
         if clears:
             model.zero_grad(set_to_none=to_none)
         for _ in range(2):
             model(torch.randn(4, 3)).sum().backward()
-        told.append(sentinel.at_step()["clean"])
-    assert told == [True, True, False, False, True]
-    sentinel.close()
+        clean.append(check.at_step()[1])
+    assert clean == [True, True, False, False, True]
+    check.close()
     model(torch.randn(4, 3)).sum().backward()
-    assert not sentinel.at_step()["arrived"]
+    assert not check.at_step()[0]
 
 
 @pytest.mark.parametrize(("limit", "factor"), [(0.0, 0.0), (-1.0, -1.0), (1e-3, 1e-3), (1e9, 1.0)])
 def test_what_happens_to_a_gradient_before_the_step_is_seen(limit: float, factor: float) -> None:
     """Zeroing, reversing, scaling and leaving alone have their own factors."""
     model = nn.Linear(3, 1)
-    sentinel = Sentinel(model.parameters())
+    check = AccumulationCheck(model.parameters())
     model(torch.ones(4, 3)).sum().backward()
     norm = math.hypot(*norms_of([p.grad for p in model.parameters() if p.grad is not None]))
     for p in model.parameters():
         assert p.grad is not None
         p.grad.mul_(min(limit / norm, 1.0))
     expected = factor if limit in (0.0, 1e9) else limit / norm
-    assert sentinel.at_step()["factors"] == [pytest.approx(expected), pytest.approx(expected)]
+    assert check.at_step()[2] == [pytest.approx(expected), pytest.approx(expected)]
 
 
 def test_dead_and_saturated_units_are_counted_over_windows() -> None:
     """A unit counts as dead only if no sample of 20 steps woke it; three windows are kept."""
-    activity = Activity()
+    activity = ActivationObserver()
     for number in range(80):
-        activity.begin_step()
+        activity.begin_pass()
         output = torch.zeros(8, 4)
         output[number % 8, :1] = 1.0
         output[0, 1] = float(number % 20 == 7)
@@ -130,7 +130,7 @@ def test_dead_and_saturated_units_are_counted_over_windows() -> None:
 
 def test_a_recurrent_loop_does_not_fill_the_memory() -> None:
     """Of hundreds of calls in one pass eight are looked at."""
-    activity = Activity()
+    activity = ActivationObserver()
     for _ in range(300):
         activity.note("sigmoid", "", torch.rand(2, 8))
     assert len(activity.saturated()) == 8

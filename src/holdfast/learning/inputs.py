@@ -1,13 +1,12 @@
 """What a model is fed with and what it answers: fingerprints, scale, constant inputs, outputs without difference.
 
-Only measures, in sampled steps; what a number means is judged by the rules in ``diagnose``.
+Only measures, in sampled steps; rules judge what a number means.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections import Counter
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from holdfast.learning.flow import median, sample_of
+from holdfast.learning.facts import InputFacts
+from holdfast.learning.measures import append_newest, median, sample_of
 
 _MOST_TENSORS = 8
 _KEPT = 400
@@ -33,19 +33,16 @@ def fingerprint(tensor: Tensor) -> int:
     return zlib.crc32(raw.view(torch.uint8).numpy().tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode()))
 
 
-class Inputs:
+class InputObserver:
     """What one model was given and gave back, over the observed steps."""
 
     def __init__(self) -> None:
-        self.calls = 0
-        self._counts: Counter[str] = Counter()
+        self._facts = InputFacts()
         self._prints: list[tuple[int, bool, bool]] = []  # of what, new from a loader, no step left out before it
-        self._step, self._follows = 0, False
-        self._batch = self._largest_batch = 0
+        self._step, self._follows, self._first_of_step = 0, False, True
         self._scales: list[float] = []
         self._offsets: list[float] = []
         self._varied = False
-        self._first_of_step = True
 
     def begin_step(self, number: int) -> None:
         """Start a step: only its first batch is compared with those of others, since a step may use one twice.
@@ -56,58 +53,59 @@ class Inputs:
         if number != self._step:
             self._first_of_step, self._follows, self._step = True, number == self._step + 1, number
 
-    def given(self, tree: Any, *, loaded: bool = True) -> None:
+    def note_arguments(self, tree: Any, *, loaded: bool = True) -> None:
         """Add the arguments of a forward call in training.
 
         Args:
             tree: The arguments.
             loaded: Whether a loader has handed out a batch since the last step.
         """
-        found = tensors_in(tree)
-        self.calls += 1
+        facts, found = self._facts, tensors_in(tree)
+        facts.calls += 1
         self._varied = False
         if not found:
             return
         largest = max(found, key=Tensor.numel)
-        self._batch = largest.shape[0] if largest.dim() else 0
-        self._largest_batch = max(self._largest_batch, self._batch)
+        facts.batch = largest.shape[0] if largest.dim() else 0
+        facts.largest_batch = max(facts.largest_batch, facts.batch)
         if self._first_of_step:
             self._prints.append((hash(tuple(fingerprint(tensor) for tensor in found)), loaded, self._follows))
             del self._prints[:-_KEPT]
             self._first_of_step = False
-        rows = [t for t in found if t.dim() >= 1 and t.shape[0] == self._batch > 1]
+        rows = [t for t in found if t.dim() >= 1 and t.shape[0] == facts.batch > 1]
         self._varied = any(not _rows_equal(t) for t in rows)
-        self._counts["constant"] += bool(rows) and not self._varied and all(t.dim() >= 2 for t in rows)
-        self._look_at(found)
+        facts.constant += bool(rows) and not self._varied and all(t.dim() >= 2 for t in rows)
+        self._note_scale([t.detach() for t in found if t.is_floating_point() and not t.requires_grad])
 
-    def _look_at(self, found: list[Tensor]) -> None:
-        real = [t.detach() for t in found if t.is_floating_point() and not t.requires_grad]
+    def _note_scale(self, real: list[Tensor]) -> None:
         if not real:
             return
-        seen = [sample_of(t).double() for t in real]
-        numbers = torch.stack([torch.stack([x.mean(), x.std(correction=0), x.abs().max()]) for x in seen]).tolist()
+        samples = [sample_of(t).double() for t in real]
+        numbers = torch.stack([torch.stack([x.mean(), x.std(correction=0), x.abs().max()]) for x in samples]).tolist()
         # Minus infinity is what masks are made of; NaN and plus infinity are not.
-        bad = any(not math.isfinite(most) and _nonfinite(t) for (_, _, most), t in zip(numbers, real, strict=True))
-        self._counts["nonfinite"] += bad
-        wide = max(range(len(real)), key=lambda i: real[i].numel())
-        mean, spread, most = numbers[wide]
-        self._counts["flat"] += spread == 0
-        _append(self._scales, most)
-        _append(self._offsets, abs(mean) / spread if spread > 0 else math.inf)
+        self._facts.nonfinite += any(
+            not math.isfinite(most) and bool((t.isnan() | (t == math.inf)).any())
+            for (_, _, most), t in zip(numbers, real, strict=True)
+        )
+        mean, spread, most = numbers[max(range(len(real)), key=lambda i: real[i].numel())]
+        self._facts.flat += spread == 0
+        append_newest(self._scales, most)
+        append_newest(self._offsets, abs(mean) / spread if spread > 0 else math.inf)
 
-    def answered(self, tree: Any) -> None:
+    def note_answer(self, tree: Any) -> None:
         """Add what the forward call returned."""
-        found = [t.detach() for t in tensors_in(tree) if t.is_floating_point()]
-        if not (found and self._varied):
-            return
-        answers = [t for t in found if t.dim() >= 1 and t.shape[0] == self._batch > 1]
-        if answers:
-            self._counts["answers"] += 1
-            self._counts["same_answers"] += all(_rows_equal(t, 1e-6) for t in answers)
+        answers = [
+            t.detach()
+            for t in tensors_in(tree)
+            if t.is_floating_point() and t.dim() >= 1 and t.shape[0] == self._facts.batch > 1
+        ]
+        if self._varied and answers:
+            self._facts.answers += 1
+            self._facts.same_answers += all(_rows_equal(t, 1e-6) for t in answers)
 
-    def facts(self) -> dict[str, Any]:
-        """Return what was seen, as plain data."""
-        prints = [seen for seen, _, _ in self._prints]
+    def facts(self) -> InputFacts:
+        """Return what was seen."""
+        facts, prints = self._facts, [seen for seen, _, _ in self._prints]
         last: int | None = None
         compared: list[bool] = []  # a batch of a loader with that before it, where no step between was left out
         for seen, loaded, follows in self._prints:
@@ -115,32 +113,11 @@ class Inputs:
             if loaded:
                 compared += [] if last is None else [seen == last]
                 last = seen
-        return {
-            "calls": self.calls,
-            "batch": self._batch,
-            "largest_batch": self._largest_batch,
-            "different": len(set(prints)),
-            "fingerprints": len(prints),
-            "longest_repeat": max((len(list(run)) for _, run in groupby(prints)), default=0),
-            "compared_pairs": len(compared),
-            "repeated_pairs": sum(compared),
-            "constant": self._counts["constant"],
-            "flat": self._counts["flat"],
-            "nonfinite": self._counts["nonfinite"],
-            "largest": median(self._scales),
-            "offset": median(self._offsets),
-            "answers": self._counts["answers"],
-            "same_answers": self._counts["same_answers"],
-        }
-
-
-def _append(values: list[float], value: float) -> None:
-    values.append(value)
-    del values[:-_KEPT]
-
-
-def _nonfinite(tensor: Tensor) -> bool:
-    return bool((tensor.isnan() | (tensor == math.inf)).any())
+        facts.fingerprints, facts.different = len(prints), len(set(prints))
+        facts.longest_repeat = max((len(list(run)) for _, run in groupby(prints)), default=0)
+        facts.compared_pairs, facts.repeated_pairs = len(compared), sum(compared)
+        facts.largest, facts.offset = median(self._scales), median(self._offsets)
+        return facts
 
 
 def _rows_equal(tensor: Tensor, relative: float = 0.0) -> bool:

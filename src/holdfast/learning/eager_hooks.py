@@ -1,22 +1,21 @@
-"""`Insight`: hooks on modules and a mode on functions, which see into models as long as nothing is compiled.
+"""`EagerHooks`: hooks on modules and a mode on functions, which see into models as long as nothing is compiled.
 
 ``torch.compile`` traces both into its graphs and compiles anew when they come or go, until it gives up. A module does
 not know by what it is called, and what is compiled may first be so in the middle of a step. So all of them go when
-torch begins to compile anything in this process, before it traces, and do not come back.
-
-Does not: know what the hooks see. What an optimizer, a gradient or a weight shows needs none of them.
+torch begins to compile anything in this process, before it traces, and do not come back. What an optimizer, a
+gradient or a weight shows needs none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from holdfast.numerics.eager import anything_compiled, notify_no_more, notify_of_compilation
+from holdfast.numerics.eager import anything_compiled, is_symbolic, notify_no_more, notify_of_compilation
 
 LOST = (
     "torch.compile or TorchScript is at work in this process, so the diagnosis does not see activations, inputs and "
@@ -24,13 +23,23 @@ LOST = (
 )
 
 
-class Insight:
-    """The hooks and the mode of one observer.
+class Hook:
+    """A hook on a module that a copy of it does not have: neither ``deepcopy`` nor ``torch.save`` takes it."""
 
-    Args:
-        mode: Sees functions while it is entered.
-        lost: Whether there can be none from the beginning.
-    """
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Call what was given, if values can be read just now."""
+        if self._call is not None and not is_symbolic():
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
+class EagerHooks:
+    """The hooks and the mode of one observer; `lost`: there can be none from the beginning."""
 
     def __init__(self, mode: TorchFunctionMode, *, lost: bool) -> None:
         self._mode = mode
@@ -65,7 +74,7 @@ class Insight:
 
     def end_step(self) -> None:
         """Remove the hooks of a step."""
-        _remove(self._of_step)
+        remove_all(self._of_step)
 
     def enter_mode(self) -> None:
         """See functions from now on."""
@@ -86,17 +95,18 @@ class Insight:
     def close(self) -> None:
         """Remove all; may be called again."""
         self.end_step()
-        _remove(self._kept)
+        remove_all(self._kept)
         notify_no_more(self._compilation_begins)
 
     def _compilation_begins(self, _what: Any) -> None:
         self._lost = True
         self.end_step()
-        _remove(self._kept)
+        remove_all(self._kept)
         self.leave_mode()
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
+def remove_all(handles: list[RemovableHandle]) -> None:
+    """Remove hooks, and forget them."""
     for handle in handles:
         handle.remove()
     handles.clear()

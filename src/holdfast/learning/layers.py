@@ -1,0 +1,195 @@
+"""How gradients and updates flow: norms for each parameter, what moved, and which units are active.
+
+Only measures, in sampled steps; nothing is changed and no random number is drawn. Rules judge what a number means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from holdfast.learning.facts import Facts, LayerFacts
+from holdfast.learning.measures import dense_gradient, median, norms_of, sample_of
+
+_MOST_CALLS = 8
+"""Calls of one activation in one pass that are looked at: a recurrent loop makes hundreds, much alike."""
+_SHOWN = 12
+"""Layers in the summary for an event."""
+
+
+class Gradients(NamedTuple):
+    """The gradients of one step of one optimizer."""
+
+    tensors: int
+    total_norm: float
+    nonfinite: list[str]
+
+
+class LayerObserver:
+    """Gradients and updates of every parameter, over the observed steps.
+
+    Args:
+        names: The name of each parameter, by id.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._layers: dict[str, LayerFacts] = {}
+        self._ratios: dict[str, list[float]] = {}
+        self._gradient_rms: dict[str, list[float]] = {}
+        self._before: dict[str, tuple[nn.Parameter, Tensor]] = {}
+
+    def before_step(self, optimizer: str, parameters: Iterable[nn.Parameter]) -> Gradients:
+        """Look at the gradients of the step that an optimizer is about to make."""
+        moving, gradients = [], []
+        self._before.clear()
+        for place, parameter in enumerate(parameters):
+            name = self._names.get(id(parameter), f"{optimizer}[{place}]")
+            layer = self._layers.setdefault(name, LayerFacts(elements=parameter.numel(), dims=parameter.dim()))
+            layer.steps += 1
+            gradient = dense_gradient(parameter)
+            if gradient is None or parameter.is_meta or not (parameter.is_floating_point() and gradient.numel()):
+                continue
+            moving.append((name, layer))
+            gradients.append(gradient)
+            self._before[name] = parameter, sample_of(parameter)
+        norms = norms_of([*gradients, *(parameter.detach() for parameter, _ in self._before.values())])
+        nonfinite = []
+        for (name, layer), gradient, norm, weight in zip(
+            moving, gradients, norms, norms[len(moving) :], strict=False
+        ):
+            layer.with_gradient += 1
+            layer.zero_gradient += norm == 0
+            _keep(self._gradient_rms, name, norm / math.sqrt(gradient.numel()))
+            layer.last_weight_rms = weight / math.sqrt(max(1, layer.elements))
+            if layer.first_weight_rms is None:
+                layer.first_weight_rms = layer.last_weight_rms
+            # The square of a finite gradient of 1e20 is not finite: look again.
+            if not (math.isfinite(norm) or bool(gradient.isfinite().all())):
+                nonfinite.append(name)
+        return Gradients(len(moving), math.hypot(*norms[: len(moving)]) if moving else 0.0, nonfinite[:5])
+
+    def after_step(self) -> bool:
+        """Compare the weights with those before the step; return whether anything moved."""
+        names = list(self._before)
+        now = [sample_of(parameter) for parameter, _ in self._before.values()]
+        then = [sample for _, sample in self._before.values()]
+        self._before.clear()
+        norms = norms_of([*(a - b for a, b in zip(now, then, strict=True)), *then])
+        moved = False
+        for name, step, weight in zip(names, norms, norms[len(names) :], strict=False):
+            layer = self._layers[name]
+            layer.unmoved += step == 0
+            moved = moved or step != 0
+            if not math.isfinite(step):
+                layer.nonfinite = True
+            elif weight > 0:
+                _keep(self._ratios, name, step / weight)
+        return moved
+
+    def forget_step(self) -> None:
+        """Drop what was noted before a step that was then not made."""
+        self._before.clear()
+
+    def facts(self) -> dict[str, LayerFacts]:
+        """Return what was seen by parameter, in the order of the model."""
+        for name, layer in self._layers.items():
+            ratios = self._ratios.get(name, [])
+            layer.ratio, layer.largest_ratio = median(ratios), max(ratios[:30], default=None)
+            layer.gradient_rms = median(self._gradient_rms.get(name, []))
+        return dict(self._layers)
+
+
+def _keep(kept: dict[str, list[float]], name: str, value: float) -> None:
+    # The first 30 stay for the start of training; of the rest the newest.
+    values = kept.setdefault(name, [])
+    values.append(value)
+    if len(values) > 120:
+        del values[30]
+
+
+class ActivationObserver:
+    """Which units of each rectifier were ever active, and how much of each tanh and sigmoid sits at its bounds."""
+
+    def __init__(self) -> None:
+        self._saturated: dict[str, list[float]] = {}
+        self._alive: dict[str, tuple[int, Tensor]] = {}  # steps of the window, units that were active in it
+        self._dead: dict[str, list[float]] = {}
+        self._in_step: dict[str, int] = {}
+
+    def begin_pass(self) -> None:
+        """Start to number the activations of a pass anew."""
+        self._in_step.clear()
+
+    def note(self, function: str, module: str, output: Tensor) -> None:
+        """Add the output of ``relu``, ``tanh`` or ``sigmoid``.
+
+        Args:
+            function: Its name.
+            module: In which it was called, ``""`` if in none.
+            output: Shape ``(batch, units)``, ``(batch, units, h, w)`` or ``(..., units)``.
+        """
+        name = module or function
+        order = self._in_step[name] = self._in_step.get(name, 0) + 1
+        if output.dim() < 2 or output.numel() == 0 or order > _MOST_CALLS:
+            return
+        key = f"{name}#{order}" if order > 1 or not module else module
+        if function == "relu":
+            self._note_rectifier(key, output)
+        elif function == "sigmoid" and output.shape[-1] < 8:
+            return  # a probability near its bounds is an answer, not a dead gate
+        elif len(self._saturated.setdefault(key, [])) < 120:
+            low = -0.99 if function == "tanh" else 0.01
+            self._saturated[key].append(float(((output < low) | (output > 0.99)).float().mean()))
+
+    def _note_rectifier(self, key: str, output: Tensor) -> None:
+        axis = 1 if output.dim() in (2, 4, 5) else output.dim() - 1
+        alive = output.detach().amax([other for other in range(output.dim()) if other != axis]) > 0
+        steps, known = self._alive.get(key, (0, alive))
+        if known.shape != alive.shape:
+            return
+        self._alive[key] = steps + 1, known | alive
+        if steps + 1 == 20:
+            self._dead.setdefault(key, []).append(1 - float(self._alive.pop(key)[1].float().mean()))
+            del self._dead[key][:-3]
+
+    def dead(self) -> dict[str, list[float]]:
+        """Return the share of dead units in the last three windows of 20 steps, by rectifier."""
+        return {key: list(shares) for key, shares in self._dead.items()}
+
+    def saturated(self) -> dict[str, float]:
+        """Return the usual share of values within a hundredth of the bounds, by tanh or sigmoid."""
+        return {key: median(shares) or 0.0 for key, shares in self._saturated.items()}
+
+
+def flow_summary(facts: Facts) -> dict[str, Any] | None:
+    """Return what is known of gradients and updates, small enough for an event.
+
+    Returns:
+        ``gradient_norm``: middle of the observed norms, by optimizer. ``profile``: root mean square of the gradient's
+        elements of at most 12 matrices, spread from the input to the output. ``update_to_weight``: for the smallest
+        and the largest, the parameter and the length of a step over the length of the weights (about 1e-3 is usual).
+        ``dead_units`` and ``saturated``: shares by module, above a tenth only. None if no layer was observed.
+    """
+    layers = {name: layer for name, layer in facts.layers.items() if layer.with_gradient}
+    if not layers:
+        return None
+    matrices = [(name, layer.gradient_rms) for name, layer in layers.items() if layer.dims > 1]
+    stride = max(1, -(-len(matrices) // _SHOWN))
+    ratios = sorted((layer.ratio, name) for name, layer in layers.items() if layer.ratio is not None)
+    dead = {name: shares[-1] for name, shares in facts.dead_units.items() if shares and shares[-1] > 0.1}
+    return {
+        "layers": len(layers),
+        "gradient_norm": {
+            name: sorted(optimizer.gradient_norms)[len(optimizer.gradient_norms) // 2]
+            for name, optimizer in facts.optimizers.items()
+            if optimizer.gradient_norms
+        },
+        "profile": dict(matrices[::stride]),
+        "update_to_weight": {name: ratio for ratio, name in (*ratios[:1], *ratios[1:][-1:])},
+        "dead_units": dict(list(dead.items())[:_SHOWN]),
+        "saturated": {name: share for name, share in list(facts.saturated.items())[:_SHOWN] if share > 0.1},
+    }

@@ -1,0 +1,51 @@
+"""Small measurements of tensors that several observers make: samples, norms, medians."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+_SAMPLE = 4096
+"""Elements of a tensor that are copied: 16 KiB a tensor, whatever the model's size."""
+
+
+def sample_of(tensor: Tensor) -> Tensor:
+    """Return a copy of at most 4096 elements, spread over a tensor, shape ``(n,)``."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()[:_SAMPLE]
+    return flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].clone()
+
+
+def dense_gradient(parameter: Tensor) -> Tensor | None:
+    """Return the gradient's values, of a sparse one the stored ones."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    return gradient.coalesce().values().detach() if gradient.is_sparse else gradient.detach()
+
+
+def norms_of(tensors: Iterable[Tensor], order: float = 2) -> list[float]:
+    """Return the norm of each tensor, computed in at least fp32; one host sync."""
+    each = [
+        torch.linalg.vector_norm(
+            t, order, dtype=None if t.dtype == torch.float64 or t.is_complex() else torch.float32
+        )
+        for t in tensors
+    ]
+    return torch.stack([norm.double().cpu() for norm in each]).tolist() if each else []
+
+
+def median(values: Sequence[float]) -> float | None:
+    """Return the middle of the finite values, None if there are none."""
+    finite = sorted(value for value in values if math.isfinite(value))
+    return finite[len(finite) // 2] if finite else None
+
+
+def append_newest(values: list[float], value: float, most: int = 400) -> None:
+    """Append a value, and drop the oldest beyond a number."""
+    values.append(value)
+    del values[:-most]

@@ -1,0 +1,114 @@
+"""What is observed of a model: which weights learn, in which mode it is, and whether its weights ever change."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from holdfast.learning.facts import LayerFacts, ModelFacts
+from holdfast.learning.measures import sample_of
+
+
+class ModelObserver:
+    """One model.
+
+    Args:
+        module: The model.
+        prefix: Put before the names of its parameters, where there are several models.
+        frozen: Shell patterns of the names of parameters that are meant not to learn.
+    """
+
+    def __init__(self, module: nn.Module, prefix: str, frozen: Sequence[str]) -> None:
+        self.module = module
+        self._prefix, self._frozen = prefix, frozen
+        self._start = {key: sample_of(p) for key, p in self.named() if not p.is_meta}
+        self._facts = ModelFacts()
+        self._passes_without_graph = {True: 0, False: 0}  # in training mode or not, since the last step
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters with their full names."""
+        lazy = nn.parameter.UninitializedParameter
+        return [(self._prefix + k, p) for k, p in self.module.named_parameters() if not isinstance(p, lazy)]
+
+    def _modal(self) -> list[tuple[str, nn.Module]]:
+        return [(k, m) for k, m in self.module.named_modules() if isinstance(m, (_DropoutNd, _BatchNorm))]
+
+    def note_pass_without_graph(self) -> None:
+        """Count a forward pass without a graph, as evaluations make them."""
+        self._passes_without_graph[self.module.training] += 1
+
+    def note_step(self) -> None:
+        """Count an observed step, and whether it was made in evaluation mode."""
+        self._facts.observed += 1
+        self._passes_without_graph = {True: 0, False: 0}
+        if not self.module.training:
+            self._facts.eval_steps += any(not m.training for _, m in self._modal())
+
+    def note_validation(self) -> None:
+        """Count a validation, and whether all of it ran in training mode."""
+        passes = self._passes_without_graph
+        self._facts.validations += 1
+        self._facts.train_mode_validations += bool(passes[True] and not passes[False] and self._modal())
+        self._passes_without_graph = {True: 0, False: 0}
+
+    def facts(self, held: set[int], layers: Mapping[str, LayerFacts]) -> ModelFacts:
+        """Return what is known.
+
+        Args:
+            held: Ids of the parameters of all optimizers.
+            layers: What was seen of each parameter.
+        """
+        facts, named = self._facts, self.named()
+        learning = [(k, p) for k, p in named if p.requires_grad and not self._is_frozen(k)]
+        outside = {k: p for k, p in learning if id(p) not in held}
+        never = {k: p for k, p in learning if id(p) in held and _never(layers.get(k))}
+        facts.weights = sum(p.numel() for _, p in learning)
+        facts.frozen_weights = sum(p.numel() for _, p in named if not p.requires_grad)
+        facts.outside, facts.outside_count = list(outside)[:5], len(outside)
+        facts.outside_weights = sum(p.numel() for p in outside.values())
+        facts.outside_with_gradient = sum(p.grad is not None for p in outside.values())
+        facts.outside_changed = self._changed(outside)
+        facts.never_gradient, facts.never_gradient_count = list(never)[:5], len(never)
+        facts.never_gradient_weights = sum(p.numel() for p in never.values())
+        facts.never_gradient_first = bool(never) and next(iter(never)) == learning[0][0]
+        facts.symmetric = self._symmetric(learning)
+        facts.changed = self._changed(self._start)
+        floating = [(k, b) for k, b in self.module.named_buffers() if b.is_floating_point() and "running" in k]
+        facts.nonfinite_buffers = [self._prefix + k for k, b in floating if not bool(torch.isfinite(b).all())][:5]
+        modal = self._modal()
+        facts.modal = [k for k, _ in modal][:5]
+        facts.dropout = max((m.p for _, m in modal if isinstance(m, _DropoutNd)), default=0.0)
+        facts.batch_norm = any(isinstance(m, _BatchNorm) and m.training for _, m in modal)
+        leaves = [m for m in self.module.modules() if not list(m.children()) and not isinstance(m, nn.Flatten)]
+        facts.normalised_input = bool(leaves) and "Norm" in type(leaves[0]).__name__
+        return facts
+
+    def _is_frozen(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._frozen)
+
+    def _symmetric(self, learning: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+        tables = {self._prefix + k + ".weight" for k, m in self.module.named_modules() if isinstance(m, nn.Embedding)}
+        found = []
+        for name, p in learning:
+            if p.dim() < 2 or p.shape[0] < 2 or p.numel() == p.shape[0] or name in tables or p.grad is None:
+                continue
+            rows = p.detach().reshape(p.shape[0], -1)
+            if torch.equal(rows, rows[:1].expand_as(rows)):
+                found.append(name)
+        return found[:5]
+
+    def _changed(self, names: Iterable[str]) -> bool:
+        now = dict(self.named())
+        return any(
+            name not in now or not torch.equal(torch.nan_to_num(sample_of(now[name])), torch.nan_to_num(then))
+            for name, then in ((name, self._start[name]) for name in names if name in self._start)
+        )
+
+
+def _never(layer: LayerFacts | None) -> bool:
+    return layer is not None and layer.steps >= 30 and layer.with_gradient == 0  # catalogue 14

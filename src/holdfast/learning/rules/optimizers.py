@@ -1,0 +1,183 @@
+"""Contracts about the loop: gradients that leak, are missing, zero or reversed; schedulers out of step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from holdfast.learning.facts import Facts, OptimizerFacts, SchedulerFacts
+from holdfast.learning.finding import Finding
+from holdfast.learning.rules.registry import Say, checks
+
+_IN_A_ROW = 10
+"""Steps in a row before a missing or zero gradient is more than a bad batch: numerics.md 4.4, number 15."""
+
+
+def gradient_first(optimizer: OptimizerFacts) -> bool:
+    """Return whether a gradient was not finite before any loss was."""
+    gradient, loss = optimizer.first_nonfinite_gradient, optimizer.first_nonfinite_loss
+    return gradient is not None and (loss is None or gradient < loss)
+
+
+@checks("H802", "contract", "error", "symptom", 0.95)
+def _nonfinite_gradient(facts: Facts, say: Say) -> Iterator[Finding]:
+    for name, optimizer in facts.optimizers.items():
+        if optimizer.nonfinite_gradients:
+            what = f"{optimizer.nonfinite_gradients} observed step(s) used NaN or Inf as a gradient"
+            fix = "skip such steps (holdfast.Guard does), and find the operation that they come from."
+            first = gradient_first(optimizer)
+            yield say(what, fix, name, severity="error" if first else "note", first_in=optimizer.nonfinite_names)
+
+
+@checks("H804", "contract", "error", "symptom", 0.95)
+def _nonfinite_weights(facts: Facts, say: Say) -> Iterator[Finding]:
+    bad = [name for name, layer in facts.layers.items() if layer.nonfinite]
+    bad += [name for model in facts.models.values() for name in model.nonfinite_buffers]
+    if bad:
+        fix = "go back to the last good checkpoint; what made them is the first of these findings."
+        yield say(f"NaN or Inf in {', '.join(bad[:5])}", fix, count=len(bad))
+
+
+@checks("H805", "contract", "error", "symptom", 0.95)
+def _nonfinite_optimizer_state(facts: Facts, say: Say) -> Iterator[Finding]:
+    for name, optimizer in facts.optimizers.items():
+        if optimizer.nonfinite_state:
+            what = f"the optimizer's {', '.join(optimizer.nonfinite_state)} holds NaN or Inf, and keeps it"
+            fix = "go back to the last good checkpoint, and skip steps whose gradient is not finite."
+            yield say(what, fix, name)
+
+
+@checks("H811", "contract", "error", "cause", 0.95)
+def _gradients_leak(facts: Facts, say: Say) -> Iterator[Finding]:
+    for name, optimizer in facts.optimizers.items():
+        # Two in a row could be a deliberate warm-up of gradients; a forgotten zero_grad never stops.
+        if optimizer.leaks >= 3 and not optimizer.closure:
+            what = f"in {optimizer.leaks} steps in a row gradients were added to those of the step before"
+            yield say(what, "call optimizer.zero_grad() before each backward pass of a new step.", name)
+
+
+@checks("H812", "contract", "error", "cause", 0.9)
+def _never_stepped(facts: Facts, say: Say) -> Iterator[Finding]:
+    # 200 as in numerics.md 4.4; at the end of a run a few are enough, since no step is to come.
+    if facts.backwards_since_step < (10 if facts.ended else 200) or not facts.models or facts.steps:
+        return
+    if any(model.changed for model in facts.models.values()):
+        what = f"{facts.backwards} backward passes without optimizer.step(); the weights are moved by other means"
+        yield say(what, "nothing, if the update is your own.", severity="note")
+    else:
+        what = f"{facts.backwards} backward passes and no optimizer step; the weights are as they were"
+        yield say(what, "call optimizer.step() after backward.")
+
+
+@checks("H813", "contract", "error", "cause", 0.9)
+def _step_without_gradients(facts: Facts, say: Say) -> Iterator[Finding]:
+    for name, optimizer in facts.optimizers.items():
+        idle = optimizer.no_gradient_steps
+        # One that had gradients before may only be waiting for its phase.
+        if idle >= _IN_A_ROW and not (optimizer.closure or optimizer.with_gradient_steps):
+            fix = (
+                "call backward before step and zero_grad not in between; the loss must depend on these weights "
+                "without .detach(), .item() or no_grad."
+            )
+            yield say(f"{idle} steps in a row had no gradient in any tensor of the optimizer", fix, name)
+
+
+@checks("H814", "contract", "note", "cause", 0.4)
+def _parameter_without_gradient(facts: Facts, say: Say) -> Iterator[Finding]:
+    if any(optimizer.no_gradient_steps >= _IN_A_ROW for optimizer in facts.optimizers.values()):
+        return  # nothing gets one: H813
+    for name, model in facts.models.items():
+        count = model.never_gradient_count
+        if not count:
+            continue
+        share = model.never_gradient_weights / max(1, model.weights)
+        named = ", ".join(model.never_gradient)
+        what = f"{count} parameter(s), {share:.0%} of the weights, got no gradient in 30 steps: {named}"
+        fix = (
+            "look for .detach(), .item(), argmax, no_grad or a new tensor between them and the loss; or pass "
+            "frozen= if they are meant not to learn."
+        )
+        # An unused expert or head lies beside the path; a path that is cut loses its beginning.
+        if model.never_gradient_first or share > 0.5:
+            yield say(what, fix, name, severity="advice", confidence=0.8)
+        else:
+            yield say(what, fix, name)
+
+
+@checks("H815", "contract", "advice", "symptom", 0.9)
+def _gradients_all_zero(facts: Facts, say: Say) -> Iterator[Finding]:
+    for name, optimizer in facts.optimizers.items():
+        if optimizer.zero_gradient_steps >= _IN_A_ROW and not optimizer.zeroed:
+            done = any(loss == 0 for _, loss in optimizer.losses[-1:])  # a hinge that is satisfied
+            what = f"all gradients were exactly 0 in {optimizer.zero_gradient_steps} observed steps in a row"
+            fix = "look for a saturated or clamped output, dead units, a loss multiplied by 0, or a masked batch."
+            yield say(what, fix, name, severity="note" if done else "advice")
+
+
+@checks("H817", "contract", "error", "cause", 0.95)
+def _gradient_reversed(facts: Facts, say: Say) -> Iterator[Finding]:
+    for name, optimizer in facts.optimizers.items():
+        for count, done in ((optimizer.reversed, "reversed"), (optimizer.zeroed, "set to zero")):
+            if count >= _IN_A_ROW and count > optimizer.observed / 2:
+                what = f"between backward and step the gradient was {done} in {count} observed steps"
+                fix = "look at the clip limit, which must be above 0, and at zero_grad between backward and step."
+                yield say(what, fix, name)
+
+
+@checks("H819", "contract", "advice", "cause", 0.85)
+def _learning_rate_gone(facts: Facts, say: Say) -> Iterator[Finding]:
+    for name, optimizer in facts.optimizers.items():
+        steps, whole = optimizer.steps, facts.total_steps
+        zero, low = optimizer.zero_lr_steps, optimizer.low_lr_steps
+        # 90 % of the budget is catalogue 19. Without a budget only the end of the run shows what was lost.
+        early = whole is not None and steps < 0.9 * whole and zero >= 10
+        lost = facts.ended and steps >= 50 and (zero > 0.15 * steps or low > 0.5 * steps)
+        if early or lost:
+            what = (
+                f"the learning rate fell to {optimizer.lr:.2g} of {optimizer.largest_lr:.2g} and stayed there for "
+                f"{max(zero, low)} of {steps} steps"
+            )
+            fix = "let the schedule span the whole run: count it in steps if it is advanced in each step."
+            yield say(what, fix, name)
+
+
+@checks("H820", "contract", "advice", "cause", 0.8)
+def _scheduler_out_of_step(facts: Facts, say: Say) -> Iterator[Finding]:
+    faded = any(optimizer.low_lr_steps > 0.2 * optimizer.steps for optimizer in facts.optimizers.values())
+    for name, scheduler in facts.schedulers.items():
+        fault = _fault_of(scheduler, faded=faded)
+        if fault and scheduler.kind != "ReduceLROnPlateau":
+            fix = "call scheduler.step() after optimizer.step(), once for each unit that its arguments count."
+            yield say(f"the {scheduler.kind} is out of step: {fault}", fix, name, **asdict(scheduler))
+
+
+def _fault_of(scheduler: SchedulerFacts, *, faded: bool) -> str:
+    steps, every, period = scheduler.optimizer_steps, scheduler.every_step, scheduler.period
+    if scheduler.before_first > 0 and every >= 3:
+        return "it is advanced before the first optimizer step, so the first learning rate is never used"
+    if scheduler.several > 0.5 * steps and steps >= 20:
+        return "it is advanced several times for each optimizer step"
+    faded = faded or scheduler.kind == "CosineAnnealingLR"  # which comes back
+    if steps >= 50 and every > 0.5 * steps and period and faded and scheduler.advanced > 3 * period:
+        return f"it is advanced in every step, {scheduler.advanced} times, although its period is {period}"
+    return ""
+
+
+@checks("H821", "contract", "advice", "cause", 0.7)
+def _scheduler_on_skipped_steps(facts: Facts, say: Say) -> Iterator[Finding]:
+    for name, scheduler in facts.schedulers.items():
+        several, steps = scheduler.several, scheduler.optimizer_steps
+        if 3 <= several <= 0.5 * steps and scheduler.every_step + several > 0.9 * steps - 2:
+            what = f"the {scheduler.kind} was advanced {several} times for a step that the optimizer skipped"
+            fix = "advance it only when the optimizer really stepped; compare the loss scale before and after."
+            yield say(what, fix, name, **asdict(scheduler))
+
+
+@checks("H854", "contract", "advice", "cause", 0.9)
+def _plateau_on_batch_losses(facts: Facts, say: Say) -> Iterator[Finding]:
+    for name, scheduler in facts.schedulers.items():
+        fed = scheduler.every_step + scheduler.several
+        if scheduler.kind == "ReduceLROnPlateau" and fed >= 20 and fed > 0.5 * scheduler.optimizer_steps:
+            given = f"ReduceLROnPlateau (patience {scheduler.patience}) was given a batch's loss {fed} times"
+            fix = "give it a validation loss, or the mean over an epoch, once for each epoch."
+            yield say(f"{given}; its noise looks like a plateau", fix, name)
