@@ -170,7 +170,7 @@ class Cursor:
         """
         if isinstance(self._loader, DataLoader):
             for index in indices:
-                self._loader.set_aside(index, "provenance", evidence)
+                self._loader.quarantine(index, "provenance", evidence)
 
     def random_state(self) -> RandomState:
         """Return the random state that belongs to the position: from before a fetch that does not count yet."""

@@ -24,7 +24,7 @@ from holdfast.core.errors import LoaderError
 from holdfast.loader.features.files import Draft, failure, missing, open_finished, read_item, require_h5py
 from holdfast.loader.features.items import decode
 from holdfast.loader.features.workers import Work, compute_here, compute_in_workers
-from holdfast.loader.tuning.machine import cpu_quota
+from holdfast.loader.machine import cpu_quota
 
 _NAMED = 5
 """Differences or items that a message names; more are counted."""

@@ -121,7 +121,7 @@ class _Pool:
 
     def __init__(self, work: Work, num_workers: int, multiprocessing_context: str | None) -> None:
         self._started = Started()
-        context = recording_context(multiprocessing_context, self._started, share_by_file=False)
+        context = recording_context(multiprocessing_context, self._started)
         self._executor = ProcessPoolExecutor(num_workers, context, _begin, (work,))
         self._given: deque[Future[Any]] = deque()
 

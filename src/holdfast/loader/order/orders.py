@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.order.permutation import permuted, random_bits
-from holdfast.loader.ranks import Share
-from holdfast.loader.seeds import derive_seed
+from holdfast.loader.order.permutation import permuted
+from holdfast.loader.order.ranks import Share
+from holdfast.loader.seeds import derive_seed, random_bits
 
 _BLOCK = 4096  # positions; from here on the cost of a call no longer shows in the cost of a position
 _LARGEST_GROUP, _LARGEST_WINDOW = 256, 8192
@@ -55,6 +55,12 @@ class Order(ABC):
     def __len__(self) -> int:
         """Return the positions of an epoch."""
         return self._length
+
+    @final
+    def count(self, epoch: int) -> int:
+        """Return the positions of an epoch, which are as many in each."""
+        del epoch
+        return len(self)
 
     def identity(self) -> dict[str, Any]:
         """Return, as JSON values, what must be equal for a position to mean the same sample.
