@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
-from holdfast.core.errors import LoaderError, did_you_mean
+from holdfast.core.errors import LoaderError
 from holdfast.loader.order.orders import Order, Sequential, Shuffled, TokenBatches
 from holdfast.loader.order.plan import ByBatch, ByPosition, Plan
 from holdfast.loader.order.ranks import ranks_now
@@ -19,13 +19,8 @@ from holdfast.loader.order.sampled import Sampled
 from holdfast.loader.streams.sharding import divides_among_ranks
 
 _TORCH = inspect.signature(TorchDataLoader.__init__)
-_OURS = ("seed", "quarantine", "check_finite", "repeats", "sharded", "rank", "world_size", "device")
 _AS_TORCH = ("pin_memory", "worker_init_fn", "prefetch_factor", "pin_memory_device")
 AUTO = "auto"
-
-
-class UnknownArgumentError(LoaderError, TypeError):
-    """An argument that no loader has; a `TypeError` as from torch."""
 
 
 def check_arguments(
@@ -45,14 +40,6 @@ def check_arguments(
     Raises:
         LoaderError: H607 for arguments that cannot be used, H610 for a dataset without samples.
     """
-    for name in kwargs:
-        if name not in _TORCH.parameters:
-            raise UnknownArgumentError(
-                f"DataLoader() got an unexpected keyword argument {name!r}",
-                limit=f"it takes torch's and {', '.join(_OURS)}",
-                fix=did_you_mean(name, [*_TORCH.parameters, *_OURS], otherwise="leave it out."),
-                rule="H607",
-            )
     given: dict[str, Any] = dict(_TORCH.bind(None, dataset, *args, **kwargs).arguments)
     del given["self"]
     workers, prefetch = given.get("num_workers", 0), given.get("prefetch_factor")
@@ -73,6 +60,15 @@ def check_arguments(
             f"quarantine={quarantine!r}", "it is a share or a number of samples", "pass 0.001, 5, or 0 for none."
         )
     _check_order(dataset, given)
+    if hasattr(dataset, "__getitems__") and getattr(type(dataset), "__getitem__", None) in (
+        None,
+        Dataset.__getitem__,
+    ):
+        raise _unusable(
+            f"{type(dataset).__name__} has __getitems__ and no __getitem__",
+            "each sample is read by itself, with random numbers of its own",
+            "add a __getitem__; with batch_size=None and a sampler of lists it may read many at once.",
+        )
     if isinstance(dataset, IterableDataset):
         if check_finite:
             raise _unusable(

@@ -214,7 +214,7 @@ def test_a_loader_is_gone_with_its_last_reference(options: dict[str, Any]) -> No
     try:
         loader = DataLoader(list(range(8)), batch_size=2, **options)
         list(loader)
-        kept = loader._healer._kept
+        kept = loader._recovery._kept
         processes = [] if kept is None else list(kept._processes)
         del kept
         gone = weakref.ref(loader)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from holdfast.loader.fetch import Entry, Fetcher, shortage_in
+from holdfast.loader.workers.fetch import Fetcher, find_nonfinite, shortage_in
 from holdfast.loader.inspection import find_nonfinite, first_difference
 from holdfast.loader.random_state import capture
 
@@ -148,7 +148,7 @@ def test_the_last_of_a_batch_is_replaced_by_a_spare_that_is_not_bad_itself() -> 
     assert [each.index for each in report.failures] == [2, 7]
 
 
-def test_a_sample_that_is_set_aside_is_not_touched() -> None:
+def test_a_sample_that_is_quarantine_is_not_touched() -> None:
     """What is known to be bad is not read, so one that hangs cannot hang again."""
     dataset = Patchy()
     batch, report = Fetcher(dataset, 0, list)[Entry(0, 0, (4, 5), spares=(6,), aside=(4,))]

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.workers.board import PREPARING, STARTING, Showing
-from holdfast.loader.workers.recovery import Crew, Healer
+from holdfast.loader.workers.recovery import WorkerSettings, WorkerRecovery
 from holdfast.loader.workers.watch import Loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -206,14 +206,14 @@ class Idle:
     def __init__(self) -> None:
         self.aside: list[Any] = []
 
-    def set_aside(self, index: Any, kind: str, evidence: str) -> None:
+    def quarantine(self, index: Any, kind: str, evidence: str) -> None:
         self.aside.append((index, kind))
 
 
-def _remedies(losses: list[tuple[Loss, Any]], workers: int = 4) -> tuple[list[int], list[Any], Crew]:
+def _remedies(losses: list[tuple[Loss, Any]], workers: int = 4) -> tuple[list[int], list[Any], WorkerSettings]:
     """Return the workers after each loss in a row, what was set aside, and the crew."""
-    crew = Crew(workers=workers, method=None, options={"pin_memory": True}, timeout_seconds=0.0)
-    healer, source, after = Healer(crew, lambda kind, **facts: None), Idle(), []
+    crew = WorkerSettings(workers=workers, method=None, options={"pin_memory": True}, timeout_seconds=0.0)
+    healer, source, after = WorkerRecovery(crew, lambda kind, **facts: None), Idle(), []
     for loss, index in losses:
         healer._in_a_row += 1
         healer._decide(loss, index, source)  # type: ignore[arg-type] # it decides, and does nothing else
@@ -232,7 +232,7 @@ def _hung(*, fine: bool | None, done: int = 0, offset: int = 0) -> Loss:
     return Loss(cause="worker 0 hung", kind="hung", worker=0, showing=Showing(3, offset, done), others_fine=fine)
 
 
-def test_a_sample_is_set_aside_at_its_second_strike() -> None:
+def test_a_sample_is_quarantine_at_its_second_strike() -> None:
     """While other workers do well, the sample that loses a worker twice goes, and the number of workers stays."""
     assert _remedies([(_died(fine=True), 7)] * 2)[:2] == ([4, 4], [(7, "killed its worker")])
     assert _remedies([(_hung(fine=True), 7)] * 2)[:2] == ([4, 4], [(7, "hung")])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.loader.tuning.machine import Machine, cpu_quota, memory_available_bytes
+from holdfast.loader.machine import Machine, cpu_quota, memory_available_bytes
 
 GIB = 2**30
 STATUS = "Name:\tpython\nUmask:\t0022\nCpus_allowed:\tff\nCpus_allowed_list:\t{}\nMems_allowed_list:\t0\n"

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.loader_arguments import check_position
+from holdfast.loader.arguments import check_position
 from holdfast.loader.order.orders import LengthBucketed, TokenBatches, Weighted
 from holdfast.loader.order.sampled import Sampled
 

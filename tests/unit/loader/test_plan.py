@@ -64,7 +64,7 @@ def test_spares_follow_in_the_order_and_begin_anew_at_its_end() -> None:
     assert whole.spares == (0, 1, 2)
 
 
-def test_an_entry_knows_what_is_set_aside_when_it_is_made() -> None:
+def test_an_entry_knows_what_is_quarantine_when_it_is_made() -> None:
     """The set is read for each entry, so a sample that goes meanwhile is known to the entries after it."""
     aside = {5}
     entries = _plan().entries(0, 0, aside)

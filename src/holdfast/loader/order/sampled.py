@@ -179,8 +179,9 @@ def _endless(what: str, fix: str) -> LoaderError:
 
 
 def _check_once(found: list[Any], name: str, *, batches: bool) -> None:
-    if batches:
-        found = [index for batch in found for index in (batch.tolist() if getattr(batch, "ndim", 0) else batch)]
+    found = [each.tolist() if batches and getattr(each, "ndim", 0) else each for each in found]
+    many: tuple[type, ...] = (list, tuple) if batches else (list,)
+    found = [index for each in found for index in (each if isinstance(each, many) else [each])]
     keys = list(map(key_of, found))
     repeated = len(keys) - len(set(keys))
     if repeated:
