@@ -2,8 +2,9 @@
 
     0 workers -> 1 -> 2 -> 4 ...    each number makes a few batches of the running epoch, which are trained on
 
-A number is taken if it shortens the wait for a batch by a tenth of the loop's time at least; the first that does not
-ends the search, and so does a wait that is no longer worth it. Processors, shared memory and descriptors bound it.
+A number is taken if it shortens the wait for a batch by a tenth of the loop's time at least; the first beyond one
+worker that does not ends the search, and so does a wait that is no longer worth it. Processors, shared memory and
+descriptors bound it.
 Once chosen, the number stays. Where an epoch ends first, the best number so far is taken: workers that are started
 anew in each epoch would not pay.
 """
@@ -126,26 +127,27 @@ class WorkerProbe:
             wait_seconds=statistics.fmean(self._waits[warm_up:]),
             step_seconds=statistics.median(self._steps[warm_up:]),
         )
-        best = self._best
         self.measured.append(new)
         self._waits.clear()
         self._steps.clear()
-        if best is not None and best.wait_seconds - new.wait_seconds < _WORTH * best.batch_seconds:
-            self._choose(best.num_workers, f"{tried} workers do not shorten the wait of {_described(best)}")
-            return
-        self._best = new
-        if new.wait_share <= _LITTLE_WAIT:
-            self._choose(tried, f"training waits for {_described(new)}, which is little")
-            return
+        best = self._best
+        shorter = best is None or best.wait_seconds - new.wait_seconds >= _WORTH * best.batch_seconds
+        if best is None or shorter:
+            self._best = best = new
         most, why = most_workers(self.load, Machine.of_this_rank())
         if self._most is not None and self._most[0] < most:
             most, why = self._most
         following = min(2 * tried or 1, most)
-        if following <= tried:
-            self._choose(tried, f"training waits for {_described(new)}, and more workers cannot be used: {why}")
-            return
-        self._tried = following
-        self._apply(following)
+        if best.wait_share <= _LITTLE_WAIT:
+            self._choose(best.num_workers, f"training waits for {_described(best)}, which is little")
+        elif not shorter and tried > 1:  # one worker alone may gain no more than the time of a step
+            self._choose(best.num_workers, f"{tried} workers do not shorten the wait of {_described(best)}")
+        elif following <= tried:
+            reason = f"training waits for {_described(best)}, and more workers cannot be used: {why}"
+            self._choose(best.num_workers, reason)
+        else:
+            self._tried = following
+            self._apply(following)
 
     def _choose(self, workers: int, reason: str) -> None:
         self.chosen, self.reason = workers, reason

@@ -467,9 +467,12 @@ class DataLoader(TorchDataLoader[Any]):
                 since it would then point at other samples.
         """
         check_position(self._identity(), state)
+        at = Place.of(state)
+        if self._sampler is not None and at.drawn is not None:
+            self._sampler.in_short(state["epoch"], at.drawn)
         self.go_to(state["epoch"])
         self._host_epochs.placed(state.get("named", state["epoch"]))
-        self._at = Place.of(state)
+        self._at = at
 
     def close(self) -> None:
         """End workers that ``persistent_workers`` kept."""

@@ -99,9 +99,8 @@ def test_a_sampler_that_draws_another_order_after_a_restart_is_told() -> None:
     list(loader)
     next(iter(loader))
     restarted = DataLoader(list(range(20)), batch_size=4, sampler=OwnChance())
-    restarted.load_state_dict(loader.state_dict())
     with pytest.raises(LoaderError, match="another order") as caught:
-        next(iter(restarted))
+        restarted.load_state_dict(loader.state_dict())
     assert caught.value.rule == "H604"
 
 

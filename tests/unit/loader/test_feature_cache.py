@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from holdfast.core.errors import LoaderError
-
 from holdfast.loader.features.cache import FeatureCache
 from holdfast.loader.features.files import Draft
 from holdfast.loader.loader import DataLoader

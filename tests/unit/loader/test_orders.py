@@ -22,6 +22,7 @@ from holdfast.loader.order.orders import (
 )
 from holdfast.loader.order.permutation import permuted
 from holdfast.loader.order.ranks import rank_positions
+from holdfast.loader.seeds import random_bits
 
 _LENGTHS = np.clip(np.random.default_rng(0).lognormal(1.6, 0.6, 20_000), 0.5, 17)  # speech, seconds
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sized
 from numbers import Integral
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from holdfast.core.errors import LoaderError
@@ -179,10 +180,8 @@ def _endless(what: str, fix: str) -> LoaderError:
 
 
 def _check_once(found: list[Any], name: str, *, batches: bool) -> None:
-    found = [each.tolist() if batches and getattr(each, "ndim", 0) else each for each in found]
-    many: tuple[type, ...] = (list, tuple) if batches else (list,)
-    found = [index for each in found for index in (each if isinstance(each, many) else [each])]
-    keys = list(map(key_of, found))
+    many: Any = (list, tuple, np.ndarray, torch.Tensor) if batches else list
+    keys = [key_of(index) for each in found for index in (each if isinstance(each, many) else [each])]
     repeated = len(keys) - len(set(keys))
     if repeated:
         raise LoaderError(
