@@ -29,7 +29,7 @@ from holdfast import Guard
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.quarantine import FILE_NAME, read_ledger
-from holdfast.loader.workers import recovery as healing
+from holdfast.loader.workers import recovery
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -80,7 +80,6 @@ def _check(name: str, workers: int, outcome: dict[str, Any]) -> None:
     if cause is None:
         assert not outcome["causes"], "no worker need be lost for an exception"
     assert "sample_quarantined" not in outcome["other_events"], "what struck once is no fault of the sample"
-    assert "dataset_not_deterministic" not in outcome["other_events"]
 
 
 @pytest.mark.parametrize("name", [*_HERE, *(pytest.param(name, marks=pytest.mark.slow) for name in _OWN_PROCESS)])
@@ -106,7 +105,7 @@ def test_an_exception_without_workers_changes_nothing(name: str, tmp_path: Path)
 
 def test_a_worker_that_hangs_is_found_without_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without ``timeout`` a stuck worker is replaced too, after the automatic limit: here less than its minute."""
-    monkeypatch.setattr(healing, "_LIMIT_SECONDS", 0.4)
+    monkeypatch.setattr(recovery, "_LIMIT_SECONDS", 0.4)
     events: list[dict[str, Any]] = []
     quiet, struck = (Samples(KINDS["endless sleep"], at, tmp_path / "struck") for at in (-1, 21))
     expected = [digest(batch) for batch in _loader(quiet)]
@@ -123,22 +122,9 @@ def test_what_keeps_shared_files_outlives_a_worker(tmp_path: Path) -> None:
     quiet, struck = (Samples(KINDS["SIGKILL"], at, tmp_path / "struck") for at in (-1, 21))
     expected = [digest(batch) for batch in _loader(quiet)]
     loader = _loader(struck, num_workers=2)
-    loader._healer.crew.share_by_file = True
+    loader._recovery.settings.share_by_file = True
     assert [digest(batch) for batch in list(loader)] == expected
     assert (tmp_path / "struck").exists()
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_shared_files_have_one_keeper_for_all_workers(method: str) -> None:
-    """Each takes as long to start as torch to load, and a connection of this process where descriptors are short."""
-    ended = run_prepared([_PARENT.with_name("shared_files.py"), method], timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    (keeper,) = ended.stdout.split()
-    for _ in range(500):
-        if not Path(f"/proc/{keeper}").exists():
-            return
-        time.sleep(0.01)
-    pytest.fail("it has outlived the training")
 
 
 def _loader(dataset: Any, **options: Any) -> DataLoader:
@@ -251,7 +237,7 @@ def test_more_bad_samples_than_allowed_end_the_epoch(workers: int) -> None:
     """The sample that is one too many is named with its evidence, and so are those that are set aside already."""
     loader = _loader(Damaged("raises", {3, 8, 11}), num_workers=workers, quarantine=2)
     loader._happened = lambda kind, **facts: None
-    with pytest.raises(LoaderError, match=r"corrupt.*2 are set aside") as caught:
+    with pytest.raises(LoaderError, match=r"corrupt.*2 are quarantined") as caught:
         list(loader)
     assert caught.value.rule == "H612"
 
@@ -729,7 +715,7 @@ def _prepare(worker: int) -> None:
 @pytest.mark.parametrize("timeout", [0.0, 0.3])
 def test_workers_that_take_long_to_prepare_are_waited_for(timeout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``worker_init_fn`` does would be missing without workers: it is no sample that hangs."""
-    monkeypatch.setattr(healing, "_LIMIT_SECONDS", 0.4)
+    monkeypatch.setattr(recovery, "_LIMIT_SECONDS", 0.4)
     loader = _loader(OnceCopied(), num_workers=2, timeout=timeout, worker_init_fn=_prepare)
     assert sorted(item for batch in loader for item in batch.tolist()) == list(range(16))
-    assert loader._healer.crew.workers == 2
+    assert loader._recovery.settings.workers == 2

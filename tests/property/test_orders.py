@@ -17,7 +17,7 @@ from holdfast.loader.order.orders import (
     Weighted,
 )
 from holdfast.loader.order.permutation import permuted
-from holdfast.loader.ranks import rank_positions, steps_left
+from holdfast.loader.order.ranks import rank_positions, steps_left
 
 _FAST = settings(deadline=None, max_examples=60)
 _SEEDS = st.integers(0, 2**63 - 1)

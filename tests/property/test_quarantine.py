@@ -66,7 +66,7 @@ def test_any_history_keeps_to_the_cap_and_to_its_file(history: list[tuple[Any, .
                 ledger = Ledger(limit, None, lambda: 1.5)
                 ledger.keep_in(path)
             assert len(ledger) == len(aside) <= limit
-            assert all(ledger.aside(epoch) == _expected(aside, epoch) for epoch in range(6))
+            assert all(ledger.bad(epoch) == _expected(aside, epoch) for epoch in range(6))
             assert [entry.index for entry in ledger] == found
             assert list(read_ledger(path).values()) == list(ledger)
 
@@ -96,6 +96,6 @@ def _rule_of(path: Path) -> str | None:
         ledger.keep_in(path)
     except LoaderError as error:
         return error.rule
-    aside = ledger.aside(10**9)
+    aside = ledger.bad(10**9)
     assert set(ledger.release(aside)) == aside
     return None

@@ -155,7 +155,7 @@ class Cursor:
         """Let a holdfast loader replace samples from the next epoch on."""
         if isinstance(self._loader, DataLoader):
             for index in indices:
-                self._loader.set_aside(index, "provenance", evidence)
+                self._loader.quarantine(index, "provenance", evidence)
 
     def random_state(self) -> RandomState:
         """Return the random state that belongs to the position: from before a fetch that does not count yet."""

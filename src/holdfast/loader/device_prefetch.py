@@ -7,37 +7,31 @@ the host wait:
 - the copy waits for what the consumer's stream was given before, so memory of an earlier batch that the allocator
   hands to a later one is not written while a kernel still reads it;
 - the host keeps what is copied until the copy has ended, so pinned memory is not filled anew under it.
-
-Loading, pinning and the position in the data are the business of the loader; an item that was fetched ahead and not
-handed out is no more than an item that a worker has ready.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
+import contextlib
 import functools
 import inspect
 from collections import UserDict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from holdfast.core.containers import children_of, rebuilt
 from holdfast.core.errors import LoaderError
 
 Item = TypeVar("Item")
-# Moves a tensor, or anything else that has a method `to`.
-_Move = Callable[[Any], Any]
 
 
 def prefetched(items: Iterable[Item], device: torch.device | str | None) -> Generator[Item]:
     """Iterate with every tensor on a device, copied one item ahead.
 
     An item may be any tree of dicts, lists, tuples, named tuples and dataclasses. Tensors in it are moved, and so is
-    what has a method ``to``; all else, and any part without tensors, is handed on as the same object. So an item may
-    carry facts beside its batch, such as ``(batch, position)``: each comes out with its own batch, in order.
+    what has a method ``to``; all else, and any part without tensors, is handed on as the same object.
 
     Args:
         items: What to move. It is asked for one item more than was handed out. What it hands out should lie in
@@ -64,40 +58,39 @@ def _prefetched(items: Iterable[Item], target: torch.device | None) -> Generator
     try:
         if target is None:
             yield from source
-        elif (module := _module_with_streams(target)) is None:
-            for item in source:
-                yield _moved(item, lambda value: _to(value, target, non_blocking=False))
-        else:
+        elif hasattr(module := _module_of(target), "Stream"):
             yield from _one_ahead(source, _Lane(module, target))
+        else:  # as MPS
+            for item in source:
+                yield _moved(item, lambda value: value.to(target))
     finally:
         close = getattr(source, "close", None)
         if close is not None:
             close()
 
 
-def _target(device: torch.device | str | None) -> torch.device | None:
-    """Return where to copy to, None for nowhere.
+def _module_of(device: torch.device) -> Any:
+    """Return torch's module of a device, None for one that computes nothing, as "meta"."""
+    try:
+        return torch.get_device_module(device)
+    except RuntimeError:
+        return None
 
-    Raises:
-        LoaderError: H607.
-    """
+
+def _target(device: torch.device | str | None) -> torch.device | None:
+    """Return where to copy to, None for nowhere; H607 if it is not there."""
     if device is None:
         return None
     try:
         target = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise _no_device(device, str(error).partition("\n")[0]) from error
-    if target.type == "cpu":
-        return None
-    try:
-        module = torch.get_device_module(target)
-    except RuntimeError:  # it computes nothing, as "meta"
-        return target
-    if hasattr(module, "is_available") and not module.is_available():
+    module = None if target.type == "cpu" else _module_of(target)
+    if module is not None and hasattr(module, "is_available") and not module.is_available():
         raise _no_device(device, f"torch {torch.__version__} finds no {target.type} device on this machine")
-    if target.index is not None and hasattr(module, "device_count") and target.index >= module.device_count():
+    if module is not None and target.index is not None and target.index >= module.device_count():
         raise _no_device(device, f"there are {module.device_count()}, counted from 0")
-    return target
+    return None if target.type == "cpu" else target
 
 
 def _no_device(device: Any, why: str) -> LoaderError:
@@ -109,22 +102,13 @@ def _no_device(device: Any, why: str) -> LoaderError:
     )
 
 
-def _module_with_streams(device: torch.device) -> Any:
-    """Return torch's module of a device, None if it has no streams, as MPS."""
-    try:
-        module = torch.get_device_module(device)
-    except RuntimeError:  # a device that computes nothing, as "meta"
-        return None
-    return module if hasattr(module, "Stream") else None
-
-
 def _one_ahead(source: Iterator[Any], lane: _Lane) -> Iterator[Any]:
     try:
         coming = _fetch(source, lane)
         while coming is not None:
             ready = [coming()]
             coming = _fetch(source, lane)
-            yield ready.pop()  # no reference stays here: the loop decides how long a batch lives
+            yield ready.pop()  # no reference stays here: the loop decides how long a batch is kept
     finally:
         lane.finish()
 
@@ -171,7 +155,7 @@ class _Lane:
         made: list[torch.Tensor] = []
 
         def move(value: Any) -> Any:
-            there = _to(value, self._device, non_blocking=True)
+            there = value.to(self._device, **_no_wait(value))
             if there is not value and isinstance(there, torch.Tensor):
                 made.append(there)
             return there
@@ -199,50 +183,23 @@ class _Lane:
             self._sources.popleft()[0].synchronize()
 
 
-def _moved(node: Any, move: _Move) -> Any:
+def _no_wait(value: Any) -> dict[str, bool]:
+    """Return the argument for a copy that the host does not wait for, if `to` has it."""
+    known = isinstance(value, (torch.Tensor, PackedSequence))
+    with contextlib.suppress(TypeError, ValueError):  # it is written in C
+        known = known or "non_blocking" in inspect.signature(value.to).parameters
+    return {"non_blocking": True} if known else {}
+
+
+def _moved(node: Any, move: Callable[[Any], Any]) -> Any:
     """Return a tree with its tensors moved; a part in which nothing moved is the same object."""
-    if isinstance(node, (torch.Tensor, PackedSequence)):
+    # What has a `to` knows best how; but Hugging Face's BatchEncoding, a UserDict, would move in place.
+    knows = callable(getattr(node, "to", None)) and not isinstance(node, (type, UserDict))
+    if isinstance(node, (torch.Tensor, PackedSequence)) or knows:
         return move(node)
-    if callable(getattr(node, "to", None)) and not isinstance(node, (type, UserDict)):
-        return move(node)  # it knows best how; but Hugging Face's BatchEncoding, a UserDict, would move in place
-    if isinstance(node, Mapping):
-        children = {key: _moved(child, move) for key, child in node.items()}
-        if all(children[key] is child for key, child in node.items()):
-            return node
-        if isinstance(node, MutableMapping):
-            made = copy.copy(node)  # keeps the type
-            made.update(children)
-            return made
-        return children
-    if isinstance(node, (list, tuple)):
-        parts = [_moved(child, move) for child in node]
-        if all(new is old for new, old in zip(parts, node, strict=True)):
-            return node
-        return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return _moved_dataclass(node, move)
-    return node
-
-
-def _moved_dataclass(node: Any, move: _Move) -> Any:
-    made = None
-    for field in dataclasses.fields(node):
-        old = getattr(node, field.name, None)
-        new = _moved(old, move)
-        if new is not old:
-            made = copy.copy(node) if made is None else made
-            object.__setattr__(made, field.name, new)  # a frozen one too; its checks have been passed before
-    return node if made is None else made
-
-
-def _to(value: Any, device: torch.device, *, non_blocking: bool) -> Any:
-    if non_blocking and (isinstance(value, (torch.Tensor, PackedSequence)) or _may_not_block(value.to)):
-        return value.to(device, non_blocking=True)
-    return value.to(device)
-
-
-def _may_not_block(to: Callable[..., Any]) -> bool:
-    try:
-        return "non_blocking" in inspect.signature(to).parameters
-    except (TypeError, ValueError):  # it is written in C
-        return False
+    children = children_of(node)
+    if children is None:
+        return node
+    moved = {key: _moved(child, move) for key, child in children.items()}
+    same = all(moved[key] is child for key, child in children.items())
+    return node if same else rebuilt(node, moved, checked=False)

@@ -1,4 +1,4 @@
-"""`DataLoader`: torch's loader with an order and augmentation that resume exactly, and workers that heal.
+"""`DataLoader`: torch's loader with an order and augmentation that resume exactly, and workers that are replaced.
 
 Order comes from (seed, epoch), each sample's random numbers from (seed, epoch, index), and the position counts
 what was handed out. Nothing else is state, so a run goes on at any batch, with another number of workers, another
@@ -11,59 +11,122 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sized
+from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
+from holdfast.core.errors import LoaderError
 from holdfast.core.weak_calls import WeakCall
-from holdfast.loader.device_prefetch import prefetched
-from holdfast.loader.fetch import Fetcher
-from holdfast.loader.handing_out import Epoch, Failed, Place, Reached, as_error
-from holdfast.loader.host_epochs import HostEpochs
-from holdfast.loader.loader_arguments import (
+from holdfast.loader.arguments import (
+    AUTO,
     as_torch,
     check_arguments,
-    check_length,
     check_position,
-    check_shards,
     plan_of,
-    ranks_now,
     ranks_of,
     start_method,
-    usual_start_method,
-    why_singly,
     why_undivided,
     without_auto,
-    workers_given,
 )
+from holdfast.loader.auto_workers import WorkerProbe
+from holdfast.loader.device_prefetch import prefetched
+from holdfast.loader.machine import Load, Machine, concerns
+from holdfast.loader.order.host_epochs import HostEpochs
+from holdfast.loader.order.ranks import ranks_now, steps_left
 from holdfast.loader.order.sampled import Drawn, Sampled
 from holdfast.loader.quarantine import FILE_NAME, Ledger
 from holdfast.loader.random_state import SeededGenerator
-from holdfast.loader.ranks import steps_left
 from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import note_handlers
-from holdfast.loader.streams.sharding import most_useful_workers, shards_itself
-from holdfast.loader.streams.stream import Beginning, StreamPlan, StreamSource, keeps_state
-from holdfast.loader.tuning.autotune import Given, Tuner
+from holdfast.loader.streams.sharding import shards_itself
+from holdfast.loader.streams.stream import Beginning, StreamPlan, StreamPosition, StreamSource, keeps_state
 from holdfast.loader.workers.board import Board
+from holdfast.loader.workers.fetch import Fetcher, as_error
 from holdfast.loader.workers.map_source import MapSource
-from holdfast.loader.workers.recovery import Crew, Healer
+from holdfast.loader.workers.pool import WorkerSettings
+from holdfast.loader.workers.recovery import WorkerRecovery
 
 _log = logging.getLogger("holdfast")
-_QUIET = {"workers_chosen", "samples_read_singly"}
+_READS_ALL = "each worker would read the whole stream, since it does not divide its items"
+
+
+class Place(NamedTuple):
+    """Where an epoch stands after a batch.
+
+    Args:
+        position: Samples of all ranks, or batches of a batch sampler or a stream.
+        indices: Dataset indices of the batch, or None if they are not known.
+        streamed: Of a stream: as `StreamSource`.
+        turn: Of a stream: as `StreamSource`.
+        drawn: What a user's sampler drew for this epoch, or None.
+    """
+
+    position: int
+    indices: tuple[Any, ...] | None = None
+    streamed: Mapping[int, StreamPosition] = {}  # never changed; a proxy could not be pickled
+    turn: int = 0
+    drawn: Drawn | None = None
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Place:
+        """Return the place that a loader's state holds."""
+        stream = state.get("stream", {"parts": [], "turn": 0})
+        streamed = {
+            shard: StreamPosition(items=items, state=kept, ended=ended)
+            for shard, items, kept, ended in stream["parts"]
+        }
+        known = state["consumed"] and "drawn" in state  # at the beginning it may draw what it likes
+        drawn = Drawn(state["drawn"], state.get("drawn_rank")) if known else None
+        return cls(state["consumed"], None, streamed, stream["turn"], drawn)
+
+
+class _Failed(NamedTuple):
+    """An error in the place of a batch: raised outside of the generators, which an exception would end."""
+
+    error: Exception
+
+
+class Epoch:
+    """The batches of an epoch, which go on after an error in the place of one, as torch's do.
+
+    Args:
+        batches: Yields them, and errors in the place of some.
+        loader: Whose batches they are.
+    """
+
+    def __init__(self, batches: Generator[Any], loader: Sized) -> None:
+        self._batches = batches
+        self._loader = loader
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch, as an iterator of torch's."""
+        return len(self._loader)
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        if isinstance(batch, _Failed):
+            raise batch.error
+        return batch
+
+    def close(self) -> None:
+        """Give up the rest."""
+        self._batches.close()
 
 
 class DataLoader(TorchDataLoader[Any]):
-    """A drop-in `torch.utils.data.DataLoader` that resumes exactly and heals itself.
+    """A drop-in `torch.utils.data.DataLoader` that resumes exactly and replaces its workers when they are lost.
 
     Each ``iter()`` is one epoch, as with torch; the position is in `state_dict`. Workers that die, are stopped or
     hang are replaced, and the batches go on as if nothing had happened. A sample that cannot be read is tried again
-    and then set aside: the next readable one of the epoch's order takes its place.
+    and then quarantined: the next readable one of the epoch's order takes its place.
 
     Under ``torch.distributed`` the samples are divided among the ranks, as they are when an epoch begins, unless you
     give a ``batch_sampler`` or a ``sampler`` of your own, which says itself what this rank gets. Its ``set_epoch`` is
@@ -81,8 +144,8 @@ class DataLoader(TorchDataLoader[Any]):
         seed: Decides the order of every epoch and the random numbers of every sample; ``torch.manual_seed`` does not.
             If torch's ``generator`` is given, its initial seed is used instead. Two loaders that are zipped need
             different seeds, or equal lengths are shuffled alike.
-        quarantine: Most samples that may be set aside: a share of the dataset below 1, which allows at least one, or
-            a number. 0: none, the sample's own exception ends the epoch.
+        quarantine: Most samples that may be quarantined: a share of the dataset below 1, which allows at least one,
+            or a number. 0: none, the sample's own exception ends the epoch.
         check_finite: Whether a sample with NaN or Inf counts as one that cannot be read.
         repeats: Whether your sampler may yield an index more than once an epoch; None: only if it says that it draws
             with replacement.
@@ -92,13 +155,12 @@ class DataLoader(TorchDataLoader[Any]):
         world_size: Number of ranks; None likewise.
         device: Where batches are copied to, one ahead of the loop on a stream of its own; best with
             ``pin_memory=True``. None leaves them on the host.
-        **kwargs: As torch. ``num_workers="auto"`` makes the first batches here, times them and the steps between
-            them, and chooses workers and their ``prefetch_factor``; both change again when waits rise. With
-            ``prefetch_factor="auto"`` and a number of workers only that is chosen, once. ``timeout``
-            is how long the loop waits for a batch before workers are replaced; also without it a worker that is
-            stuck is found, after a minute or eight times the longest sample so far; while it starts, only if it does
-            not compute, and in ``worker_init_fn`` after ten minutes of that, or ten times ``timeout``. Batches
-            always come in order, since a position is one number: ``in_order=False`` is taken as True.
+        **kwargs: As torch. With ``num_workers="auto"`` the first batches are made with 0, 1, 2, 4 ... workers, for as
+            long as the loop waits less by it, and the best number stays. ``timeout`` is how long the loop waits for a
+            batch before workers are replaced; also without it a worker that is stuck is found, after a minute or
+            eight times the longest sample so far; while it starts, only if it does not compute, and in
+            ``worker_init_fn`` after ten minutes of that, or ten times ``timeout``. Batches always come in order,
+            since a position is one number: ``in_order=False`` is taken as True.
 
     Raises:
         LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used, H610 for a dataset
@@ -126,54 +188,54 @@ class DataLoader(TorchDataLoader[Any]):
         **kwargs: Any,
     ) -> None:
         given = check_arguments(dataset, args, kwargs, seed=seed, quarantine=quarantine, check_finite=check_finite)
-        super().__init__(**without_auto(given))
-        self.seed = int(seed) if self.generator is None else self.generator.initial_seed()
         self._iterable = isinstance(dataset, IterableDataset)
-        self.sharded = self._iterable and (
-            shards_itself(dataset, self.worker_init_fn) if sharded is None else sharded
-        )
-        self._sharding_said = sharded is not None
-        check_shards(given, sharded=self.sharded)
-        told = rank is not None
-        self._undivided = why_undivided(dataset, sharded=self.sharded) if self._iterable and not told else ""
-        self._ranks_fixed = told or bool(self._undivided)
+        by_code = sharded is None and self._iterable and shards_itself(dataset, given.get("worker_init_fn"))
+        self.sharded = self._iterable and (by_code if sharded is None else sharded)
+        self._sharding_given = sharded is not None
+        super().__init__(**without_auto(given, sharded=self.sharded))
+        self.seed = int(seed) if self.generator is None else self.generator.initial_seed()
+        named = rank is not None
+        self._undivided = why_undivided(dataset, sharded=self.sharded) if self._iterable and not named else ""
+        self._ranks_fixed = named or bool(self._undivided)
         self._ranks = (0, 1) if self._undivided else ranks_of(rank, world_size)
-        self._plan = None if self._iterable else plan_of(self, given, self._ranks, repeats=repeats, told=told)
-        self._singly = why_singly(dataset)
+        self._plan = None if self._iterable else plan_of(self, given, self._ranks, repeats=repeats, named=named)
         self._check_finite = check_finite
         self._replaces = quarantine > 0
         self._length = len(dataset) if isinstance(dataset, Sized) and not self._iterable else None
         self.ledger = Ledger(quarantine, self._length, time.time)
-        """Samples that are set aside, with the evidence."""
+        """Samples that are quarantined, with the evidence."""
         self._epoch = 0
         self._at = Place(position=0)
         self.device = device
         self._under_way = False
         self._host_epochs = HostEpochs(self)
-        self._draws = 0  # generators that samples draw from, so that new workers need not find it out again
+        self._draws = False  # whether samples draw from python's or numpy's generator, as far as is known
         self._happened: Callable[..., None] | None = None
         self._beginning = Beginning()
         self._base_seeds = SeededGenerator()  # a private one: starting an epoch leaves the global one alone
         keep = given.get("persistent_workers", False) and not self._iterable
-        options = as_torch(self, generator=self._base_seeds, keep=keep)
-        self.start_method = method = start_method(given.get("multiprocessing_context"))
-        """As given, also where workers are only chosen later; None: as python does."""
-        timeout = given.get("timeout", 0)
-        crew = Crew(workers=self.num_workers, method=method, options=options, timeout_seconds=timeout, keep=keep)
-        tell = WeakCall(self, "_tell")  # workers that are kept end with the loader, not when garbage is collected
-        self._healer = Healer(crew, tell)
-        chosen = Given(
-            dataset=dataset, collate_fn=self.collate_fn, worker_init_fn=self.worker_init_fn,
-            method=method or usual_start_method(), keep=keep,
-            **workers_given(given),
-            most_workers=most_useful_workers(dataset, sharded=self.sharded),
-        )  # fmt: skip
-        self._tuner = Tuner(chosen, WeakCall(self, "_use_workers"), tell, crew)
+        emit = WeakCall(self, "_emit")  # workers that are kept end with the loader, not when garbage is collected
+        settings = WorkerSettings(
+            workers=self.num_workers,
+            method=start_method(given.get("multiprocessing_context")),
+            options=as_torch(self, generator=self._base_seeds, keep=keep),
+            timeout_seconds=given.get("timeout", 0),
+            keep=keep,
+        )
+        self._recovery = WorkerRecovery(settings, emit)
+        self.probe: WorkerProbe | None = None
+        """What chooses the workers; None if they were given."""
+        self._checked: set[str] = set()  # rules of which was warned
+        self._unchecked = self.num_workers > 0
+        if given.get("num_workers") == AUTO:
+            most = (1, _READS_ALL) if self._iterable else None
+            apply = WeakCall(self, "_use_workers")
+            self.probe = WorkerProbe(given.get("prefetch_factor"), most, settings, apply=apply, emit=emit)
 
     # --- what happens ---------------------------------------------------------------------------------------
 
     def attach(self, happened: Callable[..., None], run_dir: Path) -> None:
-        """Let a run know what happens here, and keep the ledger of samples that are set aside in its directory.
+        """Let a run know what happens here, and keep the ledger of quarantined samples in its directory.
 
         Args:
             happened: Called with the kind of an event and its facts.
@@ -182,14 +244,14 @@ class DataLoader(TorchDataLoader[Any]):
         self._happened = happened
         self.ledger.keep_in(run_dir / FILE_NAME)
 
-    def _tell(self, kind: str, **facts: Any) -> None:
+    def _emit(self, kind: str, **facts: Any) -> None:
         if self._happened is not None:
             self._happened(kind, **facts)
         else:
-            level = logging.INFO if kind in _QUIET else logging.WARNING
+            level = logging.INFO if kind == "workers_chosen" else logging.WARNING
             _log.log(level, "%s: %s", kind, ", ".join(f"{name}={value!r}" for name, value in facts.items()))
 
-    def set_aside(self, index: int, kind: str, evidence: str) -> None:
+    def quarantine(self, index: int, kind: str, evidence: str) -> None:
         """Replace a sample by another one from the next epoch on.
 
         Args:
@@ -202,44 +264,46 @@ class DataLoader(TorchDataLoader[Any]):
         """
         if self.ledger.add(index, kind, self._epoch + 1, evidence):
             facts = {"evidence": evidence, "aside": len(self.ledger), **self.ledger.unwritten}
-            self._tell("sample_quarantined", sample=index, why=kind, **facts)
+            self._emit("sample_quarantined", sample=index, why=kind, **facts)
+
+    def _check_machine(self, batch: Any = None) -> None:
+        """Warn of workers that the machine is not enough for; of each rule once."""
+        load = Load.of(batch, self._recovery.settings.workers, self.prefetch_factor)
+        for concern in concerns(load, Machine.here()):
+            if concern.rule not in self._checked:
+                self._checked.add(concern.rule)
+                self._emit("preflight", rule=concern.rule, what=concern.what, limit=concern.limit, fix=concern.fix)
 
     # --- batches --------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Return the batches of the next epoch; after an error in the place of one they go on, as torch's do."""
-        return Epoch(self._epoch_batches, self)
+        return Epoch(self._epoch_batches(), self)
 
-    def _epoch_batches(self, reached: Reached) -> Generator[Any]:
-        """Yield the batches of the next epoch, or what is left after `reached` or `load_state_dict`.
+    def _epoch_batches(self) -> Generator[Any]:
+        """Yield the batches of the next epoch, or what is left after `load_state_dict`.
 
         Raises:
             LoaderError: H608 if the dataset has another length than before, H609 for a sampler that repeats, H612 if
                 too many samples cannot be read, H614 if no remedy is left.
         """
         note_handlers()
-        if reached.place is not None:
-            self._epoch, self._at, self._under_way = reached.epoch, reached.place, False
         self._move_on()
         epoch = self._epoch
-        reached.epoch, reached.place = epoch, self._at
-        check_length(self.dataset, self._length)
+        self._check_length()
         # Drawn here, where an error of the sampler is no worker's.
         drawn = None if self._sampler is None else self._sampler.in_short(epoch, self._at.drawn)
-        self._base_seeds.manual_seed(derive_seed(self.seed, self._epoch, "workers"))
+        self._base_seeds.manual_seed(derive_seed(self.seed, epoch, "workers"))
         source = self._stream_source() if self._plan is None else self._map_source()
         places: deque[Place] = deque()
         # Copies to a device run one batch ahead, so each batch's place is kept until it is handed out.
         with contextlib.closing(prefetched(self._batches(source, places, drawn), self.device)) as batches:
             for batch in batches:
-                if isinstance(batch, Failed):
-                    yield batch
-                    continue
-                place = places.popleft()
-                # Another iterator of this loader, such as a look at a batch, may have moved on meanwhile.
-                if self._epoch != epoch or not self._under_way:
-                    self._epoch, self._under_way = epoch, True
-                self._at = reached.place = place
+                if not isinstance(batch, _Failed):
+                    # Another iterator of this loader, such as a look at a batch, may have moved on meanwhile.
+                    if self._epoch != epoch or not self._under_way:
+                        self._epoch, self._under_way = epoch, True
+                    self._at = places.popleft()
                 yield batch
         self._move_to(epoch + 1)
 
@@ -248,8 +312,8 @@ class DataLoader(TorchDataLoader[Any]):
         self._look_at_ranks()
         if self._under_way:  # an epoch that was left before its end, as torch: the next one starts
             self._move_to(self._epoch + 1)
-        told = None if self._sampler is None else self._sampler.told()
-        epoch = self._host_epochs.follow(self._epoch, told, self._tell, begun=self._at.position > 0)
+        on_sampler = None if self._sampler is None else self._sampler.epoch_set()
+        epoch = self._host_epochs.follow(self._epoch, on_sampler, self._emit, begun=self._at.position > 0)
         if epoch != self._epoch:
             self._epoch, self._at = epoch, Place(position=0)
 
@@ -258,71 +322,83 @@ class DataLoader(TorchDataLoader[Any]):
             self._ranks = ranks_now(self._ranks)
             self._plan = None if self._plan is None else self._plan.among(*self._ranks)
 
+    def _check_length(self) -> None:
+        if self._length is not None and len(self.dataset) != self._length:  # type: ignore[arg-type]
+            raise LoaderError(
+                f"the dataset has {len(self.dataset)} samples and had {self._length} when the loader was made",  # type: ignore[arg-type]
+                limit="an order is made for one length",
+                fix="make a new loader, or keep the length fixed.",
+                rule="H608",
+            )
+
     @property
     def _sampler(self) -> Sampled | None:
-        return None if self._plan is None else self._plan.drawn
+        return None if self._plan is None else self._plan.sampler
 
     def _batches(self, source: MapSource | StreamSource, places: deque[Place], drawn: Drawn | None) -> Generator[Any]:
         """Yield batches, and put down where the epoch stands after each."""
-        left = None if self._plan is None else self._plan.steps(self._epoch, self._at.position)
-        if left == 0 and self._at.position:
-            self._host_epochs.nothing_left(self._epoch, self._tell)
-        self._tuner.before_workers()
+        if self._plan is not None and self._at.position and not self._plan.steps(self._epoch, self._at.position):
+            self._nothing_left()
+        if self._unchecked:
+            self._check_machine()
         self._under_way = True  # not before: after what raises until here, the epoch is still the next one
-        with contextlib.closing(self._tuner.passing(self._healer.batches(source), left)) as made:
+        made = self._recovery.batches(source)
+        if self.probe is not None:
+            made = self.probe.passing(made)
+        with contextlib.closing(made):
             for count, (batch, report) in enumerate(made, start=self._at.position + 1):
                 if report.fatal is not None:
-                    if isinstance(source, MapSource) and source.makes_again(report):
-                        crew = self._healer.crew
-                        self._healer.change(crew.workers, crew.options["prefetch_factor"])  # it asks for it anew
-                    else:
-                        yield Failed(as_error(report.fatal, report))
+                    yield _Failed(as_error(report.fatal, report))
                     continue
+                if self._unchecked:  # once the size of a batch is known
+                    self._check_machine(batch)
+                    self._unchecked = False
+                self._draws |= report.draws
                 if isinstance(source, MapSource):
-                    if report.draws & ~self._draws:
-                        self._draws |= report.draws
                     places.append(Place(source.position, report.indices, drawn=drawn))
                 else:
                     places.append(Place(count, None, dict(source.positions), source.turn))
                 yield batch
 
-    def _use_workers(self, workers: int, prefetch_factor: int | None) -> None:
-        self.num_workers, self.prefetch_factor = workers, prefetch_factor
-        self._healer.change(workers, prefetch_factor)
+    def _nothing_left(self) -> None:
+        """Warn of an iteration without batches, unless the host has said that it means this epoch."""
+        if not self._host_epochs.followed:
+            why = (
+                "the position that was loaded is behind the last batch of its epoch, so the next one is the next "
+                "iteration; if your loop counts this epoch as done, call loader.set_epoch(epoch) before each"
+            )
+            self._emit("nothing_left", epoch=self._epoch, why=why)
+
+    def _use_workers(self, workers: int) -> None:
+        assert self.probe is not None
+        self.num_workers, self.prefetch_factor = workers, self.probe.prefetch_factor if workers else None
+        self._recovery.change(workers, self.prefetch_factor)
 
     def _map_source(self) -> MapSource:
         assert self._plan is not None
-        if self._singly:
-            self._tell("samples_read_singly", why=self._singly)
-            self._singly = ""
 
         def make_fetcher(board: Board | None) -> Fetcher:
-            return Fetcher(
-                self.dataset, self.seed, self.collate_fn, board,
-                replaces=self._replaces, check_finite=self._check_finite, draws=self._draws,
-            )  # fmt: skip
+            how = {"replaces": self._replaces, "check_finite": self._check_finite, "draws": self._draws}
+            return Fetcher(self.dataset, self.seed, self.collate_fn, board, **how)
 
-        return MapSource(
-            self._plan, self._epoch, self._at.position,
-            ledger=self.ledger, make_fetcher=make_fetcher, tell=self._tell,
-        )  # fmt: skip
+        return MapSource(self._plan, self._epoch, self._at.position, self.ledger, make_fetcher, self._emit)
 
     def _stream_source(self) -> StreamSource:
         rank, world_size = self._ranks
         plan = StreamPlan(
-            seed=self.seed, epoch=self._epoch, batch_size=self.batch_size, drop_last=self.drop_last,
-            sharded=self.sharded, certain=self._sharding_said, rank=rank, world_size=world_size,
+            dataset=self.dataset, collate=self.collate_fn, seed=self.seed, epoch=self._epoch,
+            batch_size=self.batch_size, drop_last=self.drop_last, sharded=self.sharded,
+            certain=self._sharding_given, rank=rank, world_size=world_size, beginning=self._beginning,
         )  # fmt: skip
         if self._at.streamed and not keeps_state(self.dataset):
-            self._tell(
+            self._emit(
                 "stream_read_over",
                 items=max(each.items for each in self._at.streamed.values()),
                 why="the dataset has no state_dict and load_state_dict: what comes before the position is read again",
             )
         if self._undivided and ranks_now((0, 1))[1] > 1:
-            self._tell("ranks_not_divided", why=self._undivided)
-        at = dict(self._at.streamed), self._at.turn
-        return StreamSource(self.dataset, self.collate_fn, plan, *at, max(1, self.num_workers), self._beginning)
+            self._emit("ranks_not_divided", why=self._undivided)
+        return StreamSource(plan, dict(self._at.streamed), self._at.turn, max(1, self.num_workers))
 
     def __len__(self) -> int:
         """Return the batches of an epoch, of this rank."""
@@ -370,7 +446,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._move_to(epoch)
         self._host_epochs.placed(epoch)
         if self._sampler is not None:
-            self._sampler.told()  # whatever was set on it before
+            self._sampler.epoch_set()  # whatever was set on it before
 
     def _move_to(self, epoch: int) -> None:
         self._host_epochs.moved(epoch - self._epoch)
@@ -390,11 +466,14 @@ class DataLoader(TorchDataLoader[Any]):
             LoaderError: H604 if it is no position, or if seed, order or the length of the dataset is another one,
                 since it would then point at other samples.
         """
-        check_position(self._identity(), state, self._sampler)
+        check_position(self._identity(), state)
+        at = Place.of(state)
+        if self._sampler is not None and at.drawn is not None:
+            self._sampler.in_short(state["epoch"], at.drawn)
         self.go_to(state["epoch"])
         self._host_epochs.placed(state.get("named", state["epoch"]))
-        self._at = Place.of(state)
+        self._at = at
 
     def close(self) -> None:
         """End workers that ``persistent_workers`` kept."""
-        self._healer.close()
+        self._recovery.close()

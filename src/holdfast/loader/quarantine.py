@@ -1,8 +1,8 @@
-"""Samples that are set aside: which, since when, and on what evidence. No torch.
+"""Samples that are quarantined: which, since when, and on what evidence. No torch.
 
 The ledger is a JSON file beside the run's checkpoints, so it outlives rollbacks and restarts; a loader without a run
-keeps it in memory. A sample counts as set aside from the epoch on in which it was found, so that an earlier epoch
-that is trained again sees what it saw.
+keeps it in memory. A sample is replaced from the epoch on in which it was found, so that an earlier epoch that is
+trained again sees what it saw.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ _LATEST_SECONDS = 2**37  # in the year 6325: later ones are damage, and may be n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantined:
-    """One sample that is set aside.
+    """One sample that is quarantined.
 
     Args:
         index: Dataset index: a number, text, bytes, or a tuple of these.
@@ -36,9 +35,7 @@ class Quarantined:
         epoch: From this one on it is replaced.
         evidence: A traceback, or what was seen.
         unix_seconds: When it was found.
-        released: Whether someone has taken it back.
-        stands_for: The type of the key that the dataset was asked for, such as ``"ndarray"``, where no file can hold
-            it and ``index`` is a tuple or a text in its place; else empty.
+        released: Whether someone has released it.
     """
 
     index: Any
@@ -47,17 +44,16 @@ class Quarantined:
     evidence: str
     unix_seconds: float
     released: bool = False
-    stands_for: str = ""
 
 
 class Ledger:
-    """Which samples are set aside.
+    """Which samples are quarantined.
 
     Args:
         limit: Most samples that may be: a share of the dataset below 1, which allows at least 1, or a number; 0 for
             none at all.
         length: Samples in the dataset, or None if it is not known, which a share takes as 1.
-        now: Tells the time.
+        now: Returns the time.
     """
 
     def __init__(self, limit: float, length: int | None, now: Callable[[], float]) -> None:
@@ -74,36 +70,36 @@ class Ledger:
         return iter(self._entries.values())
 
     def __len__(self) -> int:
-        """Return how many are set aside now."""
+        """Return how many are quarantined now."""
         return sum(not each.released for each in self)
 
     def keep_in(self, path: Path) -> None:
         """Read the ledger of a run, and write it from now on.
 
         What was found here without a run is added, unless the file knows of it; a sample that was released there and
-        found bad here afterwards is set aside again.
+        found bad here afterwards is quarantined again.
 
         Raises:
-            LoaderError: H612 if more are set aside than this ledger allows, H617 for a file that is no ledger.
+            LoaderError: H612 if more are quarantined than this ledger allows, H617 for a file that is no ledger.
         """
         kept = read_ledger(path)
         for entry in self:
             known = kept.get(entry.index)
             if known is None or (known.released and entry.unix_seconds > known.unix_seconds):
                 kept[entry.index] = entry
-        aside = _indices(kept.values())
-        if len(aside) > self.limit:
-            raise self._too_many(f"{path} sets aside {len(aside)} of the samples ({_some(aside)})")
+        held = _indices(kept.values())
+        if len(held) > self.limit:
+            raise self._too_many(f"{path} quarantines {len(held)} of the samples ({_some(held)})")
         found_here, self._entries, self._path = bool(self._entries), kept, path
         if found_here:
             self._write()
 
-    def aside(self, epoch: int) -> set[Any]:
+    def bad(self, epoch: int) -> set[Any]:
         """Return the indices that are replaced in an epoch."""
         return set(_indices(each for each in self if each.epoch <= epoch))
 
     def add(self, index: Any, kind: str, epoch: int, evidence: str) -> bool:
-        """Set a sample aside.
+        """Quarantine a sample.
 
         Returns:
             Whether that is news.
@@ -111,19 +107,19 @@ class Ledger:
         Raises:
             LoaderError: H612 if that would be one too many.
         """
-        index, stands_for = key_of(index), _stands_for(index)
+        index = key_of(index)
         known = self._entries.get(index)
         if known is not None and not known.released and known.epoch <= epoch:
             return False
         if (known is None or known.released) and len(self) >= self.limit:
             raise self._too_many(
-                f"sample {index!r} cannot be used ({kind}: {last_line(evidence)}), and {len(self)} are set aside "
+                f"sample {index!r} cannot be used ({kind}: {last_line(evidence)}), and {len(self)} are quarantined "
                 f"already ({_some(_indices(self))})"
             )
         evidence = evidence if len(evidence) <= _EVIDENCE_CHARACTERS else "..." + evidence[-_EVIDENCE_CHARACTERS:]
         self._entries.pop(index, None)  # so that the order is that of finding
         self._entries[index] = Quarantined(
-            index=index, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now(), stands_for=stands_for
+            index=index, kind=kind, epoch=epoch, evidence=evidence, unix_seconds=self._now()
         )
         try:
             self._write()
@@ -132,7 +128,7 @@ class Ledger:
         return True
 
     def release(self, indices: Iterable[Any]) -> list[Any]:
-        """Take samples back; return those that were set aside."""
+        """Release samples; return those that were quarantined."""
         wanted = {key_of(index) for index in indices}
         released = [index for index in _indices(self) if index in wanted]
         for index in released:
@@ -151,7 +147,7 @@ class Ledger:
         return LoaderError(
             what,
             limit=f"quarantine={self._share:g} allows {self.limit}",
-            fix="repair the data (`holdfast quarantine RUN_DIR` shows the evidence and takes samples back), or raise "
+            fix="repair the data (`holdfast quarantine RUN_DIR` shows the evidence and releases samples), or raise "
             "quarantine= if you can do without these samples.",
             rule="H612",
         )
@@ -168,6 +164,8 @@ def key_of(index: Any) -> Any:
 
     What a file cannot hold, or a set, such as a slice or a path, is known by its text.
     """
+    if type(index) is int:
+        return index
     if isinstance(index, (list, tuple)):
         return tuple(key_of(each) for each in index)
     if getattr(index, "ndim", 0):
@@ -177,17 +175,8 @@ def key_of(index: Any) -> Any:
     return index if index is None or isinstance(index, (str, bytes, float)) else repr(index)
 
 
-def _stands_for(index: Any) -> str:
-    """Return the type of what `key_of` makes another thing of; empty if that can be asked for in its place."""
-    if type(index) is tuple:
-        return next(filter(None, map(_stands_for, index)), "")
-    is_itself = index is None or isinstance(index, (str, bytes, float))
-    is_number = hasattr(index, "__index__") and not getattr(index, "ndim", 0)
-    return "" if is_itself or is_number else type(index).__name__
-
-
 def plain(index: Any) -> int | str:
-    """Return an index as it is told and named: a number, or a text."""
+    """Return an index as it is shown and named: a number, or a text."""
     key = key_of(index)
     return key if isinstance(key, (int, str)) else repr(index)
 
@@ -208,45 +197,34 @@ def _from_json(found: dict[str, Any]) -> Any:
     return bytes.fromhex(found["bytes"]) if found.keys() == {"bytes"} else found
 
 
-def _of_plain(index: Any) -> Any:
-    if isinstance(index, list):
-        return [_of_plain(each) for each in index]
-    if isinstance(index, dict):
-        raise TypeError(f"{index!r} is no index")
-    return index
-
-
 def read_ledger(path: Path) -> dict[Any, Quarantined]:
     """Return the ledger of a run by index; empty if there is none.
 
     Raises:
         LoaderError: H617 for a file that is no ledger.
     """
-    with suppress(FileNotFoundError):
-        try:
-            body = json.loads(path.read_bytes(), object_hook=_from_json)
-            if body["format"] != _FORMAT:
-                raise ValueError(f"its format is {body['format']!r}, and this holdfast reads {_FORMAT}")  # noqa: TRY301
-            return {each.index: each for each in map(_checked, body["samples"])}
-        except FileNotFoundError:
-            raise
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise LoaderError(
-                f"{path} is no quarantine ledger ({type(error).__name__}: {error})",
-                limit="which samples are set aside would be forgotten without a word",
-                fix="bring it back from a copy, or delete it to set nothing aside; upgrade holdfast if a newer one "
-                "wrote it.",
-                rule="H617",
-            ) from error
-    return {}
+    try:
+        body = json.loads(path.read_bytes(), object_hook=_from_json)
+        if body["format"] != _FORMAT:
+            raise ValueError(f"its format is {body['format']!r}, and this holdfast reads {_FORMAT}")  # noqa: TRY301
+        return {each.index: each for each in map(_checked, body["samples"])}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise LoaderError(
+            f"{path} is no quarantine ledger ({type(error).__name__}: {error})",
+            limit="which samples are quarantined would be forgotten without a word",
+            fix="bring it back from a copy, or delete it; upgrade holdfast if a newer one wrote it.",
+            rule="H617",
+        ) from error
 
 
 def _checked(found: dict[str, Any]) -> Quarantined:
     """Return one sample of the file, of which every field is what it must be."""
-    entry = Quarantined(**{**found, "index": key_of(_of_plain(found["index"]))})
-    texts = all(isinstance(each, str) for each in (entry.kind, entry.evidence, entry.stands_for))
+    entry = Quarantined(**{**found, "index": key_of(found["index"])})
+    texts = isinstance(entry.kind, str) and isinstance(entry.evidence, str)
     if not (texts and isinstance(entry.epoch, int) and isinstance(entry.released, bool)):
         raise TypeError(f"sample {entry.index!r} has a field of another kind")
-    if not 0 <= entry.unix_seconds < _LATEST_SECONDS:
-        raise ValueError(f"sample {entry.index!r} was found at {entry.unix_seconds!r} s")
+    if isinstance(found["index"], dict) or not 0 <= entry.unix_seconds < _LATEST_SECONDS:
+        raise ValueError(f"sample {entry.index!r} has an index or a time that cannot be")
     return entry

@@ -11,7 +11,7 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,119 +147,38 @@ def seed_cpu(seed: int) -> None:
     _seed_torch(seed)
 
 
-PYTHON, NUMPY = 1, 2
-"""Generators that `LazySeeding` may spare, to be added up."""
-
-
 class LazySeeding:
     """Seeds that spare the generators of python and numpy, as long as nothing draws from them.
 
-    Seeding these two takes 6 microseconds, as much as many a sample. So they are left alone at first, and what has
-    drawn from one all the same, which its position shows, has to be made again: once, since from then on that one is
-    seeded each time. torch's is always seeded: a dataset may ask for ``torch.initial_seed()``, which leaves no trace.
+    Seeding these two takes 6 microseconds, as much as many a sample. So they are left alone until `was_drawn` finds
+    that something has drawn from one of them; what was made until then has to be made again. torch's is always
+    seeded: a dataset may ask for ``torch.initial_seed()``, which leaves no trace.
 
     Args:
-        draws: Generators that are known to be drawn from.
+        draws: Whether they are known to be drawn from.
     """
 
-    def __init__(self, draws: int = 0) -> None:
+    def __init__(self, draws: bool = False) -> None:  # noqa: FBT001, FBT002 - one flag
         self.draws = draws
-        self._places: tuple[Any, Any, Any] | None = None
-        self._begun = False
-        self._clean: tuple[int, int, int] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"draws": self.draws}  # addresses belong to a process
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
 
     def seed(self, seed: int) -> None:
         """Seed what is known to be drawn from."""
         _seed_torch(seed)
-        if self.draws & PYTHON:
+        if self.draws:
             random.seed(seed)
-        if self.draws & NUMPY:
             np.random.seed(seed & 0xFFFFFFFF)
 
-    @property
-    def seeder(self) -> Callable[[int], object]:
-        """Return what seeds, until `was_surprised` is asked: torch's own function where it is the only one."""
-        return self.seed if self.draws else _seed_torch
+    def stand(self) -> tuple[Any, Any]:
+        """Return where the two generators stand, for `was_drawn`."""
+        return (None, None) if self.draws else (_python_state(), _numpy_state())
 
-    def stand(self) -> tuple[int, int, int]:
-        """Return where the generators of python and numpy stand, for `was_surprised`."""
-        if not self._begun:
-            self._begin()
-        where = self.where()
-        if where != self._clean:  # somebody else has drawn
-            # The second half of a pair of normal numbers would be drawn without a trace.
-            if not self.draws & PYTHON and _INSTANCE.gauss_next is not None:
-                random.seed(0)
-            if not self.draws & NUMPY and _numpy_state()[3]:
-                np.random.seed(0)
-            where = self._clean = self.where()
-        return where
-
-    def where(self) -> tuple[int, int, int]:
-        """Return what tells where the generators stand: three zeros if that cannot be seen."""
-        places = self._places
-        return (0, 0, 0) if places is None else (places[0].value, places[1].value, places[2].value)
-
-    def was_surprised(self, before: tuple[int, int, int]) -> bool:
-        """Say whether a generator was drawn from that was not seeded; it will be from now on."""
-        where = self.where()
-        if where == before:
+    def was_drawn(self, before: tuple[Any, Any]) -> bool:
+        """Return whether a generator that was not seeded has been drawn from; both are seeded from now on."""
+        if self.draws:
             return False
-        found = (PYTHON if where[:2] != before[:2] else 0) | (NUMPY if where[2] != before[2] else 0)
-        new = found & ~self.draws
-        self.draws |= new
-        return bool(new)
-
-    def _begin(self) -> None:
-        self._begun = True
-        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        if not (_READS_RAW and isinstance(generator, np.random.MT19937)):
-            self.draws = PYTHON | NUMPY
-            return
-        # A position lies before python's words and behind numpy's. Each is read with the last word, since a generator
-        # that has drawn all its words stands where it stood, with other words; and the first is alike after any seed.
-        python = id(_INSTANCE) + object.__basicsize__
-        self._places = (
-            ctypes.c_uint32.from_address(python),
-            ctypes.c_uint32.from_address(python + 624 * 4),
-            ctypes.c_uint64.from_address(generator.ctypes.state_address + 623 * 4),
-        )
-
-
-class Borrowed:
-    """The random state of this process, lent to what makes a batch and given back: as little as was touched.
-
-    Args:
-        lazy: What seeds meanwhile.
-    """
-
-    def __init__(self, lazy: LazySeeding) -> None:
-        self._lazy = lazy
-        self._cpu = torch.empty(0)
-        self._others: tuple[Any, Any] | None = None
-        self._where = (0, 0, 0)
-
-    def take(self) -> None:
-        """Remember the state."""
-        where = self._lazy.where()
-        if self._others is None or where != self._where:
-            self._others, self._where = (_python_state(), _numpy_state()), where
-        self._cpu = torch.default_generator.get_state()
-
-    def give_back(self) -> None:
-        """Put it back."""
-        assert self._others is not None
-        if self._lazy.where() == self._where and not self._lazy.draws:
-            torch.default_generator.set_state(self._cpu)
-        else:
-            restore(RandomState(*self._others, self._cpu))
-            self._others = None  # generators that are seeded all the time stand elsewhere each time
+        python, numpy = self.stand()
+        self.draws = python is not before[0] or numpy is not before[1]
+        return self.draws
 
 
 @contextlib.contextmanager

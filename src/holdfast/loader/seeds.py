@@ -1,4 +1,4 @@
-"""Seeds that depend on nothing but (seed, epoch, index).
+"""Seeds that depend on nothing but (seed, epoch, index), and the counter-based hash that they and the orders use.
 
 So augmentation is the same whatever the worker count, the batch size, or the place where a run was stopped.
 """
@@ -10,10 +10,35 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-
-from holdfast.loader.order.permutation import FIRST_FACTOR, GAMMA, MASK, SECOND_FACTOR, random_bits
+from numpy.typing import NDArray
 
 _MANY = 32  # for fewer, arrays take longer than Python's numbers
+_GAMMA, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = 2**64 - 1
+
+
+def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """Return output number ``counters`` of the SplitMix64 generator that is seeded with the key.
+
+    The constants are those of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014), as
+    published by Vigna. Each counter costs the same, whichever it is.
+
+    Args:
+        counters: Which outputs, counted from 0; any shape, uint64.
+        key: The seed, taken modulo 2**64.
+
+    Returns:
+        64 random bits per counter, in the shape of the counters.
+    """
+    state = counters + np.uint64(1)
+    state *= np.uint64(_GAMMA)
+    state += np.uint64(key & _MASK)
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(_FIRST_FACTOR)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(_SECOND_FACTOR)
+    state ^= state >> np.uint64(31)
+    return state
 
 
 def derive_seed(*parts: object) -> int:
@@ -56,18 +81,17 @@ class SampleSeeds:
         """Return the seeds of samples in an epoch."""
         if epoch != self._epoch:
             self._epoch, self._key = epoch, derive_seed(self._seed, epoch, "samples")
-        key, seeds = self._key, []
-        if len(indices) >= _MANY and set(map(type, indices)) == {int} and 0 <= min(indices) <= max(indices) <= MASK:
-            bits = random_bits(np.array(indices, dtype=np.uint64), key)
+        if len(indices) >= _MANY and set(map(type, indices)) == {int} and 0 <= min(indices) <= max(indices) <= _MASK:
+            bits = random_bits(np.array(indices, dtype=np.uint64), self._key)
             return (bits >> np.uint64(1)).tolist()  # type: ignore[no-any-return]
-        for index in indices:
-            if type(index) is not int:
-                if getattr(index, "ndim", 0) or not hasattr(index, "__index__"):
-                    seeds.append(derive_seed(self._seed, epoch, index))
-                    continue
-                index = int(index)
-            state = (key + (index + 1) * GAMMA) & MASK  # as `random_bits`
-            state = (state ^ state >> 30) * FIRST_FACTOR & MASK
-            state = (state ^ state >> 27) * SECOND_FACTOR & MASK
-            seeds.append((state ^ state >> 31) >> 1)
-        return seeds
+        return [self._one(epoch, index) for index in indices]
+
+    def _one(self, epoch: int, index: Any) -> int:
+        if type(index) is not int:
+            if getattr(index, "ndim", 0) or not hasattr(index, "__index__"):
+                return derive_seed(self._seed, epoch, index)
+            index = int(index)
+        state = (self._key + (index + 1) * _GAMMA) & _MASK  # as `random_bits`
+        state = (state ^ state >> 30) * _FIRST_FACTOR & _MASK
+        state = (state ^ state >> 27) * _SECOND_FACTOR & _MASK
+        return int((state ^ state >> 31) >> 1)

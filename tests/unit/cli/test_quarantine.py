@@ -83,13 +83,13 @@ def factory(folder: Path, name: str) -> str:
     return f"{folder / 'program.py'}:{name}"
 
 
-def set_aside_by_a_run(folder: Path, epoch: int) -> set[Any]:
+def quarantine_by_a_run(folder: Path, epoch: int) -> set[Any]:
     """Return what a run over these files has set aside when it has trained an epoch."""
     loader = load_factory(factory(folder, "loader"))()
     loader.attach(lambda kind, **facts: None, folder)
     loader.go_to(epoch)
     list(loader)
-    return loader.ledger.aside(epoch)  # type: ignore[no-any-return]
+    return loader.ledger.bad(epoch)  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "program.py").write_text(FACTORY)
     (tmp_path / "fault3").write_text("raise")
     (tmp_path / "fault5").write_text("nan")
-    assert set_aside_by_a_run(tmp_path, 0) == {3, 5}
+    assert quarantine_by_a_run(tmp_path, 0) == {3, 5}
     ledger = Ledger(9, None, lambda: 1.7e9)
     ledger.keep_in(tmp_path / FILE_NAME)
     ledger.add(8, "hung", 2, "worker 1 is stuck")
@@ -106,7 +106,7 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_lists_what_is_set_aside(run_dir: Path) -> None:
+def test_it_lists_what_is_quarantine(run_dir: Path) -> None:
     """The table has index, kind, epoch, time and the evidence's last line as it is; --evidence shows the rest."""
     listed = call(run_dir)
     assert listed.exit_code == 0, listed.output
@@ -177,7 +177,7 @@ def test_what_is_good_now_can_be_taken_back(run_dir: Path) -> None:
     assert found["exit code"] == 1
     assert found["released"] == [5, 8]
     assert [row["released"] for row in found["samples"]] == [False, True, True, False]
-    assert set_aside_by_a_run(run_dir, 2) == {3, 9}
+    assert quarantine_by_a_run(run_dir, 2) == {3, 9}
     assert "2 set aside, 2 released" in call(run_dir).output
     assert "now" not in as_json(*arguments)["samples"][1], "what was released before is not read again"
 

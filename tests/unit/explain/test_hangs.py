@@ -185,7 +185,7 @@ def test_a_loader_that_heals_itself_is_told_from_one_that_does_not() -> None:
     """A loader of holdfast replaces a stuck worker, so nothing need be ended; a hang elsewhere is not healed."""
     import holdfast
 
-    ours = (str(Path(holdfast.__file__).parent / "loader" / "handing_out.py"), 90, "Epoch.__next__")
+    ours = (str(Path(holdfast.__file__).parent / "loader" / "loader.py"), 90, "Epoch.__next__")
     stuck = process(thread([WORKER, FETCH, DATA]), pid=3, ppid=1, role="loader worker", judged=False)
     assert judged(process(thread([TRAIN, ours, LOADER]), phase="data wait"), stuck).heals
     unpacks = (str(Path(holdfast.__file__).parent / "loader" / "fetch.py"), 40, "_unpack")  # asks it for memory

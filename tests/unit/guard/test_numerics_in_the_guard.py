@@ -214,7 +214,7 @@ def test_a_step_is_made_without_its_bad_samples_exactly(tmp_path):
     guard.close()
 
 
-def test_a_sample_that_was_dropped_is_set_aside_from_the_next_epoch_on(tmp_path):
+def test_a_sample_that_was_dropped_is_quarantine_from_the_next_epoch_on(tmp_path):
     """What provenance found comes no second time: it is in the ledger, with the reason, and replaced afterwards."""
     torch.manual_seed(0)
     model = Logarithm()

@@ -99,9 +99,8 @@ def test_a_sampler_that_draws_another_order_after_a_restart_is_told() -> None:
     list(loader)
     next(iter(loader))
     restarted = DataLoader(list(range(20)), batch_size=4, sampler=OwnChance())
-    restarted.load_state_dict(loader.state_dict())
     with pytest.raises(LoaderError, match="another order") as caught:
-        next(iter(restarted))
+        restarted.load_state_dict(loader.state_dict())
     assert caught.value.rule == "H604"
 
 
@@ -214,7 +213,7 @@ def test_a_loader_is_gone_with_its_last_reference(options: dict[str, Any]) -> No
     try:
         loader = DataLoader(list(range(8)), batch_size=2, **options)
         list(loader)
-        kept = loader._healer._kept
+        kept = loader._recovery._kept
         processes = [] if kept is None else list(kept._processes)
         del kept
         gone = weakref.ref(loader)

@@ -18,10 +18,8 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.features import workers as feature_workers
 from holdfast.loader.features.cache import FeatureCache
 from holdfast.loader.features.files import Draft
-from holdfast.loader.features.workers import Work, compute_in_workers
 from holdfast.loader.loader import DataLoader
 from holdfast.testing import flip_bit
 
@@ -377,7 +375,7 @@ def test_a_file_that_is_no_whole_cache_is_neither_read_nor_replaced(tmp_path, co
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"dataset": []}, "is empty"),
+        ({"dataset": []}, "and an item"),
         ({"dataset": iter([1])}, "list_iterator"),
         ({"fn": 3}, "fn=3"),
         ({"num_workers": -1}, "num_workers=-1"),
@@ -409,22 +407,6 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
     with pytest.raises(LoaderError, match="Not a directory") as caught:
         build([1], identity, tmp_path / "file" / "f.h5")
     assert caught.value.rule == "H624"
-
-
-def test_memory_is_bounded_by_the_window_and_not_by_the_dataset():
-    """Workers run ahead of the reader by a window, however long the dataset is."""
-    started = multiprocessing.get_context("fork").Value("i", 0)
-
-    def fn(sample: int) -> int:
-        with started.get_lock():
-            started.value += 1
-        return sample
-
-    items = compute_in_workers(Work(range(100_000), fn, 0), range(100_000), 2, "fork")
-    for _ in range(5):
-        next(items)
-    items.close()
-    assert started.value <= 5 + 2 * feature_workers._WINDOW
 
 
 def test_the_progress_is_shown_on_stderr(tmp_path, capfd):

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset
 
-from holdfast.loader.fetch import Entry, Fetcher, shortage_in
-from holdfast.loader.inspection import find_nonfinite, first_difference
+from holdfast.loader.order.plan import Entry
 from holdfast.loader.random_state import capture
+from holdfast.loader.workers.fetch import Fetcher, Report, find_nonfinite, shortage_in
 
 
 class Noise:
@@ -23,11 +22,6 @@ class Noise:
 
     def __getitem__(self, index: int) -> tuple[int, float, float, float]:
         return index, random.random(), float(np.random.rand()), float(torch.rand(()))
-
-
-class BatchedNoise(Noise):
-    def __getitems__(self, indices: list[int]) -> list[tuple[int, float, float, float]]:
-        return [self[index] for index in indices]
 
 
 def _fetch(dataset: Any, *indices: int, epoch: int = 0, seed: int = 5) -> Any:
@@ -72,24 +66,6 @@ def test_loading_leaves_the_random_state_of_training_alone() -> None:
     assert torch.equal(after.cpu, before.cpu)
 
 
-def test_a_dataset_that_reads_batches_is_still_seeded_for_each_sample() -> None:
-    """Subset and others with ``__getitems__`` give the same samples as any dataset, whatever the batch."""
-    assert _fetch(BatchedNoise(), 4, 2) == [*_fetch(Noise(), 4), *_fetch(Noise(), 2)]
-    subset = Subset(BatchedNoise(), [9, 8, 7])  # type: ignore[arg-type]
-    assert _fetch(subset, 1, 2) == [*_fetch(subset, 1), *_fetch(subset, 2)]
-    assert [sample[0] for sample in _fetch(subset, 1, 2)] == [8, 7]
-
-
-def test_a_dataset_that_reads_nothing_but_batches_is_read() -> None:
-    """As with torch's loader ``__getitems__`` is enough, for a `Dataset` too; samples are those of any dataset."""
-
-    class OnlyBatches(Dataset[Any]):
-        def __getitems__(self, indices: list[int]) -> list[Any]:
-            return [Noise()[index] for index in indices]
-
-    assert _fetch(OnlyBatches(), 4, 2) == _fetch(Noise(), 4, 2)
-
-
 def test_generators_that_are_drawn_from_late_are_noticed() -> None:
     """A dataset that draws from python or numpy only now and then gets the same numbers as if always seeded."""
 
@@ -105,14 +81,9 @@ def test_generators_that_are_drawn_from_late_are_noticed() -> None:
     assert together[5][1]
 
 
-def test_a_sampler_of_all_words_is_noticed_too() -> None:
-    """A sample that draws exactly as many words as a generator holds, so that its position is the same, is seen."""
-
-    class Whole(Noise):
-        def __getitem__(self, index: int) -> Any:
-            return [random.getrandbits(32) for _ in range(624)][:3], np.random.bytes(624 * 4)[:8]
-
-    assert _fetch(Whole(), 1, 2) == [*_fetch(Whole(), 1), *_fetch(Whole(), 2)]
+def _report(dataset: Any, entry: Entry, **options: Any) -> tuple[Any, Report]:
+    batch, fields = Fetcher(dataset, 0, list, **options)[entry]
+    return batch, Report(*fields)
 
 
 class Patchy:
@@ -133,7 +104,7 @@ class Patchy:
 def test_a_bad_sample_is_tried_again_and_the_next_of_the_order_takes_its_place() -> None:
     """The batch keeps its size, and the report names the sample, the traceback and who stands in."""
     dataset = Patchy(1)
-    batch, report = Fetcher(dataset, 0, list)[Entry(0, 0, (0, 1, 2), spares=(7, 8))]
+    batch, report = _report(dataset, Entry(0, 0, (0, 1, 2), spares=(7, 8)))
     assert batch == [0, 2, 2]
     assert report.indices == (0, 2, 2)
     assert dataset.asked == [0, 1, 1, 2, 2]
@@ -142,16 +113,16 @@ def test_a_bad_sample_is_tried_again_and_the_next_of_the_order_takes_its_place()
 
 
 def test_the_last_of_a_batch_is_replaced_by_a_spare_that_is_not_bad_itself() -> None:
-    """Behind the end of the batch come the spares, and those that are bad or set aside are passed over."""
-    batch, report = Fetcher(Patchy(2, 7), 0, list)[Entry(0, 0, (0, 1, 2), spares=(6, 7, 8), aside=(6,))]
+    """Behind the end of the batch come the spares, and those that are bad or quarantined are passed over."""
+    batch, report = _report(Patchy(2, 7), Entry(0, 0, (0, 1, 2), spares=(6, 7, 8), bad=(6,)))
     assert batch == [0, 1, 8]
     assert [each.index for each in report.failures] == [2, 7]
 
 
-def test_a_sample_that_is_set_aside_is_not_touched() -> None:
+def test_a_sample_that_is_quarantined_is_not_touched() -> None:
     """What is known to be bad is not read, so one that hangs cannot hang again."""
     dataset = Patchy()
-    batch, report = Fetcher(dataset, 0, list)[Entry(0, 0, (4, 5), spares=(6,), aside=(4,))]
+    batch, report = _report(dataset, Entry(0, 0, (4, 5), spares=(6,), bad=(4,)))
     assert (batch, report.failures) == ([5, 5], ())
     assert 4 not in dataset.asked
 
@@ -159,7 +130,7 @@ def test_a_sample_that_is_set_aside_is_not_touched() -> None:
 def test_without_replacement_the_error_itself_is_reported() -> None:
     """With quarantine off a sample is read once, and its exception is the outcome of the batch."""
     dataset = Patchy(1, error=LookupError("gone"))
-    batch, report = Fetcher(dataset, 0, list, replaces=False)[Entry(0, 0, (0, 1, 2), spares=(7,))]
+    batch, report = _report(dataset, Entry(0, 0, (0, 1, 2), spares=(7,)), replaces=False)
     assert batch is None
     assert report.fatal is not None
     assert "LookupError: gone" in report.fatal.text
@@ -186,7 +157,7 @@ class EvasiveError(Exception):
 @pytest.mark.parametrize("error", [StopIteration(), SystemExit(3), KeyError("x"), SpeechlessError(), EvasiveError()])
 def test_no_exception_leaves_a_fetch(error: Any) -> None:
     """StopIteration, which would end the epoch, SystemExit, which would end the worker, and broken ones come back."""
-    batch, report = Fetcher(Patchy(0, error=error), 0, list)[Entry(0, 0, (0, 1))]
+    batch, report = _report(Patchy(0, error=error), Entry(0, 0, (0, 1)))
     assert batch == [1, 1]
     assert report.failures[0].index == 0
 
@@ -198,31 +169,12 @@ def test_values_that_are_not_finite_are_bad_if_asked_for() -> None:
         def __getitem__(self, index: int) -> Any:
             return {"x": torch.tensor([1.0, float("nan") if index == 1 else 0.0]), "name": "a"}
 
-    batch, report = Fetcher(Holes(), 0, list, check_finite=True)[Entry(0, 0, (0, 1, 2))]
+    batch, report = _report(Holes(), Entry(0, 0, (0, 1, 2)), check_finite=True)
     assert report.failures[0].kind == "non-finite"
     assert "sample['x']" in report.failures[0].text
     assert report.indices == (0, 2, 2)
     assert all(find_nonfinite(sample) is None for sample in batch)
     assert find_nonfinite([np.array([1, 2]), float("inf")]) == "sample[1] holds 1 NaN or Inf"
-
-
-def test_a_dataset_that_is_not_deterministic_shows_when_it_is_read_twice() -> None:
-    """What differs between two reads is named; random numbers that are seeded do not differ."""
-
-    class Counting:
-        count = 0
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            self.count += 1
-            return torch.tensor([index, self.count])
-
-    twice = Entry(0, 0, (1, 2), twice=True)
-    assert Fetcher(Counting(), 0, torch.stack)[twice][1].differs == "batch has other values"
-    assert Fetcher(Noise(), 0, list)[twice][1].differs is None
-    nan = torch.tensor([float("nan")])
-    assert first_difference([nan, 1.0], [nan.clone(), 1.0]) is None
-    assert first_difference(nan, torch.zeros(2)) == "batch has shape (1,) and then (2,)"
-    assert first_difference({"a": "x"}, {"a": "y"}) == "batch['a'] is 'x' and then 'y'"
 
 
 @pytest.mark.parametrize(

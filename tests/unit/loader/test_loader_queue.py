@@ -10,8 +10,8 @@ import pytest
 
 from holdfast import DataLoader
 from holdfast.core.errors import LoaderError
-from holdfast.loader.fetch import Report
-from holdfast.loader.workers.queue import LoaderQueue, UnreadableError
+from holdfast.loader.workers.fetch import Report
+from holdfast.loader.workers.processes import LoaderQueue, UnreadableError
 
 
 class _Unreadable:

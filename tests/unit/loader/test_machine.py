@@ -1,21 +1,21 @@
-"""What is read of a machine: files as Linux writes them, of hosts, containers and both versions of control groups."""
+"""What a machine has for workers, as Linux writes it on hosts and in containers, and what it has not."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import resource
 from pathlib import Path
 
 import pytest
+import torch
 
-from holdfast.loader.tuning.machine import Machine, cpu_quota, memory_available_bytes
+from holdfast.core.control_groups import memory_available_bytes
+from holdfast.loader.machine import Load, Machine, concerns, cpu_quota, most_workers
 
 GIB = 2**30
 STATUS = "Name:\tpython\nUmask:\t0022\nCpus_allowed:\tff\nCpus_allowed_list:\t{}\nMems_allowed_list:\t0\n"
 MEMINFO = "MemTotal:       32879140 kB\nMemFree:         1048576 kB\nMemAvailable:   16777216 kB\n"
-LIMITS = """Limit                     Soft Limit           Hard Limit           Units
-Max processes             127411               127411               processes
-Max open files            1024                 1048576              files
-"""
 V1_GROUPS = "12:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n0::/system.slice\n"
 
 
@@ -84,32 +84,76 @@ def test_memory_is_what_the_tightest_group_leaves(tmp_path: Path, limit: int, ex
     assert memory_available_bytes(machine(tmp_path, files)) == expected
 
 
-def test_descriptors_and_shared_memory_are_read(tmp_path: Path) -> None:
-    """The soft limit counts, and the space of what is mounted as shared memory."""
-    root = machine(tmp_path, {"proc/self/limits": LIMITS, **{f"proc/self/fd/{n}": "" for n in range(7)}})
-    (root / "dev/shm").mkdir(parents=True)
-    found = Machine.here(root)
-    assert (found.open_files, found.open_files_limit) == (7, 1024)
-    assert found.shared_memory_total_bytes == os.statvfs(root).f_blocks * os.statvfs(root).f_frsize
-    assert 0 < (found.shared_memory_free_bytes or 0) <= found.shared_memory_total_bytes
-
-
 def test_what_cannot_be_read_does_not_limit(tmp_path: Path) -> None:
-    """A system without these files gives its processors and no other fact."""
-    assert Machine.here(tmp_path) == Machine(cpu_quota=len(os.sched_getaffinity(0)))
+    """A system without these files gives its processors."""
+    assert cpu_quota(tmp_path) == len(os.sched_getaffinity(0))
 
 
 def test_the_real_machine_answers() -> None:
     """On the machine of the tests the facts agree with what the system says by other means."""
     found = Machine.here()
     assert 0 < found.cpu_quota <= len(os.sched_getaffinity(0))
+    assert found.open_files_limit == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     with Path(os.devnull).open() as _:
         assert Machine.here().open_files == found.open_files + 1
 
 
-def test_processes_share_a_machine() -> None:
+def test_processes_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four training processes each gets a quarter; descriptors are counted for each process anyway."""
-    whole = Machine(cpu_quota=6, shared_memory_free_bytes=100, memory_available_bytes=1000, open_files_limit=64)
-    part = whole.shared_by(4)
-    assert (part.cpu_quota, part.shared_memory_free_bytes, part.memory_available_bytes) == (1.5, 25, 250)
-    assert (part.open_files_limit, part.shared_memory_total_bytes) == (64, None)
+    whole = Machine.here()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    part = Machine.of_this_rank()
+    assert part.cpu_quota == whole.cpu_quota / 4
+    assert (part.shared_memory_free_bytes or 0) <= (whole.shared_memory_free_bytes or 0) // 4 + 2**20
+    assert part.open_files_limit == whole.open_files_limit
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
+    assert Machine.of_this_rank().cpu_quota == whole.cpu_quota
+
+
+MACHINE = Machine(cpu_quota=4, shared_memory_free_bytes=100 * 2**20, open_files=24, open_files_limit=1024)
+
+
+@pytest.mark.parametrize(
+    ("load", "rule", "certain", "figures"),
+    [
+        (Load(num_workers=6), "H630", False, "num_workers=6 on 4 processors"),
+        (Load(num_workers=4, batch_bytes=2**24), "H631", False, "144 MiB of shared memory, and /dev/shm has 100 MiB"),
+        (Load(num_workers=1, batch_bytes=2**27), "H631", True, "384 MiB of shared memory"),
+        (Load(num_workers=4, batch_tensors=200), "H632", False, "up to 2024 descriptors, and 1000 are left of 1024"),
+        (Load(num_workers=1, batch_tensors=2000), "H632", True, "in 2000 tensors"),
+    ],
+)
+def test_what_the_machine_has_not_is_named_with_its_figures(
+    load: Load, rule: str, certain: bool, figures: str
+) -> None:
+    """What is short, how much of it, and whether a single batch is too much already."""
+    (found,) = concerns(load, MACHINE)
+    assert (found.rule, found.certain) == (rule, certain)
+    assert figures in found.what
+    assert found.fix
+
+
+def test_nothing_speaks_against_what_fits_or_cannot_be_known() -> None:
+    """No workers need nothing; tensors shared by files need no descriptors; what cannot be read does not limit."""
+    heavy = Load(num_workers=4, batch_bytes=2**40, batch_tensors=10**6, by_descriptor=False)
+    assert not list(concerns(Load(num_workers=4, batch_bytes=2**20, batch_tensors=3), MACHINE))
+    assert not list(concerns(dataclasses.replace(heavy, num_workers=0), MACHINE))
+    assert not list(concerns(heavy, Machine(cpu_quota=4)))
+
+
+def test_the_most_workers_are_what_processors_memory_and_descriptors_allow() -> None:
+    """The tightest of them is named; where a single worker does not fit there are none."""
+    assert most_workers(Load(num_workers=0), MACHINE) == (4, "there are 4 processors")
+    most, why = most_workers(Load(num_workers=0, batch_bytes=2**24), MACHINE)
+    assert most == 2
+    assert "3 workers x prefetch_factor=2" in why
+    assert most_workers(Load(num_workers=0, batch_bytes=2**30), MACHINE)[0] == 0
+    assert most_workers(Load(num_workers=0), Machine(cpu_quota=0.5))[0] == 1
+    assert most_workers(Load(num_workers=0), Machine(cpu_quota=900))[0] == 64
+
+
+def test_a_view_weighs_what_it_looks_into() -> None:
+    """It is sent with its whole memory; two views of one memory are sent once."""
+    whole = torch.zeros(100, dtype=torch.float64)
+    load = Load.of({"a": whole[:2], "b": [whole[3:], "text"], "c": torch.zeros(5)}, 2, None)
+    assert (load.batch_bytes, load.batch_tensors, load.prefetch_factor) == (820, 2, 2)

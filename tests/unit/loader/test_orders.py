@@ -20,8 +20,9 @@ from holdfast.loader.order.orders import (
     TokenBatches,
     Weighted,
 )
-from holdfast.loader.order.permutation import permuted, random_bits
-from holdfast.loader.ranks import rank_positions
+from holdfast.loader.order.permutation import permuted
+from holdfast.loader.order.ranks import rank_positions
+from holdfast.loader.seeds import random_bits
 
 _LENGTHS = np.clip(np.random.default_rng(0).lognormal(1.6, 0.6, 20_000), 0.5, 17)  # speech, seconds
 

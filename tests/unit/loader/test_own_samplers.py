@@ -24,7 +24,6 @@ from torch.utils.data import (
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.loader_arguments import check_position
 from holdfast.loader.order.orders import LengthBucketed, TokenBatches, Weighted
 from holdfast.loader.order.sampled import Sampled
 
@@ -116,36 +115,17 @@ def test_a_length_that_depends_on_the_epoch_resumes_and_rolls_back(make: Callabl
             assert [batch.tolist() for batch in continued] == epochs[epoch][state["consumed"] and made :]
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_another_order_of_such_a_kind_is_still_refused(begun: bool) -> None:
-    """By its length where that is fixed, and in the middle of an epoch by what is drawn."""
+def test_another_order_of_such_a_kind_is_still_refused() -> None:
+    """By what is drawn in the middle of an epoch, and by the length of the dataset."""
     loader = DataLoader(_DATA, batch_sampler=ByEpoch())
     list(loader)
     next(iter(loader))
-    with pytest.raises(LoaderError, match="position was saved with") as caught:
+    with pytest.raises(LoaderError, match="another order") as caught:
         DataLoader(_DATA, batch_sampler=ByEpoch(59)).load_state_dict(loader.state_dict())
     assert caught.value.rule == "H604"
-    fixed = DataLoader(_DATA, batch_size=4, sampler=RandomSampler(range(60)))
-    if begun:
-        next(iter(fixed))
+    other = DataLoader(_DATA[:50], batch_size=4, sampler=RandomSampler(range(50)))
     with pytest.raises(LoaderError, match="length=50"):
-        DataLoader(_DATA, batch_size=4, sampler=RandomSampler(range(50))).load_state_dict(fixed.state_dict())
-
-
-def test_a_position_without_a_digest_is_known_by_its_length() -> None:
-    """States that were written before what a sampler draws was noted can be loaded, and others are refused."""
-    loader = DataLoader(_DATA, batch_sampler=ByEpoch())
-    list(loader)
-    next(iter(loader))
-    state = {name: value for name, value in loader.state_dict().items() if not name.startswith("drawn")}
-    DataLoader(_DATA, batch_sampler=ByEpoch()).load_state_dict(state)
-    wrong = {**state, "order": {**state["order"], "length": state["order"]["length"] + 1}}
-    with pytest.raises(LoaderError, match="length="):
-        DataLoader(_DATA, batch_sampler=ByEpoch()).load_state_dict(wrong)
-    with pytest.raises(LoaderError, match="kind="):
-        check_position(
-            state["order"], {**state, "order": {**state["order"], "kind": "other"}}, Sampled([1], 0, repeats=None)
-        )
+        other.load_state_dict(DataLoader(_DATA, batch_size=4, sampler=RandomSampler(range(60))).state_dict())
 
 
 # --- ranks ------------------------------------------------------------------------------------------------------
@@ -197,7 +177,7 @@ def test_ranks_with_what_divides_are_not_refused() -> None:
 def test_repeated_indices_are_found_whatever_holds_them(sampler: Any, batches: bool) -> None:
     """Two tensors of the same number are the same index."""
     with pytest.raises(LoaderError, match="more than once") as caught:
-        Sampled(sampler, 1, repeats=None, batches=batches).drawn(0)
+        Sampled(sampler, 1, batches=batches).drawn(0)
     assert caught.value.rule == "H609"
 
 
@@ -209,7 +189,7 @@ def test_keys_that_differ_are_no_repeated_indices() -> None:
         ([slice(0, 2), slice(2, 4)], False),
         ([torch.tensor(0), 1, np.int64(2), "0"], False),
     ):
-        assert len(Sampled(sampler, 1, repeats=None, batches=batches).drawn(0)) == len(sampler)  # type: ignore[arg-type]
+        assert len(Sampled(sampler, 1, batches=batches).drawn(0)) == len(sampler)  # type: ignore[arg-type]
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------
@@ -225,45 +205,25 @@ class Both(Dataset[int]):
         return torch.arange(8)[index]
 
     def __getitems__(self, indices: list[int]) -> torch.Tensor:
-        return torch.arange(8)[indices]
-
-
-@pytest.mark.parametrize("dataset", [Both(), Subset(Both(), range(8))], ids=["itself", "subset"])
-def test_a_dataset_that_could_read_many_at_once_is_told_of_and_can(dataset: Any) -> None:
-    """Once; with a sampler of lists each batch is one read, as with torch's ``__getitems__``."""
-    events: list[str] = []
-    loader = DataLoader(dataset, batch_size=4, collate_fn=lambda batch: batch)
-    loader._happened = lambda kind, **facts: events.append(kind)
-    for _ in range(2):
-        assert [[int(each) for each in batch] for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert events == ["samples_read_singly"]
-    lists = BatchSampler(SequentialSampler(range(8)), 4, drop_last=False)
-    (first, _) = DataLoader(Both(), batch_size=None, sampler=lists, collate_fn=lambda batch: batch)
-    assert first.tolist() == [0, 1, 2, 3]
+        raise AssertionError(indices)
 
 
 class OnlyMany(Dataset[int]):
     """Samples that can only be read many at once."""
 
-    def __len__(self) -> int:
-        return 8
-
     def __getitems__(self, indices: list[int]) -> list[int]:
         return indices
 
 
-@pytest.mark.parametrize(
-    "dataset",
-    [_DATA, Subset(_DATA, range(3)), OnlyMany()],  # type: ignore[arg-type]
-    ids=["list", "subset", "only many"],
-)
-def test_a_dataset_that_reads_samples_only_is_not_told_of(dataset: Any) -> None:
-    """Also a Subset, which has ``__getitems__`` whatever it is of."""
-    events: list[str] = []
-    loader = DataLoader(dataset)
-    loader._happened = lambda kind, **facts: events.append(kind)
-    next(iter(loader))
-    assert not events
+def test_samples_are_read_one_by_one_or_as_one_key() -> None:
+    """Never by ``__getitems__``: with a sampler of lists each batch is one read; without ``__getitem__`` an H607."""
+    for dataset in (Both(), Subset(Both(), range(8))):
+        assert [batch.tolist() for batch in DataLoader(dataset, batch_size=4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    lists = BatchSampler(SequentialSampler(range(8)), 4, drop_last=False)
+    (first, _) = DataLoader(Both(), batch_size=None, sampler=lists)
+    assert first.tolist() == [0, 1, 2, 3]
+    with pytest.raises(LoaderError, match="add a __getitem__"):
+        DataLoader(OnlyMany(), sampler=range(8))
 
 
 _LATE = """

@@ -56,22 +56,32 @@ def test_ranks_share_each_step(world_size: int) -> None:
 def test_spares_follow_in_the_order_and_begin_anew_at_its_end() -> None:
     """What may stand in for a bad sample comes next in the order, also where the batch is the whole epoch."""
     entries = [entry for entry, _ in _plan().entries(0, 0, ())]
-    assert entries[0].spares == tuple(range(4, 12))
+    assert entries[0].spares == tuple(range(4, 20))
     assert entries[-1].indices == (20, 21)
-    assert entries[-1].spares == tuple(range(8))
+    assert entries[-1].spares == tuple(range(16))
     (whole, _), *_ = _plan(3).entries(0, 0, ())
     assert whole.indices == (0, 1, 2)
     assert whole.spares == (0, 1, 2)
 
 
-def test_an_entry_knows_what_is_set_aside_when_it_is_made() -> None:
+def test_an_entry_knows_what_is_quarantined_when_it_is_made() -> None:
     """The set is read for each entry, so a sample that goes meanwhile is known to the entries after it."""
-    aside = {5}
-    entries = _plan().entries(0, 0, aside)
-    assert next(entries)[0].aside == (5,)
-    aside.add(13)
-    assert next(entries)[0].aside == (5, 13)
-    assert next(entries)[0].aside == (13,)
+    bad = {5}
+    entries = _plan(60).entries(0, 0, bad)
+    assert next(entries)[0].bad == (5,)
+    bad.add(17)
+    assert next(entries)[0].bad == (5, 17)
+    assert next(entries)[0].bad == (17,)
+
+
+def test_what_is_quarantined_takes_no_place_among_those_that_may_stand_in() -> None:
+    """There are always as many good ones, at the places that they have without it."""
+    entries = [entry for entry, _ in _plan(60).entries(0, 0, set(range(5, 25)))]
+    assert entries[0].spares == (*range(4, 40),)
+    assert entries[6].spares == (*range(28, 44),)
+    batches = ByBatch(Sampled([[0, 1], [2], [3, 4], [5]], 1))
+    found = [entry.spares[:3] for entry, _ in batches.entries(0, 0, {2, 3})]
+    assert found == [(2, 3, 4), (3, 4, 5), (5, 0, 1), (0, 1, 2)]
 
 
 def test_samples_by_themselves_are_marked() -> None:
@@ -81,11 +91,11 @@ def test_samples_by_themselves_are_marked() -> None:
 
 
 def test_a_batch_samplers_batches_stay_as_they_are() -> None:
-    """A position counts its batches, and the following batch has the spares."""
-    plan = ByBatch(sampler=Sampled([[3, 1], [2], [0, 4]], 1, repeats=None))
+    """A position counts its batches, and the batches that follow have the spares."""
+    plan = ByBatch(Sampled([[3, 1], [2], [0, 4]], 1))
     found = list(plan.entries(0, 0, ()))
     assert [(entry.indices, after) for entry, after in found] == [((3, 1), 1), ((2,), 2), ((0, 4), 3)]
-    assert [entry.spares for entry, _ in found] == [(2,), (0, 4), (3, 1)]
+    assert [entry.spares for entry, _ in found] == [(2, 0, 4, 3, 1), (0, 4, 3, 1, 2), (3, 1, 2, 0, 4)]
     assert [entry.indices for entry, _ in plan.entries(0, 2, ())] == [(0, 4)]
     assert plan.steps(0, 2) == 1
 
@@ -103,14 +113,14 @@ class FromPython:
 @pytest.mark.parametrize("sampler", [FromPython(), RandomSampler(range(20))], ids=["python", "torch"])
 def test_a_sampler_is_drawn_from_seed_and_epoch_alone(sampler: Any) -> None:
     """Whatever was drawn before, an epoch's indices are the same, epochs and seeds differ, and nothing is drawn."""
-    first = Sampled(sampler, 1, repeats=None).drawn(0)
+    first = Sampled(sampler, 1).drawn(0)
     random.seed(9)
     torch.manual_seed(9)
     before = random.getstate(), torch.get_rng_state()
-    again = Sampled(sampler, 1, repeats=None)
+    again = Sampled(sampler, 1)
     assert again.drawn(1) != first
     assert again.drawn(0) == first
-    assert Sampled(sampler, 2, repeats=None).drawn(0) != first
+    assert Sampled(sampler, 2).drawn(0) != first
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
 
@@ -118,22 +128,22 @@ def test_a_sampler_is_drawn_from_seed_and_epoch_alone(sampler: Any) -> None:
 def test_a_sampler_that_repeats_by_mistake_is_refused() -> None:
     """Repeated indices are an H609, unless the sampler or the caller says that they are meant."""
     with pytest.raises(LoaderError, match="2 of 5 indices more than once") as caught:
-        Sampled([1, 2, 1, 3, 2], 1, repeats=None).drawn(0)
+        Sampled([1, 2, 1, 3, 2], 1).drawn(0)
     assert caught.value.rule == "H609"
     with pytest.raises(LoaderError, match="more than once"):
-        Sampled([[1, 2], [2, 3]], 1, repeats=None).drawn(0)
+        Sampled([[1, 2], [2, 3]], 1).drawn(0)
     assert Sampled([1, 1], 1, repeats=True).drawn(0) == [1, 1]
     drawing = RandomSampler(range(3), replacement=True, num_samples=30)
-    assert len(Sampled(drawing, 1, repeats=None).drawn(0)) == 30
-    assert len(Sampled(BatchSampler(drawing, 4, drop_last=False), 1, repeats=None).drawn(0)) == 8
+    assert len(Sampled(drawing, 1).drawn(0)) == 30
+    assert len(Sampled(BatchSampler(drawing, 4, drop_last=False), 1).drawn(0)) == 8
     padded = DistributedSampler(range(3), num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type]
-    assert len(Sampled(padded, 1, repeats=None).drawn(0)) == 2
+    assert len(Sampled(padded, 1).drawn(0)) == 2
 
 
-def test_a_sampler_tells_its_kind_and_length() -> None:
+def test_a_sampler_is_known_by_its_kind_and_the_length_of_the_dataset() -> None:
     """Both must be equal for a position to mean the same sample."""
-    found = Sampled(SequentialSampler(range(7)), 1, repeats=None).identity()
-    assert (found["kind"], found["length"]) == ("SequentialSampler", 7)
+    found = Sampled(SequentialSampler(range(7)), 1, samples=9).identity()
+    assert (found["kind"], found["length"]) == ("SequentialSampler", 9)
 
 
 class OwnChance:
@@ -162,9 +172,8 @@ def test_another_iterator_does_not_draw_the_epoch_anew() -> None:
     assert sorted(seen) == list(range(40))
     assert other != seen[:4]
     restarted = DataLoader(list(range(40)), batch_size=4, sampler=sampler)
-    restarted.load_state_dict(state)
     with pytest.raises(LoaderError, match="another order"):
-        next(iter(restarted))
+        restarted.load_state_dict(state)
 
 
 def _distributed(length: int = 12) -> Any:

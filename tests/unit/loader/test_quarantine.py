@@ -1,4 +1,4 @@
-"""The ledger of samples that are set aside: its cap, what it keeps, and files that are none."""
+"""The ledger of samples that are quarantined: its cap, what it keeps, and files that are none."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_cap_is_a_share_or_a_number(limit: float, length: int | None, allowe
     assert f"sample {allowed} cannot be used (raised: OSError: no file)" in found.value.what
     assert found.value.limit == f"quarantine={limit:g} allows {allowed}"
     assert len(ledger) == allowed
-    assert allowed not in ledger.aside(0)
+    assert allowed not in ledger.bad(0)
 
 
 def test_a_released_sample_makes_room_and_must_find_room_again() -> None:
@@ -68,9 +68,9 @@ def test_a_released_sample_makes_room_and_must_find_room_again() -> None:
     assert [(entry.index, entry.kind, entry.epoch) for entry in ledger] == [(2, "raised", 0), (1, "hung", 3)]
     ledger.release([2])
     ledger.add(4, "raised", 0, "")
-    with pytest.raises(LoaderError, match=r"sample 2 cannot be used .* 2 are set aside already \(1, 4\)"):
+    with pytest.raises(LoaderError, match=r"sample 2 cannot be used .* 2 are quarantined already \(1, 4\)"):
         ledger.add(2, "raised", 3, "")
-    assert ledger.aside(3) == {1, 4}
+    assert ledger.bad(3) == {1, 4}
 
 
 def test_only_the_end_of_long_evidence_is_kept() -> None:
@@ -89,36 +89,36 @@ def test_what_was_found_without_a_run_is_kept_in_the_run(tmp_path: Path) -> None
     ledger = _ledger()
     ledger.add(8, "hung", 2, "")
     ledger.keep_in(path)
-    assert ledger.aside(2) == {3, 8}
+    assert ledger.bad(2) == {3, 8}
     assert list(read_ledger(path)) == [3, 8]
     assert list(read_ledger(path).values()) == list(ledger)
 
 
-@pytest.mark.parametrize(("found_at", "aside"), [(4.0, set()), (5.0, set()), (6.0, {3})])
+@pytest.mark.parametrize(("found_at", "expected"), [(4.0, set()), (5.0, set()), (6.0, {3})])
 def test_what_was_released_meanwhile_comes_back_only_if_found_anew(
-    tmp_path: Path, found_at: float, aside: set[int]
+    tmp_path: Path, found_at: float, expected: set[int]
 ) -> None:
     """A run that goes on in the same process honours a release in the file, unless it found the sample bad later."""
     path = _written(tmp_path, {**ENTRY, "released": True})
     ledger = _ledger(at=found_at)
     ledger.add(3, "raised", 0, "")
     ledger.keep_in(path)
-    assert ledger.aside(0) == aside
+    assert ledger.bad(0) == expected
 
 
-def test_a_run_with_more_set_aside_than_is_allowed_is_refused(tmp_path: Path) -> None:
+def test_a_run_with_more_quarantined_than_is_allowed_is_refused(tmp_path: Path) -> None:
     """With a lower cap than before, the error comes at the start and the file stays as it is."""
     path = _written(tmp_path, ENTRY, {**ENTRY, "index": 4}, {**ENTRY, "index": 5, "released": True})
     before = path.read_bytes()
     for limit in (0, 1):
-        with pytest.raises(LoaderError, match=r"sets aside 2 of the samples \(3, 4\)") as found:
+        with pytest.raises(LoaderError, match=r"quarantines 2 of the samples \(3, 4\)") as found:
             _ledger(limit).keep_in(path)
         assert found.value.rule == "H612"
     _ledger(2).keep_in(path)
     assert path.read_bytes() == before
 
 
-def test_a_key_of_bytes_is_still_set_aside_after_a_restart(tmp_path: Path) -> None:
+def test_a_key_of_bytes_is_still_quarantined_after_a_restart(tmp_path: Path) -> None:
     """Samples that are named by the keys of a database are known by them when the ledger is read again."""
     ledger = _ledger()
     ledger.keep_in(tmp_path / FILE_NAME)
@@ -126,12 +126,12 @@ def test_a_key_of_bytes_is_still_set_aside_after_a_restart(tmp_path: Path) -> No
     ledger.add(("speaker", [7, b"\xff"]), "raised", 0, "")
     again = _ledger()
     again.keep_in(tmp_path / FILE_NAME)
-    assert again.aside(0) == {b"\x00key", ("speaker", (7, b"\xff"))}
+    assert again.bad(0) == {b"\x00key", ("speaker", (7, b"\xff"))}
     assert again.release([b"\x00key", b"other"]) == [b"\x00key"]
 
 
 def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
-    """The sample is set aside all the same, the event says that the file lacks it, and the next one writes both."""
+    """The sample is quarantined all the same, the event says that the file lacks it, and the next one writes both."""
 
     class Bad:
         def __len__(self) -> int:
@@ -166,7 +166,7 @@ def test_a_folder_in_the_place_of_a_ledger_is_refused(tmp_path: Path) -> None:
         _ledger().keep_in(tmp_path / FILE_NAME)
 
 
-def test_a_released_sample_is_read_again_and_set_aside_again_if_it_is_bad() -> None:
+def test_a_released_sample_is_read_again_and_quarantine_again_if_it_is_bad() -> None:
     """A loader replaces what its ledger holds, reads what was released, and finds out anew what is still bad."""
     data = Repairable()
     loader = DataLoader(data, batch_size=5, collate_fn=list)
@@ -182,7 +182,7 @@ def test_a_released_sample_is_read_again_and_set_aside_again_if_it_is_bad() -> N
 
 
 def test_no_file_is_an_empty_ledger(tmp_path: Path) -> None:
-    """A run that has set nothing aside has no file, and none is made for it."""
+    """A run that has quarantined nothing has no file, and none is made for it."""
     ledger = _ledger()
     ledger.keep_in(tmp_path / FILE_NAME)
     assert list(ledger) == []

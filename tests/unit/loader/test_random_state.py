@@ -159,16 +159,34 @@ def test_the_state_of_pythons_generator_is_never_a_stale_one() -> None:
         change()
 
 
-def test_generators_that_nothing_draws_from_are_left_alone() -> None:
-    """Taking a stand moves neither generator, unless one holds half of a pair, which would be drawn unseen."""
-    lazy = LazySeeding()
+@pytest.mark.parametrize(
+    "draw",
+    [
+        random.random,
+        np.random.random,
+        lambda: random.gauss(0, 1),
+        np.random.randn,
+        lambda: random.getrandbits(32 * 624),  # all words that the generator holds
+        lambda: np.random.bytes(4 * 624),
+    ],
+)
+@pytest.mark.parametrize("half", [False, True])
+def test_a_generator_that_is_drawn_from_is_seeded_from_then_on(draw: Callable[[], Any], half: bool) -> None:
+    """Until then both are left alone; half of a pair of normal numbers is drawn from them too."""
     random.seed(1)
     np.random.seed(1)
+    if half:
+        random.gauss(0, 1)
+        np.random.randn()
+    lazy = LazySeeding()
     before = random.getstate(), np.random.get_state()[1].tolist()
-    lazy.stand()
+    stand = lazy.stand()
+    lazy.seed(7)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
-    random.gauss(0, 1)
-    np.random.randn()
-    lazy.stand()
-    assert random._inst.gauss_next is None
-    assert np.random.get_state()[3] == 0
+    draw()
+    assert lazy.was_drawn(stand)
+    lazy.seed(7)
+    first = random.random(), np.random.random()
+    lazy.seed(7)
+    assert (random.random(), np.random.random()) == first
+    assert not lazy.was_drawn(lazy.stand())

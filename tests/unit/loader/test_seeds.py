@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from holdfast.loader.order.permutation import random_bits
-from holdfast.loader.seeds import SampleSeeds, derive_seed
+from holdfast.loader.seeds import SampleSeeds, derive_seed, random_bits
 
 
 def test_seeds_are_the_same_on_every_machine() -> None:

@@ -117,50 +117,6 @@ def test_a_handlers_exception_is_not_taken_for_a_samples(
     assert not {"loader_healed", "sample_quarantined"} & set(events)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options"),
-    [
-        (Slow(), {"shuffle": True}),
-        (Slow(), {"shuffle": True, "num_workers": 1}),
-        (Slow(), {"shuffle": True, "num_workers": 1, "persistent_workers": True}),
-        (SlowStream(), {}),
-    ],
-    ids=["sample", "wait", "kept workers", "stream"],
-)
-def test_the_next_batch_is_the_one_that_the_handler_came_before(dataset: Any, options: dict[str, Any]) -> None:
-    """Who catches the exception and asks again loses no batch, wherever the loader stands."""
-
-    def handle(*_: Any) -> None:
-        raise Preempted
-
-    loader = DataLoader(dataset, batch_size=4, **options)
-    expected = [batch.tolist() for batch in loader]
-    loader.go_to(0)
-    before = signal.signal(signal.SIGUSR2, handle)
-    timers: list[threading.Timer] = []
-    batches, seen, caught = iter(loader), list[Any](), 0
-    try:
-        while True:
-            if len(timers) == caught < 3 and len(seen) == (0, 3, 5)[caught]:
-                timers.append(threading.Timer(0.12, os.kill, (os.getpid(), signal.SIGUSR2)))
-                timers[-1].start()
-            try:
-                seen.append(next(batches).tolist())
-            except StopIteration:
-                break
-            except Preempted:
-                caught += 1
-                if caught == 2:
-                    next(iter(loader))  # a look at a batch of the next epoch
-    finally:
-        for timer in timers:
-            timer.join()
-        signal.signal(signal.SIGUSR2, before)
-    assert caught == 3
-    assert seen == expected
-    assert loader.state_dict()["epoch"] == 1
-
-
 @pytest.mark.parametrize("error", [SystemExit(3), ValueError("bad")], ids=["exit", "exception"])
 def test_what_a_sample_raises_itself_is_still_the_samples(error: BaseException) -> None:
     """One that ends the interpreter is set aside, also while there are handlers."""

@@ -48,7 +48,7 @@ _FORK = multiprocessing.get_context("fork")
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Return a function that starts real workers under a watch with short ticks; it ends them after the test."""
     monkeypatch.setattr(worker_watch, "_TICK_SECONDS", 0.02)
-    recording_context("fork", Started(), share_by_file=False)  # which has losses wake the main thread
+    recording_context("fork", Started())  # which has losses wake the main thread
     made: list[tuple[Watch, list[Any]]] = []
 
     def start_one(*works: Callable[[Board, int], None], **options: Any) -> tuple[Watch, list[Any], Board]:

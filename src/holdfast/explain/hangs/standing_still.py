@@ -66,7 +66,7 @@ _NETWORK = re.compile(
 _LOADER = re.compile(r"/torch/utils/data/dataloader\.py$|/holdfast/loader/(?:\w+/)*\w+\.py$")
 _IDLE = re.compile(r"/(?:queues|connection|selectors)\.py$")
 _FETCH = re.compile(
-    r"/torch/utils/data/_utils/fetch\.py:|/holdfast/loader/fetch\.py:(?!_unpack)"
+    r"/torch/utils/data/_utils/fetch\.py:|/holdfast/loader/workers/fetch\.py:"
 )  # with the function
 
 

@@ -1,17 +1,18 @@
 """`FeatureCache`: features that are computed once, and then read from a file that verifies every item.
 
-What is stored how lies in ``files`` and ``items``, who computes in ``workers``. What the features are made from is
-stated by the caller, as a version and parameters: nothing here looks into the function.
+How items are stored is in ``files`` and ``items``, who computes them in ``computing``. What the features are made
+from is stated by the caller, as a version and parameters: nothing here looks into the function.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterator, Mapping, Sized
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -21,10 +22,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.data import Dataset
 
 from holdfast.core.errors import LoaderError
+from holdfast.loader.features.computing import Computed, compute
 from holdfast.loader.features.files import Draft, failure, missing, open_finished, read_item, require_h5py
 from holdfast.loader.features.items import decode
-from holdfast.loader.features.workers import Work, compute_here, compute_in_workers
-from holdfast.loader.tuning.machine import cpu_quota
+from holdfast.loader.machine import cpu_quota
 
 _NAMED = 5
 """Differences or items that a message names; more are counted."""
@@ -115,7 +116,10 @@ class FeatureCache(Dataset[Any]):
                 if rebuild or not _is_finished(draft, key):  # as it may be by now, by who had the lock
                     _prepare(draft, key, rebuild=rebuild)
                     workers = max(1, int(cpu_quota())) if num_workers is None else num_workers
-                    _fill(draft, Work(dataset, fn, seed), workers, multiprocessing_context, shown=progress)
+                    computed = functools.partial(
+                        compute, Computed(dataset, fn), seed=seed, num_workers=workers, method=multiprocessing_context
+                    )
+                    _fill(draft, len(dataset), computed, shown=progress)
                     draft.finish(key)
             finally:
                 draft.release()
@@ -132,13 +136,7 @@ class FeatureCache(Dataset[Any]):
         return self._contents.length
 
     def __getitem__(self, index: int) -> Any:
-        """Return an item as ``fn`` returned it.
-
-        Raises:
-            LoaderError: H622, if it is not what was written.
-            IndexError: if there is no such item.
-            TypeError: for what is no whole number, such as a slice.
-        """
+        """Return an item as ``fn`` returned it; H622 if it is not what was written."""
         length, place = len(self), operator.index(index)
         if not -length <= place < length:
             raise IndexError(f"item {place} of a feature cache of {length}")
@@ -148,13 +146,7 @@ class FeatureCache(Dataset[Any]):
         return (self[index] for index in range(len(self)))
 
     def verify(self) -> None:
-        """Read every item.
-
-        Raises:
-            LoaderError: H622, naming the items that are not what was written.
-
-        Cost: reads the whole file; SHA-256 at about 1.5 GB/s.
-        """
+        """Read every item, at about 1.5 GB/s; H622 names those that are not what was written."""
         bad = []
         for index in range(len(self)):
             try:
@@ -206,14 +198,8 @@ class FeatureCache(Dataset[Any]):
 def _check_arguments(dataset: Any, fn: Any, num_workers: Any, multiprocessing_context: Any) -> None:
     require_h5py()
     methods = (None, *multiprocessing.get_all_start_methods())
-    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-        raise _unusable(
-            f"dataset={type(dataset).__name__}", "items have numbers, so it needs __len__ and __getitem__"
-        )
-    if not len(dataset):
-        raise _unusable(
-            f"dataset={type(dataset).__name__} is empty", "there is nothing to compute; is its path right?"
-        )
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__") or not len(dataset):
+        raise _unusable(f"dataset={type(dataset).__name__}", "it needs __len__ and __getitem__, and an item")
     if not callable(fn):
         raise _unusable(f"fn={fn!r}", "it is called with each sample")
     if num_workers is not None and (type(num_workers) is not int or num_workers < 0):
@@ -243,11 +229,7 @@ def _key(version: Any, parameters: Any, seed: int, length: int) -> dict[str, str
 
 
 def _is_finished(draft: Draft, key: dict[str, str]) -> bool:
-    """Return whether the file is there and holds just these features.
-
-    Raises:
-        LoaderError: H620, if it holds others.
-    """
+    """Return whether the file is there and holds just these features; H620 if it holds others."""
     try:
         descriptor, contents = open_finished(draft.path)
     except FileNotFoundError:
@@ -280,28 +262,20 @@ def _prepare(draft: Draft, key: dict[str, str], *, rebuild: bool) -> None:
     draft.begin(key)
 
 
-def _fill(draft: Draft, work: Work, workers: int, multiprocessing_context: str | None, *, shown: bool) -> None:
+def _fill(
+    draft: Draft, total: int, computed: Callable[[range], Generator[tuple[bytes, bytes]]], *, shown: bool
+) -> None:
     """Add every item that is not there yet. The bar has no thread of its own: that is a danger to forked workers."""
-    total = len(work.dataset)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
     bar = Progress(
-        *columns,
-        console=console,
-        auto_refresh=False,
-        redirect_stdout=False,
-        redirect_stderr=False,
+        *columns, console=Console(stderr=True), auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
         disable=not shown,
-    )
+    )  # fmt: skip
     task, every = bar.add_task(draft.path.name, total=total), max(1, total // _DRAWN)
     with bar:
         for done in draft.resume():
             bar.update(task, completed=done, refresh=done % every == 0)
-        left = range(draft.length, total)
-        items = (
-            compute_in_workers(work, left, workers, multiprocessing_context) if workers else compute_here(work, left)
-        )
-        with contextlib.closing(items):
+        with contextlib.closing(computed(range(draft.length, total))) as items:
             for data, digest in items:
                 draft.add(data, digest)
                 bar.update(task, completed=draft.length, refresh=draft.length % every == 0)

@@ -53,8 +53,8 @@ _FIXES = {
     "H620": "use another path, or pass rebuild=True to compute it anew; a file of another kind: remove it first.",
     "H621": "wait until that build is done, or call FeatureCache.build with the same arguments: it continues.",
     "H622": "copy the file again from where it came, or pass rebuild=True; if it cannot be opened, remove it first.",
-    "H623": "correct the sample or fn (num_workers=0 computes here, for a debugger) and build again: what came "
-    "before is kept. If fn computes other features now, pass another version=.",
+    "H623": "correct the sample or fn and build again: what came before is kept. If fn computes other features now, "
+    "pass another version=.",
     "H624": "make room or give permission, then call FeatureCache.build again: what was computed is kept.",
 }
 
@@ -65,16 +65,7 @@ def failure(what: str, *, rule: str) -> LoaderError:
 
 
 class Contents(NamedTuple):
-    """What a finished file holds.
-
-    Args:
-        length: Items.
-        key: What they are made from.
-        identity: Digest that distinguishes this file from every other.
-        data_at: Byte of the file at which the items begin.
-        data_bytes: Bytes of all items.
-        index_at: Byte at which the index begins.
-    """
+    """What a finished file holds, and where; `identity` is a digest that distinguishes it from every other."""
 
     length: int
     key: dict[str, str]
@@ -85,11 +76,7 @@ class Contents(NamedTuple):
 
 
 class Draft:
-    """A feature cache that is being built. Items are added in order; `acquire` first, `release` at last.
-
-    Args:
-        path: Where the finished file will be.
-    """
+    """A feature cache at a path that is being built. Items are added in order; `acquire` first, `release` last."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,12 +104,7 @@ class Draft:
         return key if isinstance(key, dict) and (self.directory / "data").exists() else None
 
     def acquire(self) -> None:
-        """Take the lock.
-
-        Raises:
-            LoaderError: H621, naming the process that has it.
-            OSError: if the disk refuses.
-        """
+        """Take the lock; H621 names the process that has it."""
         while True:
             self.directory.mkdir(parents=True, exist_ok=True)
             try:
@@ -147,19 +129,14 @@ class Draft:
         replace_file(self.directory / "key.json", json.dumps({"format": _FORMAT, "key": key}).encode())
 
     def resume(self) -> Iterator[int]:
-        """Open the file for adding, behind the items that are there; yield the number of each that verifies.
-
-        What follows the first item that does not verify is cut off: it is computed again.
-        """
+        """Open the file for adding behind the items that verify; yield the number of each. The rest is cut off."""
         self._data = os.open(self.directory / "data", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._index = bytearray()
         size = os.fstat(self._data).st_size - _DATA_AT
         while (begin := self._end + _HEAD.size) <= size:
             length, digest = _HEAD.unpack(_read_at(self._data, _HEAD.size, _DATA_AT + self._end))
-            if (
-                length > size - begin
-                or digest_of(self.length, _read_at(self._data, length, _DATA_AT + begin)) != digest
-            ):
+            whole = length <= size - begin
+            if not whole or digest_of(self.length, _read_at(self._data, length, _DATA_AT + begin)) != digest:
                 break
             self._index += _ROW.pack(begin, begin + length, digest)
             yield self.length
@@ -216,11 +193,7 @@ class Draft:
 
 
 def require_h5py() -> Any:
-    """Return the module h5py.
-
-    Raises:
-        LoaderError: H625, if it is not installed.
-    """
+    """Return the module h5py; H625 if it is not installed."""
     try:
         import h5py
     except ImportError as error:
@@ -241,10 +214,7 @@ def missing(path: Path) -> LoaderError:
 
 
 def open_finished(path: Path) -> tuple[int, Contents]:
-    """Open a finished cache; return a descriptor and what the file holds.
-
-    HDF5 reads through this descriptor and is closed before this returns; items are read by ``pread``, which knows no
-    position and takes no lock, so the descriptor may be used by threads and after a fork.
+    """Open a finished cache; return a descriptor, for threads and after a fork too, and what the file holds.
 
     Raises:
         LoaderError: H620 for another kind of HDF5 file or a newer format, H622 for a damaged one, H624 for one that
@@ -286,11 +256,7 @@ def _contents(descriptor: int, path: Path, h5py: Any) -> Contents:
 
 
 def read_item(descriptor: int, contents: Contents, path: Path, index: int) -> bytearray:
-    """Return the bytes of one item.
-
-    Raises:
-        LoaderError: H622, if they are not what was written.
-    """
+    """Return the bytes of one item; H622 if they are not what was written."""
     try:
         begin, end, digest = _ROW.unpack(_read_at(descriptor, _ROW.size, contents.index_at + index * _ROW.size))
         if begin <= end <= contents.data_bytes:

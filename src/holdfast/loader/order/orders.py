@@ -2,7 +2,7 @@
 
 An order is a function of (seed, epoch) that can be asked for any stretch of positions and makes no more of the epoch
 than the blocks it touches. So a run resumes in the middle of any data set at once, and with whatever number of
-workers, batch size or number of ranks. Everything here is pure: nothing reads samples, and no position is kept.
+workers, batch size or number of ranks.
 
 What an order returns for a seed is part of what a saved position means: a change is a new version in its identity.
 """
@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.order.permutation import permuted, random_bits
-from holdfast.loader.ranks import Share
-from holdfast.loader.seeds import derive_seed
+from holdfast.loader.order.permutation import permuted
+from holdfast.loader.order.ranks import Share
+from holdfast.loader.seeds import derive_seed, random_bits
 
 _BLOCK = 4096  # positions; from here on the cost of a call no longer shows in the cost of a position
 _LARGEST_GROUP, _LARGEST_WINDOW = 256, 8192
@@ -56,6 +56,12 @@ class Order(ABC):
         """Return the positions of an epoch."""
         return self._length
 
+    @final
+    def count(self, epoch: int) -> int:
+        """Return the positions of an epoch, which are as many in each."""
+        del epoch
+        return len(self)
+
     def identity(self) -> dict[str, Any]:
         """Return, as JSON values, what must be equal for a position to mean the same sample.
 
@@ -74,16 +80,9 @@ class Order(ABC):
 
     @final
     def indices(self, seed: int, epoch: int, start: int, stop: int) -> list[int]:
-        """Return the indices of the samples at some positions of an epoch.
+        """Return the indices of the samples at the positions from `start` to `stop` of an epoch, as in a slice.
 
-        Args:
-            seed: Decides the order of every epoch.
-            epoch: Which epoch, counted from 0.
-            start: First position; like `stop` as in a slice, so what lies behind the end is left out.
-            stop: Position after the last one.
-
-        Returns:
-            One index of the data set per position. The cost grows with the positions asked for, not with the epoch.
+        The cost grows with the positions asked for, not with the epoch.
         """
         start, stop, _ = slice(start, stop).indices(len(self))
         found: list[int] = []
@@ -156,18 +155,12 @@ class Weighted(Order):
         self._sums = np.cumsum(given, dtype=np.float64)
         super().__init__(len(given) if num_samples is None else num_samples)
         if num_samples is not None and num_samples < 1:
-            raise LoaderError(
-                f"num_samples={num_samples}",
-                limit="an epoch has at least 1 sample",
-                fix="pass num_samples >= 1, or leave it out for as many as there are weights.",
-                rule="H605",
-            )
+            raise _unusable(f"num_samples={num_samples}", "an epoch has at least 1 sample", "pass num_samples >= 1.")
         if not len(given) or not 0 < self._sums[-1] < np.inf:
-            raise LoaderError(
+            raise _unusable(
                 f"{len(given)} weights with a sum of {self._sums[-1] if len(given) else 0:g}",
-                limit="their sum must be finite and above 0",
-                fix="give at least one sample a weight above 0, or scale them down.",
-                rule="H605",
+                "their sum must be finite and above 0",
+                "give at least one sample a weight above 0, or scale them down.",
             )
         self.samples = len(given)
         self._last = int(np.flatnonzero(given)[-1])
@@ -212,12 +205,8 @@ class LengthBucketed(Order):
         self.lengths = _numbers("lengths", lengths)
         super().__init__(len(self.lengths))
         if min(1 if size is None else size for size in (window, group)) < 1:
-            raise LoaderError(
-                f"window={window} and group={group} positions",
-                limit="they have at least 1",
-                fix="leave them out, or pass sizes such as window=8192, group=256.",
-                rule="H605",
-            )
+            what = f"window={window} and group={group} positions"
+            raise _unusable(what, "they have at least 1", "leave them out, or pass sizes such as 8192 and 256.")
         span = min(_LARGEST_WINDOW, len(self) // _LEAST_WINDOWS) if window is None else window
         self._group = group or min(_LARGEST_GROUP, 2 ** max(0, (span // 2).bit_length() - 1))
         self._block_size = window or max(1, span // self._group) * self._group
@@ -262,19 +251,15 @@ class TokenBatches:
         self.max_samples = len(order) if max_samples is None else max_samples
         longest = float(order.lengths.max(initial=0))
         if not longest <= max_tokens:
-            raise LoaderError(
+            raise _unusable(
                 f"sample {int(order.lengths.argmax())} has a length of {longest:g}",
-                limit=f"no batch may hold more than max_tokens={max_tokens:g}",
-                fix="raise max_tokens, or leave such samples out of the data set.",
+                f"no batch may hold more than max_tokens={max_tokens:g}",
+                "raise max_tokens, or leave such samples out of the data set.",
                 rule="H606",
             )
         if max_samples is not None and max_samples < 1:
-            raise LoaderError(
-                f"max_samples={max_samples}",
-                limit="a batch holds at least 1",
-                fix="pass max_samples >= 1, or leave it out.",
-                rule="H606",
-            )
+            what = f"max_samples={max_samples}"
+            raise _unusable(what, "a batch holds at least 1", "pass max_samples >= 1, or leave it out.", rule="H606")
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches of epoch 0 with seed 0: what a loader that knows no orders takes."""
@@ -305,12 +290,6 @@ class TokenBatches:
 
         Ranks take the batches that follow one another. Where the epoch has fewer batches left than there are ranks,
         the largest are halved, so that all ranks make the step; what is within the limit stays within it.
-
-        Args:
-            seed: Decides the order of every epoch.
-            epoch: Which epoch, counted from 0.
-            start: Position at which the step begins.
-            world_size: Number of ranks.
         """
         cuts = [start]
         while len(cuts) <= world_size and cuts[-1] < len(self.order):
@@ -332,38 +311,34 @@ class TokenBatches:
         """
         asked = (seed, epoch, start, world_size)
         if self._counted is None or self._counted[0] != asked:
-            self._counted = (asked, self._count(seed, epoch, start, world_size))
+            steps = 0
+            while start < len(self.order):
+                for _ in range(world_size):
+                    start = self.stop(seed, epoch, start)
+                steps += 1
+            self._counted = asked, steps
         return self._counted[1]
-
-    def _count(self, seed: int, epoch: int, start: int, world_size: int) -> int:
-        steps = 0
-        while start < len(self.order):
-            for _ in range(world_size):
-                start = self.stop(seed, epoch, start)
-            steps += 1
-        return steps
 
 
 def _numbers(name: str, values: ArrayLike) -> NDArray[Any]:
     """Return a copy of plain numbers, so that nobody can change the order while it is in use."""
+    fix = f"pass {name} as a list or array with one such number per sample."
     try:
         array = np.asarray(values).copy()
     except ValueError as error:  # rows of unequal length
-        raise _unusable(name, f"{name} that are no array", "one number per sample is needed") from error
+        raise _unusable(f"{name} that are no array", "one number per sample is needed", fix) from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "biuf"):
         what = f"{name} of shape {array.shape} and type {array.dtype}"
-        raise _unusable(name, what, "one number per sample is needed")
+        raise _unusable(what, "one number per sample is needed", fix)
     wrong = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
     if len(wrong):
         what = f"{name}[{wrong[0]}]={array[wrong[0]]} and {len(wrong) - 1} others like it"
-        raise _unusable(name, what, "they have to be finite and at least 0")
+        raise _unusable(what, "they have to be finite and at least 0", fix)
     return array
 
 
-def _unusable(name: str, what: str, limit: str) -> LoaderError:
-    return LoaderError(
-        what, limit=limit, fix=f"pass {name} as a list or array with one such number per sample.", rule="H605"
-    )
+def _unusable(what: str, limit: str, fix: str, *, rule: str = "H605") -> LoaderError:
+    return LoaderError(what, limit=limit, fix=fix, rule=rule)
 
 
 def _digest(numbers: NDArray[Any]) -> str:

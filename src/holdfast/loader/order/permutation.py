@@ -1,8 +1,4 @@
-"""A keyed bijection of ``range(n)`` with random access, and the counter-based hash under it.
-
-Here live two functions of arrays: what is at these positions of a shuffled range, and the random numbers of these
-counters. Neither holds a list of the whole range, so the middle of 50 million costs what the beginning costs. Which
-key belongs to which epoch is not decided here (see ``orders``).
+"""A keyed bijection of ``range(n)`` with random access: the middle of 50 million costs what the beginning costs.
 
 Only integers modulo 2**64 and a stable sort are used: the values are the same for every numpy and every machine,
 which the positions in checkpoints rely on. Statistically random, not secret: no cryptography.
@@ -16,39 +12,14 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.loader.seeds import random_bits
+
 _SORTED_UP_TO = 4096
 # Below it the range is shuffled by sorting hashes, which makes all orders equally likely; a Feistel network on so
 # few values repeats itself. 4096 sorted hashes cost as much as 4096 values of the network, and 32 KiB.
 _ROUNDS = 8
 # Four rounds of random functions are a pseudorandom permutation in both directions (Luby, Rackoff 1988); more are
 # for the small halves, which are 6 bits at 4096. NIST SP 800-38G takes 8 (FF3) and 10 (FF1).
-GAMMA, FIRST_FACTOR, SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Of SplitMix64."""
-MASK = 2**64 - 1
-
-
-def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Return output number ``counters`` of the SplitMix64 generator that is seeded with the key.
-
-    The constants are those of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014), as
-    published by Vigna. Each counter costs the same, whichever it is.
-
-    Args:
-        counters: Which outputs, counted from 0; any shape, uint64.
-        key: The seed, taken modulo 2**64.
-
-    Returns:
-        64 random bits per counter, in the shape of the counters.
-    """
-    state = counters + np.uint64(1)
-    state *= np.uint64(GAMMA)
-    state += np.uint64(key & MASK)
-    state ^= state >> np.uint64(30)
-    state *= np.uint64(FIRST_FACTOR)
-    state ^= state >> np.uint64(27)
-    state *= np.uint64(SECOND_FACTOR)
-    state ^= state >> np.uint64(31)
-    return state
 
 
 def permuted(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
@@ -89,7 +60,7 @@ def _network(values: NDArray[np.uint64], n: int, key: int) -> NDArray[np.uint64]
     digits = [left, values - left * bases[1]]
     for number, round_key in enumerate(random_bits(np.arange(_ROUNDS, dtype=np.uint64), key).tolist()):
         side = number % 2
-        added = random_bits(digits[1 - side], round_key) >> np.uint64(2)  # leaves room for the sum
+        added = random_bits(digits[1 - side], round_key) >> np.uint64(2)  # so that the sum does not overflow
         total = digits[side] + added
         digits[side] = total - total // bases[side] * bases[side]  # numpy divides faster than it takes remainders
     pairs: NDArray[np.uint64] = digits[0] * bases[1] + digits[1]

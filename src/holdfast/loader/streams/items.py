@@ -3,36 +3,28 @@
 What an iterator draws as it begins, such as the order of an epoch in the head of a generator's ``__iter__``, belongs
 to the call that gives its first item. It has to come out alike wherever the stream goes on, so that this call is made
 with the seed of the epoch's first item; and since nothing shows where the head ends and the item begins, the item
-that comes with it is then one that was handed out before, and dropped. Where the head draws nothing, which the first
-items show, no item is read twice.
+that comes with it is then one that was handed out before, and dropped. Where the first item draws nothing, the head
+has drawn nothing either, and no item is read twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
-import random
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker as _torch_worker
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.random_state import isolated, seed_cpu
+from holdfast.loader.random_state import RandomState, capture, isolated, seed_cpu
 from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.board import Board
 
-_Stand: TypeAlias = tuple[Any, int] | None
 _BEHIND = "holdfast_items_behind"
-_LOOKED_AT = 16  # items: where these draw equally much, the others are taken to
-_WORDS = 624  # of a generator's state: so many numbers come of it before it is made anew
-_MOST_BLOCKS = 1_000  # of so many numbers are counted: what draws more is taken to differ
-_TORCH_WORDS = 632  # of 64 bits in torch's state: a seed, two places, the generator's words, a pair of normal numbers
 
 
 def behind(items: int, state: Any) -> dict[str, Any]:
@@ -71,7 +63,7 @@ class Items:
     Args:
         dataset: The user's.
         parts: What their random numbers depend on, beside an item's number.
-        board: Where a worker says what it is doing, or None.
+        board: Where a worker shows what it is doing, or None.
         keeps_state: Whether the dataset keeps its own position.
     """
 
@@ -82,7 +74,7 @@ class Items:
         self._keeps_state = keeps_state
         self._noticing: _Noticing | None = None
         self._iterator: Iterator[Any] = iter(())
-        self._head = _Head()
+        self._head_draws: bool | None = None  # None: no item of this iterator has been read
         self._first_seed: int | None = None  # of the call that lets the iterator begin, where it is not the item's
         self._kept: tuple[int, Any] = (0, None)  # a place to go on from, at the last item or before it
         self.show: Callable[[], None] = lambda: None
@@ -112,14 +104,14 @@ class Items:
 
         Not before the first one of all: many a dataset has no state until it is read.
         """
-        if self._keeps_state and self._head.may_draw and self.number > self._kept[0]:
+        if self._keeps_state and self._head_draws is not False and self.number > self._kept[0]:
             self._kept = self.number, self._own_state()
 
     def state(self) -> Any:
         """Return what `open` needs to go on here, or None if it is to read over."""
         if not self._keeps_state:
             return None
-        if not self._head.may_draw:
+        if self._head_draws is False:
             return self._own_state()
         number, state = self._kept
         return None if state is None else behind(self.number - number, state)
@@ -161,70 +153,21 @@ class Items:
         if self.ended:  # as torch: one that is asked again may begin anew
             raise StopIteration
         seed, self._first_seed = self.number if self._first_seed is None else self._first_seed, None
-        with quietly(self._board):
+        with self._guarded():
             seed_cpu(derive_seed(*self._parts, seed))
-            before = _stands() if self._keeps_state and self._head.is_open else None
-            try:
-                item = next(self._iterator)
-            except StopIteration:
-                self.ended = True
-                self._check()
-                raise
-            except (Exception, SystemExit) as error:
-                let_through(error)
-                raise StreamError(error) from error
+            before = capture() if self._head_draws is None else None
+            item = next(self._iterator, self)
             if before is not None:
-                self._head.note(before, _stands())
+                self._head_draws = _differs(before, capture())
         self._check()
+        if item is self:
+            self.ended = True
+            raise StopIteration
         self.number += 1
         return item
 
 
-class _Head:
-    """Whether an iterator may have drawn as it began: not if its first item drew nothing, or as much as the next.
-
-    `may_draw` is the answer so far, and `is_open` whether more items are to be looked at.
-    """
-
-    def __init__(self) -> None:
-        self.may_draw = self.is_open = True
-        self._first: list[int | None] = []
-        self._seen = 0
-
-    def note(self, before: list[_Stand], after: list[_Stand]) -> None:
-        """Note where the generators stood before an item and after it."""
-        drawn = [_drawn(*each) for each in zip(before, after, strict=True)]
-        self._seen += 1
-        if self._seen == 1:
-            self._first = drawn
-            self.may_draw = self.is_open = any(count != 0 for count in drawn)
-        else:
-            self.may_draw = None in drawn or drawn != self._first
-            self.is_open = not self.may_draw and self._seen < _LOOKED_AT
-
-
-def _stands() -> list[_Stand]:
-    """Return the words and the place in them of python's, numpy's and torch's generator, all of one make."""
-    words = random.getstate()[1]
-    found: list[_Stand] = [(np.array(words[:-1], dtype=np.uint32), words[-1])]
-    state: Any = np.random.get_state(legacy=False)
-    found.append((state["state"]["key"], state["state"]["pos"]) if state["bit_generator"] == "MT19937" else None)
-    raw = torch.get_rng_state().numpy().view(np.uint64)
-    found.append((raw[3 : 3 + _WORDS].astype(np.uint32), int(raw[2])) if len(raw) == _TORCH_WORDS else None)
-    return found
-
-
-def _drawn(before: _Stand, after: _Stand) -> int | None:
-    """Return how many numbers a generator gave since it was seeded, or None if that cannot be told."""
-    if before is None or after is None:
-        return None
-    if np.array_equal(before[0], after[0]):
-        return after[1] - before[1]
-    twin = np.random.MT19937(0)
-    twin.state = {"bit_generator": "MT19937", "state": {"key": before[0], "pos": _WORDS}}
-    words = np.ctypeslib.as_array((ctypes.c_uint32 * _WORDS).from_address(twin.ctypes.state_address))
-    for block in range(_MOST_BLOCKS):
-        twin.random_raw(_WORDS, output=False)
-        if words[0] == after[0][0] and np.array_equal(words, after[0]):
-            return block * _WORDS + after[1]
-    return None
+def _differs(one: RandomState, other: RandomState) -> bool:
+    # An object that nothing was drawn from is the same one.
+    same = one.python is other.python and one.numpy is other.numpy and torch.equal(one.cpu, other.cpu)
+    return not same

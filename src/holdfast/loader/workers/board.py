@@ -6,14 +6,13 @@ worker alone; a reader may see numbers of two moments, which a second look puts 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-STARTING = -3
-PREPARING = -4
-IDLE = -2
-COLLATING = -1
+STARTING, PREPARING, IDLE, COLLATING = -3, -4, -2, -1
 NUMBER, PLACE, DONE = 0, 1, 2
 _FIELDS = 3
+Cells: TypeAlias = memoryview | None
+"""Of one worker: its `NUMBER`, `PLACE` and `DONE`, int64; None where there are no workers."""
 
 
 class Showing(NamedTuple):
@@ -52,7 +51,7 @@ class Showing(NamedTuple):
 
 
 class Board:
-    """The board of one generation of workers; it travels to them as an argument of their process.
+    """The board of one pool of workers; it travels to them as an argument of their process.
 
     Args:
         context: Multiprocessing context that the workers are started with.
@@ -65,10 +64,7 @@ class Board:
             self.of(worker)[PLACE] = STARTING
 
     def of(self, worker: int) -> memoryview[int]:
-        """Return a worker's numbers, for it to write: `NUMBER`, `PLACE` and `DONE`, int64.
-
-        A view and no methods: a place is written for each sample.
-        """
+        """Return a worker's numbers, for it to write. A view and no methods: a place is written for each sample."""
         return memoryview(self._cells).cast("B").cast("q")[_FIELDS * worker : _FIELDS * (worker + 1)]
 
     def look(self, worker: int) -> Showing:

@@ -1,33 +1,66 @@
-"""One epoch of a map-style dataset, as healing sees it: what is out, what was handed out, which sample is suspect."""
+"""Where batches come from, as the recovery of workers sees it, and the source that a map-style dataset is."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.core.errors import LoaderError
-from holdfast.loader.fetch import Entry, Fetcher, Report
-from holdfast.loader.handing_out import as_error
-from holdfast.loader.order.plan import SPARES, Plan
+from holdfast.loader.order.plan import Entry, Plan
 from holdfast.loader.quarantine import Ledger, key_of, last_line, plain
 from holdfast.loader.workers.board import Board, Showing
-
-_MOST_SPARES = 512
-"""Bad samples in a row beyond which it is no bad block but a drive that is away, and every second counts."""
+from holdfast.loader.workers.fetch import Fetcher, Report
 
 
-class MapSource:
-    """The rest of an epoch.
+class Source:
+    """The rest of an epoch. What is written out here is that of a source that nobody can look into, as a stream."""
+
+    needs_all_workers = False
+    """Whether the number of workers decides which sample comes when."""
+
+    def dataset(self, board: Board | None) -> Any:
+        """Return the dataset whose items are batches with reports, from the position on."""
+        raise NotImplementedError
+
+    def entries(self, *, again: bool, suspect: Any = None) -> Iterator[Any]:
+        """Yield what is not handed out yet; `again`: workers were lost meanwhile, one of them at `suspect`."""
+        del again, suspect
+        return iter(())
+
+    def complete(self, report: Report) -> Report:
+        """Return a report with what a worker need not send."""
+        return report
+
+    def delivered(self, report: Report) -> None:
+        """Note that a batch is handed out."""
+        raise NotImplementedError
+
+    def is_finished(self) -> bool:
+        """Return whether all is handed out, as far as that is known before asking."""
+        return False
+
+    def is_short(self) -> bool:
+        """Return whether something is missing although the workers say that they are done."""
+        return False
+
+    def sample_at(self, showing: Showing) -> Any:
+        """Return the index of the sample that a worker shows; None where no sample can be left out."""
+        del showing
+
+    def quarantine(self, index: Any, kind: str, evidence: str) -> None:
+        """Leave a sample out from now on."""
+
+
+class MapSource(Source):
+    """The rest of an epoch of a map-style dataset: what is out, what was handed out, which sample is suspect.
 
     Args:
         plan: Where entries come from.
         epoch: Which one.
         start: Position to begin at.
-        ledger: Samples that are set aside.
+        ledger: Samples that are quarantined.
         make_fetcher: Given the board, returns what fetches the entries.
-        tell: Called with the kind of an event and its facts.
+        emit: Called with the kind of an event and its facts.
     """
 
     def __init__(
@@ -35,43 +68,32 @@ class MapSource:
         plan: Plan,
         epoch: int,
         start: int,
-        *,
         ledger: Ledger,
         make_fetcher: Callable[[Board | None], Fetcher],
-        tell: Callable[..., None],
+        emit: Callable[..., None],
     ) -> None:
-        self.needs_all_workers = False
         self.position = start
+        self._make_fetcher = make_fetcher
         self._epoch = epoch
-        self._plan = plan
         self._ledger = ledger
-        self._tell = tell
-        self.dataset = make_fetcher
-        self._aside = ledger.aside(epoch)
-        self._planned = plan.entries(epoch, start, self._aside)
-        self._out: dict[int, tuple[Entry, int]] = {}  # in the hands of workers: by number, with the position after it
-        self._ahead: dict[int, int] = {}  # handed out before an earlier one: by number, the position after it
-        self._next = 0  # number of the first that is not handed out
+        self._emit = emit
+        self._bad = ledger.bad(epoch)
+        self._planned = plan.entries(epoch, start, self._bad)
+        self._out: dict[int, tuple[Entry, int]] = {}  # that workers have: by number, with the position after it
         self._exhausted = False
         self._losses = 0
-        self._spares = SPARES  # so many that are not set aside may stand in for samples of what is asked for again
-        self._in_a_row: list[Any] = []  # bad samples of that batch
-        self._taken_back = False
-        self._again: int | None = None  # number of the batch that is made again, with more of them
+
+    def dataset(self, board: Board | None) -> Fetcher:
+        """Return the dataset whose items are batches with reports."""
+        return self._make_fetcher(board)
 
     def entries(self, *, again: bool, suspect: Any = None) -> Iterator[Entry]:
-        """Yield what is not handed out yet; after a loss, what was out comes first, and the first is read twice."""
+        """Yield what is not handed out yet; after a loss, what was out comes first."""
         self._losses += again
-        lost, start = again, self.position
         for number in sorted(self._out):
             entry, after = self._out[number]
-            if any(key_of(index) in self._aside for index in entry.spares):
-                entry = entry._replace(spares=self._plan.spares(self._epoch, start, self._aside, self._spares))
-            start = after
-            bad = tuple(index for index in (*entry.indices, *entry.spares) if key_of(index) in self._aside)
-            control = self._control(entry, suspect) if lost else None
-            entry = entry._replace(aside=bad, twice=again, control=control)
-            again = False
+            bad = tuple(index for index in (*entry.indices, *entry.spares) if key_of(index) in self._bad)
+            entry = entry._replace(bad=bad, control=self._control(entry, suspect) if again else None)
             self._out[number] = entry, after
             yield entry
         for entry, after in self._planned:
@@ -81,112 +103,38 @@ class MapSource:
 
     def _control(self, entry: Entry, suspect: Any) -> int | None:
         """Return the place of a sample to read first, another one each time, that is not known to be bad."""
-        avoided = self._aside | {key_of(suspect)}
+        avoided = self._bad | {key_of(suspect)}
         indices = enumerate((*entry.indices, *entry.spares))
         others = [place for place, index in indices if key_of(index) not in avoided]
         return others[self._losses % len(others)] if others else None
 
     def complete(self, report: Report) -> Report:
         """Return a report with the batch's indices, which a worker leaves out where they are those of the entry."""
-        if report.indices is not None:
-            return report
-        return Report(report.number, self._out[report.number][0].indices, *report[2:])
+        return report if report.indices is not None else report._replace(indices=self._out[report.number][0].indices)
 
     def delivered(self, report: Report) -> None:
-        """Note that a batch is handed out, and set aside what was bad in it.
+        """Note that a batch is handed out, and quarantine what was bad in it.
+
+        Where no sample could stand in, none is: a drive that is away must not cost a run all that it may do without.
 
         Raises:
             LoaderError: H612 if these are too many.
         """
-        if report.number == self._again:
-            self._again = None
-            return
-        taken_back, self._taken_back = self._taken_back, False
-        self._in_a_row.clear()
-        self._spares = SPARES
-        entry, after = self._out.pop(report.number)
-        for failure in () if taken_back else report.failures:
-            self.set_aside(failure.index, failure.kind, failure.text)
-        if report.differs is not None:
-            self._tell(
-                "dataset_not_deterministic",
-                what=report.differs,
-                samples=list(entry.indices),
-                why="read twice with the same random numbers after workers were lost, so the order of samples is "
-                "as before but their values may not be",
-            )
-        self._ahead[report.number] = after
-        while self._next in self._ahead:  # with in_order=False a later one may come first
-            self.position = self._ahead.pop(self._next)
-            self._next += 1
-
-    def makes_again(self, report: Report) -> bool:
-        """Set aside what was bad in a batch that could not be made; return whether more samples can stand in.
-
-        Bad ones lie together, as in a file that is cut short. If hundreds in a row are bad, or more than the ledger
-        allows, they are taken back, with their evidence. Who asks for the batch again does so by `entries`.
-
-        Raises:
-            LoaderError: H612 if too many are set aside.
-        """
-        assert report.fatal is not None
-        # Else no sample is to blame, or none may be set aside.
-        of_samples = report.fatal.index is not None and self._ledger.limit > 0
-        is_first = not self._in_a_row
-        try:
+        _, self.position = self._out.pop(report.number)
+        if report.fatal is None or report.fatal.index is None:
             for failure in report.failures:
-                if key_of(failure.index) not in self._aside:
-                    self._in_a_row.append(failure.index)
-                self.set_aside(failure.index, failure.kind, failure.text)
-        except LoaderError as error:
-            if of_samples:
-                self._take_back()
-            if of_samples and is_first:  # too few are allowed to tell a bad block: what the sample raised says more
-                return False
-            raise error from as_error(report.fatal, report)
-        if not of_samples:
-            return False
-        self._spares *= 2
-        if self._spares > _MOST_SPARES:
-            self._take_back()
-            return False
-        more = self._plan.spares(self._epoch, self.position, self._aside, self._spares)
-        if all(key_of(index) in self._aside for index in more):
-            self._take_back()
-            return False
-        entry, after = self._out[report.number]
-        self._out[report.number] = entry._replace(spares=more), after
-        self._again = report.number
-        return True
+                self.quarantine(failure.index, failure.kind, failure.text)
 
-    def _take_back(self) -> None:
-        """Release what was found bad in a row: a drive that is away must not cost a run what it may do without."""
-        with contextlib.suppress(OSError):  # a disk that is full ends nothing that is not at its end
-            self._ledger.release(self._in_a_row)
-        self._taken_back = True
-        self._aside.difference_update(map(key_of, self._in_a_row))
-        self._tell(
-            "samples_taken_back",
-            samples=list(map(plain, self._in_a_row)),
-            why="none of these samples in a row can be read: a folder or a drive may be missing",
-        )
-
-    def set_aside(self, index: Any, kind: str, evidence: str) -> None:
-        """Put a sample into quarantine, and tell it.
+    def quarantine(self, index: Any, kind: str, evidence: str) -> None:
+        """Leave a sample out from now on, and say so.
 
         Raises:
             LoaderError: H612 if that would be one too many.
         """
         if self._ledger.add(index, kind, self._epoch, evidence):
-            self._aside.update(self._ledger.aside(self._epoch))  # the plan reads this very set
-            self._tell(
-                "sample_quarantined",
-                sample=plain(index),
-                why=kind,
-                evidence=last_line(evidence),
-                aside=len(self._ledger),
-                **self._ledger.unwritten,
-            )
+            self._bad.update(self._ledger.bad(self._epoch))  # the plan reads this very set
+            facts = {"evidence": last_line(evidence), "aside": len(self._ledger), **self._ledger.unwritten}
+            self._emit("sample_quarantined", sample=plain(index), why=kind, **facts)
 
     def is_finished(self) -> bool:
         """Return whether all is handed out, as far as that is known before asking."""

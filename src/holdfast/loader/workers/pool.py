@@ -1,10 +1,11 @@
-"""One generation of workers: a torch loader, its processes and the watch over them; made, asked, dropped."""
+"""One pool of workers: a torch loader, its processes and the watch over them; made, asked, dropped."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +13,18 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.core.warned import ignoring
-from holdfast.loader.fetch import as_is, received, shortage_in
 from holdfast.loader.signalled import let_through
 from holdfast.loader.workers.board import IDLE, PLACE, PREPARING, Board
-from holdfast.loader.workers.processes import Started, WorkerLostError, kill, let_go, recording_context, undisturbed
-from holdfast.loader.workers.queue import UnreadableError
+from holdfast.loader.workers.fetch import Report, as_is, shortage_in
+from holdfast.loader.workers.processes import (
+    Started,
+    UnreadableError,
+    WorkerLostError,
+    drop,
+    kill,
+    recording_context,
+    undisturbed,
+)
 from holdfast.loader.workers.watch import Loss, Watch
 
 _PATIENCE_SECONDS = 0.25
@@ -24,7 +32,7 @@ _PATIENCE_SECONDS = 0.25
 
 
 class WorkersLostError(Exception):
-    """This generation is lost.
+    """This pool is lost.
 
     Args:
         loss: Why.
@@ -33,6 +41,27 @@ class WorkersLostError(Exception):
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss.cause)
         self.loss = loss
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerSettings:
+    """How workers are run now; their recovery changes it.
+
+    Args:
+        workers: Worker processes.
+        method: Start method, or None for the default.
+        options: Further arguments of torch's loader.
+        timeout_seconds: So long the loop may wait for a batch; 0 for no limit.
+        share_by_file: Whether tensors are shared through named files, which takes no file descriptors.
+        keep: Whether workers are kept from one epoch to the next.
+    """
+
+    workers: int
+    method: str | None
+    options: dict[str, Any]
+    timeout_seconds: float
+    share_by_file: bool = False
+    keep: bool = False
 
 
 class _Entries:
@@ -45,7 +74,7 @@ class _Entries:
         return self.source
 
 
-class _Started:
+class _Starting:
     """The user's ``worker_init_fn``; after it, a worker that waits for its first batch does not count as busy."""
 
     def __init__(self, board: Board, given: Callable[[int], Any] | None) -> None:
@@ -56,55 +85,50 @@ class _Started:
         info = get_worker_info()
         assert info is not None
         # As torch: the user's own, not ours. The facts of a worker are frozen.
-        object.__setattr__(info, "dataset", info.dataset.users)  # type: ignore[attr-defined]
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
         if self._given is not None:
             self._board.of(worker)[PLACE] = PREPARING
             self._given(worker)
         self._board.of(worker)[PLACE] = IDLE
 
 
-class Generation:
+class WorkerPool:
     """Makes batches in worker processes, or in this one if there are none.
 
     Args:
         make_dataset: Given the board, returns the dataset whose items are batches with reports.
-        num_workers: Worker processes; 0 for none.
-        method: Start method of the workers, or None for the default.
-        options: Further arguments of torch's loader.
+        settings: How workers are run.
         limit_seconds: As `Watch`.
         timeout_seconds: As `Watch`.
-        share_by_file: As `recording_context`.
     """
 
     def __init__(
         self,
         make_dataset: Callable[[Board | None], Any],
-        num_workers: int,
+        settings: WorkerSettings,
         *,
-        method: str | None,
-        options: dict[str, Any],
         limit_seconds: float,
         timeout_seconds: float,
-        share_by_file: bool,
     ) -> None:
-        self.num_workers = num_workers
+        self.num_workers = settings.workers
         self._processes = Started()
         self._entries = _Entries()
         self._limits = {"limit_seconds": limit_seconds, "timeout_seconds": timeout_seconds}
         self._watch: Watch | None = None
         self._board: Board | None = None
-        if num_workers:
-            context = recording_context(method, self._processes, share_by_file=share_by_file)
-            self._board = Board(context, num_workers)
-            options = {**options, "num_workers": num_workers, "multiprocessing_context": context}
-            options["worker_init_fn"] = _Started(self._board, options.get("worker_init_fn"))
+        options = settings.options
+        if self.num_workers:
+            context = recording_context(settings.method, self._processes, share_by_file=settings.share_by_file)
+            self._board = Board(context, self.num_workers)
+            options = {**options, "num_workers": self.num_workers, "multiprocessing_context": context}
+            options["worker_init_fn"] = _Starting(self._board, options.get("worker_init_fn"))
         else:
             single = ("generator", "pin_memory", "pin_memory_device")
             options = {name: value for name, value in options.items() if name in single}
         dataset = make_dataset(self._board)
         self._may_end = isinstance(dataset, IterableDataset)  # a worker whose part of a stream is over
         sampler = None if self._may_end else self._entries
-        with ignoring(UserWarning):  # of the number of workers: the outer loader has said it
+        with ignoring(UserWarning):  # of the number of workers: the outer loader has given it
             self._inner = [TorchDataLoader(dataset, batch_size=None, collate_fn=as_is, sampler=sampler, **options)]
         self._iterator: list[Any] = []
         self._asked = False  # for a batch that has not come, of which half may have been received
@@ -130,7 +154,7 @@ class Generation:
         Raises:
             WorkersLostError: if the workers cannot be started for want of something.
         """
-        self._entries.source = map(tuple, entries) if self.num_workers else entries  # quicker to pickle
+        self._entries.source = map(tuple, entries)  # quicker to pickle
         watch = self._watch
         if watch is not None and watch.lost:  # between two epochs
             raise WorkersLostError(watch.loss())
@@ -161,7 +185,7 @@ class Generation:
             self._watch = Watch(self._processes, self._board, may_end=self._may_end, **self._limits)
             weakref.finalize(self, self._watch.end).atexit = False  # a loader that is dropped leaves no thread
 
-    def next(self) -> Any:
+    def next(self) -> tuple[Any, Report]:
         """Return the next batch and its report.
 
         Raises:
@@ -170,7 +194,8 @@ class Generation:
         """
         watch = self._watch
         if watch is None:
-            return _ask(self._iterator[0])
+            batch, fields = _ask(self._iterator[0])
+            return batch, Report(*fields)
         self._asked = True
         try:
             with watch:
@@ -189,7 +214,7 @@ class Generation:
             loss = _broken(error, watch)
         else:
             self._asked = False
-            return batch, received(fields)
+            return batch, Report(*fields)
         raise WorkersLostError(loss)
 
     def abandon(self) -> None:
@@ -198,7 +223,7 @@ class Generation:
             if self._watch is not None:
                 self._watch.end()
             kill(self._processes)
-            let_go(self._take())
+            drop(self._take())
 
     def _take(self) -> list[Any]:
         taken = [*self._iterator, *self._inner]
@@ -213,7 +238,7 @@ class Generation:
                 self._watch.end()
             taken = self._take()
             if self._processes:
-                let_go(taken)
+                drop(taken)
             else:
                 taken.clear()
             kill([process for process in self._processes if process.is_alive()])

@@ -1,4 +1,4 @@
-"""Worker processes that die with their parent, whose death is known at once, and that can be let go without waiting.
+"""Worker processes that die with their parent, whose death is known at once, and that are dropped without waiting.
 
 torch starts them through a multiprocessing context; ours notes each process and lets it begin with what an orphan
 must not be without. When one of them ends, torch raises an exception in the main thread *wherever that is*, in the
@@ -25,15 +25,19 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
+from multiprocessing.queues import Queue
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
+from queue import Empty
 from typing import Any, NamedTuple, Protocol
 
+from torch.multiprocessing import set_sharing_strategy
 from torch.utils.data._utils import signal_handling
 
 from holdfast.core.threads import start_thread
-from holdfast.loader.workers.queue import LoaderQueue
-from holdfast.loader.workers.shared_files import SharedFiles, keeps_files
+from holdfast.loader.order.plan import Entry
+from holdfast.loader.signalled import let_through
+from holdfast.loader.workers.fetch import Report, failure_of, shortage_in
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 1.0
@@ -47,6 +51,18 @@ class WorkerLostError(BaseException):
     Not an `Exception`, which torch's loader would catch around its wait: it then opens ten temporary files to see
     whether descriptors are left, and raises something else.
     """
+
+
+class UnreadableError(BaseException):
+    """What was received cannot be read, mostly since the worker that holds its tensors is dead; as `WorkerLostError`.
+
+    Args:
+        cause: What was raised.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(repr(cause))
+        self.cause = cause
 
 
 class Waiting(Protocol):
@@ -72,6 +88,8 @@ class Started(list[Any]):
     __hash__ = object.__hash__  # type: ignore[assignment] # so that a weak set can hold it
     __eq__ = object.__eq__
 
+
+# --- the signal of a child's end ----------------------------------------------------------------------------------
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 _started: weakref.WeakSet[Started] = weakref.WeakSet()
@@ -149,7 +167,10 @@ def wake_main_thread() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCHLD)
 
 
-def recording_context(method: str | None, started: Started, *, share_by_file: bool) -> Any:
+# --- starting -----------------------------------------------------------------------------------------------------
+
+
+def recording_context(method: str | None, started: Started, *, share_by_file: bool = False) -> Any:
     """Return a multiprocessing context that notes the processes it starts.
 
     Args:
@@ -163,25 +184,22 @@ def recording_context(method: str | None, started: Started, *, share_by_file: bo
     kind: Any = type(context)
     recording = _recording(kind)()
     recording.started = started
-    recording.files = SharedFiles(context) if share_by_file else None
     by_server = context.get_start_method() == "forkserver"  # it forks in its main thread
     recording.how = _Beginning(
         parent=None if by_server else os.getpid(),
         dies_with_thread=by_server or threading.current_thread() is threading.main_thread(),
+        share_by_file=share_by_file,
     )
     return recording
 
 
-@functools.cache  # a class is a cycle of references: one for each generation would keep its pipes open
+@functools.cache  # a class is a cycle of references: one for each pool would keep its pipes open
 def _recording(kind: Any) -> Any:
     class Recording(kind):  # type: ignore[misc]
         started: Started
-        files: SharedFiles | None
         how: _Beginning
 
         def Process(self, *, target: Callable[..., Any], args: Sequence[Any], **options: Any) -> Any:  # noqa: N802
-            if self.files is not None:  # in the parcel, since no descriptor may be handed over twice
-                target, args = self.files.work, (not self.started, target, args)
             parcel = (target, args) if self.get_start_method() == "fork" else _Parcel(target, args)
             process = kind.Process(target=_begin, args=(self.how, parcel), **options)
             self.started.append(process)
@@ -191,6 +209,42 @@ def _recording(kind: Any) -> Any:
             return LoaderQueue(maxsize, ctx=self)
 
     return Recording
+
+
+class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it runs
+    """A queue as every other, but for batches, and orders for batches, that cannot be pickled.
+
+    A queue pickles in a thread of its own. There an error would only be printed, the batch be lost, and the loop wait
+    for ever (pytorch#142884). The hook is the one that ``concurrent.futures`` overrides for the same reason.
+    """
+
+    def get(self, *args: Any, **named: Any) -> Any:
+        """Return the next item, as every queue.
+
+        Raises:
+            Empty: If there is none within the given time.
+            UnreadableError: If there is one and it cannot be read.
+        """
+        try:
+            return super().get(*args, **named)
+        except Empty:
+            raise
+        except Exception as error:
+            let_through(error)
+            raise UnreadableError(error) from error
+
+    def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
+        match item:  # once: what is put here instead and fails too is handled as by every queue
+            case (number, (batch, tuple(fields))) if batch is not None:
+                shortage = shortage_in(error)
+                fatal = None if shortage else failure_of(None, error)
+                self.put((number, (None, tuple(Report(*fields)._replace(fatal=fatal, shortage=shortage)))))
+            case (number, tuple(fields)) if len(fields) == len(Entry._fields) and not Entry(*fields).unsendable:
+                entry = Entry(*fields)
+                indices = tuple(repr(index) for index in entry.indices)
+                self.put((number, tuple(Entry(entry.number, entry.epoch, indices, unsendable=repr(error)))))
+            case _:  # what torch itself sends, such as an error: raising here would end the thread
+                Queue._on_queue_feeder_error(error, item)  # type: ignore[attr-defined]
 
 
 class _Parcel:
@@ -225,16 +279,21 @@ def _unpacked(file: Any) -> Any:
         os.close(descriptor)
 
 
+# --- in the worker ------------------------------------------------------------------------------------------------
+
+
 class _Beginning(NamedTuple):
-    """What a worker is told first.
+    """How a worker begins.
 
     Args:
         parent: Process that it must not outlive, or None if another one forks it.
         dies_with_thread: Whether the thread that forks it lives as long as that process.
+        share_by_file: As `recording_context`.
     """
 
     parent: int | None
     dies_with_thread: bool
+    share_by_file: bool
 
 
 def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) -> None:
@@ -254,8 +313,10 @@ def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) ->
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with suppress(OSError, ValueError, RuntimeError):
         faulthandler.register(signal.SIGUSR1)
-    # Loaders of the parent that nobody has collected yet must not be collected here: on their way out they would tell
-    # the parent's other workers to end.
+    if how.share_by_file:
+        set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    # Loaders of the parent that nobody has collected yet must not be collected here: on their way out they would make
+    # the parent's other workers end.
     gc.freeze()
     target, args = parcel
     del parcel
@@ -277,9 +338,9 @@ def _die_with_parent() -> None:
 
 
 def _leave_server_alone() -> None:
-    """Let go of what keeps the server of forks alive, which is then gone with the process that started it.
+    """Close what keeps the server of forks alive, which is then gone with the process that started it.
 
-    It sees an end of that process as the end of a pipe, and hands that pipe's other end to all that it forks: so it
+    It sees an end of that process as the end of a pipe, and gives that pipe's other end to all that it forks: so it
     would wait for its workers, which die with it.
     """
     held = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
@@ -295,8 +356,11 @@ def _watch_parent(parent: int) -> None:
     os._exit(1)
 
 
+# --- ending -------------------------------------------------------------------------------------------------------
+
+
 def is_stopped(pid: int) -> bool:
-    """Say whether a process was stopped by a signal."""
+    """Return whether a process was stopped by a signal."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -304,17 +368,25 @@ def is_stopped(pid: int) -> bool:
     return text.rpartition(")")[2].split()[0] == "T"
 
 
-def _offspring(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have; not torch's keeper of shared files.
+def _keeps_files(pid: int) -> bool:
+    """Return whether a process is torch's keeper of shared files, which ends by itself when nobody needs it."""
+    try:
+        return "torch_shm_manager".startswith(Path(f"/proc/{pid}/comm").read_text().strip() or "-")
+    except OSError:
+        return False
 
-    The main process needs that one for the batches it has got, and it ends by itself when nobody needs it.
+
+def _offspring(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have; not a keeper of shared files.
+
+    The main process needs that one for the batches it has got.
     """
     found = []
     with suppress(OSError):  # it has ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):  # that thread has; others go on
                 found += [int(child) for child in (thread / "children").read_text().split()]
-    return [each for child in found if not keeps_files(child) for each in (child, *_offspring(child))]
+    return [each for child in found if not _keeps_files(child) for each in (child, *_offspring(child))]
 
 
 def strike(process: Any) -> None:
@@ -340,7 +412,7 @@ def kill(processes: Sequence[Any]) -> None:
                 process.join(_GRACE_SECONDS)
 
 
-def let_go(iterator: list[Any]) -> None:
+def drop(iterator: list[Any]) -> None:
     """Drop the last reference to a torch iterator whose workers were killed, without waiting for it for long.
 
     Its clean-up may wait for a lock that a killed worker held, so it happens in a thread that nobody needs. Where
@@ -362,12 +434,10 @@ def let_go(iterator: list[Any]) -> None:
 
 def oom_kills() -> int:
     """Return how many processes the kernel has killed for want of memory since the machine started, 0 if unknown."""
-    try:
+    with suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
-    except OSError:
-        pass
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The watch over one generation of workers: it finds who died, was stopped or is stuck, and kills what is stuck.
+"""The watch over one pool of workers: it finds who died, was stopped or is stuck, and kills what is stuck.
 
 So whatever goes wrong with a worker arrives as one thing, its death, and the loop that waits for a batch needs no
 timeouts. Time is counted in ticks of this watch, so a suspended machine or container ages nobody.
@@ -40,7 +40,7 @@ _START_FACTOR = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Why a generation of workers has to be replaced.
+    """Why a pool of workers has to be replaced.
 
     Args:
         cause: In words.
@@ -145,7 +145,7 @@ class Watch:
         if found is None:  # torch has noticed it before us
             sentinels = {process.sentinel: worker for worker, process in enumerate(self._processes)}
             dead = wait(list(sentinels), timeout=patience_seconds)
-            found = self._loss  # what was found meanwhile, and killed, tells more
+            found = self._loss  # what was found meanwhile, and killed, says more
             if found is None and not dead:
                 return Loss(cause="the connection to the workers broke", kind="machinery")
             if found is None:
@@ -160,9 +160,7 @@ class Watch:
         others = [self._board.look(number) for number in range(len(self._processes)) if number != worker]
         showing = self._board.look(worker)
         fine = any(each.has_worked for each in (*others, showing)) if others or showing.has_worked else None
-        shortage = "memory" if "out of memory" in how else None
-        if "SIGBUS" in how:
-            shortage = "shared memory"
+        shortage = "shared memory" if "SIGBUS" in how else "memory" if "out of memory" in how else None
         return Loss(
             cause=f"worker {worker} {how}",
             kind="died",
@@ -184,18 +182,12 @@ class Watch:
             passed, before = min(now - before, 2 * _TICK_SECONDS), now
             if self._ended.is_set():
                 return
-            for sentinel in ready:
-                worker = sentinels.pop(sentinel)
-                if not (self._may_end and self._exited_well(worker)):
-                    self._lose(Loss(cause="", kind="died", worker=worker))
-                    return
-            found = self._look(passed)
+            dead = [sentinels.pop(sentinel) for sentinel in ready]
+            lost = [worker for worker in dead if not (self._may_end and exit_code(self._processes[worker]) == 0)]
+            found = Loss(cause="", kind="died", worker=lost[0]) if lost else self._look(passed)
             if found is not None:
                 self._lose(found)
                 return
-
-    def _exited_well(self, worker: int) -> bool:
-        return exit_code(self._processes[worker]) == 0
 
     def _lose(self, loss: Loss) -> None:
         self._loss = loss
@@ -241,7 +233,7 @@ class Watch:
 
     def _find_stopped(self) -> Loss | None:
         stopped = {worker for worker, each in enumerate(self._processes) if is_stopped(each.pid)}
-        twice, self._stopped = stopped & self._stopped, stopped  # whoever stops us all lets us all go on together
+        twice, self._stopped = stopped & self._stopped, stopped  # who stops us all lets us all go on together
         for worker in twice:
             return Loss(cause=f"worker {worker} was stopped", kind="stopped", worker=worker)
         return None

@@ -49,7 +49,7 @@ def install(torch: ModuleType, observer: Observer) -> Steps:
         "torch.utils.data.dataloader": partial(_hook_loader, steps, trains),
         "torch.utils.data._utils.worker": partial(_hook_workers, observer),
         "torch._dynamo.callback": partial(_hook_compiler, steps),
-        "holdfast.loader.handing_out": partial(_hook_own_loader, steps, trains),
+        "holdfast.loader.loader": partial(_hook_own_loader, steps, trains),
         **{name: partial(_hook_saver, steps, functions) for name, functions in _SAVERS.items()},
     }
     for name, act in acts.items():  # each by itself: what another version of torch has not is not observed

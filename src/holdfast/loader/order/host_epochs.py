@@ -43,33 +43,24 @@ class HostEpochs:
         """Note that the loader has gone on by so many epochs."""
         self.current = None if self.current is None else self.current + by
 
-    def nothing_left(self, epoch: int, tell: Callable[..., None]) -> None:
-        """Tell of an iteration without batches, unless the host has said that it means this epoch."""
-        if not self.followed:
-            tell(
-                "nothing_left", epoch=epoch,
-                why="the position that was loaded is behind the last batch of its epoch, so the next one is the next "
-                "iteration; if your loop counts this epoch as done, call loader.set_epoch(epoch) before each",
-            )  # fmt: skip
-
-    def follow(self, epoch: int, told: int | None, tell: Callable[..., None], *, begun: bool) -> int:
+    def follow(self, epoch: int, on_sampler: int | None, emit: Callable[..., None], *, begun: bool) -> int:
         """Return the epoch to iterate.
 
         Args:
             epoch: The next of the loader.
-            told: What the host has set on a sampler of the user's, or None.
-            tell: Called with the kind of an event and its facts.
-            begun: Whether batches of this epoch were handed out, in an earlier life: only a later one is followed.
+            on_sampler: What the host has set on a sampler of the user's, or None.
+            emit: Called with the kind of an event and its facts.
+            begun: Whether batches of this epoch were handed out before a restart: only a later one is followed.
         """
-        if told is not None and begun:
-            self.named = told
-        elif told is not None:
-            if told < epoch:
-                tell("epoch_set_back", before=epoch, now=told, why="set_epoch() of the sampler said so")
-            self.moved(told - epoch)
-            epoch = told
+        if on_sampler is not None and begun:
+            self.named = on_sampler
+        elif on_sampler is not None:
+            if on_sampler < epoch:
+                emit("epoch_set_back", before=epoch, now=on_sampler, why="set_epoch() of the sampler said so")
+            self.moved(on_sampler - epoch)
+            epoch = on_sampler
         named, self.named = self.named, None
-        self.followed = told is not None or named is not None
+        self.followed = on_sampler is not None or named is not None
         if named is None:
             return epoch
         before, self.current = self.current, named

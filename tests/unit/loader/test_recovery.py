@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.workers.board import PREPARING, STARTING, Showing
-from holdfast.loader.workers.recovery import Crew, Healer
+from holdfast.loader.workers.map_source import Source
+from holdfast.loader.workers.pool import WorkerSettings
+from holdfast.loader.workers.recovery import WorkerRecovery
 from holdfast.loader.workers.watch import Loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -86,7 +87,7 @@ def test_memory_that_runs_out_halves_the_workers() -> None:
 
 
 def test_one_sample_that_asks_for_too_much_costs_no_workers() -> None:
-    """A sample with a wrong size in it runs short without workers too: it is set aside, and all workers come back."""
+    """One with a wrong size in it runs short without workers too: it is quarantined, and all workers come back."""
 
     class Huge(Numbers):
         def __getitem__(self, index: int) -> int:
@@ -111,24 +112,6 @@ def test_the_cause_of_a_loss_between_epochs_is_told() -> None:
     assert [event["cause"][1 + len("worker ") :] for event in events] == [" was killed by SIGKILL"]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch, at the first one of a process
-def test_texts_in_a_batch_do_not_keep_it_from_being_read_twice(tmp_path: Path) -> None:
-    """The batch after a loss is compared with itself, whatever is in it."""
-    marker = tmp_path / "struck"
-
-    class Names(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            if index == 6 and get_worker_info() is not None and not marker.exists():
-                marker.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return np.array([f"name {index}"]), torch.eye(2).to_sparse()
-
-    loader = DataLoader(Names(12), batch_size=4, num_workers=2, collate_fn=list)
-    events = _events(loader)
-    assert [str(name[0]) for batch in loader for name, _ in batch] == [f"name {index}" for index in range(12)]
-    assert [event["kind"] for event in events] == ["loader_healed"]
-
-
 def test_many_deaths_in_few_batches_halve_the_workers(tmp_path: Path) -> None:
     """Four deaths within fifty batches count as repeated, although batches come between."""
 
@@ -149,7 +132,7 @@ def test_many_deaths_in_few_batches_halve_the_workers(tmp_path: Path) -> None:
 
 
 def test_a_collate_function_that_hangs_is_an_honest_end() -> None:
-    """No sample can be set aside for it, and without workers it would block training: H614 after the second time."""
+    """No sample is to blame, and without workers it would block training: H614 after the second time."""
     loader = DataLoader(Numbers(), batch_size=4, num_workers=1, timeout=0.3, collate_fn=lambda _: time.sleep(1e6))
     events = _events(loader)
     with pytest.raises(LoaderError, match="stuck at batch 0") as caught:
@@ -176,49 +159,32 @@ def test_a_stream_that_shards_itself_is_never_given_fewer_workers() -> None:
     assert caught.value.rule == "H614"
 
 
-def test_the_first_batch_after_a_loss_is_read_twice(tmp_path: Path) -> None:
-    """A dataset that answers differently each time is found, and told, when workers are replaced."""
-    marker = tmp_path / "struck"
-
-    class Moody(Numbers):
-        def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
-            if index == 9 and not marker.exists():
-                marker.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return torch.tensor([index, time.monotonic_ns()])
-
-    loader = DataLoader(Moody(), batch_size=4, num_workers=2)
-    told: list[dict[str, Any]] = []
-    loader._happened = lambda kind, **facts: told.append({"kind": kind, **facts})
-    assert len(list(loader)) == 10
-    (found,) = (event for event in told if event["kind"] == "dataset_not_deterministic")
-    assert "has other values" in found["what"]
-
-
 # --- the table of remedies, loss by loss --------------------------------------------------------------------------
 
 
-class Idle:
-    """A source of which only the sample that is set aside matters."""
-
-    needs_all_workers = False
+class Idle(Source):
+    """A source of which only the sample that is quarantined matters."""
 
     def __init__(self) -> None:
-        self.aside: list[Any] = []
+        self.quarantined: list[Any] = []
 
-    def set_aside(self, index: Any, kind: str, evidence: str) -> None:
-        self.aside.append((index, kind))
+    def quarantine(self, index: Any, kind: str, evidence: str) -> None:
+        self.quarantined.append((index, kind))
 
 
-def _remedies(losses: list[tuple[Loss, Any]], workers: int = 4) -> tuple[list[int], list[Any], Crew]:
-    """Return the workers after each loss in a row, what was set aside, and the crew."""
-    crew = Crew(workers=workers, method=None, options={"pin_memory": True}, timeout_seconds=0.0)
-    healer, source, after = Healer(crew, lambda kind, **facts: None), Idle(), []
+def _remedies(
+    losses: list[tuple[Loss, Any]], workers: int = 4, events: list[Any] | None = None
+) -> tuple[list[int], list[Any], WorkerSettings]:
+    """Return the workers after each loss in a row, what was quarantined, and the settings."""
+    settings = WorkerSettings(workers=workers, method=None, options={"pin_memory": True}, timeout_seconds=0.0)
+    happened = [] if events is None else events
+    recovery = WorkerRecovery(settings, lambda kind, **facts: happened.append((kind, facts)))
+    source, after = Idle(), []
     for loss, index in losses:
-        healer._in_a_row += 1
-        healer._decide(loss, index, source)  # type: ignore[arg-type] # it decides, and does nothing else
-        after.append(crew.workers)
-    return after, source.aside, crew
+        recovery._in_a_row += 1
+        recovery._decide(loss, index, source)  # it decides, and does nothing else
+        after.append(settings.workers)
+    return after, source.quarantined, settings
 
 
 def _died(*, fine: bool | None, done: int = 0, shortage: str | None = None) -> Loss:
@@ -232,7 +198,7 @@ def _hung(*, fine: bool | None, done: int = 0, offset: int = 0) -> Loss:
     return Loss(cause="worker 0 hung", kind="hung", worker=0, showing=Showing(3, offset, done), others_fine=fine)
 
 
-def test_a_sample_is_set_aside_at_its_second_strike() -> None:
+def test_a_sample_is_quarantined_at_its_second_strike() -> None:
     """While other workers do well, the sample that loses a worker twice goes, and the number of workers stays."""
     assert _remedies([(_died(fine=True), 7)] * 2)[:2] == ([4, 4], [(7, "killed its worker")])
     assert _remedies([(_hung(fine=True), 7)] * 2)[:2] == ([4, 4], [(7, "hung")])
@@ -241,18 +207,18 @@ def test_a_sample_is_set_aside_at_its_second_strike() -> None:
 
 def test_a_worker_that_has_read_another_sample_is_a_witness_after_a_loss() -> None:
     """Without another worker to compare with, its own work since it was started blames the sample."""
-    after, aside, _ = _remedies(
+    after, quarantined, _ = _remedies(
         [(_died(fine=None), 7), (_died(fine=None, done=1), 7), (_died(fine=None, done=1), 7)], 1
     )
     assert after == [1, 1, 1]
-    assert aside == [(7, "killed its worker")]
+    assert quarantined == [(7, "killed its worker")]
 
 
 def test_if_every_worker_is_blocked_there_are_none_from_then_on() -> None:
     """Workers that hang at whatever they read blame no sample; the main process goes on."""
-    after, aside, _ = _remedies([(_hung(fine=False), 7)] * 3)
+    after, quarantined, _ = _remedies([(_hung(fine=False), 7)] * 3)
     assert after[-1] == 0
-    assert not aside
+    assert not quarantined
     for offset in (STARTING, PREPARING):
         starting = _hung(fine=False, offset=offset)
         assert _remedies([(starting, None)] * 2)[0] == [4, 0]
@@ -262,26 +228,31 @@ def test_a_sample_that_takes_its_worker_down_is_never_left_to_the_main_process()
     """A want of memory at one sample leaves a worker for the second look, which then sets the sample aside."""
     for workers in (1, 4):
         short = _died(fine=True, done=1, shortage="memory")
-        after, aside, _ = _remedies([(short, 7)] * 2, workers)
+        after, quarantined, _ = _remedies([(short, 7)] * 2, workers)
         assert min(after) >= 1
-        assert aside == [(7, "killed its worker")]
+        assert quarantined == [(7, "killed its worker")]
 
 
 def test_descriptors_that_run_out_are_spared() -> None:
-    """First tensors go through files and the limit is raised to the hard one, then there are fewer workers."""
+    """First tensors go through files and the limit is raised, which is an event; then there are fewer workers."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
     loss = Loss(cause="too many files", kind="machinery", shortage="file descriptors")
-    after, _, crew = _remedies([(loss, None)] * 2)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert crew.share_by_file
-    assert soft == hard
+    events: list[Any] = []
+    try:
+        after, _, settings = _remedies([(loss, None)] * 2, events=events)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert settings.share_by_file
     assert after == [4, 2]
+    ((kind, facts),) = events
+    assert (kind, facts["before"], facts["now"]) == ("descriptor_limit_raised", before[1] - 1, before[1])
 
 
 def test_a_pinning_thread_that_dies_twice_is_done_without() -> None:
     """Batches then come from memory that is not pinned, from as many workers."""
     loss = Loss(cause="Pin memory thread exited unexpectedly", kind="machinery")
-    after, _, crew = _remedies([(loss, None)] * 2)
+    after, _, settings = _remedies([(loss, None)] * 2)
     assert after == [4, 4]
-    assert crew.options["pin_memory"] is False
+    assert settings.options["pin_memory"] is False

@@ -1,8 +1,10 @@
-"""Which positions of a step belong to which rank. Pure: nothing here talks to another rank."""
+"""Which rank this is, and which positions of a step belong to which rank. Nothing here talks to another rank."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from torch import distributed
 
 
 class Share(NamedTuple):
@@ -15,6 +17,12 @@ class Share(NamedTuple):
 
     positions: range
     repeated: bool = False
+
+
+def ranks_now(otherwise: tuple[int, int]) -> tuple[int, int]:
+    """Return this rank and the number of ranks as ``torch.distributed`` says, where it is used."""
+    known = distributed.is_available() and distributed.is_initialized()
+    return (distributed.get_rank(), distributed.get_world_size()) if known else otherwise
 
 
 def rank_positions(

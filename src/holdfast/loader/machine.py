@@ -1,0 +1,215 @@
+"""What this machine gives to loader workers, and what will go wrong with more than it has.
+
+Reads Linux's files and decides nothing. What cannot be read does not limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.core.control_groups import group_folders
+from holdfast.core.text import size
+from holdfast.loader.splitting import tensors_in
+
+_FILES_PER_WORKER = 4  # descriptors in the parent, counted with torch 2.13: two for the queue, two for its death
+_FILES_OF_LOADER = 8  # the result queue, and torch's listener for descriptors
+_MOST_WORKERS = 64  # for one training process, however large the machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Facts about the machine, as far as they limit loading.
+
+    Args:
+        cpu_quota: Processors that this process may use at once; a fraction under a CFS quota.
+        shared_memory_free_bytes: Free in /dev/shm, where batches of workers lie; None if unknown.
+        open_files: Descriptors that this process has open.
+        open_files_limit: Most that it may have open (``ulimit -n``); None if there is no limit.
+    """
+
+    cpu_quota: float
+    shared_memory_free_bytes: int | None = None
+    open_files: int = 0
+    open_files_limit: int | None = None
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Return the facts of the machine that this process runs on."""
+        free, files, most = None, 0, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        with contextlib.suppress(OSError):
+            found = os.statvfs("/dev/shm")  # noqa: S108 - no file is made
+            free = found.f_bavail * found.f_frsize
+        with contextlib.suppress(OSError):
+            files = sum(1 for _ in Path("/proc/self/fd").iterdir())
+        return cls(
+            cpu_quota=cpu_quota(),
+            shared_memory_free_bytes=free,
+            open_files=files,
+            open_files_limit=None if most == resource.RLIM_INFINITY else most,
+        )
+
+    @classmethod
+    def of_this_rank(cls) -> Machine:
+        """Return the part of this machine that is left to one of the processes that a launcher has started on it.
+
+        How many there are is in LOCAL_WORLD_SIZE, as torchrun sets it; one, if that is no number of processes.
+        """
+        here, given = cls.here(), os.environ.get("LOCAL_WORLD_SIZE", "")
+        processes = max(1, int(given)) if given.isdecimal() else 1
+        free = here.shared_memory_free_bytes
+        part = None if free is None else free // processes
+        return replace(here, cpu_quota=here.cpu_quota / processes, shared_memory_free_bytes=part)
+
+
+def cpu_quota(root: Path = Path("/")) -> float:
+    """Return how many processors this process may use at once: the least of affinity and every group's quota.
+
+    torch's own warning looks at the affinity only, and so misses the quota of ``docker --cpus``. The root of the file
+    system is passed by tests, which have the files of other machines.
+    """
+    return min([float(_cores_allowed(root)), *_group_quotas(root)])
+
+
+def _cores_allowed(root: Path) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/status").read_text().splitlines():
+            if line.startswith("Cpus_allowed_list:"):
+                ranges = [part.partition("-") for part in line.split(":")[1].strip().split(",")]
+                return sum(int(last or first) - int(first) + 1 for first, _, last in ranges)
+    return len(os.sched_getaffinity(0))
+
+
+def _group_quotas(root: Path) -> Iterator[float]:
+    for folder in group_folders(root, "cpu"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            quota, period = (folder / "cpu.max").read_text().split()
+            yield int(quota) / int(period)
+        with contextlib.suppress(OSError, ValueError):
+            quota_us = int((folder / "cpu.cfs_quota_us").read_text())
+            if quota_us > 0:  # -1 is no quota
+                yield quota_us / int((folder / "cpu.cfs_period_us").read_text())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What workers would need.
+
+    Args:
+        num_workers: As torch.
+        prefetch_factor: As torch: batches under way for each worker.
+        batch_bytes: Bytes of the largest batch; 0 if unknown.
+        batch_tensors: Tensors in it, each with memory of its own.
+        by_descriptor: Whether a descriptor is kept for each tensor, as torch shares them by default.
+    """
+
+    num_workers: int
+    prefetch_factor: int = 2
+    batch_bytes: int = 0
+    batch_tensors: int = 0
+    by_descriptor: bool = True
+
+    @classmethod
+    def of(cls, batch: Any, num_workers: int, prefetch_factor: int | None) -> Load:
+        """Return the load of batches like this one; a view is sent with the whole memory that it looks into."""
+        storages = {}
+        for tensor in tensors_in(batch):
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr() or id(tensor)] = storage.nbytes()
+        strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+        return cls(
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor or 2,
+            batch_bytes=sum(storages.values()),
+            batch_tensors=len(storages),
+            by_descriptor=strategy == "file_descriptor",
+        )
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Bytes in /dev/shm at most: all batches under way, and the one that is being trained on."""
+        return (self.num_workers * self.prefetch_factor + 1) * self.batch_bytes if self.num_workers else 0
+
+    @property
+    def files(self) -> int:
+        """Descriptors in the parent at most, beyond those that are open: with one for each tensor kept."""
+        if not self.num_workers:
+            return 0
+        # The batch in use, the next one, and all that overtook it.
+        kept = self.batch_tensors * (self.num_workers * self.prefetch_factor + 2) if self.by_descriptor else 0
+        return kept + _FILES_PER_WORKER * self.num_workers + _FILES_OF_LOADER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concern:
+    """One thing that will or may go wrong with workers.
+
+    Args:
+        what: What was found, with its figures.
+        limit: What it breaks, as the rest of the sentence.
+        fix: One action.
+        rule: Rule id, known to ``holdfast explain``.
+        certain: Whether loading certainly fails: a single batch is too much.
+    """
+
+    what: str
+    limit: str
+    fix: str
+    rule: str
+    certain: bool = False
+
+
+def concerns(load: Load, machine: Machine) -> Iterator[Concern]:
+    """Yield what will or may go wrong with these workers; nothing without workers."""
+    if load.num_workers > machine.cpu_quota:
+        most = max(1, math.floor(machine.cpu_quota))
+        yield Concern(
+            what=f"num_workers={load.num_workers} on {machine.cpu_quota:g} processors (affinity and quota)",
+            limit="workers that compute get slower beyond that; workers that wait for a disk or a network do not",
+            fix=f"pass num_workers={most} if loading computes, or num_workers='auto' to have it measured.",
+            rule="H630",
+        )
+    asked = (
+        f"{load.num_workers} workers x prefetch_factor={load.prefetch_factor}, batches of {size(load.batch_bytes)}"
+    )
+    free = machine.shared_memory_free_bytes
+    if free is not None and load.shared_memory_bytes > free:
+        yield Concern(
+            what=f"{asked}: {size(load.shared_memory_bytes)} of shared memory, and /dev/shm has {size(free)} free",
+            limit="a worker that finds it full fails",
+            fix="make /dev/shm larger (docker run --shm-size=8g), or lower prefetch_factor, then num_workers.",
+            rule="H631",
+            certain=load.batch_bytes > free,
+        )
+    left = math.inf if machine.open_files_limit is None else machine.open_files_limit - machine.open_files
+    if load.files > left:
+        yield Concern(
+            what=f"{asked} in {load.batch_tensors} tensors: up to {load.files} descriptors, and {left} are left of "
+            f"{machine.open_files_limit} (ulimit -n)",
+            limit="each tensor that is kept holds one",
+            fix="call torch.multiprocessing.set_sharing_strategy('file_system'), raise ulimit -n, or lower "
+            "prefetch_factor, then num_workers.",
+            rule="H632",
+            certain=load.by_descriptor and load.batch_tensors > left,
+        )
+
+
+def most_workers(load: Load, machine: Machine) -> tuple[int, str]:
+    """Return the most workers that the machine is enough for, and what limits them."""
+    processors = max(1, math.floor(machine.cpu_quota))
+    most, why = min(processors, _MOST_WORKERS), f"there are {machine.cpu_quota:g} processors"
+    while most:
+        found = [each for each in concerns(replace(load, num_workers=most), machine) if each.rule != "H630"]
+        if not found:
+            break
+        most, why = most - 1, found[0].what
+    return most, why

@@ -1,1 +1,0 @@
-"""How many workers: what the machine has, what loading costs, what will go wrong, and the choice."""
