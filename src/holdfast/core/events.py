@@ -121,4 +121,3 @@ class Stop(Decision):
     rule: str | None = None
     epoch: int | None = None
     batch: int | None = None
-

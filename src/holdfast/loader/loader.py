@@ -20,7 +20,6 @@ import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
-from holdfast.core.weak_calls import WeakCall
 from holdfast.loader.device_prefetch import prefetched
 from holdfast.loader.fetch import Fetcher
 from holdfast.loader.handing_out import Epoch, Failed, Place, Reached, as_error
@@ -50,6 +49,7 @@ from holdfast.loader.signalled import note_handlers
 from holdfast.loader.streams.sharding import most_useful_workers, shards_itself
 from holdfast.loader.streams.stream import Beginning, StreamPlan, StreamSource, keeps_state
 from holdfast.loader.tuning.autotune import Given, Tuner
+from holdfast.loader.weak_calls import WeakCall
 from holdfast.loader.workers.board import Board
 from holdfast.loader.workers.map_source import MapSource
 from holdfast.loader.workers.recovery import Crew, Healer

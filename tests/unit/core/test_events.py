@@ -26,7 +26,11 @@ def _literals() -> Iterator[str]:
             if isinstance(node, ast.Call):
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
                 for given in node.args[:2] if name in _EMITTERS else ():
-                    if isinstance(given, ast.Constant) and isinstance(given.value, str) and given.value.isidentifier():
+                    if (
+                        isinstance(given, ast.Constant)
+                        and isinstance(given.value, str)
+                        and given.value.isidentifier()
+                    ):
                         yield given.value
 
 
@@ -39,7 +43,7 @@ def test_every_kind_that_is_emitted_is_a_class() -> None:
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, EventData) and each.kind
     ]
-    assert events.KINDS == {each.kind: each for each in (*classes, SaveInterval)}
+    assert {each.kind: each for each in (*classes, SaveInterval)} == events.KINDS
     assert len(events.KINDS) == len({*classes, SaveInterval})
 
 
