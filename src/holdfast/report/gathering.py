@@ -20,7 +20,7 @@ from holdfast.core.errors import CheckpointError, HoldfastError
 from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.reader import not_recorded_any_more, read_events, read_steps
+from holdfast.recorder.reader import not_recorded_any_more, read_events, read_steps, words_of_lost
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     FAULTHANDLER_FILE,
@@ -85,11 +85,6 @@ def gather(run: Path) -> RunSnapshot:
     events, guards = _all_events(sources, reading)
     processes = _processes(sources, events, reading)
     lanes = [seen.lane for seen in processes if seen.lane is not None]
-    trained = {lane.label for lane in lanes}
-    for source in [*sources, *guards]:
-        if source.kind == "guard" or source.label in trained:
-            words = "".join(reading.listed(not_recorded_any_more, source.directory))
-            reading.problems += [f"of {source.label} {words}"] if words else []
     lanes += _guard_lanes([*(s for s in sources if s.kind == "guard"), *guards], lanes, reading)
     stores = {run, *(source.directory.parent.parent for source in guards)}
     kept, left_out = _bounded(events)
@@ -164,7 +159,9 @@ def _lane(source: Source, most: int, reading: _Reading) -> Lane | None:
         return None
     (samples,) = found
     first, newest = samples[0], samples[-1]
-    seconds = float(first["seconds"])
+    seconds, overwritten = float(first["seconds"]), int(first["first"]) - 1
+    if overwritten:
+        reading.problems.append(f"of {source.label} {words_of_lost(overwritten, int(first['step']))}")
     return Lane(
         label=source.label,
         steps=len(samples),
@@ -180,6 +177,8 @@ def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) 
     known = {name for lane in observed for name in lane.columns}
     found = []
     for source in guards:
+        words = "".join(reading.listed(not_recorded_any_more, source.directory))
+        reading.problems += [f"of {source.label} {words}"] if words else []
         marks = reading.listed(read_steps, source.directory)
         ended = [mark for mark in marks if mark.mark is not StepMark.BEGUN]
         columns = {name: each for name, each in columns_of_marks(ended).items() if name not in known}

@@ -60,7 +60,7 @@ def _look_at(run: Path, watched: Watched) -> None:
 def test_a_run_with_random_damage_is_reported(tmp_path):
     """Before the damage, while it is watched, and afterwards: a picture, a figure and points, never an exception."""
     whole = _whole_run(tmp_path / "whole")
-    for seed in range(40):
+    for seed in range(25):
         run, chance = tmp_path / str(seed), random.Random(seed)
         shutil.copytree(whole, run)
         watched = Watched(run, Clock())

@@ -14,6 +14,7 @@ import torch
 from tests.unit.report.made_runs import (
     BEGAN,
     GONE,
+    VERDICT,
     add_process,
     happened,
     make_run,
@@ -191,6 +192,7 @@ def test_full_rings_of_many_processes_are_thinned(tmp_path):
     for rank in range(1, 31):
         folder = add_process(tmp_path, [], pid=GONE + rank, rank=rank)
         os.link(ring, folder / SAMPLES_FILE)
+    (tmp_path / VERDICT_FILE).write_text(json.dumps(VERDICT))
     picture = gather(tmp_path)
     assert len(picture.lanes) == 31
     assert sum(lane.steps for lane in picture.lanes) > 1_000_000
