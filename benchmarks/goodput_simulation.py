@@ -19,7 +19,7 @@ def simulate_run(
     Returns:
         The share of the time that is training in a checkpoint, and its standard error.
     """
-    chance = random.Random(seed)  # noqa: S311 - no secret
+    chance = random.Random(seed)
     useful, walls = [], []
     for _ in range(failures):
         spent = 0.0

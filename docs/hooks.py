@@ -5,6 +5,7 @@ A page of docs/ may hold a directive, an HTML comment on a line of its own that 
     <!-- rules -->      every rule of the catalogue, each with its anchor, such as rules.md#h108
     <!-- policy -->     every field of `Policy`
     <!-- presets -->    every preset
+    <!-- events -->     every kind of event with its fields
     <!-- commands -->   every command with its arguments and options
     <!-- modules -->    every module with the first sentence of its docstring
     <!-- faults -->     what faults do to a training in each framework
@@ -53,7 +54,7 @@ STAND_INS = {
     **{f"recipes/{name}": f"recipes/{name}.md" for name in RECIPES},
 }
 _DIRECTIVE = re.compile(
-    r"^<!-- (rules|policy|presets|commands|modules|faults|figures: (?P<given>.*?))\s-->$",
+    r"^<!-- (rules|policy|presets|events|commands|modules|faults|figures: (?P<given>.*?))\s-->$",
     re.MULTILINE | re.DOTALL,
 )
 _LINK = re.compile(r"(?P<bang>!?)\[(?P<words>[^\]]*)\]\((?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)")
@@ -101,6 +102,7 @@ def expanded(markdown: str) -> str:
         "rules": rules,
         "policy": policy_table,
         "presets": presets_table,
+        "events": events_table,
         "commands": commands,
         "modules": modules,
         "faults": faults_table,
@@ -157,6 +159,21 @@ def presets_table() -> str:
         for number, (name, setting) in enumerate(preset.settings.items()):
             shown = f"`{preset.name}`" if number == 0 else ""
             lines.append(f"| {shown} | `{name}` | `{setting.value!r}` | {_cell(setting.source)} |")
+    return "\n".join(lines)
+
+
+def events_table() -> str:
+    """Return a table of the kinds of events: kind, fields with their types, what it means."""
+    from holdfast.checkpoint import interval
+    from holdfast.core import events, process_events, run_events
+
+    lines = ["| kind | fields | meaning |", "|---|---|---|"]
+    for module in (run_events, events, interval, process_events):
+        for kind, each in events.KINDS.items():
+            if each.__module__ == module.__name__:
+                fields = ", ".join(f"`{field.name}: {field.type}`" for field in dataclasses.fields(each))
+                meaning = _cell(str(each.__doc__).partition("\n\n")[0])
+                lines.append(f'| <span id="{kind}"></span>`{kind}` | {fields} | {meaning} |')
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.report.made_runs import add_process, happened, make_run, sample, write_events
+from tests.unit.report.made_runs import VERDICT, add_process, happened, make_run, sample, write_events
 from tests.unit.report.test_page import hostile_run
 
 from holdfast.guard.images import encoded_png
+from holdfast.recorder.run_files import SAMPLES_FILE, VERDICT_FILE
 from holdfast.report.gathering import gather
 from holdfast.report.page import render
 
@@ -51,6 +53,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(_DRIVER))
     yield driver
     driver.quit()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the page of an ordinary run of two ranks."""
+    return render(gather(make_run(tmp_path_factory.mktemp("run"), ranks=2)))
 
 
 def opened(browser: Any, page: str, path: Path, *, scheme: str = "light") -> Any:
@@ -102,9 +110,9 @@ def dragged(browser: Any, place: str) -> None:
     actions.release().perform()
 
 
-def test_the_page_opens_offline_and_draws(browser, tmp_path):
+def test_the_page_opens_offline_and_draws(browser, page, tmp_path):
     """From a file, without a request or a word on the console, every panel and each mark of an event is there."""
-    opened(browser, render(gather(make_run(tmp_path / "run", ranks=2))), tmp_path / "page.html")
+    opened(browser, page, tmp_path / "page.html")
     assert said(browser) == []
     assert requested(browser) == []
     assert browser.execute_script(_DRAWN) == "2"
@@ -139,13 +147,13 @@ def test_images_of_the_run_are_shown_under_the_policy_of_the_page(browser, tmp_p
     assert (natural, wide < 1320) == (2000, True)
 
 
-def test_a_drag_zooms_all_panels_and_a_double_click_shows_all(browser, tmp_path):
+def test_a_drag_zooms_all_panels_and_a_double_click_shows_all(browser, page, tmp_path):
     """A real mouse on the first panel narrows the shared axis of steps, and two clicks bring it back."""
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
-    opened(browser, render(gather(make_run(tmp_path / "run"))), tmp_path / "page.html")
+    opened(browser, page, tmp_path / "page.html")
     before = browser.execute_script(_RANGE, "steps")
     dragged(browser, "steps")
     after = browser.execute_script(_RANGE, "steps")
@@ -185,9 +193,8 @@ def test_hostile_texts_run_nothing_in_a_browser(browser, tmp_path):
 
 
 @pytest.mark.parametrize("protected", [True, False])
-def test_the_policy_of_the_page_would_stop_a_script_that_slipped_through(browser, tmp_path, protected):
+def test_the_policy_of_the_page_would_stop_a_script_that_slipped_through(browser, page, tmp_path, protected):
     """If escaping ever failed, the browser would still refuse to run or load it; without the policy it does both."""
-    page = render(gather(make_run(tmp_path / "run")))
     bad = (
         "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>"
         "<script src='http://127.0.0.1:9/x.js'></script><img src='http://127.0.0.1:9/p.png'>"
@@ -222,9 +229,9 @@ return {card: of('section', 'backgroundColor'), ink: of('section p', 'color'), h
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_can_be_read_in_light_and_in_dark(browser, tmp_path, scheme):
+def test_the_page_can_be_read_in_light_and_in_dark(browser, page, tmp_path, scheme):
     """Text, hints, quotations and the texts in plots have a contrast of at least 4.5 to 1 (WCAG 2, level AA)."""
-    opened(browser, render(gather(make_run(tmp_path / "run"))), tmp_path / "page.html", scheme=scheme)
+    opened(browser, page, tmp_path / "page.html", scheme=scheme)
     colours = browser.execute_script(_COLOURS)
     assert (_luminance(colours["card"]) < 0.2) == (scheme == "dark")
     for text in ("ink", "hint", "tick", "title"):
@@ -232,11 +239,11 @@ def test_the_page_can_be_read_in_light_and_in_dark(browser, tmp_path, scheme):
     assert _contrast(colours["quoted"], colours["code"]) >= 4.5
 
 
-def test_the_plots_follow_a_change_of_the_colour_scheme(browser, tmp_path):
+def test_the_plots_follow_a_change_of_the_colour_scheme(browser, page, tmp_path):
     """A browser that turns dark while the page is open redraws the plots' texts."""
     from selenium.webdriver.support.ui import WebDriverWait
 
-    opened(browser, render(gather(make_run(tmp_path / "run"))), tmp_path / "page.html")
+    opened(browser, page, tmp_path / "page.html")
     before = browser.execute_script(_COLOURS)
     dark = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
@@ -254,8 +261,10 @@ def test_runs_of_every_size_open(browser, tmp_path, what):
     if what == "one step":
         add_process(run, [sample(1, loss=float("nan"))])
     elif what != "nothing":
-        for rank in range(8):
-            add_process(run, [sample(step) for step in range(1, 32_769)], pid=4_100_000 + rank, rank=rank)
+        (run / VERDICT_FILE).write_text(json.dumps(VERDICT))  # which is not to be found out here
+        ring = add_process(run, [sample(step) for step in range(1, 32_769)], rank=0) / SAMPLES_FILE
+        for rank in range(1, 8):
+            os.link(ring, add_process(run, pid=4_100_000 + rank, rank=rank) / SAMPLES_FILE)
     page = render(gather(run))
     assert len(page) < 16 << 20
     opened(browser, page, tmp_path / "page.html")

@@ -87,7 +87,7 @@ def every_module_for_users_is_in_the_reference(site: Path) -> None:
 def every_directive_was_carried_out(site: Path) -> None:
     """No page still holds a comment that asks for figures, rules or options; and figures are there."""
     for page in site.rglob("*.html"):
-        assert not re.search(r"<!-- (?:figures|faults|rules|policy|presets|commands)", page.read_text()), page
+        assert not re.search(r"<!-- (?:figures|faults|rules|policy|presets|events|commands)", page.read_text()), page
     assert (site / "comparison" / "index.html").read_text().count("<table>") >= 14
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass
 
 from holdfast.checkpoint.goodput import optimal_interval_seconds
 from holdfast.core.events import Decision
@@ -31,7 +30,6 @@ _SAVES = 5
 _WORTH = 1.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveInterval(Decision):
     """Save this often from now on.
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import signal
 import threading
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from holdfast.cli.output import CHECK_FAILED, READER_GONE, Json, failing_clearly, print_json
-from holdfast.core.clock import SystemClock
+from holdfast.cli.output import CHECK_FAILED, Json, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
-
-if TYPE_CHECKING:
-    from holdfast.report.metrics import Copied
-    from holdfast.report.metrics.points import Sink
-
-_LOOK_SECONDS = 2.0
 
 
 def run(
@@ -38,7 +30,7 @@ def run(
 
     Exit code 1: some sink failed on the way.
     """
-    from holdfast.report.metrics import open_sinks  # here: `holdfast run` starts without it
+    from holdfast.report.metrics import follow, open_sinks  # here: `holdfast run` starts without it
     from holdfast.report.sources import check_run
 
     given = {"tensorboard": tensorboard, "prometheus": prometheus, "jsonl": jsonl, "wandb": wandb, "mlflow": mlflow}
@@ -47,7 +39,12 @@ def run(
         path = check_run(run_dir)
         _check(wanted, prometheus, follow_run=follow_run)
         sinks = open_sinks(wanted, path)
-        copied = _follow(path, sinks) if follow_run else _copy(path, sinks)
+        stop = threading.Event()
+        if follow_run:
+            signal.signal(signal.SIGINT, lambda *_: stop.set())  # the usual way to leave
+        else:
+            stop.set()
+        copied = follow(path, sinks, stop, until_ended=True)
     if as_json:
         print_json(dataclasses.asdict(copied))
     else:
@@ -69,32 +66,3 @@ def _check(wanted: list[str], prometheus: str | None, *, follow_run: bool) -> No
             fix="pass one such as --tensorboard DIR or --jsonl -." if not wanted else "add --follow.",
             rule="H743",
         )
-
-
-def _copy(path: Path, sinks: list[Sink]) -> Copied:
-    from holdfast.report.metrics import follow
-
-    at_once = threading.Event()
-    at_once.set()
-    return follow(path, sinks, at_once)
-
-
-def _follow(path: Path, sinks: list[Sink]) -> Copied:
-    from holdfast.report.metrics import follow
-    from holdfast.report.watching import Watched
-
-    stop = threading.Event()
-    found: list[Copied] = []
-    thread = threading.Thread(target=lambda: found.append(follow(path, sinks, stop)), name="metrics")
-    thread.start()
-    try:
-        watched = Watched(path, SystemClock())
-        with contextlib.suppress(KeyboardInterrupt):  # the usual way to leave
-            while thread.is_alive() and watched.look().state != "ended":
-                time.sleep(_LOOK_SECONDS)
-    finally:
-        stop.set()
-        thread.join()
-    if not found:
-        raise typer.Exit(READER_GONE)  # which ended the thread
-    return found[0]

@@ -18,7 +18,7 @@ import typer
 from holdfast.cli.output import failing_clearly
 
 if TYPE_CHECKING:
-    from holdfast.report.metrics.points import Sink
+    from holdfast.report.metrics.copying import Sink
     from holdfast.supervise.supervisor import Outcome, Plan
 
 _METRICS_SECONDS = 10.0  # after the end, for clients that talk to a server

@@ -12,10 +12,10 @@ import typer
 
 from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.clock import SystemClock
-from holdfast.recorder.progress import Phase
+from holdfast.core.text import as_json_value
 
 if TYPE_CHECKING:
-    from holdfast.report.watching import Glance
+    from holdfast.report.run_snapshot import RunSnapshot
 
 
 def run(
@@ -40,13 +40,20 @@ def run(
                 follow(watched, screen, time.sleep)
 
 
-def _facts(glance: Glance) -> Any:
-    from holdfast.core.text import as_json_value
-
-    facts = dataclasses.asdict(glance)
-    for process in facts["processes"]:
-        del process["losses"]
-        phase = process["phase"]
-        process["phase"] = phase.name.lower() if isinstance(phase, Phase) else None
-    facts["verdict"] = glance.verdict.as_json() if glance.verdict else None
-    return as_json_value(facts)
+def _facts(run: RunSnapshot) -> Any:
+    processes = [dataclasses.asdict(process) for process in run.processes]
+    for process in processes:
+        for name in ("info", "lane", "ended", "losses"):
+            del process[name]
+        process["phase"] = process["phase"].name.lower() if process["phase"] else None
+    facts = {name: getattr(run, name) for name in ("command", "state", "attempt", "began", "now", "newest", "limits")}
+    return as_json_value(
+        {
+            "name": run.path.name,
+            **facts,
+            "processes": processes,
+            "events": [dataclasses.asdict(seen) for seen in run.events],
+            "verdict": run.verdict.as_json() if run.verdict else None,
+            "problems": run.problems,
+        }
+    )

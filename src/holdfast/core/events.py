@@ -1,7 +1,8 @@
 """What happened, and what was decided: frozen records that go into the recorder.
 
-A *Decision* is what a part returns and only ``guard/`` carries out. Every decision is written down as an
-*Event* of the same name, so a report reads nothing but events.
+`EventData` is what one kind of event says: one class for each kind, here those of decisions, the others in
+``run_events`` (of training) and ``process_events`` (of processes). Written down with its step and time it is an
+`Event`, which is what readers get.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, dataclass_transform
 
 Promise = Literal["bit-exact", "equal up to rounding", "equal in distribution", "changes training"]
 
@@ -35,65 +36,88 @@ class Event:
         return f"[step {self.global_step}] {self.kind}: {facts}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What a part proposes; `name` is also the kind of its event."""
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class _FrozenDataclass(type):
+    """Makes each class a frozen, slotted dataclass with keyword arguments, and names its kind after it."""
 
-    reason: str
-    promise: Promise
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        if "__slots__" in namespace:  # `dataclass` makes the class once more, with slots
+            return super().__new__(cls, name, bases, namespace)
+        namespace.setdefault("kind", re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower())
+        return dataclass(frozen=True, slots=True, kw_only=True)(super().__new__(cls, name, bases, namespace))
 
-    @classmethod
-    def name(cls) -> str:
-        """Return the snake-case name of the decision, for instance ``"roll_back"``."""
-        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+class EventData(metaclass=_FrozenDataclass):
+    """What events of one kind say. `kind` is the name of the class in snake case, such as ``"roll_back"``."""
+
+    kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        if cls.kind:
+            KINDS[cls.kind] = cls
 
     def facts(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+KINDS: dict[str, type[EventData]] = {}
+"""The class of each kind of event, as far as the modules with the classes are imported."""
+
+
+class Decision(EventData):
+    """What a part proposes and only the guard carries out: why, and what the result is equal to."""
+
+    kind: ClassVar[str] = ""
+    reason: str
+    promise: Promise
+
+    @classmethod
+    def name(cls) -> str:
+        """Return its kind."""
+        return cls.kind
+
+
 class Retry(Decision):
     """Run the same attempt again, now that memory was freed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute(Decision):
     """Run the attempt again with activation checkpointing of these modules (none: switch it off)."""
 
     modules: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Split(Decision):
     """Run the attempt again with this many samples in one forward/backward."""
 
     micro_batch_size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Grow(Decision):
     """From the next step on, try this many samples in one forward/backward (None: the whole batch)."""
 
     micro_batch_size: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SkipStep(Decision):
     """Leave no trace of this batch."""
 
+    epoch: int | None = None
+    batch: int | None = None
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
 class RollBack(Decision):
-    """Return to the last good checkpoint.
-
-    Args:
-        rewind_data: True replays the batches since then; False passes over them.
-    """
+    """Return to the last good checkpoint; `rewind_data` replays the batches since then, else they are passed over."""
 
     rewind_data: bool
+    epoch: int | None = None
+    batch: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Decision):
-    """End the run: no remedy is left."""
+    """End the run: no remedy is left. `rule` is that of the error."""
+
+    rule: str | None = None
+    epoch: int | None = None
+    batch: int | None = None

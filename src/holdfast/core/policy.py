@@ -1,8 +1,8 @@
 """The settings of a run: frozen, validated, each with its meaning, default and the source of the default.
 
-Where a value comes from, weakest first: the default here, a preset, a YAML file, a ``HOLDFAST_*`` variable, a keyword
-argument or an option of the command line. Reading them is the work of ``policy_sources``, judging them that of
-``policy_checks``.
+Where a value comes from, strongest first: a keyword argument or an option of the command line, a ``HOLDFAST_*``
+variable, a YAML file, a preset, the default here. `_strongest` decides that; the sources are read in
+``policy_sources`` and values judged in ``policy_checks``.
 """
 
 from __future__ import annotations
@@ -29,15 +29,7 @@ from holdfast.core.policy_checks import (
 )
 from holdfast.core.presets import find_preset
 
-__all__ = [
-    "ClipBy",
-    "Objective",
-    "Policy",
-    "Precision",
-    "SchedulerInterval",
-    "SpikeAction",
-    "SplitHazard",
-]
+__all__ = ["ClipBy", "Objective", "Policy", "Precision", "SchedulerInterval", "SpikeAction", "SplitHazard"]
 
 _Class = TypeVar("_Class")
 
@@ -51,12 +43,12 @@ def _layered(cls: type[_Class]) -> type[_Class]:
     @functools.wraps(plain_init)
     def __init__(self: Any, **values: Any) -> None:  # noqa: N807
         policy_sources.check_keys(values, _fields())
-        environment = _from_environment()
+        variables = _variables()
         try:
-            merged = _above_preset({**environment, **values})
-            plain_init(self, **{key: _tuple_if_list(value) for key, value in merged.items()})
+            merged = _above_preset(_strongest({}, values))
+            plain_init(self, **{key: tuple(v) if isinstance(v, list) else v for key, v in merged.items()})
         except PolicyError as error:
-            used = [key for key, value in environment.items() if values.get(key, value) == value]
+            used = [key for key, value in variables.items() if values.get(key, value) == value]
             raise policy_sources.naming_variables(error, used) from error.__cause__
 
     made.__init__ = __init__  # type: ignore[method-assign]
@@ -64,6 +56,26 @@ def _layered(cls: type[_Class]) -> type[_Class]:
     listed = [f"    {name}: {' '.join(text.split())}" for name, text in meanings.items()]
     made.__doc__ = "\n".join([cls.__doc__ or "", "    Args, one for each field:", *listed, ""])
     return made
+
+
+def _fields() -> list[str]:
+    return [field.name for field in dataclasses.fields(Policy)]
+
+
+def _variables() -> dict[str, Any]:
+    return policy_sources.from_environment(os.environ, _fields())
+
+
+def _strongest(file: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that count of a file, the variables and the arguments, the name of a preset among them."""
+    return {**file, **_variables(), **arguments}
+
+
+def _above_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, with those of the preset that they name below them."""
+    others = dict(values)
+    name = others.pop(policy_sources.PRESET, None)
+    return others if name is None else {**find_preset(name).values(), **others}
 
 
 @_layered
@@ -219,8 +231,7 @@ class Policy:
             >>> Policy.from_yaml(file, keep_latest_k=2).max_grad_norm
             5.0
         """
-        from_file = policy_sources.from_yaml(Path(path), _fields())
-        return cls(**{**from_file, **_from_environment(), **overrides})
+        return cls(**_strongest(policy_sources.from_yaml(Path(path), _fields()), overrides))
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Policy:
@@ -255,10 +266,10 @@ class Policy:
             PolicyError: H101 for a misspelt key; H102 for a value, also a limit of 0, which would multiply every
                 gradient by 0; H103 for a file that is no YAML mapping.
         """
-        recipe, given = policy_sources.from_speechbrain(source), {**_from_environment(), **overrides}
-        if given.get("max_grad_norm", recipe["max_grad_norm"]) is None:
+        recipe = policy_sources.from_speechbrain(source)
+        if _strongest(recipe, overrides)["max_grad_norm"] is None:
             recipe["clip_by"] = "global"
-        return cls(**{**recipe, **given})
+        return cls(**_strongest(recipe, overrides))
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -308,22 +319,3 @@ class Policy:
         """
         policy_sources.check_keys(overrides, _fields())
         return Policy(**{**dataclasses.asdict(self), **_above_preset(overrides)})
-
-
-def _fields() -> list[str]:
-    return [field.name for field in dataclasses.fields(Policy)]
-
-
-def _from_environment() -> dict[str, Any]:
-    return policy_sources.from_environment(os.environ, _fields())
-
-
-def _above_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, with those of the preset that they name below them."""
-    others = dict(values)
-    name = others.pop(policy_sources.PRESET, None)
-    return others if name is None else {**find_preset(name).values(), **others}
-
-
-def _tuple_if_list(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

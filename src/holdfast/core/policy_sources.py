@@ -27,7 +27,6 @@ PREFIX = "HOLDFAST_"
 PRESET = "preset"  # a key beside the fields: the name of the values that lie below all others
 _LISTS = ("allow_split_with", "frozen", "ignore_rules")
 _OPTION = "holdfast_"  # of the options' names in a namespace, which they share with the program's own
-_REFERENCE = re.compile(r"<([^<>]+)>")
 
 
 def naming_variables(error: PolicyError, keys: Iterable[str]) -> PolicyError:
@@ -66,6 +65,9 @@ def check_keys(keys: Iterable[str], fields: Iterable[str], variable: str = "") -
             )
 
 
+# --- YAML and variables -----------------------------------------------------------------------------------------
+
+
 def from_yaml(path: Path, fields: Iterable[str]) -> dict[str, Any]:
     """Return what a YAML file sets.
 
@@ -90,8 +92,63 @@ def from_environment(environment: Mapping[str, str], fields: Iterable[str]) -> d
         if variable.startswith(PREFIX):
             key = variable.removeprefix(PREFIX).lower()
             check_keys([key], fields, variable)
-            found[key] = parse_value(variable, key, text)
+            found[key] = _parsed(variable, key, text)
     return found
+
+
+def _mapping(path: Path, loader: type[yaml.SafeLoader]) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), loader)  # noqa: S506 - a SafeLoader, here or above
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PolicyError(
+            f"policy file {path} cannot be read ({error})",
+            limit="a readable YAML file is needed",
+            fix="check the path and the YAML syntax.",
+            rule="H103",
+        ) from error
+    if loaded is not None and not isinstance(loaded, dict):
+        raise PolicyError(
+            f"policy file {path} holds a {type(loaded).__name__}",
+            limit="a mapping of field names to values is needed",
+            fix="write one `field: value` per line, for instance `max_grad_norm: 1.0`.",
+            rule="H103",
+        )
+    return loaded or {}
+
+
+def _parsed(source: str, key: str, text: str) -> Any:
+    """Return the value that a text means, as YAML reads it; lists may do without brackets."""
+    if key in _LISTS and not text.lstrip().startswith("["):  # no YAML: a pattern may begin with a star
+        return _items(text)
+    import yaml  # here, so that a process without such variables never loads it
+
+    try:
+        value = _plain(yaml.safe_load(text), key)
+    except yaml.YAMLError as error:
+        raise bad_value(source, text, "a YAML value such as 1.0, true, null or auto") from error
+    return _items(text) if key == "recompute" and isinstance(value, str) else value
+
+
+def _items(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _plain(value: Any, key: str = "") -> Any:
+    if value in ("None", "none"):
+        return None
+    if value is False and key == "spike_action":
+        return "off"  # YAML 1.1 takes the word for false
+    if isinstance(value, str):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-3 as text: it wants a dot and a sign
+        except ValueError:
+            return value
+    return value
+
+
+# --- the command line -------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -107,10 +164,9 @@ def meanings_of(file: Path, name: str) -> dict[str, str]:
     except OSError:
         return {}
     (found,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
-    pairs = itertools.pairwise(found.body)
     return {
         field.target.id: str(text.value.value)
-        for field, text in pairs
+        for field, text in itertools.pairwise(found.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
     }
@@ -140,70 +196,57 @@ def from_options(namespace: argparse.Namespace, fields: Iterable[str]) -> tuple[
     Raises:
         PolicyError: H102 for text that is no YAML value.
     """
-    found = {}
-    for key in (PRESET, *fields):
-        text = getattr(namespace, _OPTION + key, None)
-        if text is not None:
-            found[key] = parse_value("--" + key.replace("_", "-"), key, text)
+    given = {key: getattr(namespace, _OPTION + key, None) for key in (PRESET, *fields)}
+    found = {key: _parsed("--" + key.replace("_", "-"), key, text) for key, text in given.items() if text is not None}
     return getattr(namespace, _OPTION + "policy", None), found
+
+
+# --- SpeechBrain's recipes --------------------------------------------------------------------------------------
+
+_NEARLY = 0.82  # how alike a misspelt key is; "ckpt_interval" and "eval_precision" are keys of their own
+_INTERVALS = {"ckpt_interval_steps": "save_interval_steps", "ckpt_interval_minutes": "save_interval_minutes"}
+_OLD_PRECISIONS = {"auto_mix_prec": "fp16", "bfloat16_mix_prec": "bf16"}
+_RECIPE_KEYS = ("max_grad_norm", "clip_grad_norm", "nonfinite_patience", "precision", *_INTERVALS, *_OLD_PRECISIONS)
 
 
 def from_speechbrain(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Return the policy values that do what a SpeechBrain recipe asks for; see `Policy.from_speechbrain`.
 
     Raises:
-        PolicyError: H102 for a value, H103 for a file that is no YAML mapping.
+        PolicyError: H101 for a misspelt key, H102 for a value, H103 for a file that is no YAML mapping.
     """
     given = source if isinstance(source, Mapping) else _mapping(Path(source), _opaque_loader())
     for key in given:
         _check_spelling(str(key))
-    recipe = {key: _resolve(given, key) for key in _SPEECHBRAIN_KEYS if key in given}
-    found: dict[str, Any] = {}
+    recipe = {key: _followed(given, key) for key in _RECIPE_KEYS if key in given}
+    found: dict[str, Any]
     if "clip_grad_norm" in recipe:  # a recipe with a fit_batch of its own, which clips over all its modules
-        found["max_grad_norm"] = _limit("clip_grad_norm", recipe["clip_grad_norm"])
-    else:
-        limit = recipe.get("max_grad_norm", 5.0)  # run_opts defaults to 5.0
-        found |= {"max_grad_norm": _limit("max_grad_norm", limit), "clip_by": "optimizer"}
+        found = {"max_grad_norm": _limit("clip_grad_norm", recipe["clip_grad_norm"])}
+    else:  # run_opts defaults to 5.0
+        found = {"max_grad_norm": _limit("max_grad_norm", recipe.get("max_grad_norm", 5.0)), "clip_by": "optimizer"}
     if "nonfinite_patience" in recipe:
         patience = _number("nonfinite_patience", recipe["nonfinite_patience"])
         found["nonfinite_patience"] = max(1, patience) if isinstance(patience, int) else patience
-    for key, field in (("ckpt_interval_steps", "save_interval_steps"), ("ckpt_interval_minutes", _MINUTES)):
+    for key, field in _INTERVALS.items():
         interval = _number(key, recipe.get(key, 0))
         if interval > 0:
             found[field] = interval
-    old_flags = (("auto_mix_prec", "fp16"), ("bfloat16_mix_prec", "bf16"))
-    old = [kind for flag, kind in old_flags if recipe.get(flag) is True]
+    old = [kind for flag, kind in _OLD_PRECISIONS.items() if recipe.get(flag) is True]
     if "precision" in recipe or old:
         found["precision"] = recipe.get("precision", *old[:1])
     return found
 
 
-_MINUTES = "save_interval_minutes"
-_MISSPELT = 0.82  # how alike a key must be; "ckpt_interval" and "eval_precision" are keys of their own
-_SPEECHBRAIN_KEYS = (
-    "max_grad_norm",
-    "clip_grad_norm",
-    "nonfinite_patience",
-    "ckpt_interval_steps",
-    "ckpt_interval_minutes",
-    "precision",
-    "auto_mix_prec",
-    "bfloat16_mix_prec",
-)
-
-
 def _check_spelling(key: str) -> None:
     """Refuse a key that is almost one that is read; all others are the recipe's own."""
-    if key not in _SPEECHBRAIN_KEYS:
-        plain = key.lower().replace("-", "_")
-        near = difflib.get_close_matches(plain, _SPEECHBRAIN_KEYS, n=1, cutoff=_MISSPELT)
-        if near:
-            raise PolicyError(
-                f"key {key!r} in the hyperparameters",
-                limit=f"it is nearly {near[0]!r}, which is read, and would be passed over without a word",
-                fix=f"did you mean {near[0]!r}? If not, give it another name.",
-                rule="H101",
-            )
+    near = difflib.get_close_matches(key.lower().replace("-", "_"), _RECIPE_KEYS, n=1, cutoff=_NEARLY)
+    if near and key not in _RECIPE_KEYS:
+        raise PolicyError(
+            f"key {key!r} in the hyperparameters",
+            limit=f"it is nearly {near[0]!r}, which is read, and would be passed over without a word",
+            fix=f"did you mean {near[0]!r}? If not, give it another name.",
+            rule="H101",
+        )
 
 
 def _limit(name: str, value: Any) -> float | None:
@@ -224,27 +267,21 @@ def _number(name: str, value: Any) -> Any:
     raise bad_value(name, value, "a plain number, or a !ref to one in the same file")
 
 
-def _resolve(recipe: Mapping[str, Any], key: str) -> Any:
+def _followed(recipe: Mapping[str, Any], key: str) -> Any:
     """Return a value of a recipe; a ``!ref <key>`` is followed to the value of that key."""
     value, seen = recipe[key], {key}
-    while isinstance(value, _Tagged) and value.tag == "!ref":
-        target = _REFERENCE.fullmatch(value.text.strip())
-        if target is None or target[1] in seen or target[1] not in recipe:
+    while isinstance(value, _Tagged) and (target := re.fullmatch(r"!ref <([^<>]+)>", str(value))):
+        if target[1] in seen or target[1] not in recipe:
             break
         seen.add(target[1])
         value = recipe[target[1]]
     return _plain(value)
 
 
-class _Tagged:
-    """What stands behind a tag that was not followed, such as ``!new:``: nothing was made of it."""
+class _Tagged(str):
+    """A tag that YAML does not know, such as ``!new:``, and what stands behind it: nothing was made of it."""
 
-    def __init__(self, tag: str, text: str) -> None:
-        self.tag = tag
-        self.text = text
-
-    def __repr__(self) -> str:
-        return f"{self.tag} {self.text}".strip()
+    __slots__ = ()
 
 
 @functools.cache
@@ -255,60 +292,7 @@ def _opaque_loader() -> type[yaml.SafeLoader]:
         """Reads plain YAML, and turns whatever has a tag that YAML does not know into a `_Tagged`."""
 
     def note(_: yaml.SafeLoader, node: yaml.Node) -> _Tagged:
-        return _Tagged(node.tag, node.value if isinstance(node, yaml.ScalarNode) else "")
+        return _Tagged(f"{node.tag} {node.value if isinstance(node, yaml.ScalarNode) else ''}".strip())
 
     OpaqueLoader.add_constructor(None, note)
     return OpaqueLoader
-
-
-def _mapping(path: Path, loader: type[yaml.SafeLoader]) -> dict[Any, Any]:
-    import yaml
-
-    try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), loader)  # noqa: S506 - a SafeLoader, here or above
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise PolicyError(
-            f"policy file {path} cannot be read ({error})",
-            limit="a readable YAML file is needed",
-            fix="check the path and the YAML syntax.",
-            rule="H103",
-        ) from error
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise PolicyError(
-            f"policy file {path} holds a {type(loaded).__name__}",
-            limit="a mapping of field names to values is needed",
-            fix="write one `field: value` per line, for instance `max_grad_norm: 1.0`.",
-            rule="H103",
-        )
-    return loaded
-
-
-def parse_value(source: str, key: str, text: str) -> Any:
-    """Return the value that a text means, as YAML reads it; lists may do without brackets."""
-    if key in _LISTS and not text.lstrip().startswith("["):  # no YAML: a pattern may begin with a star
-        return [part.strip() for part in text.split(",") if part.strip()]
-    import yaml  # here, so that a process without such variables never loads it
-
-    try:
-        value = _plain(yaml.safe_load(text), key)
-    except yaml.YAMLError as error:
-        raise bad_value(source, text, "a YAML value such as 1.0, true, null or auto") from error
-    if key == "recompute" and isinstance(value, str):  # true, false, or a list
-        return [part.strip() for part in text.split(",") if part.strip()]
-    return value
-
-
-def _plain(value: Any, key: str = "") -> Any:
-    if value in ("None", "none"):
-        return None
-    if value is False and key == "spike_action":
-        return "off"  # YAML 1.1 takes the word for false
-    if isinstance(value, str):
-        # YAML 1.1 reads 1e-3 as text: it wants a dot and a sign.
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value

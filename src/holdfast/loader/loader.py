@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from holdfast.core.errors import LoaderError
-from holdfast.core.weak_calls import WeakCall
 from holdfast.loader.arguments import (
     AUTO,
     as_torch,
@@ -45,6 +44,7 @@ from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import note_handlers
 from holdfast.loader.streams.sharding import shards_itself
 from holdfast.loader.streams.stream import Beginning, StreamPlan, StreamPosition, StreamSource, keeps_state
+from holdfast.loader.weak_calls import WeakCall
 from holdfast.loader.workers.board import Board
 from holdfast.loader.workers.fetch import Fetcher, as_error
 from holdfast.loader.workers.map_source import MapSource

@@ -1,4 +1,4 @@
-"""From a picture of a run to figures for plotly.js, as plain JSON values. Colours are left to the page's two themes.
+"""From a snapshot of a run to figures for plotly.js, as plain JSON values. Colours are left to the page's two themes.
 
 Every text that enters a figure passes `label`: plotly.js draws some HTML in texts, and a run may have any name.
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.core.text import duration, moment, sanitise
-from holdfast.report.gathering import Lane, ProcessSeen, RunPicture
+from holdfast.report.run_snapshot import Lane, ProcessSnapshot, RunSnapshot
 from holdfast.report.series import Numbers, Series
 from holdfast.report.sources import EventSeen
 
@@ -72,9 +72,9 @@ def label(value: object, most: int = 120) -> str:
     return sanitise(value, most=most).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def figures(picture: RunPicture) -> dict[str, Figure]:
+def figures(run: RunSnapshot) -> dict[str, Figure]:
     """Return the figures of a page by the id of their place; what has nothing to show is left out."""
-    found = {"timeline": timeline(picture), "steps": steps(picture.lanes)}
+    found = {"timeline": timeline(run), "steps": steps(run.lanes)}
     return {name: figure for name, figure in found.items() if figure is not None}
 
 
@@ -196,12 +196,12 @@ def _values(numbers: Numbers) -> list[float | int | None]:
     ]
 
 
-def timeline(picture: RunPicture) -> Figure | None:
+def timeline(run: RunSnapshot) -> Figure | None:
     """Return when each process started, trained and ended, with events as marks, over time in UTC."""
-    rows, left_out = _rows(picture)
+    rows, left_out = _rows(run)
     if not rows:
         return None
-    data = _stretch_traces(picture, rows) + _event_traces(picture.events, rows)
+    data = _stretch_traces(run, rows) + _event_traces(run.events, rows)
     if not data:
         return None
     margin = min(8 * max(len(row) for row in rows), 230)
@@ -227,34 +227,34 @@ def timeline(picture: RunPicture) -> Figure | None:
     return {"data": data, "layout": layout}
 
 
-def _rows(picture: RunPicture) -> tuple[list[str], int]:
+def _rows(run: RunSnapshot) -> tuple[list[str], int]:
     """Return the rows: the supervisor, trainers, then the others, as many as can be read.
 
     Loader workers only if they recorded something: when they ended is not known, and each epoch has its own.
     """
     order = {"trainer": 0, "launcher": 1, "other": 2, "loader worker": 3}
-    processes = sorted(picture.processes, key=lambda seen: order.get(seen.info.role, 2))
-    rows = [seen.source for seen in picture.events if seen.source == "supervisor"][:1]
-    telling = {seen.source for seen in picture.events}
-    rows += [seen.label for seen in processes if seen.info.role != "loader worker" or seen.label in telling]
-    rows += [lane.label for lane in picture.lanes] + [seen.source for seen in picture.events]
+    processes = sorted(run.processes, key=lambda seen: order.get(seen.role, 2))
+    rows = [seen.source for seen in run.events if seen.source == "supervisor"][:1]
+    recording = {seen.source for seen in run.events}
+    rows += [seen.label for seen in processes if seen.role != "loader worker" or seen.label in recording]
+    rows += [lane.label for lane in run.lanes] + [seen.source for seen in run.events]
     unique = list(dict.fromkeys(rows))
     return unique[:_MOST_ROWS], max(0, len(unique) - _MOST_ROWS)
 
 
-def _stretch_traces(picture: RunPicture, rows: list[str]) -> list[Figure]:
+def _stretch_traces(run: RunSnapshot, rows: list[str]) -> list[Figure]:
     bars: list[tuple[str, str, float, float, str]] = []
-    for seen in picture.processes:
+    for seen in run.processes:
         bars += _stretches(seen)
-    observed = {seen.label for seen in picture.processes}
-    for lane in picture.lanes:
+    observed = {seen.label for seen in run.processes}
+    for lane in run.lanes:
         if lane.label not in observed and lane.begun is not None and lane.ended is not None:
             bars.append(("training", lane.label, lane.begun, lane.ended, f"{lane.steps} steps"))
-    bars += _hangs(picture)
+    bars += _hangs(run)
     by_kind: dict[str, list[tuple[str, float, float, str]]] = {}
-    for kind, row, begin, end, told in bars:
+    for kind, row, begin, end, text in bars:
         if row in rows:
-            by_kind.setdefault(kind, []).append((row, begin, end, told))
+            by_kind.setdefault(kind, []).append((row, begin, end, text))
     return [
         {
             "type": "bar",
@@ -264,7 +264,7 @@ def _stretch_traces(picture: RunPicture, rows: list[str]) -> list[Figure]:
             "base": [_date(begin) for _, begin, *_ in group],
             "x": [max(1.0, (end - begin) * 1000) for _, begin, end, _ in group],
             "marker": {"color": STRETCHES[kind], "line": {"width": 0}},
-            "hovertext": [label(told, 300) for *_, told in group],
+            "hovertext": [label(text, 300) for *_, text in group],
             "hovertemplate": "%{hovertext}<extra>" + kind + "</extra>",
             "opacity": 0.85,
         }
@@ -272,29 +272,30 @@ def _stretch_traces(picture: RunPicture, rows: list[str]) -> list[Figure]:
     ]
 
 
-def _hangs(picture: RunPicture) -> list[tuple[str, str, float, float, str]]:
+def _hangs(run: RunSnapshot) -> list[tuple[str, str, float, float, str]]:
     """Return the stretches that the watchdog found a process to stand still in."""
-    labels = {seen.info.pid: seen.label for seen in picture.processes}  # the newest of a pid that came again
+    labels = {seen.info.pid: seen.label for seen in run.processes if seen.info}  # the newest of a pid that came again
     found = []
-    for seen in picture.events:
+    for seen in run.events:
         facts, pid = seen.event.data, seen.event.data.get("pid")
         seconds = facts.get("seconds")
         if seen.event.kind == "hang" and isinstance(seconds, (int, float)) and pid in labels and 0 < seconds < 1e9:
-            told = f"{facts.get('kind', 'hang')}: {duration(seconds)} in phase {facts.get('phase')}"
+            how = facts.get("hang_kind") or facts.get("kind", "hang")
+            text = f"{how}: {duration(seconds)} in phase {facts.get('phase')}"
             end = seen.event.unix_seconds
-            found.append(("stood still", labels[pid], end - seconds, end, told))
+            found.append(("stood still", labels[pid], end - seconds, end, text))
     return found
 
 
-def _stretches(seen: ProcessSeen) -> list[tuple[str, str, float, float, str]]:
+def _stretches(seen: ProcessSnapshot) -> list[tuple[str, str, float, float, str]]:
     """Return what a process spent its time on, as far as it shows: kind, row, begin, end, text."""
-    begin, lane = seen.info.started, seen.lane
+    begin, lane = seen.info.started if seen.info else 0.0, seen.lane
     end = seen.ended if seen.ended is not None else begin
     if not 0 < begin <= end:
         return []
-    phase = "" if seen.standing is None else f", last seen in phase {phase_name(seen.standing.phase.name)}"
+    phase = "" if seen.phase is None else f", last seen in phase {seen.phase.name.lower().replace('_', ' ')}"
     if lane is None or lane.begun is None or lane.ended is None:
-        return [("starting", seen.label, begin, end, f"{seen.info.role}, {duration(end - begin)}{phase}")]
+        return [("starting", seen.label, begin, end, f"{seen.role}, {duration(end - begin)}{phase}")]
     first = max(begin, lane.begun)
     found = [
         ("starting", seen.label, begin, first, f"{duration(first - begin)} to the first step"),
@@ -305,11 +306,6 @@ def _stretches(seen: ProcessSeen) -> list[tuple[str, str, float, float, str]]:
             ("ending", seen.label, lane.ended, end, f"{duration(end - lane.ended)} after the last step{phase}")
         )
     return found
-
-
-def phase_name(name: str) -> str:
-    """Return the name of a phase for people."""
-    return name.lower().replace("_", " ")
 
 
 def _event_traces(events: Sequence[EventSeen], rows: list[str]) -> list[Figure]:

@@ -1,39 +1,38 @@
-"""From a run directory to one frozen picture of it: what the page is drawn from.
+"""From a run directory to one snapshot of everything that was recorded: what the page is drawn from.
 
-Tolerant and bounded: a damaged, missing or unreadable file leaves a sentence in `RunPicture.problems` and no gap
+Tolerant and bounded: a damaged, missing or unreadable file leaves a sentence in `RunSnapshot.problems` and no gap
 elsewhere; curves are thinned one process after the other, and events, stacks and output are cut.
 
-Does not: draw (``figures``, ``page``), follow a run that goes on (``live``).
+Does not: draw (``figures``, ``page``), follow a run that goes on (``watching``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from holdfast.checkpoint.seal import read_manifest
 from holdfast.checkpoint.store import Store
 from holdfast.core.errors import CheckpointError, HoldfastError
 from holdfast.core.text import sanitise
-from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.reader import not_recorded_any_more, read_events, read_steps
+from holdfast.recorder.reader import not_recorded_any_more, read_events, read_steps, words_of_lost
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     FAULTHANDLER_FILE,
     OUTPUT_FILE,
+    PROCESSES_FOLDER,
     SAMPLES_FILE,
     STACKS_FOLDER,
     SUPERVISED_FILE,
-    ProcessInfo,
 )
-from holdfast.report.images import ImageSeen, read_images
-from holdfast.report.series import MOST_POINTS, Series, columns_of_marks, columns_of_samples, read_sample_array
+from holdfast.report.images import read_images
+from holdfast.report.run_snapshot import CheckpointSeen, Lane, ProcessSnapshot, RunSnapshot
+from holdfast.report.series import MOST_POINTS, columns_of_marks, columns_of_samples, read_sample_array
 from holdfast.report.sources import (
     CHECKPOINTS_FOLDER,
     EventSeen,
@@ -59,98 +58,6 @@ _LONGEST_STEP = 1e7  # seconds, a third of a year: a longer one is damage
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
-    """What one process trained.
-
-    Args:
-        label: What people call it.
-        steps: Samples that the ring still holds.
-        last_step: The newest step, 0 if there is none.
-        begun: Unix time of the end of the first sample, less its duration; None without samples.
-        ended: Unix time of the newest sample.
-        columns: Curves by name.
-    """
-
-    label: str
-    steps: int
-    last_step: int
-    begun: float | None
-    ended: float | None
-    columns: Mapping[str, Series]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessSeen:
-    """One observed process.
-
-    Args:
-        label: What people call it.
-        info: What it says of itself.
-        standing: Where its board stands, or None.
-        lane: What it trained, or None.
-        ended: Unix time of its last event or sample, or None.
-    """
-
-    label: str
-    info: ProcessInfo
-    standing: Standing | None
-    lane: Lane | None
-    ended: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSeen:
-    """One checkpoint, as its manifest tells; sizes and times are None if that cannot be read."""
-
-    name: str
-    global_step: int
-    status: str
-    size_bytes: int | None = None
-    saved: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackSeen:
-    """One file with stacks, cut to a bound."""
-
-    name: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPicture:
-    """All that is known of a run, ready to be drawn.
-
-    Args:
-        path: The run directory.
-        supervised: The object in ``supervised.json``; empty for a run of a plain guard.
-        verdict: Why it ended, or None.
-        lanes: What each process trained.
-        processes: The observed processes by their start.
-        events: By time; of a kind that is very frequent, the first and the last.
-        left_out_events: How many were left out, by kind.
-        checkpoints: Newest first.
-        images: Of each tag the newest and some earlier ones.
-        stacks: By name.
-        output: The end of what the command printed.
-        problems: What could not be read, one sentence each.
-    """
-
-    path: Path
-    supervised: Mapping[str, Any] = field(default_factory=dict)
-    verdict: Verdict | None = None
-    lanes: tuple[Lane, ...] = ()
-    processes: tuple[ProcessSeen, ...] = ()
-    events: tuple[EventSeen, ...] = ()
-    left_out_events: Mapping[str, int] = field(default_factory=dict)
-    checkpoints: tuple[CheckpointSeen, ...] = ()
-    images: tuple[ImageSeen, ...] = ()
-    stacks: tuple[StackSeen, ...] = ()
-    output: str = ""
-    problems: tuple[str, ...] = ()
-
-
 class _Reading:
     """Read parts of a run; what fails is noted and read as empty."""
 
@@ -166,8 +73,8 @@ class _Reading:
             return []
 
 
-def gather(run: Path) -> RunPicture:
-    """Return the picture of a run directory.
+def gather(run: Path) -> RunSnapshot:
+    """Return all that is known of a run directory.
 
     Args:
         run: Of ``holdfast run`` or of a guard; it may be unfinished or damaged.
@@ -178,19 +85,15 @@ def gather(run: Path) -> RunPicture:
     events, guards = _all_events(sources, reading)
     processes = _processes(sources, events, reading)
     lanes = [seen.lane for seen in processes if seen.lane is not None]
-    trained = {lane.label for lane in lanes}
-    for source in [*sources, *guards]:
-        if source.kind == "guard" or source.label in trained:
-            words = "".join(reading.listed(not_recorded_any_more, source.directory))
-            reading.problems += [f"of {source.label} {words}"] if words else []
     lanes += _guard_lanes([*(s for s in sources if s.kind == "guard"), *guards], lanes, reading)
     stores = {run, *(source.directory.parent.parent for source in guards)}
     kept, left_out = _bounded(events)
     if len(lanes) > _MOST_LANES:
         reading.problems.append(f"curves of the newest {_MOST_LANES} of {len(lanes)} training processes are drawn")
-    return RunPicture(
+    return RunSnapshot(
         path=run,
         supervised=supervised,
+        attempt=max((source.attempt for source in sources), default=0),
         verdict=verdict_of(run, reading.problems),
         lanes=tuple(lanes[-_MOST_LANES:]),
         processes=tuple(processes),
@@ -225,7 +128,7 @@ def _all_events(sources: list[Source], reading: _Reading) -> tuple[list[EventSee
     return sorted(found, key=lambda seen: seen.event.unix_seconds), list(guards.values())
 
 
-def _processes(sources: list[Source], events: list[EventSeen], reading: _Reading) -> list[ProcessSeen]:
+def _processes(sources: list[Source], events: list[EventSeen], reading: _Reading) -> list[ProcessSnapshot]:
     observed = [source for source in sources if source.info is not None]
     last: dict[str, float] = {}
     for seen in events:
@@ -238,8 +141,13 @@ def _processes(sources: list[Source], events: list[EventSeen], reading: _Reading
         (standing,) = reading.listed(_board, source.directory) or [None]
         times = [time for time in (last.get(source.label), lane.ended if lane else None) if time is not None]
         found.append(
-            ProcessSeen(
-                label=source.label, info=source.info, standing=standing, lane=lane, ended=max(times, default=None)
+            ProcessSnapshot(
+                label=source.label,
+                role=source.info.role,
+                info=source.info,
+                phase=standing.phase if standing else None,
+                lane=lane,
+                ended=max(times, default=None),
             )
         )
     return found
@@ -251,7 +159,9 @@ def _lane(source: Source, most: int, reading: _Reading) -> Lane | None:
         return None
     (samples,) = found
     first, newest = samples[0], samples[-1]
-    seconds = float(first["seconds"])
+    seconds, overwritten = float(first["seconds"]), int(first["first"]) - 1
+    if overwritten:
+        reading.problems.append(f"of {source.label} {words_of_lost(overwritten, int(first['step']))}")
     return Lane(
         label=source.label,
         steps=len(samples),
@@ -267,6 +177,8 @@ def _guard_lanes(guards: list[Source], observed: list[Lane], reading: _Reading) 
     known = {name for lane in observed for name in lane.columns}
     found = []
     for source in guards:
+        words = "".join(reading.listed(not_recorded_any_more, source.directory))
+        reading.problems += [f"of {source.label} {words}"] if words else []
         marks = reading.listed(read_steps, source.directory)
         ended = [mark for mark in marks if mark.mark is not StepMark.BEGUN]
         columns = {name: each for name, each in columns_of_marks(ended).items() if name not in known}
@@ -323,17 +235,17 @@ def _checkpoints(run: Path) -> Iterator[CheckpointSeen]:
             name=entry.path.name, global_step=entry.global_step, status=status, size_bytes=size, saved=saved
         )
     for entry in damaged:
-        yield CheckpointSeen(name=entry.path.name, global_step=entry.global_step, status="damaged, set aside")
+        yield CheckpointSeen(name=entry.path.name, global_step=entry.global_step, status="damaged, moved aside")
 
 
-def _stacks(run: Path, processes: list[ProcessSeen]) -> Iterator[StackSeen]:
+def _stacks(run: Path, processes: list[ProcessSnapshot]) -> Iterator[tuple[str, str]]:
     paths = sorted((run / STACKS_FOLDER).glob("*.txt"))[-_MOST_STACKS:]
-    folders = [Path("processes") / seen.info.folder / FAULTHANDLER_FILE for seen in processes]
-    paths += [run / folder for folder in folders if "/" not in folder.parts[1]][-_MOST_STACKS:]
+    folders = [seen.info.folder for seen in processes if seen.info is not None and "/" not in seen.info.folder]
+    paths += [run / PROCESSES_FOLDER / folder / FAULTHANDLER_FILE for folder in folders][-_MOST_STACKS:]
     for path in paths:
         with contextlib.suppress(OSError):
             if text := _tail(path, _MOST_STACK_BYTES).strip():
-                yield StackSeen(name=sanitise(path.relative_to(run)), text=text)
+                yield sanitise(path.relative_to(run)), text
 
 
 def _tail(path: Path, most: int = _OUTPUT_BYTES) -> str:

@@ -24,15 +24,7 @@ _MOST_BYTES_IN_ALL = 16 << 20  # plotly's own script is 4.5 MiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSeen:
-    """One image.
-
-    Args:
-        tag: As people call it.
-        global_step: It was made at.
-        png: The file.
-        width: In pixels.
-        height: In pixels.
-    """
+    """One image: a whole PNG file, and its size in pixels."""
 
     tag: str
     global_step: int
@@ -76,7 +68,8 @@ def read_images(runs: Iterable[Path], problems: list[str]) -> list[ImageSeen]:
 def _tags(folder: Path, problems: list[str]) -> Iterator[tuple[str, list[tuple[int, Path]]]]:
     """Yield the tags with their files, newest first."""
     try:
-        tags = sorted(islice((each for each in folder.iterdir() if _is_folder(each)), _MOST_FILES))
+        listed = islice(folder.iterdir(), _MOST_FILES)
+        tags = sorted(each for each in listed if each.is_dir() and not each.is_symlink())
         if len(tags) > MOST_TAGS:
             problems.append(f"images of {MOST_TAGS} of {len(tags)} tags are shown")
         for tag in tags[:MOST_TAGS]:
@@ -89,10 +82,6 @@ def _tags(folder: Path, problems: list[str]) -> Iterator[tuple[str, list[tuple[i
                 yield tag.name, sorted(files, reverse=True)
     except OSError as error:
         problems.append(sanitise(f"images cannot be listed: {error.strerror or error}", most=300))
-
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
 
 
 def _spread(files: list[tuple[int, Path]]) -> list[tuple[int, Path]]:

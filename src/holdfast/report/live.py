@@ -1,4 +1,4 @@
-"""The live view: a glance at a run, drawn in a terminal with Rich.
+"""The live view: a snapshot of a run, drawn in a terminal with Rich.
 
 Every text that a run chose is put in as `Text` after `sanitise`, never as markup, so that it cannot colour, link,
 clear or move anything.
@@ -20,8 +20,9 @@ from rich.text import Text
 
 from holdfast.core.text import duration, moment, sanitise, size
 from holdfast.recorder.progress import Phase
+from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot
 from holdfast.report.verdicts import how_sure
-from holdfast.report.watching import Glance, ProcessGlance, Watched
+from holdfast.report.watching import Watched
 
 REFRESH_SECONDS = 0.5
 _MOST_PROCESSES = 16
@@ -39,38 +40,33 @@ _ALARMING = frozenset({"exception", "hang", "stop", "stopped", "out_of_memory", 
                        "process_stopped", "output_lost"})  # fmt: skip
 
 
-def follow(watched: Watched, console: Console, wait: Callable[[float], object]) -> Glance:
-    """Show a run until it ends, twice a second, and return the last glance.
-
-    Args:
-        watched: The run.
-        console: Where; must be a terminal.
-        wait: Waits so many seconds, such as ``time.sleep``.
+def follow(watched: Watched, console: Console, wait: Callable[[float], object]) -> RunSnapshot:
+    """Show a run in a terminal until it ends, twice a second, and return the last snapshot.
 
     Raises:
         KeyboardInterrupt: from the user, after the picture was left in order.
     """
-    glance = watched.look()
-    with Live(draw(glance, console.width), console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        while glance.state != "ended":
+    run = watched.look()
+    with Live(draw(run, console.width), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while run.state != "ended":
             wait(REFRESH_SECONDS)
-            glance = watched.look()
-            live.update(draw(glance, console.width), refresh=True)
-    return glance
+            run = watched.look()
+            live.update(draw(run, console.width), refresh=True)
+    return run
 
 
-def draw(glance: Glance, width: int) -> RenderableType:
-    """Return the picture of a glance.
+def draw(run: RunSnapshot, width: int) -> RenderableType:
+    """Return the picture of a run.
 
     Args:
-        glance: From `Watched.look`.
+        run: From `Watched.look`.
         width: Columns of the terminal; below 110 some columns are left out.
     """
     wide = width >= _WIDE
-    present = [each for each in glance.processes if each.alive is not False or each.role in ("trainer", "guard")]
-    processes = present or glance.processes  # workers of epochs that are over are many
+    present = [each for each in run.processes if each.alive is not False or each.role in ("trainer", "guard")]
+    processes = present or run.processes  # workers of epochs that are over are many
     shown = processes[:_MOST_PROCESSES]
-    parts: list[RenderableType] = [_head(glance)]
+    parts: list[RenderableType] = [_head(run)]
     if shown:
         parts.append(_standings(shown, wide=wide))
         trained = [process for process in shown if process.losses or process.host_bytes]
@@ -80,29 +76,29 @@ def draw(glance: Glance, width: int) -> RenderableType:
         parts.append(Text("no Python process was seen yet", style="dim"))
     if len(processes) > len(shown):
         parts.append(Text(f"and {len(processes) - len(shown)} more processes", style="dim"))
-    if glance.events:
-        parts.append(_events(glance))
-    if glance.verdict is not None:
-        parts.append(_verdict(glance))
-    parts += [Text(f"note: {sanitise(problem, most=200)}", style="yellow") for problem in glance.problems[:3]]
+    if run.events:
+        parts.append(_events(run))
+    if run.verdict is not None:
+        parts.append(_verdict(run))
+    parts += [Text(f"note: {sanitise(problem, most=200)}", style="yellow") for problem in run.problems[:3]]
     return Group(*parts)
 
 
-def _head(glance: Glance) -> Panel:
-    style = {"running": "green", "ended": "bold", "waits to restart": "yellow"}[glance.state]
-    attempts = "1 attempt" if glance.attempt == 0 else f"{glance.attempt + 1} attempts"
-    line = Text.assemble((glance.state, style), f", {attempts}")
-    if glance.began is not None and glance.state == "ended" and glance.newest is not None:
-        line.append(f", after {duration(max(0.0, glance.newest - glance.began))}")
-    elif glance.began is not None:
-        line.append(f", since {duration(max(0.0, glance.now - glance.began))}")
+def _head(run: RunSnapshot) -> Panel:
+    style = {"running": "green", "ended": "bold", "waits to restart": "yellow"}[run.state]
+    attempts = "1 attempt" if run.attempt == 0 else f"{run.attempt + 1} attempts"
+    line = Text.assemble((run.state, style), f", {attempts}")
+    if run.began is not None and run.state == "ended" and run.newest is not None:
+        line.append(f", after {duration(max(0.0, run.newest - run.began))}")
+    elif run.began is not None:
+        line.append(f", since {duration(max(0.0, run.now - run.began))}")
     lines = [line]
-    if glance.command:
-        lines.insert(0, Text(sanitise(glance.command, most=300), no_wrap=True, overflow="ellipsis"))
-    if glance.limits:
-        told = ", ".join(f"{sanitise(name, most=20)} {duration(seconds)}" for name, seconds in glance.limits)
-        lines.append(Text(f"limits: {told}", style="dim"))
-    title = Text(sanitise(glance.name, most=60))
+    if run.command:
+        lines.insert(0, Text(sanitise(run.command, most=300), no_wrap=True, overflow="ellipsis"))
+    if run.limits:
+        shown = ", ".join(f"{sanitise(name, most=20)} {duration(seconds)}" for name, seconds in run.limits.items())
+        lines.append(Text(f"limits: {shown}", style="dim"))
+    title = Text(sanitise(run.path.name, most=60))
     return Panel(Group(*lines), title=title, title_align="left", box=box.ROUNDED)
 
 
@@ -117,7 +113,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _standings(processes: Sequence[ProcessGlance], *, wide: bool) -> Table:
+def _standings(processes: Sequence[ProcessSnapshot], *, wide: bool) -> Table:
     columns = ["process", "phase", "since", "step", "steps/s", "wait"]
     table = _table(columns[0], "role", *columns[1:]) if wide else _table(*columns)
     for process in processes:
@@ -135,22 +131,19 @@ def _standings(processes: Sequence[ProcessGlance], *, wide: bool) -> Table:
     return table
 
 
-def _phase(process: ProcessGlance) -> Text:
+def _phase(process: ProcessSnapshot) -> Text:
+    phase = process.phase
+    name = "" if phase is None else phase.name.lower().replace("_", " ")
     if process.alive is False:
-        last = "" if process.phase in (None, Phase.ENDING) else f" in {_phase_name(process.phase)}"
-        return Text(f"ended{last}", style="dim")
+        return Text("ended" if phase in (None, Phase.ENDING) else f"ended in {name}", style="dim")
     if process.stopped:
-        return Text(f"stopped in {_phase_name(process.phase)}" if process.phase else "stopped", style="bold red")
-    if process.phase is None:
+        return Text(f"stopped in {name}" if name else "stopped", style="bold red")
+    if phase is None:
         return Text("running" if process.alive else "unknown", style="dim")
-    return Text(_phase_name(process.phase), style=_PHASE_STYLES.get(process.phase, ""))
+    return Text(name, style=_PHASE_STYLES.get(phase, ""))
 
 
-def _phase_name(phase: Phase | None) -> str:
-    return "" if phase is None else phase.name.lower().replace("_", " ")
-
-
-def _training(processes: Sequence[ProcessGlance], width: int) -> Table:
+def _training(processes: Sequence[ProcessSnapshot], width: int) -> Table:
     table = _table("process", "loss", "lately", "grad norm", "lr", "host", "device")
     bars = 30 if width >= _WIDE else 10
     devices = any(process.device_bytes for process in processes)
@@ -181,9 +174,9 @@ def _memory(count: int, change: int) -> Text:
     return text
 
 
-def _events(glance: Glance) -> Table:
+def _events(run: RunSnapshot) -> Table:
     table = _table("UTC", "by", "event", "what")
-    for seen in glance.events[-_MOST_EVENTS:]:
+    for seen in run.events[-_MOST_EVENTS:]:
         facts = ", ".join(f"{key}={value!r}"[:200] for key, value in list(seen.event.data.items())[:12])
         table.add_row(
             Text(moment(seen.event.unix_seconds, "%H:%M:%S")),
@@ -194,8 +187,8 @@ def _events(glance: Glance) -> Table:
     return table
 
 
-def _verdict(glance: Glance) -> Panel:
-    verdict = glance.verdict
+def _verdict(run: RunSnapshot) -> Panel:
+    verdict = run.verdict
     assert verdict is not None
     lines = [Text(sanitise(verdict.summary, most=1000))]
     if verdict.fix:

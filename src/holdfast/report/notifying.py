@@ -56,12 +56,7 @@ def check_webhook(url: str) -> str:
 
 
 def stop_message(run: Path, verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is posted when a run stopped.
-
-    Args:
-        run: The run directory.
-        verdict: ``Verdict.as_json()``.
-    """
+    """Return what is posted when a run stopped, from its directory and ``Verdict.as_json()``."""
     seen = verdict_from(verdict)
     sure = how_sure(seen)
     head = f"{seen.title} [{seen.cause}]{', ' if sure else ''}{sure}"
@@ -101,8 +96,8 @@ def notify(
         host = urllib.parse.urlsplit(url).hostname
     except (PolicyError, ValueError, TypeError) as error:
         # Not what a PolicyError says, since that names the whole address.
-        told = "its address is none" if isinstance(error, PolicyError) else sanitise(error, most=200)
-        _log.warning("no message was sent: %s", told)
+        why = "its address is none" if isinstance(error, PolicyError) else sanitise(error, most=200)
+        _log.warning("no message was sent: %s", why)
         return False
     for pause in (*RETRY_SECONDS, None):
         problem, again = _post(url, body, timeout_seconds)

@@ -15,9 +15,9 @@ from itertools import groupby
 from holdfast.core.text import as_json_value, duration, moment, size
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.report.figures import figures
-from holdfast.report.gathering import CheckpointSeen, ProcessSeen, RunPicture
 from holdfast.report.images import ImageSeen
 from holdfast.report.offline_page import as_html, fill_page, plot, prose
+from holdfast.report.run_snapshot import CheckpointSeen, ProcessSnapshot, RunSnapshot
 from holdfast.report.sources import EventSeen
 from holdfast.report.verdicts import how_sure
 
@@ -25,38 +25,29 @@ _MOST_EVIDENCE = 12
 _LEAST_WIDTH = 320  # pixels; smaller images are enlarged by a whole number
 
 
-def render(picture: RunPicture, *, now: datetime | None = None) -> str:
+def render(run: RunSnapshot, *, now: datetime | None = None) -> str:
     """Return the page of a run.
 
     Args:
-        picture: From `gathering.gather`.
+        run: From `gathering.gather`.
         now: Time to write at its foot.
 
     Raises:
         PolicyError: H742, if plotly is not installed.
     """
-    drawn = figures(picture)
+    drawn = figures(run)
     return fill_page(
-        name=_named(picture),
-        command=_command(picture),
-        body="\n".join(_sections(picture, drawn)),
+        name=run.path.resolve().name or str(run.path),
+        command=run.command or str(run.path),
+        body="\n".join(_sections(run, drawn)),
         figures=drawn,
         now=now,
     )
 
 
-def _named(picture: RunPicture) -> str:
-    return picture.path.resolve().name or str(picture.path)
-
-
-def _command(picture: RunPicture) -> str:
-    argv = picture.supervised.get("argv")
-    return " ".join(map(str, argv)) if isinstance(argv, list) else str(picture.path)
-
-
-def _sections(picture: RunPicture, drawn: Mapping[str, object]) -> Iterable[str]:
-    yield _verdict(picture.verdict)
-    yield _facts(picture)
+def _sections(run: RunSnapshot, drawn: Mapping[str, object]) -> Iterable[str]:
+    yield _verdict(run.verdict)
+    yield _facts(run)
     if "timeline" in drawn:
         yield plot("Timeline", "timeline", "Drag to zoom, double-click to see all.")
     if "steps" in drawn:
@@ -64,12 +55,12 @@ def _sections(picture: RunPicture, drawn: Mapping[str, object]) -> Iterable[str]
         yield plot("Steps", "steps", hint)
     else:
         yield "<section><h2>Steps</h2><p>No step was recorded.</p></section>"
-    yield _images(picture.images)
-    yield _events(picture.events, picture.left_out_events)
-    yield _checkpoints(picture.checkpoints)
-    yield _stacks(picture)
-    yield _output(picture.output)
-    yield _environment(picture)
+    yield _images(run.images)
+    yield _events(run.events, run.left_out_events)
+    yield _checkpoints(run.checkpoints)
+    yield _stacks(run)
+    yield _output(run.output)
+    yield _environment(run)
 
 
 def _verdict(verdict: Verdict | None) -> str:
@@ -112,20 +103,19 @@ def _listed(title: str, sentences: Iterable[str]) -> list[str]:
     return [f"<h3>{title}</h3><ul>{items}</ul>"] if items else []
 
 
-def _facts(picture: RunPicture) -> str:
-    begun = picture.supervised.get("started")
-    times = [time for lane in picture.lanes for time in (lane.begun, lane.ended) if time]
-    times += [seen.event.unix_seconds for seen in picture.events]
-    times += [float(begun)] if isinstance(begun, (int, float)) else []
+def _facts(run: RunSnapshot) -> str:
+    times = [time for lane in run.lanes for time in (lane.begun, lane.ended) if time]
+    times += [seen.event.unix_seconds for seen in run.events]
+    times += [] if run.began is None else [run.began]
     facts = {
-        "steps": f"{max((lane.last_step for lane in picture.lanes), default=0):,}",
+        "steps": f"{max((lane.last_step for lane in run.lanes), default=0):,}",
         "began": moment(min(times)) if times else "unknown",
         "from first to last sign": duration(max(times) - min(times)) if times else "unknown",
-        "attempts": str(1 + max((seen.info.attempt for seen in picture.processes), default=0)),
-        "checkpoints": str(sum(each.status == "complete" for each in picture.checkpoints)),
+        "attempts": str(1 + run.attempt),
+        "checkpoints": str(sum(each.status == "complete" for each in run.checkpoints)),
     }
     for title, name in (("peak host memory", "host_bytes"), ("peak device memory", "device_peak_bytes")):
-        peaks = [lane.columns[name].values for lane in picture.lanes if name in lane.columns]
+        peaks = [lane.columns[name].values for lane in run.lanes if name in lane.columns]
         finite = [float(value) for values in peaks for value in values if value == value]
         if finite:
             facts[title] = size(max(finite))
@@ -158,7 +148,7 @@ def _events(events: tuple[EventSeen, ...], left_out: Mapping[str, int]) -> str:
     rows = "".join(
         f'<tr><td class="number">{as_html(moment(seen.event.unix_seconds))}</td><td>{as_html(seen.source)}</td>'
         f'<td class="number">{as_html(seen.event.global_step)}</td><td>{as_html(seen.event.kind)}</td>'
-        f'<td class="text">{as_html(_told(seen))}</td></tr>'
+        f'<td class="text">{as_html(_facts_of(seen))}</td></tr>'
         for seen in events
     )
     more = ", ".join(f"{count} of {kind}" for kind, count in left_out.items())
@@ -170,7 +160,7 @@ def _events(events: tuple[EventSeen, ...], left_out: Mapping[str, int]) -> str:
     )
 
 
-def _told(seen: EventSeen) -> str:
+def _facts_of(seen: EventSeen) -> str:
     return ", ".join(f"{key}={value!r}"[:400] for key, value in list(seen.event.data.items())[:40])
 
 
@@ -190,11 +180,10 @@ def _checkpoints(checkpoints: tuple[CheckpointSeen, ...]) -> str:
     )
 
 
-def _stacks(picture: RunPicture) -> str:
+def _stacks(run: RunSnapshot) -> str:
     parts = "".join(
-        f"<details><summary>{as_html(stack.name)}</summary><pre>{as_html(stack.text, most=70_000, lines=True)}</pre>"
-        "</details>"
-        for stack in picture.stacks
+        f"<details><summary>{as_html(name)}</summary><pre>{as_html(text, most=70_000, lines=True)}</pre></details>"
+        for name, text in run.stacks
     )
     return f"<section><h2>Stacks</h2>{parts}</section>" if parts else ""
 
@@ -206,8 +195,8 @@ def _output(output: str) -> str:
     return f"<section><details><summary><b>End of the output</b></summary><pre>{text}</pre></details></section>"
 
 
-def _environment(picture: RunPicture) -> str:
-    values = {key: value for key, value in picture.supervised.items() if key != "format"}
+def _environment(run: RunSnapshot) -> str:
+    values = {key: value for key, value in run.supervised.items() if key != "format"}
     if isinstance(values.get("started"), (int, float)):
         values["started"] = f"{moment(values['started'])} UTC"
     rows = [
@@ -216,16 +205,18 @@ def _environment(picture: RunPicture) -> str:
     ]
     rows += [
         f'<tr><th>{as_html(seen.label, most=80)}</th><td class="text">{as_html(_process(seen), most=800)}</td></tr>'
-        for seen in picture.processes[-60:]
+        for seen in run.processes[-60:]
     ]
-    rows.append(f'<tr><th>run directory</th><td class="text">{as_html(picture.path)}</td></tr>')
-    notes = "".join(f'<p class="notice">{as_html(problem)}</p>' for problem in picture.problems)
+    rows.append(f'<tr><th>run directory</th><td class="text">{as_html(run.path)}</td></tr>')
+    notes = "".join(f'<p class="notice">{as_html(problem)}</p>' for problem in run.problems)
     return f"<section><h2>Environment</h2><table>{''.join(rows)}</table>{notes}</section>"
 
 
-def _process(seen: ProcessSeen) -> str:
-    torch = f"torch {seen.info.torch}" if seen.info.torch else "torch not imported"
-    return f"{seen.info.role}, pid {seen.info.pid}, {torch}, {_shown(seen.info.argv)}"
+def _process(seen: ProcessSnapshot) -> str:
+    info = seen.info
+    assert info is not None
+    torch = f"torch {info.torch}" if info.torch else "torch not imported"
+    return f"{info.role}, pid {info.pid}, {torch}, {_shown(info.argv)}"
 
 
 def _shown(value: object) -> str:

@@ -1,15 +1,12 @@
 """Follow a run: what every process recorded since the last look, whoever comes and goes.
 
-A look costs what has changed, not what has been: of a run of many epochs most folders are those of loader workers
-that ended long ago. Those are read to their end and forgotten.
-
-Does not: keep what it read, wait, draw.
+Most folders of a run of many epochs are those of loader workers that ended long ago: these are read to their end and
+forgotten. Does not: keep what it read, wait, draw.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +36,6 @@ from holdfast.report.sources import (
     read_json,
 )
 
-# A time of change may stand for all changes within one tick: 10 ms on Linux with HZ=100, 1 s on ext3.
-_TICK_NANOSECONDS = 1_000_000_000
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class News:
@@ -70,7 +64,8 @@ class RunFollower:
 
     def __init__(self, run: Path, *, first_attempt: int = 0) -> None:
         self._run = run
-        self._processes = _Processes(run, first_attempt)
+        self._first_attempt = first_attempt
+        self._forgotten: set[str] = set()
         self._tracks: dict[Path, _Track] = {}
         self._guards: dict[Path, Source] = {}
         self.sources: list[Source] = []
@@ -85,7 +80,7 @@ class RunFollower:
             hold_back: As `SampleFollower.new`.
         """
         try:
-            self.sources = [*find_sources(self._run, self._processes.present()), *self._guards.values()]
+            self.sources = [*find_sources(self._run, self._processes()), *self._guards.values()]
         except (OSError, TypeError) as error:
             self.problems[str(self._run)] = sanitise(error, most=200)
         here = ran_here(read_json(self._run / SUPERVISED_FILE))
@@ -106,14 +101,24 @@ class RunFollower:
             if news.samples or news.events or news.lost:
                 found.append(news)
                 self._remember_guards(news)
-        self._forget(over)
-        return found
-
-    def _forget(self, over: set[Path]) -> None:
         self.sources = [source for source in self.sources if source.directory not in over]
         for directory in over:
-            self._processes.forget(directory.name)
+            self._forgotten.add(directory.name)
             del self._tracks[directory]
+        return found
+
+    def _processes(self) -> list[tuple[Path, ProcessInfo]]:
+        """Return the folders of processes with what these say, oldest first; what they say may change."""
+        folder = self._run / PROCESSES_FOLDER
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        found = []
+        for name in sorted(names - self._forgotten):
+            info = read_process_file(folder / name / PROCESS_FILE)
+            if info is not None and info.attempt < self._first_attempt:
+                self._forgotten.add(name)
+            elif info is not None:
+                found.append((folder / name, info))
+        return sorted(found, key=lambda pair: pair[1].started)
 
     def _remember_guards(self, news: News) -> None:
         for event in news.events:
@@ -128,61 +133,6 @@ def _is_over(source: Source) -> bool:
     """Return whether this is a loader worker that has ended; a trainer that has ended is still shown."""
     info = source.info
     return info is not None and info.role == "loader worker" and not process_lives(info.pid, info.ticks)
-
-
-class _Processes:
-    """The processes of a run: folders are listed when one came or went, and read when they were written."""
-
-    def __init__(self, run: Path, first_attempt: int) -> None:
-        self._folder = run / PROCESSES_FOLDER
-        self._first_attempt = first_attempt
-        self._listed = -1
-        self._read: dict[str, tuple[tuple[int, int, int], ProcessInfo | None]] = {}
-        self._forgotten: set[str] = set()
-
-    def present(self) -> list[tuple[Path, ProcessInfo]]:
-        """Return the folders with what their processes say, oldest first, as `read_processes`.
-
-        Raises:
-            OSError: if the folder of all cannot be read.
-        """
-        self._list()
-        found = []
-        for name in list(self._read):
-            info = self._info(name)
-            if info is not None and info.attempt < self._first_attempt:
-                self.forget(name)
-            elif info is not None:
-                found.append((self._folder / name, info))
-        return sorted(found, key=lambda pair: pair[1].started)
-
-    def forget(self, name: str) -> None:
-        """Never look into this folder again."""
-        self._forgotten.add(name)
-        self._read.pop(name, None)
-
-    def _list(self) -> None:
-        try:
-            changed = self._folder.stat().st_mtime_ns
-            if changed == self._listed:
-                return
-            settled = time.time_ns() - changed > _TICK_NANOSECONDS
-            names = sorted({path.name for path in self._folder.iterdir()} - self._forgotten)
-        except FileNotFoundError:
-            changed, settled, names = -1, False, []
-        self._read = {name: self._read.get(name, ((0, 0, 0), None)) for name in names}
-        self._listed = changed if settled else -1
-
-    def _info(self, name: str) -> ProcessInfo | None:
-        path = self._folder / name / PROCESS_FILE
-        try:
-            status = path.stat()
-        except OSError:
-            return None  # not written yet
-        written = (status.st_ino, status.st_mtime_ns, status.st_size)
-        if self._read[name][0] != written:
-            self._read[name] = written, read_process_file(path)
-        return self._read[name][1]
 
 
 class _Track:

@@ -49,46 +49,34 @@ class Series:
 
 
 def thin(steps: Numbers, values: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:
-    """Keep the first, last, smallest and largest finite value of each of ``most // 4`` buckets, and one non-finite.
-
-    Args:
-        steps: Shape ``(n,)``.
-        values: Shape ``(n,)``.
-        most: Points to keep, at least 4; a few more with non-finite ones.
-    """
+    """Keep the first, last, smallest and largest finite value of each of ``most // 4`` buckets, and one non-finite."""
     count = len(values)
     if count <= most:
         return steps, values
     edges = np.linspace(0, count, max(most // 4, 1) + 1).astype(np.int64)
     first = edges[:-1]
     finite = np.isfinite(values)
-    low = _extremes(np.where(finite, values, np.inf), first, smallest=True)
-    high = _extremes(np.where(finite, values, -np.inf), first, smallest=False)
-    gaps = np.flatnonzero(~finite)
-    gaps = gaps[np.unique(np.searchsorted(edges, gaps, side="right"), return_index=True)[1]]
+    low = _first_matches(np.where(finite, values, np.inf), first, np.minimum)
+    high = _first_matches(np.where(finite, values, -np.inf), first, np.maximum)
+    gaps = _first_of_each(np.flatnonzero(~finite), first)
     kept = np.unique(np.concatenate([first, edges[1:] - 1, low, high, gaps]))
     return steps[kept], values[kept]
 
 
-def _extremes(values: Numbers, first: NDArray[np.int64], *, smallest: bool) -> NDArray[np.int64]:
+def _first_matches(values: Numbers, first: NDArray[np.int64], reduce: np.ufunc) -> NDArray[np.int64]:
     """Return an index of the smallest or largest value of each bucket; ``first`` begins each bucket."""
-    reduce = np.minimum if smallest else np.maximum
     best = np.repeat(reduce.reduceat(values, first), np.diff(np.append(first, len(values))))
-    matches = np.flatnonzero(values == best)
-    return matches[np.unique(np.searchsorted(first, matches, side="right"), return_index=True)[1]]
+    return _first_of_each(np.flatnonzero(values == best), first)
+
+
+def _first_of_each(indices: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
+    return indices[np.unique(np.searchsorted(first, indices, side="right"), return_index=True)[1]]
 
 
 def series(
     steps: Numbers, values: Numbers, read: NDArray[np.bool_] | None = None, *, most: int = MOST_POINTS
 ) -> Series | None:
-    """Return a curve, or None if nothing was recorded.
-
-    Args:
-        steps: Shape ``(n,)``.
-        values: Shape ``(n,)``.
-        read: Shape ``(n,)``: which values were read; the others are passed over. None: all that are not NaN.
-        most: Points to keep.
-    """
+    """Return a curve of the values that were read (None: all that are not NaN), or None without any."""
     read = ~np.isnan(values) if read is None else read
     if not read.any():
         return None

@@ -31,16 +31,7 @@ _LATEST = 1e11  # the year 5138: what lies beyond is no time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One directory with rings.
-
-    Args:
-        kind: Who wrote it.
-        directory: Where the rings lie.
-        label: What people call it: "supervisor", "rank 3", "trainer 4711".
-        rank: Or None.
-        attempt: Of the supervisor, from 0.
-        info: What an observed process says of itself, else None.
-    """
+    """One directory with rings: who wrote it, what people call that ("rank 3"), and what a process says of itself."""
 
     kind: Literal["supervisor", "process", "guard"]
     directory: Path

@@ -1,6 +1,6 @@
 """The verdict of a run as reports show it: read from ``verdict.json``, else judged now.
 
-Does not: judge (``diagnose.judging``).
+Does not: judge (``explain.judging``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.run_files import VERDICT_FILE
 from holdfast.report.sources import read_json
 
-# Between the confidences of the tiers of evidence in ``diagnose.weighing``: 0.97 and 0.93, 0.80, 0.70, 0.40.
+# Between the confidences of the tiers of evidence in ``explain.weighing``: 0.97 and 0.93, 0.80, 0.70, 0.40.
 _SURE = ((0.9, "almost certain"), (0.75, "very likely"), (0.6, "likely"), (0.4, "a guess"), (0.0, "a weak guess"))
 
 
@@ -42,46 +42,30 @@ def verdict_of(run: Path, problems: list[str]) -> Verdict | None:
 
 def verdict_from(values: Mapping[str, Any]) -> Verdict:
     """Return a verdict from JSON values, whatever they are: what has the wrong kind is shown as text or left out."""
-    family = values.get("family")
-    restart: Restart = next((each for each in get_args(Restart) if each == values.get("restart")), "stop")
-    runner_up = values.get("runner_up")
-    rank, step = values.get("rank"), values.get("step")
+    runner_up, rank, step = values.get("runner_up"), values.get("rank"), values.get("step")
+    evidence = [each for each in _items(values, "evidence") if isinstance(each, Mapping)]
+    changes = [each for each in _items(values, "changes") if isinstance(each, (list, tuple)) and len(each) == 2]
     return Verdict(
-        cause=_text(values, "cause"),
-        family=family if family in FAMILIES else "unknown",
-        title=_text(values, "title"),
-        summary=_text(values, "summary"),
-        fix=_text(values, "fix"),
+        **{name: _text(values, name) for name in ("cause", "title", "summary", "fix", "where")},
+        family=values["family"] if values.get("family") in FAMILIES else "unknown",
         confidence=_share(values.get("confidence")),
-        evidence=tuple(_exhibit(each) for each in _list(values, "evidence") if isinstance(each, Mapping)),
+        evidence=tuple(map(_exhibit, evidence)),
         runner_up=(
             (str(runner_up[0]), str(runner_up[1]), _share(runner_up[2]))
             if isinstance(runner_up, (list, tuple)) and len(runner_up) == 3
             else None
         ),
-        tried=tuple(map(str, _list(values, "tried"))),
-        missing=tuple(map(str, _list(values, "missing"))),
-        restart=restart,
-        changes=tuple(
-            (str(pair[0]), str(pair[1]))
-            for pair in _list(values, "changes")
-            if isinstance(pair, (list, tuple)) and len(pair) == 2
-        ),
-        where=_text(values, "where"),
+        tried=tuple(map(str, _items(values, "tried"))),
+        missing=tuple(map(str, _items(values, "missing"))),
+        restart=values["restart"] if values.get("restart") in get_args(Restart) else "stop",
+        changes=tuple((str(name), str(value)) for name, value in changes),
         rank=rank if isinstance(rank, int) else None,
         step=step if isinstance(step, int) else None,
     )
 
 
 def _exhibit(values: Mapping[str, Any]) -> Exhibit:
-    seconds, rank = values.get("unix_seconds"), values.get("rank")
-    return Exhibit(
-        text=_text(values, "text"),
-        source=_text(values, "source"),
-        role=_text(values, "role") or "fact",
-        unix_seconds=float(seconds) if isinstance(seconds, (int, float)) else None,
-        rank=rank if isinstance(rank, int) else None,
-    )
+    return Exhibit(text=_text(values, "text"), source=_text(values, "source"), role=_text(values, "role") or "fact")
 
 
 def _text(values: Mapping[str, Any], name: str) -> str:
@@ -89,7 +73,7 @@ def _text(values: Mapping[str, Any], name: str) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _list(values: Mapping[str, Any], name: str) -> list[Any] | tuple[Any, ...]:
+def _items(values: Mapping[str, Any], name: str) -> list[Any] | tuple[Any, ...]:
     value = values.get(name)
     return value if isinstance(value, (list, tuple)) else []
 

@@ -1,4 +1,4 @@
-"""What can be seen of a run right now, one `Glance` for each look; the terminal draws it (``live``).
+"""What can be seen of a run right now, a `RunSnapshot` for each look.
 
 Works over a directory that is half written, that a killed run left behind, or that another machine writes.
 
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from holdfast.core.clock import Clock
 from holdfast.core.errors import RunDirectoryError
 from holdfast.core.lock import is_locked
-from holdfast.explain.verdict import Verdict
-from holdfast.recorder.progress import Phase, Standing, StepSample, read_board
+from holdfast.recorder.progress import Standing, StepSample, read_board
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     LOST_FILE,
@@ -29,6 +27,7 @@ from holdfast.recorder.run_files import (
     process_lives,
 )
 from holdfast.report.run_follower import News, RunFollower
+from holdfast.report.run_snapshot import ProcessSnapshot, RunSnapshot, State
 from holdfast.report.sources import EventSeen, Source, ran_here, read_json
 from holdfast.report.verdicts import verdict_from
 
@@ -39,84 +38,6 @@ LOCK_FILE = "lock"  # in the supervisor's folder and in a guard's run directory
 # A run has ended when nobody holds its lock, its processes are gone and it says nothing any more for this long.
 _SILENT_SECONDS = 5.0
 
-State = Literal["running", "waits to restart", "ended"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessGlance:
-    """One process at one moment; numbers are None, NaN or 0 where they are unknown.
-
-    Args:
-        label: What people call it.
-        role: As ``ProcessInfo.role``, or "guard".
-        alive: Whether it runs; None if that cannot be seen from here.
-        stopped: Whether a signal has stopped it.
-        phase: What its board shows, or None.
-        since_seconds: How long already, or None.
-        step: Optimizer steps.
-        steps_per_second: Over the newest 50 steps, counting the time since the last one.
-        loss: Newest that was read, or None; NaN is a loss that is NaN.
-        losses: Kept history of those that were read, oldest first.
-        grad_norm: Newest that was read, or None.
-        learning_rate: Newest that was read, or None.
-        wait_share: Of time, waiting for the loader, over the kept history.
-        host_bytes: Newest that was read, 0 if never.
-        host_change_bytes: Since the first one kept.
-        device_bytes: Allocated; likewise.
-        device_change_bytes: Likewise.
-    """
-
-    label: str
-    role: str
-    alive: bool | None = None
-    stopped: bool = False
-    phase: Phase | None = None
-    since_seconds: float | None = None
-    step: int = 0
-    steps_per_second: float = math.nan
-    loss: float | None = None
-    losses: tuple[float, ...] = ()
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    wait_share: float = math.nan
-    host_bytes: int = 0
-    host_change_bytes: int = 0
-    device_bytes: int = 0
-    device_change_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Glance:
-    """A run at one moment.
-
-    Args:
-        name: Of the run directory.
-        command: What runs, or an empty text.
-        state: As far as it shows.
-        attempt: Of the supervisor, from 0.
-        began: Unix time, or None.
-        now: Unix time of the look.
-        newest: Unix time of the newest that was recorded, or None.
-        processes: Of the newest attempt: trainers first, then by start.
-        events: The newest, oldest first.
-        limits: Of the watchdog, phase and seconds, as far as they were written down.
-        verdict: Of a run that ended, or None.
-        problems: What cannot be read.
-    """
-
-    name: str
-    command: str
-    state: State
-    attempt: int
-    began: float | None
-    now: float
-    newest: float | None = None
-    processes: tuple[ProcessGlance, ...] = ()
-    events: tuple[EventSeen, ...] = ()
-    limits: tuple[tuple[str, float], ...] = ()
-    verdict: Verdict | None = None
-    problems: tuple[str, ...] = ()
-
 
 class Watched:
     """Look at a run again and again.
@@ -124,12 +45,13 @@ class Watched:
     Args:
         run: The run directory.
         clock: Time.
+        first_attempt: Processes of earlier attempts of the supervisor are not looked at.
     """
 
-    def __init__(self, run: Path, clock: Clock) -> None:
+    def __init__(self, run: Path, clock: Clock, *, first_attempt: int = 0) -> None:
         self._run = run
         self._clock = clock
-        self._follower = RunFollower(run)
+        self._follower = RunFollower(run, first_attempt=first_attempt)
         self._history: dict[Path, deque[StepSample]] = {}
         self._events: deque[EventSeen] = deque(maxlen=_KEPT_EVENTS)
         self._supervisor_said = ""
@@ -139,37 +61,49 @@ class Watched:
         self._last_sign = -math.inf
         self._newest = 0.0
 
-    def look(self) -> Glance:
-        """Return the run as it stands."""
-        self._take_news()
+    @property
+    def run(self) -> Path:
+        """Return the run directory."""
+        return self._run
+
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """Return which steps were overwritten before they were read, one sentence for each process."""
+        return tuple(text for key, text in self._follower.problems.items() if key.endswith(" lost"))
+
+    def look(self, *, hold_back: bool = True) -> RunSnapshot:
+        """Return the run as it stands.
+
+        Args:
+            hold_back: Whether the newest samples wait until their values were read, as in `SampleFollower.new`.
+        """
+        news = self._follower.new(hold_back=hold_back)
+        self._take_in(news)
         supervised = read_json(self._run / SUPERVISED_FILE)
         sources = self._follower.sources
         self._attempt = max([self._attempt, *(source.attempt for source in sources)])
         here = ran_here(supervised)
-        glances = [(source, self._process(source, here=here)) for source in self._shown(sources)]
+        processes = [self._process(source, here=here) for source in self._shown(sources)]
         lost = self._supervisor_is_lost(supervised.get("supervisor_pid"), here=here)
-        state = self._state([glance for _, glance in glances], lost=lost)
-        problems = [*self._follower.problems.values(), *(["its supervisor was killed"] if lost else [])]
+        state = self._state(processes, lost=lost)
         verdict = read_json(self._run / VERDICT_FILE) if state != "running" else {}
-        argv, began = supervised.get("argv"), supervised.get("started")
-        return Glance(
-            name=self._run.name,
-            command=" ".join(map(str, argv)) if isinstance(argv, list) else "",
+        return RunSnapshot(
+            path=self._run,
+            supervised=supervised,
             state=state,
             attempt=self._attempt,
-            began=float(began) if isinstance(began, (int, float)) else None,
             now=self._clock.unix_seconds(),
             newest=self._newest or None,
-            processes=tuple(glance for _, glance in glances),
+            processes=tuple(processes),
             events=tuple(self._events),
-            limits=_limits(supervised.get("limits")),
             verdict=verdict_from(verdict) if verdict else None,
-            problems=tuple(problems),
+            news=tuple(news),
+            problems=(*self._follower.problems.values(), *(["its supervisor was killed"] if lost else [])),
         )
 
-    def _take_news(self) -> None:
+    def _take_in(self, all_news: Sequence[News]) -> None:
         arrived: list[EventSeen] = []
-        for news in self._follower.new():
+        for news in all_news:
             source = news.source
             self._last_sign = max(self._last_sign, self._recorded_at(news))
             self._history.setdefault(source.directory, deque(maxlen=_KEPT_SAMPLES)).extend(news.samples)
@@ -197,14 +131,14 @@ class Watched:
             return newest
         return newest + [source for source in sources if source.kind == "guard"]
 
-    def _process(self, source: Source, *, here: bool) -> ProcessGlance:
+    def _process(self, source: Source, *, here: bool) -> ProcessSnapshot:
         standing: Standing | None = None
         alive: bool | None = None
         if source.info is not None:
             try:
                 standing = read_board(source.directory / BOARD_FILE)
-            except RunDirectoryError as error:
-                self._follower.problems[str(source.directory)] = error.what
+            except (RunDirectoryError, OSError) as error:
+                self._follower.problems[str(source.directory)] = getattr(error, "what", str(error))
             alive = process_lives(source.info.pid, source.info.ticks) if here else None
         elif here:
             alive = is_locked(source.directory.parent.parent / LOCK_FILE)
@@ -212,9 +146,19 @@ class Watched:
         if standing is not None and alive:
             since = max(0.0, self._clock.monotonic_seconds() - standing.since_seconds)
         history = list(self._history.get(source.directory, ()))
-        glance = _glance(source, standing, history, alive, since, self._clock.unix_seconds())
-        stopped = bool(alive and source.info is not None and process_is_stopped(source.info.pid))
-        return replace(glance, stopped=stopped)
+        last_step = history[-1].step if history else 0
+        return ProcessSnapshot(
+            label=source.label,
+            role=source.info.role if source.info else "guard",
+            info=source.info,
+            alive=alive,
+            stopped=bool(alive and source.info is not None and process_is_stopped(source.info.pid)),
+            phase=standing.phase if standing else None,
+            since_seconds=since,
+            step=standing.step if standing and standing.step else last_step,
+            steps_per_second=_rate(history, self._clock.unix_seconds() if alive else None),
+            **_recent(history),
+        )
 
     def _supervisor_is_lost(self, pid: object, *, here: bool) -> bool:
         """Return whether the supervisor has gone without a word: that was noted, or its process is gone."""
@@ -225,7 +169,7 @@ class Watched:
         locked = is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
         return here and locked is False and isinstance(pid, int) and not Path(f"/proc/{pid}").exists()
 
-    def _state(self, processes: list[ProcessGlance], *, lost: bool) -> State:
+    def _state(self, processes: list[ProcessSnapshot], *, lost: bool) -> State:
         supervised = is_locked(self._run / SUPERVISOR_FOLDER / LOCK_FILE)
         if self._supervisor_said == "restart" and supervised is not False:
             return "waits to restart"
@@ -245,49 +189,26 @@ class Watched:
         return "ended" if known and silent >= _SILENT_SECONDS else "running"
 
 
-def _limits(value: object) -> tuple[tuple[str, float], ...]:
-    if not isinstance(value, dict):
-        return ()
-    pairs = [(str(name), each) for name, each in value.items() if isinstance(each, (int, float))]
-    return tuple((name, float(each)) for name, each in pairs if math.isfinite(each))
-
-
-def _glance(
-    source: Source,
-    standing: Standing | None,
-    history: list[StepSample],
-    alive: bool | None,  # noqa: FBT001 - three states
-    since: float | None,
-    now: float,
-) -> ProcessGlance:
+def _recent(history: Sequence[StepSample]) -> dict[str, Any]:
+    """Return the fields of a `ProcessSnapshot` that its newest samples fill."""
     timed = [each for each in history if each.seconds > 0 and each.wait_seconds >= 0]
-    in_all = math.fsum(each.seconds for each in timed)
-    host = [each.host_bytes for each in history if each.host_bytes]
-    device = [each.device_allocated_bytes for each in history if each.device_allocated_bytes]
+    seconds = math.fsum(each.seconds for each in timed)
     losses = [each.loss for each in history if each.loss is not None]
-    newest = history[-1] if history else None
-    return ProcessGlance(
-        label=source.label,
-        role=source.info.role if source.info else "guard",
-        alive=alive,
-        phase=standing.phase if standing else None,
-        since_seconds=since,
-        step=standing.step if standing and standing.step else newest.step if newest else 0,
-        steps_per_second=_rate(history, now if alive else None),
-        loss=losses[-1] if losses else None,
-        losses=tuple(losses),
-        grad_norm=_newest(each.grad_norm for each in reversed(history)),
-        learning_rate=_newest(each.learning_rate for each in reversed(history)),
-        wait_share=math.fsum(each.wait_seconds for each in timed) / in_all if in_all > 0 else math.nan,
-        host_bytes=host[-1] if host else 0,
-        host_change_bytes=host[-1] - host[0] if host else 0,
-        device_bytes=device[-1] if device else 0,
-        device_change_bytes=device[-1] - device[0] if device else 0,
-    )
-
-
-def _newest(values: Iterable[float | None]) -> float | None:
-    return next((value for value in values if value is not None), None)
+    norms = [each.grad_norm for each in history if each.grad_norm is not None]
+    rates = [each.learning_rate for each in history if each.learning_rate is not None]
+    host = [each.host_bytes for each in history if each.host_bytes] or [0]
+    device = [each.device_allocated_bytes for each in history if each.device_allocated_bytes] or [0]
+    return {
+        "loss": losses[-1] if losses else None,
+        "losses": tuple(losses),
+        "grad_norm": norms[-1] if norms else None,
+        "learning_rate": rates[-1] if rates else None,
+        "wait_share": math.fsum(each.wait_seconds for each in timed) / seconds if seconds > 0 else math.nan,
+        "host_bytes": host[-1],
+        "host_change_bytes": host[-1] - host[0],
+        "device_bytes": device[-1],
+        "device_change_bytes": device[-1] - device[0],
+    }
 
 
 def _rate(history: list[StepSample], now: float | None) -> float:

@@ -2,52 +2,75 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from holdfast.core import events
-from holdfast.core.events import Decision, Event, Grow, Recompute, Retry, RollBack, SkipStep, Split, Stop
+from holdfast.checkpoint.interval import SaveInterval
+from holdfast.core import events, process_events, run_events
+from holdfast.core.events import Decision, Event, EventData, RollBack
 
-_ALL: list[Decision] = [
-    Retry(reason="r", promise="bit-exact"),
-    Recompute(reason="r", promise="bit-exact", modules=("layers.0", "layers.1")),
-    Split(reason="r", promise="equal up to rounding", micro_batch_size=4),
-    Grow(reason="r", promise="equal up to rounding", micro_batch_size=None),
-    SkipStep(reason="r", promise="changes training"),
-    RollBack(reason="r", promise="changes training", rewind_data=False),
-    Stop(reason="r", promise="bit-exact"),
-]
-_NAMES = ["retry", "recompute", "split", "grow", "skip_step", "roll_back", "stop"]
+SOURCE = Path(events.__file__).parents[1]
+_EMITTERS = {"emit", "happened", "happened_at", "note", "tell", "_tell", "_emit"}
+_EMITTING = ("guard", "supervise", "loader", "integrations", "checkpoint", "memory", "numerics")
 
 
-def test_the_list_of_this_file_holds_every_decision() -> None:
-    """A new decision has to be added to the tests below."""
-    found = {kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, Decision)}
-    assert found - {Decision} == {type(decision) for decision in _ALL}
+def _literals() -> Iterator[str]:
+    """Yield the kinds that calls such as ``note("saved", ...)`` in the source name."""
+    for path in (path for package in _EMITTING for path in (SOURCE / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                for given in node.args[:2] if name in _EMITTERS else ():
+                    if (
+                        isinstance(given, ast.Constant)
+                        and isinstance(given.value, str)
+                        and given.value.isidentifier()
+                    ):
+                        yield given.value
 
 
-@pytest.mark.parametrize(("decision", "name"), list(zip(_ALL, _NAMES, strict=True)))
-def test_a_decision_is_named_after_its_class(decision: Decision, name: str) -> None:
-    """The kind of a decision's event is its class name in snake case."""
-    assert decision.name() == type(decision).name() == name
+def test_every_kind_that_is_emitted_is_a_class() -> None:
+    """What a part records is documented: its kind has a class with fields, and no two classes have the same."""
+    assert set(_literals()) <= set(events.KINDS)
+    classes = [
+        each
+        for module in (events, run_events, process_events)
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, EventData) and each.kind
+    ]
+    assert {each.kind: each for each in (*classes, SaveInterval)} == events.KINDS
+    assert len(events.KINDS) == len({*classes, SaveInterval})
 
 
-@pytest.mark.parametrize("decision", _ALL)
-def test_the_facts_of_a_decision_are_its_fields_as_json(decision: Decision) -> None:
-    """What a decision says can be written down without losing a field."""
-    facts = decision.facts()
-    assert set(facts) == {field.name for field in dataclasses.fields(decision)}
-    assert json.loads(json.dumps(facts))["reason"] == "r"
+def test_a_kind_is_named_after_its_class() -> None:
+    """The kind is the class name in snake case, also that of a decision."""
+    assert RollBack.kind == RollBack.name() == "roll_back"
+    assert run_events.ImageAdded.kind == "image_added"
 
 
-@pytest.mark.parametrize("record", [*_ALL, Event(kind="k", global_step=1, unix_seconds=0.0)])
+def test_facts_are_the_fields_as_json() -> None:
+    """What an event says can be written down without losing a field; defaults are there too."""
+    said = run_events.SaveFailed(error="OSError: full", checkpoint="step-3")
+    assert json.loads(json.dumps(said.facts())) == {"error": "OSError: full", "checkpoint": "step-3", "seconds": None}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        RollBack(reason="r", promise="changes training", rewind_data=False),
+        run_events.Spike(loss=1.0, grad_norm=2.0, usual_norm=None, level="SOFT"),
+        Event(kind="k", global_step=1, unix_seconds=0.0),
+    ],
+)
 def test_records_are_frozen_and_keyword_only(record: Decision | Event) -> None:
     """Nobody can change what was decided, nor mix up the order of its fields."""
-    name = dataclasses.fields(record)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(record, name, "changed")
+        setattr(record, dataclasses.fields(record)[0].name, "changed")
     with pytest.raises(TypeError):
         type(record)(*dataclasses.astuple(record))
     assert not hasattr(record, "__dict__")

@@ -85,58 +85,49 @@ _GOOD = {
 }
 
 
-def _pairs(table: dict[str, list[object]]) -> list[tuple[str, object]]:
-    return [(name, value) for name, values in table.items() for value in values]
-
-
 @pytest.fixture
 def policy_file(tmp_path: Path) -> Path:
     return tmp_path / "policy.yaml"
 
 
-def test_the_tables_of_this_file_cover_every_field() -> None:
-    """No field is left without a bad and a good value below."""
-    fields = {field.name for field in dataclasses.fields(Policy)}
-    assert set(_BAD) == set(_GOOD) == fields
+def test_every_field_refuses_its_bad_values_by_name_and_keeps_the_good_ones() -> None:
+    """An error names field, value and what is allowed; the tables of this file have every field."""
+    assert set(_BAD) == set(_GOOD) == {field.name for field in dataclasses.fields(Policy)}
+    for name, values in _BAD.items():
+        for value in values:
+            with pytest.raises(PolicyError) as caught:
+                Policy(**{name: value})
+            shown = tuple(value) if isinstance(value, list) else value
+            assert (caught.value.rule, caught.value.what) == ("H102", f"{name}={shown!r}")
+            assert caught.value.limit.startswith("it must be ")
+    for name, values in _GOOD.items():
+        for value in values:
+            assert getattr(Policy(**{name: value}), name) == value
 
 
-@pytest.mark.parametrize(("name", "value"), _pairs(_BAD))
-def test_a_bad_value_is_refused_by_name(name: str, value: object) -> None:
-    """Every field refuses its bad values, and the error names field, value and what is allowed."""
-    with pytest.raises(PolicyError) as caught:
-        Policy(**{name: value})
-    shown = tuple(value) if isinstance(value, list) else value
-    assert caught.value.rule == "H102"
-    assert caught.value.what == f"{name}={shown!r}"
-    assert caught.value.limit.startswith("it must be ")
-    assert caught.value.fix
+def test_every_field_has_an_option_and_its_help_says_the_default() -> None:
+    """What a field may be can be said on a command line, in YAML syntax."""
+    parser = argparse.ArgumentParser()
+    Policy.add_arguments(parser)
+    for name, values in _GOOD.items():
+        for value in values:
+            text = ",".join(value) if isinstance(value, tuple) else "none" if value is None else str(value).lower()
+            found = Policy.from_arguments(parser.parse_args(["--" + name.replace("_", "-"), text]))
+            assert getattr(found, name) == value
+    shown = parser.format_help()
+    assert all("--" + name.replace("_", "-") in shown for name in _GOOD)
+    assert "(default: 'roll_back')" in " ".join(shown.split())
 
 
-@pytest.mark.parametrize(("name", "value"), _pairs(_GOOD))
-def test_a_good_value_is_kept(name: str, value: object) -> None:
-    """Every field keeps the values that its documentation allows."""
-    assert getattr(Policy(**{name: value}), name) == value
-
-
-def test_a_misspelt_keyword_names_the_nearest_field() -> None:
-    """An unknown keyword is an error that proposes the field that was meant."""
+def test_a_misspelt_name_is_refused_wherever_it_stands(monkeypatch: pytest.MonkeyPatch, policy_file: Path) -> None:
+    """An unknown name is an H101 that proposes the field that was meant, if one is alike."""
     with pytest.raises(PolicyError, match="did you mean 'max_grad_norm'") as caught:
         Policy(max_gradient_norm=1.0)
     assert caught.value.rule == "H101"
     assert "'max_gradient_norm' is not a policy field" in str(caught.value)
-
-
-def test_where_nothing_is_alike_no_field_is_proposed() -> None:
-    """A name that is none of ours at all is not taken for a typing error."""
     with pytest.raises(PolicyError, match=r"Fix: take one of these\.") as caught:
         Policy(banana=1.0)
     assert "max_grad_norm" in caught.value.limit
-
-
-def test_a_misspelt_variable_and_a_misspelt_key_are_refused(
-    monkeypatch: pytest.MonkeyPatch, policy_file: Path
-) -> None:
-    """A typing error in the environment or in a file is as loud as one in a keyword."""
     policy_file.write_text("keep_lates_k: 2")
     with pytest.raises(PolicyError, match="did you mean 'keep_latest_k'"):
         Policy.from_yaml(policy_file)
@@ -145,17 +136,22 @@ def test_a_misspelt_variable_and_a_misspelt_key_are_refused(
         Policy()
 
 
-def test_variables_win_over_the_file_and_keywords_over_variables(
+def test_argument_over_variable_over_file_over_preset_over_default(
     monkeypatch: pytest.MonkeyPatch, policy_file: Path
 ) -> None:
-    """The layers are default < YAML < environment < keyword, field by field."""
-    policy_file.write_text("keep_latest_k: 11\nmax_rollbacks: 12\ngrow_after_steps: 13\n")
+    """The one rule of precedence, field by field, with keywords and with options of a command line."""
+    policy_file.write_text("preset: tts\nkeep_latest_k: 11\nmax_rollbacks: 12\ngrow_after_steps: 13\n")
     monkeypatch.setenv("HOLDFAST_MAX_ROLLBACKS", "22")
     monkeypatch.setenv("HOLDFAST_GROW_AFTER_STEPS", "23")
-    policy = Policy.from_yaml(policy_file, grow_after_steps=33)
-    assert (policy.keep_latest_k, policy.max_rollbacks, policy.grow_after_steps) == (11, 22, 33)
-    assert policy.nonfinite_patience == Policy().nonfinite_patience
-    assert Policy(max_rollbacks=1).max_rollbacks == 1
+    monkeypatch.setenv("MAX_GRAD_NORM", "7")  # not ours
+    by_keyword = Policy.from_yaml(policy_file, grow_after_steps=33)
+    by_option = _from_command_line("--policy", str(policy_file), "--grow-after-steps", "33")
+    assert by_keyword == by_option
+    assert (by_option.keep_latest_k, by_option.max_rollbacks, by_option.grow_after_steps) == (11, 22, 33)
+    assert (by_option.max_grad_norm, by_option.nonfinite_patience) == (1.0, 3)
+    assert Policy(max_rollbacks=1).max_rollbacks == _from_command_line("--max-rollbacks", "1").max_rollbacks == 1
+    assert _from_command_line("--policy", str(policy_file), "--preset", "asr").max_grad_norm == 5.0
+    assert _from_command_line() == Policy()
 
 
 @pytest.mark.parametrize(
@@ -190,12 +186,6 @@ def test_text_means_the_same_in_a_file_and_in_a_variable(
     assert type(from_file) is type(from_variable) is type(value)
 
 
-def test_a_list_in_a_file_becomes_a_tuple(policy_file: Path) -> None:
-    """A YAML list of hazards is accepted, and the frozen policy holds a tuple."""
-    policy_file.write_text("allow_split_with: [batch_norm, buffers]\n")
-    assert Policy.from_yaml(policy_file).allow_split_with == ("batch_norm", "buffers")
-
-
 def test_a_bad_variable_is_refused_unless_a_keyword_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad value from the environment is checked like any other, and only the value that counts is."""
     monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "0")
@@ -218,38 +208,18 @@ def test_a_variable_that_is_no_yaml_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert caught.value.rule == "H102"
 
 
-def test_other_variables_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only variables that begin with HOLDFAST_ are read."""
-    monkeypatch.setenv("MAX_GRAD_NORM", "7")
-    monkeypatch.setenv("NOTHOLDFAST_MAX_GRAD_NORM", "7")
-    assert Policy().max_grad_norm is None
-
-
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just text", "3", "true"])
-def test_a_file_that_is_no_mapping_is_refused(text: str, policy_file: Path) -> None:
-    """A YAML list, text or number is an H103 that names the file."""
-    policy_file.write_text(text)
-    with pytest.raises(PolicyError, match="mapping of field names") as caught:
-        Policy.from_yaml(policy_file)
-    assert caught.value.rule == "H103"
-    assert str(policy_file) in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [b"a: [1", b"\xff\xfe\xfa", b"key: !!python/object:os.system {}"])
-def test_a_file_that_cannot_be_parsed_is_refused(content: bytes, policy_file: Path) -> None:
-    """Broken YAML, bytes that are no text, and YAML that would run code are H103."""
-    policy_file.write_bytes(content)
+@pytest.mark.parametrize(
+    "content",
+    [b"- a\n", b"just text", b"3", b"a: [1", b"\xff\xfe\xfa", b"key: !!python/object:os.system {}", None],
+)
+def test_a_file_that_is_no_yaml_mapping_is_refused(content: bytes | None, policy_file: Path) -> None:
+    """A list, text, broken YAML, bytes, YAML that would run code and no file at all are H103 that name the file."""
+    if content is not None:
+        policy_file.write_bytes(content)
     with pytest.raises(PolicyError) as caught:
         Policy.from_yaml(policy_file)
     assert caught.value.rule == "H103"
-
-
-def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
-    """A path without a file is an H103, not a policy of defaults."""
-    for path in (tmp_path / "absent.yaml", tmp_path):
-        with pytest.raises(PolicyError, match="cannot be read") as caught:
-            Policy.from_yaml(path)
-        assert caught.value.rule == "H103"
+    assert str(policy_file) in str(caught.value)
 
 
 def test_an_empty_file_gives_the_defaults(policy_file: Path) -> None:
@@ -298,16 +268,11 @@ def test_a_policy_can_be_copied_pickled_and_hashed() -> None:
         assert hash(twin) == hash(policy)
 
 
-def test_hazards_can_be_allowed_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list in a variable, separated by commas, is the tuple that the field needs, with Policy() and with a file."""
+def test_a_list_in_a_variable_needs_no_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commas separate, and a pattern may begin with a star, which YAML would take for an alias."""
     monkeypatch.setenv("HOLDFAST_ALLOW_SPLIT_WITH", "batch_norm, buffers,")
-    assert Policy().allow_split_with == ("batch_norm", "buffers")
-    assert Policy.of(None).allow_split_with == ("batch_norm", "buffers")
-
-
-def test_patterns_in_a_variable_may_begin_with_a_star(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A star, which YAML would take for an alias, needs no quotes where a list is separated by commas."""
     monkeypatch.setenv("HOLDFAST_FROZEN", "*.bias, encoder.*")
+    assert Policy().allow_split_with == Policy.of(None).allow_split_with == ("batch_norm", "buffers")
     assert Policy().frozen == ("*.bias", "encoder.*")
 
 
@@ -340,20 +305,14 @@ _AGREEMENTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "what"), _CONTRADICTIONS)
-def test_fields_that_exclude_each_other_are_refused(values: dict[str, Any], what: str) -> None:
-    """The error names both fields with their values, why one has no effect, and what to do."""
-    with pytest.raises(PolicyError) as caught:
-        Policy(**values)
-    assert (caught.value.rule, caught.value.what) == ("H109", what)
-    assert caught.value.limit
-    assert caught.value.fix
-
-
-@pytest.mark.parametrize("values", _AGREEMENTS)
-def test_fields_that_go_together_are_accepted(values: dict[str, Any]) -> None:
-    """What the fix of a contradiction asks for is no contradiction."""
-    assert {name: getattr(Policy(**values), name) for name in values} == values
+def test_fields_that_exclude_each_other_are_refused() -> None:
+    """The error names both fields with their values; what its fix asks for is no contradiction."""
+    for values, what in _CONTRADICTIONS:
+        with pytest.raises(PolicyError) as caught:
+            Policy(**values)
+        assert (caught.value.rule, caught.value.what) == ("H109", what)
+    for values in _AGREEMENTS:
+        assert {name: getattr(Policy(**values), name) for name in values} == values
 
 
 def test_contradictions_are_judged_on_the_merged_values(monkeypatch: pytest.MonkeyPatch, policy_file: Path) -> None:
@@ -378,30 +337,6 @@ def _from_command_line(*arguments: str) -> Policy:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [pair for pair in _pairs(_GOOD) if pair[0] != "cpu_malloc_threshold_bytes"]
-)
-def test_every_field_has_an_option(name: str, value: object) -> None:
-    """What a field may be can be said on a command line, in YAML syntax."""
-    text = ",".join(value) if isinstance(value, tuple) else "none" if value is None else str(value).lower()
-    assert getattr(_from_command_line("--" + name.replace("_", "-"), text), name) == value
-
-
-def test_options_win_over_variables_and_files_and_only_those_that_are_given(
-    monkeypatch: pytest.MonkeyPatch, policy_file: Path
-) -> None:
-    """The layers are default < file < environment < option, field by field."""
-    policy_file.write_text("preset: tts\nkeep_latest_k: 11\nmax_rollbacks: 12\ngrow_after_steps: 13\n")
-    monkeypatch.setenv("HOLDFAST_MAX_ROLLBACKS", "22")
-    monkeypatch.setenv("HOLDFAST_GROW_AFTER_STEPS", "23")
-    policy = _from_command_line("--policy", str(policy_file), "--grow-after-steps", "33")
-    assert (policy.keep_latest_k, policy.max_rollbacks, policy.grow_after_steps) == (11, 22, 33)
-    assert policy.max_grad_norm == 1.0
-    assert _from_command_line("--max-rollbacks", "1").max_rollbacks == 1
-    assert _from_command_line("--policy", str(policy_file), "--preset", "asr").max_grad_norm == 5.0
-    assert _from_command_line() == Policy()
-
-
-@pytest.mark.parametrize(
     ("arguments", "rule", "shown"),
     [
         (("--max-grad-norm", "-1"), "H102", "max_grad_norm=-1"),
@@ -417,15 +352,6 @@ def test_a_bad_option_is_an_error_of_the_policy(arguments: tuple[str, ...], rule
         _from_command_line(*arguments)
     assert caught.value.rule == rule
     assert shown in str(caught.value)
-
-
-def test_the_help_of_the_options_can_be_printed() -> None:
-    """Every option is listed with its default."""
-    parser = argparse.ArgumentParser()
-    Policy.add_arguments(parser)
-    shown = parser.format_help()
-    assert all("--" + field.name.replace("_", "-") in shown for field in dataclasses.fields(Policy))
-    assert "(default: 'roll_back')" in " ".join(shown.split())
 
 
 _RECIPE = """

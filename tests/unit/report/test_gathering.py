@@ -14,6 +14,7 @@ import torch
 from tests.unit.report.made_runs import (
     BEGAN,
     GONE,
+    VERDICT,
     add_process,
     happened,
     make_run,
@@ -59,9 +60,9 @@ def test_a_supervised_run_is_gathered_whole(tmp_path):
     assert kinds == ["attempt_started", "exception", "exception", "attempt_ended", "stopped"]
     assert picture.verdict.cause == "H970"
     assert picture.verdict.runner_up[0] == "H975"
-    assert "forward (model.py:31)" in picture.stacks[0].text
+    assert "forward (model.py:31)" in picture.stacks[0][1]
     assert picture.output.splitlines()[1:3] == ["epoch 1", "RuntimeError: shapes differ"]
-    assert picture.processes[0].standing.phase is Phase.FORWARD_BACKWARD
+    assert picture.processes[0].phase is Phase.FORWARD_BACKWARD
     assert picture.problems == ()
 
 
@@ -191,6 +192,7 @@ def test_full_rings_of_many_processes_are_thinned(tmp_path):
     for rank in range(1, 31):
         folder = add_process(tmp_path, [], pid=GONE + rank, rank=rank)
         os.link(ring, folder / SAMPLES_FILE)
+    (tmp_path / VERDICT_FILE).write_text(json.dumps(VERDICT))
     picture = gather(tmp_path)
     assert len(picture.lanes) == 31
     assert sum(lane.steps for lane in picture.lanes) > 1_000_000
@@ -200,7 +202,7 @@ def test_full_rings_of_many_processes_are_thinned(tmp_path):
 
 
 def test_damaged_checkpoints_are_listed_as_what_they_are(tmp_path):
-    """A checkpoint without a manifest and one that was set aside do not end the listing."""
+    """A checkpoint without a manifest and one that was moved aside do not end the listing."""
     _train(tmp_path, 6)
     folders = sorted((tmp_path / "checkpoints").iterdir())
     shutil.rmtree(folders[0])
@@ -208,8 +210,8 @@ def test_damaged_checkpoints_are_listed_as_what_they_are(tmp_path):
     folders[1].rename(folders[1].with_name("damaged-" + folders[1].name))
     status = {each.global_step: each.status for each in gather(tmp_path).checkpoints}
     assert status[6] == "complete"
-    assert status[4] == "damaged, set aside"
-    assert status[2] not in ("complete", "damaged, set aside")
+    assert status[4] == "damaged, moved aside"
+    assert status[2] not in ("complete", "damaged, moved aside")
 
 
 def test_steps_that_are_not_recorded_any_more_are_said_everywhere(tmp_path):

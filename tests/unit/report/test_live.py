@@ -102,17 +102,17 @@ def test_the_view_looks_like_its_snapshot(tmp_path, width):
 def test_the_numbers_of_the_view_are_those_of_the_run(tmp_path):
     """Rate, share of waiting, growth of memory and the time in a phase follow from the samples and the board."""
     run, clock = _running(tmp_path)
-    glance = Watched(run, clock).look()
-    trainer = glance.processes[0]
+    run_now = Watched(run, clock).look()
+    trainer = run_now.processes[0]
     assert (trainer.step, trainer.phase, trainer.alive) == (1200, Phase.DATA_WAIT, True)
     assert trainer.since_seconds == pytest.approx(12.25)
     assert trainer.steps_per_second == pytest.approx(50 / (5.0 + 5.0))  # silent for 5 seconds
     assert trainer.wait_share == pytest.approx(0.2)
     assert trainer.grad_norm == 0.62
     assert trainer.host_change_bytes == (900 << 20) - ((400 << 20) + 4096 * 601)
-    assert glance.processes[1].loss != glance.processes[1].loss
-    assert [process.alive for process in glance.processes[2:]] == [False]  # the worker has ended and is forgotten
-    assert glance.state == "running"
+    assert run_now.processes[1].loss != run_now.processes[1].loss
+    assert [process.alive for process in run_now.processes[2:]] == [False]  # the worker has ended and is forgotten
+    assert run_now.state == "running"
 
 
 def test_hostile_text_neither_colours_nor_moves_anything(tmp_path):
@@ -140,9 +140,9 @@ def test_a_half_written_run_can_be_watched(tmp_path):
     assert watched.look().processes == ()
     add_process(tmp_path, [sample(1)], phase=Phase.STARTING)
     (tmp_path / PROCESSES_FOLDER / f"{GONE}-7" / BOARD_FILE).write_bytes(b"HOLDPROG" + b"\xff" * 5000)
-    glance = watched.look()
-    assert glance.processes[0].step == 1
-    assert glance.problems
+    run_now = watched.look()
+    assert run_now.processes[0].step == 1
+    assert run_now.problems
 
 
 def test_the_run_of_a_plain_guard_can_be_watched(tmp_path):
@@ -162,9 +162,9 @@ def test_the_run_of_a_plain_guard_can_be_watched(tmp_path):
     ) as holder:
         assert holder.stdout.readline() == "held\n"
         clock.monotonic += 100
-        glance = watched.look()
-        assert glance.state == "running"
-        (guard,) = glance.processes
+        run_now = watched.look()
+        assert run_now.state == "running"
+        (guard,) = run_now.processes
         assert (guard.role, guard.alive, guard.step, guard.loss) == ("guard", True, 5, 0.2)
         assert "guard rank0" in drawn(watched, 80)
     clock.monotonic += 100
@@ -207,8 +207,8 @@ def test_only_the_newest_attempt_is_shown(tmp_path):
     watched = Watched(tmp_path, Clock())
     assert [process.step for process in watched.look().processes] == [7]
     add_process(tmp_path, [sample(8)], attempt=1, pid=GONE + 1, started=BEGAN + 50)
-    glance = watched.look()
-    assert (glance.attempt, [process.step for process in glance.processes]) == (1, [8])
+    run_now = watched.look()
+    assert (run_now.attempt, [process.step for process in run_now.processes]) == (1, [8])
 
 
 def test_a_run_on_another_machine_is_not_called_dead(tmp_path):
@@ -218,9 +218,9 @@ def test_a_run_on_another_machine_is_not_called_dead(tmp_path):
     clock = Clock()
     watched = Watched(run, clock)
     clock.monotonic = 1e4
-    glance = watched.look()
-    assert glance.processes[0].alive is None
-    assert glance.state == "running"
+    run_now = watched.look()
+    assert run_now.processes[0].alive is None
+    assert run_now.state == "running"
 
 
 def test_a_run_that_waits_to_restart_says_so_until_its_supervisor_is_gone(tmp_path):
@@ -258,8 +258,8 @@ def test_a_run_whose_supervisor_was_killed_has_ended(tmp_path, noted):
     if noted:
         assert Watched(tmp_path, Clock()).look().state == "running"
         (tmp_path / "supervisor" / "lost.json").write_text("{}")
-    glance = Watched(tmp_path, Clock()).look()
-    assert (glance.state, glance.problems) == ("ended", ("its supervisor was killed",))
+    run_now = Watched(tmp_path, Clock()).look()
+    assert (run_now.state, run_now.problems) == ("ended", ("its supervisor was killed",))
 
 
 def test_following_ends_when_the_run_does_and_shows_the_verdict(tmp_path):
@@ -278,9 +278,9 @@ def test_following_ends_when_the_run_does_and_shows_the_verdict(tmp_path):
             make_run(run)
 
     screen = io.StringIO()
-    glance = follow(Watched(run, clock), Console(file=screen, width=100, height=50, force_terminal=True), wait)
+    run_now = follow(Watched(run, clock), Console(file=screen, width=100, height=50, force_terminal=True), wait)
     assert waits[:6] == [0.5] * 6
-    assert glance.state == "ended"
+    assert run_now.state == "ended"
     assert "How sure: almost certain (93%)" in screen.getvalue()
     assert (run / VERDICT_FILE).exists()
     assert time.monotonic() > 0

@@ -20,7 +20,7 @@ from holdfast.core.errors import PolicyError
 from holdfast.recorder.progress import SampleRing
 from holdfast.recorder.run_files import SAMPLES_FILE
 from holdfast.report.metrics import check_targets, follow, open_sinks
-from holdfast.report.metrics.points import Happened, Point
+from holdfast.report.metrics.copying import Happened, Point
 
 
 def copied(run: Path, *wanted: str):
@@ -28,6 +28,14 @@ def copied(run: Path, *wanted: str):
     at_once = threading.Event()
     at_once.set()
     return follow(run, open_sinks(wanted, run), at_once)
+
+
+def kept(run: Path, **options):
+    """Copy a run once to a sink that remembers."""
+    sink, at_once = _Kept(), threading.Event()
+    at_once.set()
+    follow(run, [sink], at_once, **options)
+    return sink
 
 
 def _with_nan(tmp_path: Path) -> Path:
@@ -60,7 +68,7 @@ class _Kept:
         self.closed += 1
 
 
-def test_json_lines_hold_every_step_and_event_also_nan(tmp_path):
+def test_json_lines_hold_every_step_and_event_also_nan(tmp_path, capsys):
     """Each line is strict JSON; NaN and infinity are texts that float() reads; what nobody measured is absent."""
     run, out = _with_nan(tmp_path), tmp_path / "out.jsonl"
     result = copied(run, f"jsonl={out}")
@@ -83,6 +91,8 @@ def test_json_lines_hold_every_step_and_event_also_nan(tmp_path):
     assert (event["event"], event["facts"]) == ("spike", {"loss": "Infinity"})
     copied(run, f"jsonl={out}")
     assert len(out.read_text().splitlines()) == 14  # appended, nothing lost
+    copied(run, "jsonl=-")
+    assert len(capsys.readouterr().out.splitlines()) == 7
 
 
 def test_a_loss_that_was_never_read_is_no_point(tmp_path):
@@ -90,13 +100,11 @@ def test_a_loss_that_was_never_read_is_no_point(tmp_path):
     run = tmp_path / "run"
     losses = [math.nan, None, 0.5, math.nan]
     add_process(run, [sample(step, loss=loss) for step, loss in enumerate(losses, start=1)])
-    kept, at_once = _Kept(), threading.Event()
-    at_once.set()
-    follow(run, [kept], at_once)
-    assert [("loss" in point.values, point.step) for point in kept.points] == [
+    found = kept(run)
+    assert [("loss" in point.values, point.step) for point in found.points] == [
         (True, 1), (False, 2), (True, 3), (True, 4),
     ]  # fmt: skip
-    assert math.isnan(kept.points[3].values["loss"])
+    assert math.isnan(found.points[3].values["loss"])
 
 
 def test_of_a_run_that_is_continued_only_what_is_new_is_copied(tmp_path):
@@ -106,11 +114,9 @@ def test_of_a_run_that_is_continued_only_what_is_new_is_copied(tmp_path):
     add_process(run, [sample(2)], happened("exiting", 99), attempt=1, pid=GONE + 1, started=BEGAN + 50)
     for who in ("supervisor", "recorder/rank0"):
         write_events(run / who, happened("before", 10), happened("after", 60))
-    kept, at_once = _Kept(), threading.Event()
-    at_once.set()
-    follow(run, [kept], at_once, first_attempt=1, since=BEGAN + 50)
-    assert [point.step for point in kept.points] == [2]
-    assert [each.event.kind for each in kept.events] == ["after", "after", "exiting"]
+    found = kept(run, first_attempt=1, since=BEGAN + 50)
+    assert [point.step for point in found.points] == [2]
+    assert [each.event.kind for each in found.events] == ["after", "after", "exiting"]
 
 
 def test_the_guard_that_a_process_names_is_copied_at_once(tmp_path):
@@ -118,16 +124,8 @@ def test_the_guard_that_a_process_names_is_copied_at_once(tmp_path):
     run = tmp_path / "run"
     add_process(run, [sample(1)], happened("guard", 2, path=str(tmp_path / "g")))
     write_events(tmp_path / "g" / "recorder" / "rank0", happened("checkpoint_saved", 3, 1))
-    kept, at_once = _Kept(), threading.Event()
-    at_once.set()
-    follow(run, [kept], at_once)
-    assert [each.event.kind for each in kept.events] == ["guard", "checkpoint_saved"]
-
-
-def test_json_lines_can_be_printed(tmp_path, capsys):
-    """A dash is the standard output."""
-    copied(_with_nan(tmp_path), "jsonl=-")
-    assert len(capsys.readouterr().out.splitlines()) == 7
+    found = kept(run)
+    assert [each.event.kind for each in found.events] == ["guard", "checkpoint_saved"]
 
 
 def _tensorboard(folder: Path) -> list:
@@ -217,7 +215,7 @@ def _get(address: str) -> str:
         return answer.read().decode()
 
 
-def test_a_failing_sink_is_set_aside_and_the_others_go_on(tmp_path, caplog):
+def test_a_failing_sink_is_closed_and_the_others_go_on(tmp_path, caplog):
     """A client that raises is closed and named once, in text that does nothing, and nothing is raised."""
     bad, good = _Kept("bad", fails_at=1), _Kept("good")
     at_once = threading.Event()
@@ -258,31 +256,22 @@ def test_a_guard_inside_an_observed_process_is_not_counted_twice(tmp_path):
     box.step(StepMark.COMMITTED, 1, 4, 0.5, 1.0, 0.1)
     box.close()
     write_events(run / "recorder" / "rank0", happened("checkpoint_saved", 1, 1))
-    sink, at_once = _Kept(), threading.Event()
-    at_once.set()
-    follow(run, [sink], at_once)
-    assert [point.step for point in sink.points] == [1, 2, 3]
-    assert [each.event.kind for each in sink.events] == ["checkpoint_saved"]
+    found = kept(run)
+    assert [point.step for point in found.points] == [1, 2, 3]
+    assert [each.event.kind for each in found.events] == ["checkpoint_saved"]
 
 
-@pytest.mark.parametrize(
-    "wanted", ["nonsense", "tensorboard", "jsonl=", "prometheus=:http", "prometheus=:99999", "jsonl=/none/x/y", "x=y"]
-)
-def test_a_target_that_cannot_be_is_refused_at_the_start(tmp_path, wanted):
-    """A typing error is an H743 before anything is followed, and sinks that were open are closed."""
-    with pytest.raises(PolicyError) as caught:
-        open_sinks([f"jsonl={tmp_path / 'x'}", wanted], tmp_path)
-    assert caught.value.rule == "H743"
-
-
-@pytest.mark.parametrize("wanted", ["nonsense", "jsonl=", "prometheus=:http", "x=y"])
-def test_a_mistake_is_found_without_opening_anything(tmp_path, wanted):
-    """A check of the targets refuses it, and has made no file of the others."""
-    with pytest.raises(PolicyError) as caught:
-        check_targets([f"jsonl={tmp_path / 'x'}", wanted])
-    assert caught.value.rule == "H743"
+def test_a_target_that_cannot_be_is_refused_at_the_start(tmp_path):
+    """A mistake is an H743 before anything is followed; a check finds it without opening a file or a server."""
+    for wanted in ("nonsense", "jsonl=", "prometheus=:http", "prometheus=:99999", "x=y"):
+        for refusing in (check_targets, lambda targets: open_sinks(targets, tmp_path)):
+            with pytest.raises(PolicyError) as caught:
+                refusing([f"jsonl={tmp_path / 'x'}", wanted])
+            assert caught.value.rule == "H743"
     check_targets([f"jsonl={tmp_path / 'x'}", "prometheus=:9100"])
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(PolicyError, match="H743"):
+        open_sinks(["jsonl=/none/x/y"], tmp_path)
 
 
 def test_a_file_in_the_run_directory_makes_it(tmp_path):
@@ -303,22 +292,15 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
     assert caught.value.rule == "H743"
 
 
-@pytest.mark.parametrize(
-    ("kind", "module", "extra"),
-    [
-        ("tensorboard", "tensorboardX", "metrics"),
-        ("prometheus", "prometheus_client", "metrics"),
-        ("wandb", "wandb", "wandb"),
-        ("mlflow", "mlflow", "mlflow"),
-    ],
-)
-def test_a_missing_client_names_its_extra(tmp_path, monkeypatch, kind, module, extra):
+def test_a_missing_client_names_its_extra(tmp_path, monkeypatch):
     """Each optional client that is not there is an H742 that says what to install."""
-    monkeypatch.setitem(sys.modules, module, None)
-    for refused in (lambda wanted: check_targets(wanted), lambda wanted: open_sinks(wanted, tmp_path)):
-        with pytest.raises(PolicyError, match=rf"holdfast\[{extra}\]") as caught:
-            refused([f"{kind}={tmp_path / 'target'}"])
-        assert caught.value.rule == "H742"
+    clients = {"tensorboard": "tensorboardX", "prometheus": "prometheus_client", "wandb": "wandb", "mlflow": "mlflow"}
+    for kind, module in clients.items():
+        monkeypatch.setitem(sys.modules, module, None)
+        for refused in (check_targets, lambda wanted: open_sinks(wanted, tmp_path)):
+            with pytest.raises(PolicyError, match=rf"holdfast\[{kind if kind == module else 'metrics'}\]") as caught:
+                refused([f"{kind}={tmp_path / 'target'}"])
+            assert caught.value.rule == "H742"
 
 
 def test_weights_and_biases_gets_every_step(tmp_path, monkeypatch):
@@ -328,9 +310,7 @@ def test_weights_and_biases_gets_every_step(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = make_run(tmp_path / "run", steps=5)
-    seen, at_once = _Kept(), threading.Event()
-    at_once.set()
-    follow(run, [seen], at_once)
+    seen = kept(run)
     (sink,) = open_sinks(["wandb=speech"], run)
     sink.write(seen.points, seen.events)
     summary = dict(sink._run.summary)

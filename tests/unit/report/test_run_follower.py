@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from tests.unit.report.made_runs import GONE, add_process, happened, sample
 
-from holdfast.recorder.run_files import PROCESS_FILE, PROCESSES_FOLDER, SUPERVISED_FILE
+from holdfast.recorder.run_files import PROCESS_FILE, SUPERVISED_FILE
 from holdfast.report.run_follower import RunFollower
 
 
@@ -51,28 +50,9 @@ def test_workers_of_another_machine_are_not_forgotten(tmp_path):
     assert _kinds(follower) == ["more"]
 
 
-def test_folders_are_listed_again_only_when_one_came_or_went(tmp_path):
-    """A time of change that is older than its tick stands for all changes; a fresh one does not."""
-    add_process(tmp_path, [], happened("first", 1))
-    folder, old = tmp_path / PROCESSES_FOLDER, (10**18, 10**18)
-    os.utime(folder, ns=old)
-    follower = RunFollower(tmp_path)
-    assert _kinds(follower) == ["first"]
-    add_process(tmp_path, [], happened("second", 2), pid=GONE + 1)
-    fresh = folder.stat().st_mtime_ns
-    os.utime(folder, ns=old)
-    assert _kinds(follower) == []  # not listed: nothing says that anything changed
-    os.utime(folder, ns=(fresh, fresh))
-    assert _kinds(follower) == ["second"]
-    add_process(tmp_path, [], happened("third", 3), pid=GONE + 2)
-    os.utime(folder, ns=(fresh, fresh))
-    assert _kinds(follower) == ["third"]  # made within the tick of the listing before
-
-
 def test_a_process_that_says_something_new_of_itself_is_read_again(tmp_path):
-    """A process becomes a trainer at its first step, by which its folder's time of change stays as it is."""
+    """A process becomes a trainer at its first step."""
     add_process(tmp_path, role="other")
-    os.utime(tmp_path / PROCESSES_FOLDER, ns=(10**18, 10**18))
     follower = RunFollower(tmp_path)
     follower.new()
     assert _labels(follower) == [f"process {GONE}"]

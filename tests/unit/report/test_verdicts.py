@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
 from tests.unit.report.made_runs import VERDICT
 
 from holdfast.report.verdicts import how_sure, verdict_from
 
 
-@pytest.mark.parametrize(
-    ("confidence", "told"),
-    [
-        (0.97, "almost certain (97%)"),
-        (0.80, "very likely (80%)"),
-        (0.70, "likely (70%)"),
-        (0.40, "a guess (40%)"),
-        (0.0, "a weak guess (0%)"),
-    ],
-)
-def test_how_sure_is_said_in_words_and_as_a_number(confidence, told):
+def test_how_sure_is_said_in_words_and_as_a_number():
     """Each tier of evidence has its word; of an unknown cause there is neither, since it would mislead."""
-    assert how_sure(verdict_from({**VERDICT, "confidence": confidence})) == told
-    assert how_sure(verdict_from({**VERDICT, "confidence": confidence, "family": "unknown"})) == ""
+    tiers = {
+        0.97: "almost certain (97%)",
+        0.80: "very likely (80%)",
+        0.70: "likely (70%)",
+        0.40: "a guess (40%)",
+        0.0: "a weak guess (0%)",
+    }
+    for confidence, words in tiers.items():
+        assert how_sure(verdict_from({**VERDICT, "confidence": confidence})) == words
+        assert how_sure(verdict_from({**VERDICT, "confidence": confidence, "family": "unknown"})) == ""

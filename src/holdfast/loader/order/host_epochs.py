@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.core.weak_calls import WeakCall
+from holdfast.loader.weak_calls import WeakCall
 
 
 class HostEpochs:

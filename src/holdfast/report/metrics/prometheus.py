@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.core.errors import PolicyError
 from holdfast.core.text import sanitise
-from holdfast.report.metrics.points import Happened, Point
+from holdfast.report.metrics.copying import Happened, Point
 
 _GAUGES = {
     "loss": ("holdfast_loss", "Loss of the newest step."),
@@ -31,14 +31,7 @@ _MOST_KINDS = 200  # of events: a label with endless values would fill the serve
 
 
 class Prometheus:
-    """Gauges of the newest step for each process, and counters of events.
-
-    Args:
-        run: Name of the run, a label.
-
-    Raises:
-        ImportError: without prometheus-client.
-    """
+    """Gauges of the newest step for each process, and counters of events; `run`, its name, is a label."""
 
     def __init__(self, run: str) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -48,7 +41,7 @@ class Prometheus:
         self._run = sanitise(run, most=200)
         labels = ["run", "process"]
         self._gauges = {
-            key: Gauge(name, told, labels, registry=self.registry) for key, (name, told) in _GAUGES.items()
+            key: Gauge(name, text, labels, registry=self.registry) for key, (name, text) in _GAUGES.items()
         }
         self._events = Counter("holdfast_events", "Events.", ["run", "event"], registry=self.registry)
         self._kinds: set[str] = set()
@@ -71,15 +64,7 @@ class Prometheus:
 
 
 class PrometheusFile(Prometheus):
-    """Write a text file, replaced as a whole each time.
-
-    Args:
-        path: The file; the node exporter wants a name that ends in ``.prom``.
-        run: As in `Prometheus`.
-
-    Raises:
-        OSError: if it cannot be written.
-    """
+    """A text file, replaced as a whole each time; the node exporter wants a name that ends in ``.prom``."""
 
     def __init__(self, path: Path, run: str) -> None:
         super().__init__(run)
@@ -99,16 +84,7 @@ class PrometheusFile(Prometheus):
 
 
 class PrometheusEndpoint(Prometheus):
-    """Serve the gauges over HTTP until closed.
-
-    Args:
-        host: Address to listen on.
-        port: Port; 0 takes a free one, see `port`.
-        run: As in `Prometheus`.
-
-    Raises:
-        OSError: if the port is taken.
-    """
+    """Serves the gauges over HTTP until closed; port 0 takes a free one, see `port`."""
 
     def __init__(self, host: str, port: int, run: str) -> None:
         from prometheus_client import start_http_server

@@ -12,12 +12,9 @@ from pathlib import Path
 
 from holdfast.core.errors import PolicyError
 from holdfast.core.text import sanitise
-from holdfast.report.metrics.json_lines import JsonLines
-from holdfast.report.metrics.mlflow_runs import MlflowRun
-from holdfast.report.metrics.points import Sink
+from holdfast.report.metrics.clients import JsonLines, MlflowRun, TensorBoard, WandbRun
+from holdfast.report.metrics.copying import Sink
 from holdfast.report.metrics.prometheus import endpoint_of, open_prometheus
-from holdfast.report.metrics.tensorboard import TensorBoard
-from holdfast.report.metrics.weights_and_biases import WandbRun
 
 _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
     "tensorboard": lambda target, _run: TensorBoard(Path(target)),

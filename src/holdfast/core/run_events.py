@@ -1,0 +1,523 @@
+"""What happens in a training process: the guard, the loader and frameworks record these. See ``events``.
+
+`why` is a sentence for people, `error` the type and text of an exception, `promise` what the rest of the run is equal
+to. Steps are optimizer steps, and the step that an event belongs to is not repeated in its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from holdfast.core.events import EventData, Promise
+
+
+class _Why(EventData):
+    kind: ClassVar[str] = ""
+    why: str
+
+
+class _Failure(EventData):
+    kind: ClassVar[str] = ""
+    error: str
+
+
+# --- a run begins, is looked at, and ends -----------------------------------------------------------------------
+
+
+class Loop(EventData):
+    """An iteration over batches began: who drives it (``by``), and what the loader promises after a resume."""
+
+    by: str = "guard"
+    resume_promise: str | None = None
+    epoch: int | None = None
+    batches: int | None = None
+
+
+class Resumed(EventData):
+    """The run went on from a checkpoint, or from what a framework loaded; batches are those of its epoch."""
+
+    checkpoint: str | None = None
+    trained_batches: int | None = None
+    by: str = "guard"
+
+
+class BeginsAnew(EventData):
+    """A framework began at step 0, although there are checkpoints in this directory."""
+
+    though_saved_in: str
+
+
+class StopRequested(EventData):
+    """Somebody asked for the end of training, by a signal or a call."""
+
+    reason: str
+
+
+class LeftByException(EventData):
+    """An exception ended the loop: its class, its text, frames as [file, line, function], and its causes."""
+
+    exception: str
+    rule: str | None = None
+    type: str | None = None
+    message: str = ""
+    frames: tuple[Any, ...] = ()
+    chain: tuple[Any, ...] = ()
+
+
+class Closed(EventData):
+    """The run was closed; without this or an exception as last word it was cut off."""
+
+    how: Literal["finished", "stopped", "left", "failed"]
+
+
+class Validated(EventData):
+    """The loss of an evaluation, and the schedulers that changed a learning rate because of it."""
+
+    loss: float
+    learning_rate_changed_by: tuple[str, ...] = ()
+
+
+class ImageAdded(EventData):
+    """An image was written, relative to the run directory; and how many of its values were odd."""
+
+    tag: str
+    path: str
+    nonfinite: int = 0
+    outside_0_to_1: int = 0
+
+
+class ImageLeftOut(EventData):
+    """An image could not be written."""
+
+    tag: str
+    reason: str
+
+
+class RecordingMovedAside(EventData):
+    """A recording could not be continued; a new one was begun, and `what` says where the old one lies."""
+
+    what: str
+
+
+class SchedulersWait(EventData):
+    """These schedulers need a validation loss, and an epoch went by without one."""
+
+    schedulers: tuple[str, ...]
+    fix: str
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+class CheckpointSaved(EventData):
+    """A checkpoint counts from now on. Its costs: the stall of the loop, and slower steps too where measured."""
+
+    checkpoint: str
+    size_bytes: int
+    seconds: float
+    stall_seconds: float
+    save_costs_seconds: float | None = None
+    removed: tuple[str, ...] = ()
+
+
+class Saved(EventData):
+    """A framework saved a checkpoint of its own, which was sealed."""
+
+    checkpoint: str
+
+
+class SaveFailed(_Failure):
+    """A checkpoint could not be written; training goes on, and the older ones stay."""
+
+    checkpoint: str | None = None
+    seconds: float | None = None
+
+
+class SaveRefused(_Why):
+    """A state was not saved, or not kept as a checkpoint, since it is not sound."""
+
+    checkpoint: str | None = None
+    kept: str | None = None
+    nonfinite: tuple[str, ...] = ()
+    count: int = 0
+
+
+class SavePostponed(_Why):
+    """A save waits until spikes are over."""
+
+
+class SavePutOff(_Why):
+    """A save waits for the writer, or for memory."""
+
+
+class SavesSynchronous(_Why):
+    """From now on training waits for saves."""
+
+
+class PruneFailed(_Failure):
+    """Older checkpoints could not be removed."""
+
+
+class NotSaved(EventData):
+    """The run ended with steps that are in no checkpoint."""
+
+    newest_checkpoint: str | None
+    failed_saves: int
+
+
+class ChangesNotSaved(_Why):
+    """Something changes that no checkpoint holds."""
+
+
+class CheckpointDamaged(_Why):
+    """A checkpoint did not verify and was moved aside; `kept` is its name from now on."""
+
+    checkpoint: str | None = None
+    kept: str | None = None
+
+
+class CheckpointKept(_Why):
+    """A checkpoint that does not verify was kept."""
+
+    checkpoint: str
+
+
+class CheckpointInstead(EventData):
+    """This checkpoint was loaded, in the place of another."""
+
+    checkpoint: str
+    of: str
+
+
+# --- memory and splitting ---------------------------------------------------------------------------------------
+
+
+class OutOfMemory(_Failure):
+    """An attempt ran out of memory."""
+
+    attempt: int
+    micro_batch_size: int | None
+    recompute: bool
+
+
+class Promises(EventData):
+    """What splitting a batch of this loss function would be equal to, and how that was found out."""
+
+    batch_size: int | None
+    split: str
+    weighting: str | None = None
+    rehearsal: Mapping[str, Any] | None = None
+    side_effects: tuple[str, ...] | None = None
+
+
+class SideEffects(_Why):
+    """Each forward pass changes attributes that are in no checkpoint."""
+
+    attributes: tuple[str, ...]
+
+
+class SplitRefused(_Why):
+    """Batches of this loss function are not split, unless the hazard is allowed by name."""
+
+    allow_split_with: str
+
+
+class CannotSplit(_Why):
+    """A batch could not be cut."""
+
+    fix: str
+
+
+class RecomputeImpossible(_Why):
+    """Activation checkpointing cannot help, or not in these modules."""
+
+    modules: tuple[str, ...] = ()
+
+
+class NotRestored(EventData):
+    """These changed in an attempt that was taken back, and could not be put back."""
+
+    names: tuple[str, ...]
+    promise: Promise = "changes training"
+
+
+class MutableBuffers(EventData):
+    """These buffers change in forward passes, `count` in all; they are put back from now on."""
+
+    buffers: tuple[str, ...]
+    count: int
+
+
+class OnednnSwitchedOff(EventData):
+    """oneDNN keeps memory of its own; it is off from now on."""
+
+    promise: Promise = "equal up to rounding"
+
+
+class MicroBatchSizeForgotten(_Why):
+    """The size that a checkpoint holds could not be used."""
+
+
+class ForecastCompared(EventData):
+    """What `holdfast plan` forecast, and the peak of the third step; `off_by` is a share of the peak."""
+
+    forecast_bytes: int
+    peak_bytes: int
+    off_by: float
+
+
+# --- values -----------------------------------------------------------------------------------------------------
+
+
+class NonfiniteOrigin(EventData):
+    """Where NaN or Inf came from, as `numerics.provenance.Origin` says it, and the samples that cause it."""
+
+    origin: Mapping[str, Any]
+    bad_samples: tuple[int, ...]
+    dataset_indices: tuple[int, ...] | None
+
+
+class NonfiniteNotTraced(_Why):
+    """The replay of a step did not show where NaN or Inf came from."""
+
+
+class SamplesDropped(EventData):
+    """A step was made without its bad samples."""
+
+    reason: str
+    promise: Promise = "changes training"
+    epoch: int | None = None
+    batch: int | None = None
+
+
+class MicroBatchDropped(EventData):
+    """A step was made without micro-batches whose loss was not finite: ranges of the batch."""
+
+    samples: tuple[tuple[int, int], ...]
+    dataset_indices: tuple[int, ...] | None
+    promise: Promise = "changes training"
+    epoch: int | None = None
+    batch: int | None = None
+
+
+class Spike(EventData):
+    """Loss and gradient norm stand out, and the step was made."""
+
+    loss: float
+    grad_norm: float
+    usual_norm: float | None
+    level: str
+
+
+class SpikeClipped(Spike):
+    """Loss and gradient norm stand out; the gradient was scaled down to the usual norm."""
+
+
+class NormOverflowed(EventData):
+    """The norm of a finite gradient is larger than float32 holds; it was taken in float64."""
+
+    total: float
+
+
+class LossScaleLowered(EventData):
+    """A step was skipped and the loss scale of fp16 lowered, as it does when it looks for its place."""
+
+    loss_scale: float
+    reason: str
+
+
+class LossScaleCollapsed(LossScaleLowered):
+    """The loss scale of fp16 has fallen below 1: gradients are not finite whatever it is."""
+
+
+class RolledBack(EventData):
+    """The run is back at an earlier step; learning rates before and after."""
+
+    from_step: int
+    to_step: int
+    learning_rates: tuple[tuple[float, ...], tuple[float, ...]]
+
+
+class RollbackFailed(_Failure):
+    """The state could not be put back."""
+
+
+class SnapshotFailed(_Failure):
+    """The state could not be copied to host memory."""
+
+
+class SnapshotsDoNotFit(EventData):
+    """No copies of the state are kept in host memory: a rollback returns to a checkpoint."""
+
+
+class LearningRateLowered(EventData):
+    """The learning rates were lowered after a rollback, by a factor; and by how much in all."""
+
+    factor: float
+    in_all: float
+
+
+# --- why it does not learn --------------------------------------------------------------------------------------
+
+
+class Finding(EventData):
+    """A rule of the diagnosis speaks; `about` says whether it names a cause or a symptom."""
+
+    rule: str
+    severity: str
+    what: str
+    fix: str
+    about: str = "symptom"
+    confidence: float | None = None
+    evidence: Mapping[str, Any] | None = None
+    where: str = ""
+
+
+class Note(Finding):
+    """A rule speaks of what is worth knowing and often intended."""
+
+
+class SearchedCause(EventData):
+    """Trials on the last batch looked for a cause; the rules that speak now."""
+
+    found: tuple[str, ...]
+
+
+class DiagnosisLimited(_Why):
+    """The diagnosis sees less than it could."""
+
+
+class GradientFlow(EventData):
+    """Gradients and updates over a window: see `learning.flow_summary.flow_summary`."""
+
+    layers: int
+    gradient_norm: Mapping[str, float]
+    profile: Mapping[str, float]
+    update_to_weight: Mapping[str, Any]
+    dead_units: Mapping[str, float]
+    saturated: Mapping[str, float]
+
+
+class Aligned(EventData):
+    """How the attention of a speech synthesiser lies: see `numerics.alignment.alignment_facts`."""
+
+    diagonality: float
+    sharpness: float
+    entropy: float
+    monotonic_share: float
+    share_at_max_decoder: float
+    utterances: int
+
+
+# --- the loader -------------------------------------------------------------------------------------------------
+
+
+class LoaderHealed(EventData):
+    """Workers were lost or stuck, and new ones go on where the last batch was handed out."""
+
+    cause: str
+    remedy: str
+    sample: int | str | None
+    workers_before: int
+    workers: int
+    seconds: float
+
+
+class SampleQuarantined(_Why):
+    """A sample is replaced by another one from now on; how many are, and why that could not be written."""
+
+    sample: int | str
+    evidence: str
+    quarantined: int
+    not_written: str | None = None
+
+
+class QuarantineFull(_Failure):
+    """One more sample would be too many."""
+
+
+class SamplesTakenBack(_Why):
+    """Samples in a row cannot be read: they are in quarantine no more."""
+
+    samples: tuple[int | str, ...]
+
+
+class DatasetNotDeterministic(_Why):
+    """A sample that was read twice with the same random numbers has two values."""
+
+    what: str
+    samples: tuple[int | str, ...]
+
+
+class SamplesReadSingly(_Why):
+    """Samples are read one by one, not by `__getitems__`."""
+
+
+class StreamReadOver(_Why):
+    """Items before the position are read again and dropped."""
+
+    items: int
+
+
+class RanksNotDivided(_Why):
+    """Each rank gets all samples."""
+
+
+class NothingLeft(_Why):
+    """An iteration without batches: the position that was loaded is the end of its epoch."""
+
+    epoch: int
+
+
+class EpochSetBack(_Why):
+    """The loop has set an earlier epoch than that of the loader."""
+
+    before: int
+    now: int
+
+
+class WorkersChosen(EventData):
+    """How many workers load from now on, and how far ahead."""
+
+    num_workers: int
+    prefetch_factor: int | None
+    reason: str
+
+
+class Preflight(EventData):
+    """Loading will probably fail or be slow."""
+
+    rule: str
+    what: str
+    limit: str
+    fix: str
+
+
+class TransferNotMeasured(_Failure):
+    """How long a batch takes to the device is unknown."""
+
+
+# --- frameworks -------------------------------------------------------------------------------------------------
+
+
+class OwnSteps(_Why):
+    """A module of Lightning optimizes by itself, past the guard."""
+
+
+class OwnFitBatch(_Why):
+    """A Brain of SpeechBrain has a `fit_batch` of its own, which is not guarded."""
+
+
+class StepWithoutLoss(_Why):
+    """`training_step` returned None: nothing was trained."""
+
+
+class BatchWithoutLoss(_Why):
+    """`training_step` returned None for one of the batches that are accumulated."""
+
+
+class ItemsIgnored(_Why):
+    """The model ignores `num_items_in_batch`."""
+
+    model: str

@@ -1,0 +1,230 @@
+"""Copy what a run records to sinks, while it goes on or after its end, with names that stay the same over restarts.
+
+Does not: know any client.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.core.clock import SystemClock
+from holdfast.core.events import Event
+from holdfast.core.text import sanitise
+from holdfast.recorder.progress import StepSample
+from holdfast.report.run_follower import News
+from holdfast.report.run_snapshot import RunSnapshot
+from holdfast.report.sources import Source
+from holdfast.report.watching import Watched
+
+POLL_SECONDS = 1.0
+_log = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """What one process measured at one step.
+
+    Args:
+        process: "rank 3", or "trainer" where there are no ranks: the same in every attempt.
+        rank: Or None.
+        attempt: Of the supervisor, from 0.
+        step: Optimizer steps.
+        unix_seconds: When the step ended.
+        values: By name, NaN where that was measured; what was not read is not there.
+    """
+
+    process: str
+    rank: int | None
+    attempt: int
+    step: int
+    unix_seconds: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happened:
+    """An event, and who recorded it."""
+
+    process: str
+    attempt: int
+    event: Event
+
+
+class Sink(Protocol):
+    """Where points go. Every method may raise; the sink is then closed and the others go on."""
+
+    name: str
+    """What people call it in a message."""
+
+    def write(self, points: list[Point], events: list[Happened]) -> None:
+        """Take what is new, oldest first for each process."""
+
+    def close(self) -> None:
+        """Finish what is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """What sinks were given.
+
+    Args:
+        points: Steps of all processes.
+        events: Of all processes.
+        lost: Steps that were overwritten in a ring before they were read.
+        failures: Sinks that failed, and why.
+        gone: Which steps are not recorded any more, one sentence for each process.
+    """
+
+    points: int
+    events: int
+    lost: int
+    failures: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+
+
+def follow(
+    run: Path,
+    sinks: Sequence[Sink],
+    stop: threading.Event,
+    *,
+    poll_seconds: float = POLL_SECONDS,
+    first_attempt: int = 0,
+    since: float = 0.0,
+    until_ended: bool = False,
+) -> Copied:
+    """Copy everything recorded so far, then what is new every second, until `stop` is set; then close the sinks.
+
+    Never raises for what a sink does: one that fails is closed, with a line in the log.
+
+    Args:
+        run: The run directory; it may be empty as yet.
+        sinks: From `open_sinks`.
+        stop: Ends it, after a last look. Set already: one copy is made.
+        poll_seconds: Between two looks.
+        first_attempt: Processes of earlier attempts are passed over.
+        since: Unix time: what the supervisor and guards recorded earlier is passed over. Each of them has one ring
+            for all attempts.
+        until_ended: Whether the end of the run ends it too.
+    """
+    watched, naming = Watched(run, SystemClock(), first_attempt=first_attempt), _Naming()
+    working, failures = list(sinks), list[str]()
+    counts = {"points": 0, "events": 0, "lost": 0}
+    last = stop.is_set()
+    while True:
+        seen = _look(watched, failures, last=last)
+        news = [_later(each, since) for each in seen.news]
+        points = [point for each in news for point in naming.points(each)]
+        events = [
+            Happened(process=each.source.label, attempt=each.source.attempt, event=event)
+            for each in news
+            for event in each.events
+        ]
+        events.sort(key=lambda happened: happened.event.unix_seconds)
+        counts["points"] += len(points)
+        counts["events"] += len(events)
+        counts["lost"] += sum(each.lost for each in news)
+        for sink in list(working) if points or events else ():
+            try:
+                sink.write(points, events)
+            except Exception as error:  # noqa: BLE001 - a client of another project must not end the supervisor
+                working.remove(sink)
+                failures.append(_failed(sink, error))
+                _close(sink, failures)
+        if last:
+            break
+        last = (until_ended and seen.state == "ended") or stop.wait(poll_seconds)
+    for sink in working:
+        _close(sink, failures)
+    return Copied(**counts, failures=tuple(failures), gone=watched.lost)
+
+
+def _look(watched: Watched, failures: list[str], *, last: bool) -> RunSnapshot:
+    try:
+        return watched.look(hold_back=not last)
+    except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor lives on
+        failure = f"the run directory cannot be read: {type(error).__name__}: {sanitise(error, most=300)}"
+        if failure not in failures:
+            failures.append(failure)
+            _log.warning("%s", failure)
+        return RunSnapshot(path=watched.run, state="running")
+
+
+def _later(news: News, since: float) -> News:
+    """Return the news without what the supervisor or a guard recorded before this time; of processes, all."""
+    if news.source.kind == "process":
+        return news
+    return replace(
+        news,
+        samples=[sample for sample in news.samples if sample.unix_seconds >= since],
+        events=[event for event in news.events if event.unix_seconds >= since],
+    )
+
+
+def _close(sink: Sink, failures: list[str]) -> None:
+    try:
+        sink.close()
+    except Exception as error:  # noqa: BLE001 - as above
+        failures.append(_failed(sink, error))
+
+
+def _failed(sink: Sink, error: Exception) -> str:
+    failure = f"{sink.name}: {type(error).__name__}: {sanitise(error, most=300)}"
+    _log.warning("metrics are not written any more to %s", failure)
+    return failure
+
+
+class _Naming:
+    """Turns news of a run into points."""
+
+    def __init__(self) -> None:
+        self._names: dict[Path, str] = {}
+        self._taken: dict[tuple[int, str], int] = {}
+        self._observed = False
+
+    def points(self, news: News) -> list[Point]:
+        """Return the points of a source; none of a guard whose process is observed, which says more."""
+        source = news.source
+        self._observed = self._observed or (source.kind == "process" and bool(news.samples))
+        if source.kind != "process" and self._observed:
+            return []
+        return [
+            Point(
+                process=self._name(source),
+                rank=source.rank,
+                attempt=source.attempt,
+                step=sample.step,
+                unix_seconds=sample.unix_seconds,
+                values=_values(sample),
+            )
+            for sample in news.samples
+        ]
+
+    def _name(self, source: Source) -> str:
+        if source.directory not in self._names:
+            name = "trainer" if source.rank is None else f"rank {source.rank}"
+            number = self._taken[source.attempt, name] = self._taken.get((source.attempt, name), 0) + 1
+            self._names[source.directory] = name if number == 1 else f"{name} ({number})"
+        return self._names[source.directory]
+
+
+def _values(sample: StepSample) -> dict[str, float]:
+    often_unread = ("loss", "grad_norm", "learning_rate")
+    values: dict[str, float] = {name: v for name in often_unread if (v := getattr(sample, name)) is not None}
+    if sample.seconds >= 0:
+        values["step_seconds"] = sample.seconds
+    if sample.seconds > 0 and sample.wait_seconds >= 0:
+        values["wait_share"] = min(sample.wait_seconds / sample.seconds, 1.0)
+    for name, count in (
+        ("host_memory_bytes", sample.host_bytes),
+        ("device_allocated_bytes", sample.device_allocated_bytes),
+        ("device_reserved_bytes", sample.device_reserved_bytes),
+        ("device_peak_bytes", sample.device_peak_bytes),
+    ):
+        if count:
+            values[name] = float(count)
+    return values

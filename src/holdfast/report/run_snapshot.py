@@ -1,0 +1,130 @@
+"""A run at one moment, as `holdfast report`, `watch` and `metrics` show it.
+
+`gathering.gather` makes it of everything that was recorded, `watching.Watched` of what is new. Does not: read, draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from holdfast.explain.verdict import Verdict
+from holdfast.recorder.progress import Phase
+from holdfast.recorder.run_files import ProcessInfo
+from holdfast.report.run_follower import News
+from holdfast.report.sources import EventSeen
+
+if TYPE_CHECKING:  # numpy takes a tenth of a second
+    from holdfast.report.images import ImageSeen
+    from holdfast.report.series import Series
+
+State = Literal["running", "waits to restart", "ended"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """What one process trained: steps that the ring still holds, when (Unix times), and its curves by name.
+
+    `begun` is the end of the first sample, less its duration.
+    """
+
+    label: str
+    steps: int
+    last_step: int
+    begun: float | None
+    ended: float | None
+    columns: Mapping[str, Series]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSnapshot:
+    """One process; numbers are None, NaN or 0 where they are unknown.
+
+    `alive` is None if that cannot be seen from here. Of `watch` only: `losses` and `wait_share` are those of the
+    newest 600 steps, changes of memory those since the first of these, `steps_per_second` that of the newest 50.
+    """
+
+    label: str
+    role: str
+    info: ProcessInfo | None = None
+    alive: bool | None = None
+    stopped: bool = False
+    phase: Phase | None = None
+    since_seconds: float | None = None
+    step: int = 0
+    ended: float | None = None
+    lane: Lane | None = None
+    steps_per_second: float = math.nan
+    loss: float | None = None
+    losses: tuple[float, ...] = ()
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    wait_share: float = math.nan
+    host_bytes: int = 0
+    host_change_bytes: int = 0
+    device_bytes: int = 0
+    device_change_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSeen:
+    """One checkpoint; sizes and times are None if its manifest cannot be read."""
+
+    name: str
+    global_step: int
+    status: str
+    size_bytes: int | None = None
+    saved: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSnapshot:
+    """What is known of a run; without `supervised.json` it is one of a plain guard.
+
+    `processes`: the page's by their start, `watch`'s of the newest attempt with trainers first. `events`, oldest
+    first: of a frequent kind the page has the first and the last (`left_out_events` counts the others), `watch` the
+    newest. `news`: what each source has recorded since the look before. `stacks`: name and text. `problems`: what
+    could not be read, one sentence each. `now` and `newest` (what was recorded last) are Unix times.
+    """
+
+    path: Path
+    supervised: Mapping[str, Any] = field(default_factory=dict)
+    state: State = "ended"
+    attempt: int = 0
+    now: float = 0.0
+    newest: float | None = None
+    processes: tuple[ProcessSnapshot, ...] = ()
+    events: tuple[EventSeen, ...] = ()
+    left_out_events: Mapping[str, int] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    news: tuple[News, ...] = ()
+    lanes: tuple[Lane, ...] = ()
+    checkpoints: tuple[CheckpointSeen, ...] = ()
+    images: tuple[ImageSeen, ...] = ()
+    stacks: tuple[tuple[str, str], ...] = ()
+    output: str = ""
+    problems: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """Return what was started, or an empty text."""
+        argv = self.supervised.get("argv")
+        return " ".join(map(str, argv)) if isinstance(argv, list) else ""
+
+    @property
+    def began(self) -> float | None:
+        """Return the Unix time at which the supervisor began, or None."""
+        began = self.supervised.get("started")
+        return float(began) if isinstance(began, (int, float)) else None
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Return the limits of the watchdog in seconds, by phase, as far as they were written down."""
+        given = self.supervised.get("limits")
+        pairs = given.items() if isinstance(given, dict) else ()
+        return {
+            str(name): float(each) for name, each in pairs if isinstance(each, (int, float)) and math.isfinite(each)
+        }
