@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +15,8 @@ import typer
 from holdfast.cli.output import Json, failing_clearly, print_json
 from holdfast.core.clock import SystemClock
 from holdfast.core.events import Event
-from holdfast.core.text import as_json_value
-from holdfast.explain.logs.lines import plain_text
-from holdfast.explain.run_recordings import Recordings, all_rings, open_recordings
+from holdfast.core.text import as_json_value, moment, sanitise
+from holdfast.explain.runs.recordings import Recordings, all_rings, open_recordings
 from holdfast.report.sources import Source, is_sound_event
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ _MOST_CHARACTERS = 400  # of one fact, for people
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Entry:
     """One event with who recorded it."""
 
     who: str
@@ -68,18 +66,18 @@ def run(
         found = list(_chosen(_all(recordings), wanted, since))
         unread = list(dict.fromkeys(recordings.missing))  # some rings are read twice
     if as_json:
-        print_json({"run": str(run_dir), "events": [told.as_json() for told in found], "unread": unread})
+        print_json({"run": str(run_dir), "events": [each.as_json() for each in found], "unread": unread})
         return
-    for told in found:
-        typer.echo(_line(told))
+    for each in found:
+        typer.echo(_line(each))
     if not found:
-        kinds = sorted({told.event.kind for told in _all(recordings)})
-        typer.echo(f"no such events; this run has {', '.join(kinds) or 'none at all'}", err=True)
+        kinds = sorted({each.event.kind for each in _all(recordings)})
+        typer.echo(f"no such events; this run has {sanitise(', '.join(kinds)) or 'none at all'}", err=True)
     for word in unread:
         _say_unread(word)
 
 
-def _all(recordings: Recordings) -> list[_Told]:
+def _all(recordings: Recordings) -> list[_Entry]:
     found = []
     for who, folder in all_rings(recordings):
         recordings.say_lost_steps({folder: who})
@@ -87,12 +85,12 @@ def _all(recordings: Recordings) -> list[_Told]:
         sound = [event for event in events if is_sound_event(event)]
         if left_out := len(events) - len(sound):
             recordings.missing.append(f"{left_out} events of {who} without a time or a step")
-        found += [_Told(who, event) for event in sound]
-    return sorted(found, key=lambda told: told.event.unix_seconds)
+        found += [_Entry(who, event) for event in sound]
+    return sorted(found, key=lambda each: each.event.unix_seconds)
 
 
-def _chosen(told: Iterable[_Told], kinds: frozenset[str], since: int) -> Iterator[_Told]:
-    for each in told:
+def _chosen(entries: Iterable[_Entry], kinds: frozenset[str], since: int) -> Iterator[_Entry]:
+    for each in entries:
         if (not kinds or each.event.kind in kinds) and each.event.global_step >= since:
             yield each
 
@@ -106,8 +104,8 @@ def _follow(run: Path, kinds: frozenset[str], since: int, *, as_json: bool) -> N
     said: set[str] = set()
     while True:
         ended = watched.look().state == "ended"  # asked before the last look at what was recorded
-        for told in _chosen(_new(follower), kinds, since):
-            typer.echo(json.dumps(told.as_json()) if as_json else _line(told))
+        for each in _chosen(_new(follower), kinds, since):
+            typer.echo(json.dumps(each.as_json()) if as_json else _line(each))
         for problem in [each for each in follower.problems.values() if each not in said]:
             said.add(problem)
             _say_unread(problem)
@@ -116,9 +114,9 @@ def _follow(run: Path, kinds: frozenset[str], since: int, *, as_json: bool) -> N
         time.sleep(_POLL_SECONDS)
 
 
-def _new(follower: RunFollower) -> list[_Told]:
-    found = [_Told(_name(news.source), event) for news in follower.new() for event in news.events]
-    return sorted(found, key=lambda told: told.event.unix_seconds)
+def _new(follower: RunFollower) -> list[_Entry]:
+    found = [_Entry(_name(news.source), event) for news in follower.new() for event in news.events]
+    return sorted(found, key=lambda each: each.event.unix_seconds)
 
 
 def _name(source: Source) -> str:
@@ -130,28 +128,14 @@ def _name(source: Source) -> str:
 
 
 def _say_unread(what: str) -> None:
-    typer.echo(f"not read: {plain_text(what)}", err=True)
+    typer.echo(f"not read: {sanitise(what)}", err=True)
 
 
-def _line(told: _Told) -> str:
-    event = told.event
-    facts = ", ".join(f"{_word(str(key))}={_short(value)}" for key, value in event.data.items())
-    head = f"{_when(event.unix_seconds)}  {_word(told.who)}  [step {event.global_step}]"
-    return f"{head} {_word(event.kind)}  {facts}"
-
-
-def _when(unix_seconds: float) -> str:
-    try:
-        when = datetime.fromtimestamp(unix_seconds, UTC)
-        return when.isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")
-    except (ValueError, OverflowError, OSError):
-        return "?"
-
-
-def _word(text: str) -> str:
-    return plain_text(text).replace("\n", " ")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)  # which escapes what a terminal would obey
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+def _line(entry: _Entry) -> str:
+    event = entry.event
+    when = moment(event.unix_seconds, "%Y-%m-%d %H:%M:%S.%f")
+    # `repr` shows what a line break or an escape sequence in a fact is.
+    facts = ", ".join(
+        f"{sanitise(key)}={sanitise(repr(value), most=_MOST_CHARACTERS)}" for key, value in event.data.items()
+    )
+    return f"{when}  {sanitise(entry.who)}  [step {event.global_step}] {sanitise(event.kind)}  {facts}"

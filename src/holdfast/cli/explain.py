@@ -15,7 +15,7 @@ from rich.text import Text
 
 from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
-from holdfast.explain.logs.lines import plain_text
+from holdfast.core.text import sanitise
 from holdfast.explain.rules import catalogue, find_rule
 from holdfast.explain.verdict import Verdict
 from holdfast.report.verdicts import how_sure
@@ -53,7 +53,7 @@ def run(
             return
         if _RULE.fullmatch(what) or (_LIKE_A_RULE.fullmatch(what) and not Path(what).exists()):
             _refuse("a rule", attempt=attempt, status=status)
-            _tell_rule(what, as_json=as_json)
+            _print_rule(what, as_json=as_json)
             return
         verdict = _judged(what, attempt, status)
     if as_json:
@@ -87,7 +87,7 @@ def _list(*, as_json: bool) -> None:
         typer.echo(f"{rule.id}  {rule.title}")
 
 
-def _tell_rule(rule_id: str, *, as_json: bool) -> None:
+def _print_rule(rule_id: str, *, as_json: bool) -> None:
     from rich.markdown import Markdown  # takes as long to import as a command to start
 
     rule = find_rule(rule_id)
@@ -98,7 +98,7 @@ def _tell_rule(rule_id: str, *, as_json: bool) -> None:
 
 
 def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
-    from holdfast.explain.collecting import collect, collect_log, collect_stream  # likewise
+    from holdfast.explain.collecting import collect, collect_log, collect_stream
     from holdfast.explain.judging import judge
 
     if what == "-":
@@ -122,20 +122,17 @@ def _judged(what: str, attempt: int | None, status: int | None) -> Verdict:
 def print_verdict(out: Console, verdict: Verdict, source: str) -> None:
     """Print a verdict for people; nothing in it is taken for markup or for commands of the terminal."""
     colour = "green" if verdict.family == "ended well" else "yellow" if verdict.family == "unknown" else "red"
-    title = _safe(verdict.title)
-    head = Text.assemble(
-        (f"{title[:1].upper()}{title[1:]}", f"bold {colour}"), f"  [{verdict.cause}, {verdict.family}]"
-    )
-    out.print(head)
+    title = f"{verdict.title[:1].upper()}{verdict.title[1:]}"
+    out.print(Text.assemble((title, f"bold {colour}"), f"  [{verdict.cause}, {verdict.family}]"))
     sure = how_sure(verdict)
-    out.print(Text(f"{sure}{', ' if sure else ''}from {_safe(source)}", style="dim"))
+    out.print(Text(f"{sure}{', ' if sure else ''}from {sanitise(source)}", style="dim"))
     _section(out, "What happened", [verdict.summary])
     if verdict.evidence:
         out.print(Text("\nEvidence", style="bold"))
         for exhibit in verdict.evidence:
             rank = f", rank {exhibit.rank}" if exhibit.rank is not None else ""
-            out.print(Padding(Text(f"{exhibit.role}: {_safe(exhibit.source)}{rank}", style="dim"), (0, 0, 0, 2)))
-            out.print(Padding(Text(_safe(exhibit.text)), (0, 0, 0, 4)))
+            out.print(Padding(Text(f"{exhibit.role}: {exhibit.source}{rank}", style="dim"), (0, 0, 0, 2)))
+            out.print(Padding(Text(exhibit.text), (0, 0, 0, 4)))
     _section(out, "What to change", [verdict.fix])
     if verdict.changes:
         changes = " ".join(f"{name}={value}" for name, value in verdict.changes)
@@ -156,8 +153,4 @@ def _section(out: Console, title: str, lines: list[str] | tuple[str, ...]) -> No
         return
     out.print(Text(f"\n{title}", style="bold"))
     for line in lines:
-        out.print(Padding(Text(_safe(line)), (0, 0, 0, 2)))
-
-
-def _safe(text: str) -> str:
-    return plain_text(text)
+        out.print(Padding(Text(line), (0, 0, 0, 2)))

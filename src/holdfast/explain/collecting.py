@@ -15,16 +15,16 @@ from typing import Any, BinaryIO
 
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import Event
-from holdfast.explain.curves_seen import find_lost, lost_of_run
 from holdfast.explain.evidence import Ending, Facts, Lost, Statement
-from holdfast.explain.guard_ends import how_closed, of_guards
 from holdfast.explain.logs.files import opened
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.lines import plain_text
 from holdfast.explain.logs.progress import is_progress_bar
 from holdfast.explain.logs.text import LogText, read_log
-from holdfast.explain.run_recordings import Recordings, open_recordings, unreadable
-from holdfast.explain.run_statements import already_tried, merged, of_exceptions, of_kernel, same
+from holdfast.explain.runs.curves import find_lost, lost_of_run
+from holdfast.explain.runs.guards import how_closed, of_guards
+from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable
+from holdfast.explain.runs.statements import already_tried, merged, of_exceptions, of_kernel, same
 from holdfast.recorder.progress import Standing
 from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, ProcessInfo, process_lives
 

@@ -11,9 +11,6 @@ from typing import Any, Literal
 
 from holdfast.core.events import Event
 
-GUARD_SAID = "Guard: "
-"""How the text of a statement begins that tells what a Guard recorded."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:

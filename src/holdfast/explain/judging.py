@@ -21,25 +21,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.explain.evidence import Facts
+from holdfast.explain.remarks import kills_counted
 from holdfast.explain.runtime_causes import FROM_OUTSIDE, End, find_end
 from holdfast.explain.signature import Signature
 from holdfast.explain.signatures import all_signatures
-from holdfast.explain.signatures.runtime import (
+from holdfast.explain.signatures.endings import (
     COLLECTIVE_TIMEOUT,
     INTERRUPTED,
     KILLED,
     OUT_OF_MEMORY_KILL,
     STATUS_ONLY,
     TERMINATED,
-    UNCAUGHT,
     UNKNOWN,
 )
 from holdfast.explain.verdict import Verdict
-from holdfast.explain.weighing import Candidate, find_candidates, in_order
-from holdfast.explain.wording import Told, tell
+from holdfast.explain.weighing import CAUGHT, Candidate, find_candidates, in_order
+from holdfast.explain.wording import Judgement, in_words
 
 _OTHER_LINE = 3
-_CAUGHT = 4
 _OF_KILLS = frozenset({"preempted", "host out of memory", "crash"})
 """Families whose lines a process does not survive, whatever the log says of being done."""
 _MOST_OF_A_CASCADE = 0.75  # it names what was seen, not who began
@@ -71,16 +70,15 @@ def judge(facts: Facts) -> Verdict:
     cascades = in_order((each for each in candidates if each.signature.role == "cascade"), first_rank=end.first_rank)
     chosen = _because_of_a_leak(facts, _choose(facts, end, roots, cascades))
     confirmations = [each for each in candidates if each.signature.role == "confirmation"]
-    others = _runners_up(chosen, end, [*roots, *cascades, *confirmations])
-    return tell(
-        Told(
+    return in_words(
+        Judgement(
             facts=facts,
             end=end,
             signature=chosen.signature,
             confidence=round(min(max(chosen.confidence, 0.05), 0.99), 2),
             candidate=chosen.candidate,
             candidates=tuple(candidates),
-            runner_up=others[0] if others else None,
+            runner_up=_runner_up(chosen, end, [*roots, *cascades, *confirmations]),
         )
     )
 
@@ -91,19 +89,18 @@ def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequen
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
     if end.status is None and end.cause is not None and not _ends_badly(roots, cascades):
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
-    root = roots[0] if roots else None
+    root, cascade = next(iter(roots), None), next(iter(cascades), None)
     began = end.hang.unix_seconds if end.hang is not None else end.asked
     if began is not None and end.cause is not None and not _failed_before(root, began):
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
     if _killed_for_memory(facts, end) and (root is None or root.tier >= 2 or _says_lost(root)):
-        return _Chosen(signature=known[OUT_OF_MEMORY_KILL], confidence=0.93, candidate=root or _first(cascades))
-    if root is not None and _beats_end(root, end):
-        detailed = _explaining(root, roots)
+        return _Chosen(signature=known[OUT_OF_MEMORY_KILL], confidence=0.93, candidate=root or cascade)
+    detailed = _explaining(root, roots) if root is not None else None
+    named = detailed or root
+    if root is not None and named is not None and _beats_end(named, end):
         confidence = _adjusted(root, end, [root] if detailed else roots)
-        told = detailed or root
-        return _Chosen(signature=told.signature, confidence=confidence, candidate=told)
-    cascade = _first(cascades)
-    if cascade is not None and cascade.tier < _CAUGHT and (end.cause is None or end.cause == STATUS_ONLY):
+        return _Chosen(signature=named.signature, confidence=confidence, candidate=named)
+    if cascade is not None and cascade.tier < CAUGHT and (end.cause is None or end.cause == STATUS_ONLY):
         confidence = _adjusted(cascade, end, cascades)
         # A time-out of a collective without any root is all that such a run ever says.
         alone = not roots and cascade.signature.id == COLLECTIVE_TIMEOUT
@@ -139,15 +136,11 @@ def _explaining(root: Candidate, roots: Sequence[Candidate]) -> Candidate | None
             each
             for each in roots
             if root.signature.id in each.signature.explains
-            and each.tier < _CAUGHT
+            and each.tier < CAUGHT
             and each.statement.rank in (None, root.statement.rank)
         ),
         None,
     )
-
-
-def _first(candidates: Sequence[Candidate]) -> Candidate | None:
-    return candidates[0] if candidates else None
 
 
 def _failed_before(root: Candidate | None, began: float) -> bool:
@@ -167,8 +160,7 @@ def _ends_badly(*groups: Sequence[Candidate]) -> bool:
 
 
 def _killed_for_memory(facts: Facts, end: End) -> bool:
-    kills = max((ending.oom_kills or 0 for ending in facts.endings), default=0)
-    return kills > 0 and not end.well and end.status is not None
+    return bool(kills_counted(facts.endings)) and not end.well and end.status is not None
 
 
 def _says_lost(root: Candidate) -> bool:
@@ -182,12 +174,12 @@ def _says_lost(root: Candidate) -> bool:
 
 def _beats_end(root: Candidate, end: End) -> bool:
     """Return whether a root from a text explains the end better than the status alone."""
-    if root.tier == _CAUGHT or _followed(root, end):
+    if root.tier == CAUGHT or _followed(root, end):
         return False
     number = end.signal
     if number is None:
         # A last line that no signature knows is a failure only of a command that is known to have failed.
-        return end.status is not None or root.tier <= 1 or root.signature.id != UNCAUGHT
+        return end.status is not None or root.tier <= 1 or not root.is_bare
     if root.tier <= 1:
         # What ended the process ended it by an exception: a kill from outside came later, or hit something else.
         return not (number in FROM_OUTSIDE and root.generic)
@@ -228,18 +220,18 @@ def _adjusted(candidate: Candidate, end: End, group: Sequence[Candidate]) -> flo
     return confidence - (0.05 if close else 0.0)
 
 
-def _runners_up(chosen: _Chosen, end: End, candidates: Sequence[Candidate]) -> list[tuple[str, str, float]]:
-    """Return what else it could be, the most likely first."""
-    left = 1.0 - chosen.confidence
-    found: list[tuple[str, str, float]] = []
+def _runner_up(chosen: _Chosen, end: End, candidates: Sequence[Candidate]) -> tuple[str, str, float] | None:
+    """Return the next likely cause: id, title and confidence; None if nothing is worth a line."""
     if end.well:
-        return []
+        return None
+    left = 1.0 - chosen.confidence
+    found = [(each.signature, each.confidence * 0.5) for each in candidates if each is not chosen.candidate]
     if chosen.candidate is not None:
-        found += [(each.id, each.title, left * 0.5) for each in chosen.candidate.also]
-    for candidate in candidates:
-        if candidate is not chosen.candidate:
-            found.append((candidate.signature.id, candidate.signature.title, candidate.confidence * 0.5))
+        found += [(each, left * 0.5) for each in chosen.candidate.also]
     if end.cause is not None and end.cause != STATUS_ONLY:
-        found.append((end.cause, all_signatures()[end.cause].title, end.confidence * 0.5))
-    unlike = [(each[0], each[1], round(min(each[2], left), 2)) for each in found if each[0] != chosen.signature.id]
-    return sorted((each for each in unlike if each[2] >= _LEAST_SHOWN), key=lambda each: -each[2])
+        found.append((all_signatures()[end.cause], end.confidence * 0.5))
+    others = [
+        (each.id, each.title, round(min(sure, left), 2)) for each, sure in found if each.id != chosen.signature.id
+    ]
+    likely = max(others, key=lambda each: each[2], default=None)
+    return likely if likely is not None and likely[2] >= _LEAST_SHOWN else None

@@ -1,13 +1,15 @@
 """Which signatures fit a statement, and which of them fits best.
 
-Does not: weigh statements against each other (see ``judging``).
+Does not: weigh statements against each other (see ``weighing``).
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from holdfast.explain.evidence import Statement
 from holdfast.explain.signature import Signature
@@ -16,89 +18,69 @@ from holdfast.explain.signatures import all_signatures
 # Characters that are searched: messages list keys of a state dict; no line of an error is so long.
 _MOST_OF_A_MESSAGE = 20_000
 _MOST_OF_A_LINE = 4_000
-_WITHOUT_FRAMES = (
-    5  # ranks that a signature loses whose frames cannot be looked at, since only the last line is known
-)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
-    """One signature that fits one statement.
+class Match(NamedTuple):
+    """One signature that fits a statement; the smaller the order, the better it fits."""
 
-    Args:
-        signature: It.
-        statement: Likewise.
-        order: The smaller, the better it fits among those of the same statement.
-    """
-
-    signature: Signature
-    statement: Statement
     order: tuple[float, ...]
+    signature: Signature
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    signature: Signature
+    patterns: tuple[re.Pattern[str], ...]
+    frames: tuple[re.Pattern[str], ...]
+    in_frames: tuple[tuple[re.Pattern[str], re.Pattern[str]], ...]
+
+    def order(self, statement: Statement) -> tuple[float, ...] | None:
+        """Return how well the signature fits, or None if it does not."""
+        signature, patterns = self.signature, self.patterns
+        named = 0
+        if statement.kind == "exception":
+            places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
+            if signature.exceptions and statement.exception not in (None, *signature.exceptions):
+                return None
+            if self.frames and not _any(self.frames, places):
+                return None
+            named = bool(signature.exceptions) + bool(self.frames)
+            patterns += tuple(text for text, frame in self.in_frames if _any([frame], places))
+        elif signature.only_exceptions:
+            return None
+        length = _matched(statement, patterns)
+        if length is None:
+            return None
+        # One that names a class or frames knows more; then the longer text says more; at last the id, to be definite.
+        return (signature.rank, -named, -length, int(signature.id[1:]))
 
 
 @functools.cache
-def _compiled() -> tuple[tuple[Signature, tuple[re.Pattern[str], ...], tuple[re.Pattern[str], ...]], ...]:
+def _compiled() -> tuple[_Compiled, ...]:
+    def of(patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+        return tuple(re.compile(pattern, re.IGNORECASE) for pattern in patterns)
+
     return tuple(
-        (
-            signature,
-            tuple(re.compile(pattern, re.IGNORECASE) for pattern in signature.patterns),
-            tuple(re.compile(pattern, re.IGNORECASE) for pattern in signature.frames),
+        _Compiled(
+            signature=each,
+            patterns=of(each.patterns),
+            frames=of(each.frames),
+            in_frames=tuple((re.compile(text, re.IGNORECASE), re.compile(frame)) for text, frame in each.in_frames),
         )
-        for signature in all_signatures().values()
-        if signature.patterns or signature.in_frames
+        for each in all_signatures().values()
+        if each.patterns or each.in_frames
     )
-
-
-@functools.cache
-def _in_frames(signature_id: str) -> tuple[tuple[re.Pattern[str], re.Pattern[str]], ...]:
-    pairs = all_signatures()[signature_id].in_frames
-    return tuple((re.compile(text, re.IGNORECASE), re.compile(frame)) for text, frame in pairs)
 
 
 def match_all(statement: Statement) -> list[Match]:
     """Return every signature that fits a statement, the best first."""
-    found = []
-    for signature, patterns, frames in _compiled():
-        order = _order(statement, signature, patterns, frames)
-        if order is not None:
-            found.append(Match(signature=signature, statement=statement, order=order))
-    return sorted(found, key=lambda match: match.order)
+    found = [(each.order(statement), each.signature) for each in _compiled()]
+    matches = [Match(order, signature) for order, signature in found if order is not None]
+    return sorted(matches, key=lambda match: match.order)
 
 
-def best_match(statement: Statement) -> Match | None:
-    """Return the signature that fits a statement best."""
-    found = match_all(statement)
-    return found[0] if found else None
-
-
-def _order(
-    statement: Statement,
-    signature: Signature,
-    patterns: tuple[re.Pattern[str], ...],
-    frames: tuple[re.Pattern[str], ...],
-) -> tuple[float, ...] | None:
-    exception = statement.kind == "exception"
-    if exception:
-        if signature.exceptions and statement.exception not in (None, *signature.exceptions):
-            return None
-    elif signature.only_exceptions:
-        return None
-    without = 0
-    if frames and exception:
-        places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
-        if not places:
-            without = _WITHOUT_FRAMES
-        elif not any(pattern.search(place) for pattern in frames for place in places):
-            return None
-    if exception and signature.in_frames:
-        places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
-        patterns += tuple(text for text, frame in _in_frames(signature.id) if any(map(frame.search, places)))
-    length = _matched(statement, patterns)
-    if length is None:
-        return None
-    # One that names a class or frames knows more; then the longer text says more; at last the id, to be definite.
-    named = (bool(signature.exceptions) and exception) + (bool(frames) and exception and not without)
-    return (signature.rank + without, -named, -length, int(signature.id[1:]))
+def _any(patterns: Iterable[re.Pattern[str]], places: Iterable[str]) -> bool:
+    return any(pattern.search(place) for pattern in patterns for place in places)
 
 
 def _matched(statement: Statement, patterns: tuple[re.Pattern[str], ...]) -> int | None:

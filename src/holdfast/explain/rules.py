@@ -1,6 +1,6 @@
 """The catalogue of rules: one for every id that an error, a finding or a verdict can carry.
 
-The text of errors and findings lies in ``rules.md`` and ``learning_rules.md`` beside this file, one section for each
+The text of errors and findings is in ``rules.md`` and ``learning_rules.md`` beside this file, one section for each
 rule, so that the same words are the page on the web and what `holdfast explain` prints. That of verdicts is made from
 their signatures.
 """
@@ -49,13 +49,12 @@ def all_rules() -> dict[str, Rule]:
 @functools.cache
 def catalogue() -> dict[str, Rule]:
     """Return the rules of the pages and the signatures of verdicts by their ids, in order."""
-    told = {signature.id: _of_signature(signature) for signature in all_signatures().values()}
-    found = {**told, **all_rules()}
+    found = {each.id: _of_signature(each) for each in all_signatures().values()} | all_rules()
     return dict(sorted(found.items(), key=lambda pair: int(pair[0][1:])))
 
 
 def _of_signature(signature: Signature) -> Rule:
-    """Return a signature as a page: what it means, the fix, when it errs, how it looks, where it was seen."""
+    """Return a signature as a page: what it means, the fix, when it errs, how it looks, its class."""
     parts = [signature.means, f"**Fix.** {signature.fix}"]
     if signature.changes:
         changes = ", ".join(f"`{name}={value}`" for name, value in signature.changes.items())
@@ -66,7 +65,7 @@ def _of_signature(signature: Signature) -> Rule:
         parts.append(f"**Example.**\n\n{_indented(signature.example)}")
     for where, text in signature.also.items():
         parts.append(f"**Also** ({where}).\n\n{_indented(text)}")
-    parts.append(f"**Seen.** {signature.seen[:1].upper()}{signature.seen[1:]}; class of causes: {signature.family}.")
+    parts.append(f"**Class of causes.** {signature.family[:1].upper()}{signature.family[1:]}.")
     return Rule(id=signature.id, title=signature.title, text="\n\n".join(parts))
 
 

@@ -15,7 +15,7 @@ from holdfast.core.events import Event
 from holdfast.explain.evidence import Ending, Facts
 from holdfast.explain.remarks import hang_left_alone, kills_counted, leak_place
 from holdfast.explain.signatures import all_signatures
-from holdfast.explain.signatures.runtime import (
+from holdfast.explain.signatures.endings import (
     ABORTED,
     BUS_ERROR,
     ENDED_WELL,

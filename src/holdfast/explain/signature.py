@@ -1,6 +1,6 @@
 """`Signature`: how one way to fail shows in texts, and what is known about it.
 
-The signatures themselves lie in ``signatures/``, one module for each field; what is made of them in ``judging``.
+The signatures themselves are the entries of ``signatures/*.yaml``; ``judging`` makes verdicts of them.
 """
 
 from __future__ import annotations
@@ -42,21 +42,20 @@ preemptions, or stop, since the same would happen again."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """One way to fail.
+    """One way to fail. All texts are searched case-insensitively.
 
     Args:
-        id: Such as ``"H901"``: 900 + the number in the table that the first 92 come from.
+        id: Such as ``"H901"``; never used again for another meaning.
         title: What is wrong, in a few words, lower case, without a full stop.
         family: Its class.
-        patterns: Regular expressions, case-insensitive, each searched in one statement: the message of an exception
-            (which may have several lines), or one line of a log. Any of them suffices.
-        exceptions: Bare names of exception classes, such as ``"OutOfMemoryError"``; if given, a statement that is an
-            exception must be of one of these (its bases do not count). A log line has no class and passes.
-        frames: Regular expressions on ``path:function`` of frames; if given, one must match in the traceback of an
-            exception.
+        patterns: Regular expressions, each searched in one statement: the message of an exception, which may have
+            several lines, or one line of a log. One of them suffices. None: chosen by how a process ended.
+        exceptions: Bare names of exception classes, such as ``"OutOfMemoryError"``; if given, an exception must be of
+            one of these (its bases do not count). A log line has no class and passes.
         only_exceptions: Whether lines that are no exception do not count: for words that people also print.
-        in_frames: Further patterns that count only in an exception, each with one on ``path:function`` that a
-            frame of it must match.
+        frames: Regular expressions on ``path:function``; if given, a frame of an exception must match one: the last line
+            of a traceback alone does not fit.
+        in_frames: Further patterns that count only in an exception with a frame that matches the second of each pair.
         explains: Ids of signatures that only repeat, later and with less detail, what this one says.
         role: See `Role`.
         rank: Order of trust, the smaller first, when several match: 10 hardware, 20 out of memory, 30 device assert,
@@ -66,19 +65,17 @@ class Signature:
         means: What it means and why it happens, one to three sentences.
         fix: What to do, one to three sentences, in the order of what to try first.
         false_positives: When the signature is not the cause, or an empty text.
-        example: A text as torch 2.13 prints it, for tests and for the page: the last lines of a traceback, or a line.
-        seen: Where it was seen: "reproduced on torch 2.13" or an issue such as "pytorch#45198".
-        also: Older or other wordings as whole texts, by where they are from, such as ``{"torch 1.8": "..."}``; tests
-            match them.
+        example: A text as torch prints it: the last lines of a traceback, or a line of a log.
+        also: Older or other wordings as whole texts, by where they are from, such as ``{"torch 1.8": "..."}``.
     """
 
     id: str
     title: str
     family: Family
-    patterns: tuple[str, ...]
+    patterns: tuple[str, ...] = ()
     exceptions: tuple[str, ...] = ()
-    frames: tuple[str, ...] = ()
     only_exceptions: bool = False
+    frames: tuple[str, ...] = ()
     in_frames: tuple[tuple[str, str], ...] = ()
     explains: tuple[str, ...] = ()
     role: Role = "root"
@@ -88,6 +85,5 @@ class Signature:
     means: str
     fix: str
     false_positives: str = ""
-    example: str
-    seen: str
+    example: str = ""
     also: Mapping[str, str] = field(default_factory=dict)

@@ -1,10 +1,14 @@
-"""`Verdict`: why a run ended, in plain words, with what it rests on and how sure it is."""
+"""`Verdict`: why a run ended, in plain words, with what it rests on and how sure it is.
+
+Here, and only here, what a log or a recording said is made harmless: see `Verdict`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from holdfast.core.text import sanitise
 from holdfast.explain.signature import FAMILIES, Family, Restart
 
 
@@ -26,10 +30,14 @@ class Exhibit:
     unix_seconds: float | None = None
     rank: int | None = None
 
+    def __post_init__(self) -> None:
+        """Sanitise the texts."""
+        _sanitise_texts(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Why a run ended.
+    """Why a run ended. Its texts are `holdfast.core.text.sanitise`d, whoever makes it.
 
     Args:
         cause: Id of the signature or rule, such as ``"H901"``; ``"H1600"`` is "unknown".
@@ -65,6 +73,10 @@ class Verdict:
     rank: int | None = None
     step: int | None = None
 
+    def __post_init__(self) -> None:
+        """Sanitise the texts."""
+        _sanitise_texts(self)
+
     @property
     def exit_code(self) -> int:
         """Return what ``holdfast explain`` exits with."""
@@ -73,3 +85,16 @@ class Verdict:
     def as_json(self) -> dict[str, Any]:
         """Return the verdict as JSON values."""
         return {**asdict(self), "exit_code": self.exit_code}
+
+
+def _sanitise_texts(made: Exhibit | Verdict) -> None:
+    """Replace every text in the fields of a verdict or an exhibit by one that does nothing to who prints it."""
+    for field in fields(made):
+        clean = _sanitised(getattr(made, field.name), lines=field.name in ("text", "summary", "fix"))
+        object.__setattr__(made, field.name, clean)
+
+
+def _sanitised(value: Any, *, lines: bool) -> Any:
+    if isinstance(value, str):
+        return sanitise(value, most=20_000, lines=lines)
+    return tuple(_sanitised(each, lines=lines) for each in value) if isinstance(value, tuple) else value

@@ -1,6 +1,7 @@
 """Candidates for the cause of a failure, from statements, and their order.
 
-Every statement that a signature fits is a candidate; of a chain of exceptions, one. How much it counts:
+Every statement that a signature fits is a candidate, and so is every exception that none fits: of a chain of
+exceptions, one. How much it counts:
 
     tier 0  an exception that is known to have ended its process, or what a Guard stopped for
     tier 1  a traceback after which the process did not go on; a line about hardware or a killing kernel
@@ -18,27 +19,22 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.explain.evidence import GUARD_SAID, Facts, Statement
-from holdfast.explain.matching import Match, match_all
+from holdfast.explain.evidence import Facts, Statement
+from holdfast.explain.matching import match_all
+from holdfast.explain.places import is_own_code
 from holdfast.explain.rules import all_rules
 from holdfast.explain.signature import Family, Signature
 from holdfast.explain.signatures import all_signatures
-from holdfast.explain.signatures.runtime import UNCAUGHT
+from holdfast.explain.signatures.endings import UNCAUGHT
 
-GENERIC_RANK = 90
+CAUGHT = 4
+"""The last tier."""
+_GENERIC_RANK = 90
 _STRONG_RANK = 30  # hardware, memory, device asserts: they are the root also where they wrap something
 _LOUD_RANK = 20  # lines of the kernel, the driver or a scheduler about hardware and memory
-_CAUGHT = 4
 _BURST_LINES = 150  # tracebacks that stand so close belong to one failure: a child's, then its parent's
 _ONLY_REPEATS = frozenset({"_RemoteTraceback", "RemoteTraceback"})
 _OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
-# How a Guard of an older version, which recorded no rule, says why it stopped: its words, each from one place only.
-_OLD_STOPS = (
-    (re.compile(r"^Guard: (?:an )?optimizer\b"), "H402"),
-    (re.compile(r"^Guard: may not split: |sample\(s\) at a time do not fit"), "H401"),
-    (re.compile(r"\bnan\b|\binf\b|finite", re.IGNORECASE), "H501"),
-    (re.compile(r"has run away|stand out"), "H503"),
-)
 _CERTAIN = (0.97, 0.93, 0.80, 0.70, 0.40)
 """Confidence by tier. Set so that it agrees with the share that is right in benchmarks/results/verdicts.json."""
 
@@ -66,14 +62,19 @@ class Candidate:
     @property
     def generic(self) -> bool:
         """Return whether nearly everything could look like it."""
-        return self.signature.rank >= GENERIC_RANK
+        return self.signature.rank >= _GENERIC_RANK
+
+    @property
+    def is_bare(self) -> bool:
+        """Return whether it is an exception that no signature knows, of which only the last line was seen."""
+        return self.signature.id == UNCAUGHT and not self.statement.frames
 
 
 def find_candidates(facts: Facts) -> list[Candidate]:
     """Return every candidate, in the order of the statements."""
     found = []
     for chain in _chains(facts.statements):
-        made = _of_chain(chain) if chain[0].kind == "exception" else _of_line(chain[0])
+        made = _of_own_rule(chain) or (_of_chain(chain) if chain[0].kind == "exception" else _of_line(chain[0]))
         if made is not None:
             found.append(made)
     return _without_early(found)
@@ -87,13 +88,13 @@ def in_order(candidates: Iterable[Candidate], *, first_rank: int | None) -> list
         first_rank: Of the process that a launcher saw fail first, or None.
     """
     given = list(candidates)
-    timed = all(candidate.statement.unix_seconds is not None for candidate in given if candidate.tier < _CAUGHT)
+    timed = all(candidate.statement.unix_seconds is not None for candidate in given if candidate.tier < CAUGHT)
 
     def key(candidate: Candidate) -> tuple[float, ...]:
         statement = candidate.statement
         when = statement.unix_seconds if timed and statement.unix_seconds is not None else 0.0
         elsewhere = first_rank is not None and statement.rank is not None and statement.rank != first_rank
-        if candidate.tier >= _CAUGHT:  # of what did not end the run, the newest says most
+        if candidate.tier >= CAUGHT:  # of what did not end the run, the newest says most
             return (candidate.tier, candidate.generic, elsewhere, 0.0, -statement.position)
         return (candidate.tier, candidate.generic, elsewhere, when, statement.position)
 
@@ -112,81 +113,67 @@ def _chains(statements: Sequence[Statement]) -> list[tuple[Statement, ...]]:
 
 
 def _of_chain(chain: tuple[Statement, ...]) -> Candidate | None:
-    own = _of_own_rule(chain)
-    if own is not None:
-        return own
-    matches: list[tuple[int, Match]] = []
-    also: list[Match] = []
-    for index, statement in enumerate(chain):
-        fitting = match_all(statement)
-        matches += [(index, fitting[0])] if fitting else []
-        also += fitting
+    """Return the candidate of a chain of exceptions: its root, as far as signatures know it."""
+    matches = [match_all(statement) for statement in chain]
+    best = [(index, fitting[0].signature) for index, fitting in enumerate(matches) if fitting]
     tier = _tier_of_exception(chain[-1])
-    if not matches:
-        return _uncaught(chain, tier)
 
-    def key(pair: tuple[int, Match]) -> tuple[float, ...]:
-        signature = pair[1].signature
-        strong = signature.rank > _STRONG_RANK
-        return (signature.role != "root", signature.rank >= GENERIC_RANK, strong, pair[0])
+    def key(pair: tuple[int, Signature]) -> tuple[float, ...]:
+        index, signature = pair
+        return (signature.role != "root", signature.rank >= _GENERIC_RANK, signature.rank > _STRONG_RANK, index)
 
-    _, best = min(matches, key=key)
-    others = tuple(
-        dict.fromkeys(
-            match.signature.id
-            for match in sorted(also, key=lambda match: match.order)
-            if match.signature.id != best.signature.id
-        )
-    )
-    return Candidate(
-        signature=best.signature,
-        statement=best.statement,
-        tier=tier,
-        confidence=_confidence(best.signature, tier),
-        chain=chain,
-        also=tuple(all_signatures()[each] for each in others),
-    )
-
-
-def _uncaught(chain: tuple[Statement, ...], tier: int) -> Candidate | None:
-    """Return the candidate for an exception that no signature knows, if it can have ended its process."""
-    real = [each for each in chain if each.exception not in _ONLY_REPEATS]
-    if not real or tier > 2:
+    first = next((index for index, each in enumerate(chain) if each.exception not in _ONLY_REPEATS), None)
+    if best:
+        index, signature = min(best, key=key)
+        # What follows from a failure elsewhere is not the root of one that no signature knows.
+        if signature.role == "root" or first is None or first >= index:
+            others = {
+                match.signature.id: match.signature for match in sorted(match for each in matches for match in each)
+            }
+            others.pop(signature.id)
+            return _candidate(signature, chain[index], tier, chain, tuple(others.values()))
+    if first is None:
         return None
-    signature = all_signatures()[UNCAUGHT]
-    confidence = 0.6 if tier < 2 else 0.45
-    return Candidate(signature=signature, statement=real[0], tier=tier, confidence=confidence, chain=chain)
+    return _candidate(_unknown_exception(chain[first]), chain[first], tier, chain)
+
+
+def _unknown_exception(statement: Statement) -> Signature:
+    """Return the signature of an exception that no entry knows: of the user's code only where its origin shows it."""
+    own = bool(statement.frames) and is_own_code(statement.frames[-1])
+    return replace(all_signatures()[UNCAUGHT], family="user code" if own else "unknown")
 
 
 def _of_line(statement: Statement) -> Candidate | None:
-    own = _of_own_rule((statement,))
-    if own is not None:
-        return own
-    fitting = match_all(statement)
+    fitting = [match.signature for match in match_all(statement)]
     if not fitting:
         return None
-    signature = fitting[0].signature
-    tier = _CAUGHT if statement.fatal is False else 3
-    if tier == 3 and (signature.rank <= _LOUD_RANK or statement.fatal):
+    tier = CAUGHT if statement.fatal is False else 3
+    if tier == 3 and (fitting[0].rank <= _LOUD_RANK or statement.fatal):
         tier = 1
+    return _candidate(fitting[0], statement, tier, (statement,), tuple(fitting[1:]))
+
+
+def _candidate(
+    signature: Signature,
+    statement: Statement,
+    tier: int,
+    chain: tuple[Statement, ...],
+    also: tuple[Signature, ...] = (),
+) -> Candidate:
+    confidence = _confidence(signature, tier)
     return Candidate(
-        signature=signature,
-        statement=statement,
-        tier=tier,
-        confidence=_confidence(signature, tier),
-        chain=(statement,),
-        also=tuple(match.signature for match in fitting[1:]),
+        signature=signature, statement=statement, tier=tier, confidence=confidence, chain=chain, also=also
     )
 
 
 def _tier_of_exception(last: Statement) -> int:
     if last.fatal is not None:
-        return 0 if last.fatal else _CAUGHT
+        return 0 if last.fatal else CAUGHT
     return 1 if last.frames and not last.logged else 2
 
 
 def _confidence(signature: Signature, tier: int) -> float:
-    return _CERTAIN[tier] - (0.12 if signature.rank >= GENERIC_RANK else 0.0)
+    return _CERTAIN[tier] - (0.12 if signature.rank >= _GENERIC_RANK else 0.0)
 
 
 def _without_early(candidates: list[Candidate]) -> list[Candidate]:
@@ -208,12 +195,12 @@ def _without_early(candidates: list[Candidate]) -> list[Candidate]:
             later = begins.get(rank)
             far = later is not None and later - statement.position > _BURST_LINES
             if far or (last.resumed and rank in roots):
-                candidate = _moved(candidate, _CAUGHT)
+                candidate = _moved(candidate, CAUGHT)
             else:
                 begins[rank] = statement.position
         elif raised and last.overtaken and rank not in roots:
             candidate = _moved(candidate, 3)
-        if raised and candidate.tier < _CAUGHT and candidate.signature.role == "root":
+        if raised and candidate.tier < CAUGHT and candidate.signature.role == "root":
             roots.add(rank)
         found.append(candidate)
     return found[::-1]
@@ -225,9 +212,13 @@ def _moved(candidate: Candidate, tier: int) -> Candidate:
 
 # Families of our own errors, by the beginning of the rule.
 _FAMILIES: tuple[tuple[str, Family], ...] = (
-    ("H30", "storage"), ("H31", "checkpoint"), ("H403", "device"), ("H4", "out of memory"), ("H5", "numerics"),
+    ("H30", "storage"),
+    ("H31", "checkpoint"),
+    ("H403", "device"),
+    ("H4", "out of memory"),
+    ("H5", "numerics"),
     ("H6", "loader"),
-)  # fmt: skip
+)
 
 
 def _of_own_rule(chain: tuple[Statement, ...]) -> Candidate | None:
@@ -240,30 +231,21 @@ def _of_own_rule(chain: tuple[Statement, ...]) -> Candidate | None:
         id=rule.id,
         title=rule.title,
         family=next((family for begin, family in _FAMILIES if rule.id.startswith(begin)), "user code"),
-        patterns=(),
         rank=60,
         means=_in_one_line(rule.text.split("\n\n")[0]),
         fix=_fix_of(statement.text) or _fix_of(rule.text),
-        example="",
-        seen="an error of holdfast",
     )
     if statement.kind == "exception":
         tier = _tier_of_exception(chain[-1])
     else:
         tier = 0 if statement.source == "guard" and statement.fatal else 3
-    if statement.fatal is False:
-        tier = _CAUGHT
-    return Candidate(signature=signature, statement=statement, tier=tier, confidence=_CERTAIN[tier], chain=chain)
+    return _candidate(signature, statement, CAUGHT if statement.fatal is False else tier, chain)
 
 
 def _rule_named_in(statement: Statement) -> str:
-    """Return the id of the rule that a statement of holdfast names or means; an empty text for any other."""
+    """Return the id of the rule that a statement of holdfast names; an empty text for any other."""
     named = _OWN_RULE.search(statement.text)
-    if statement.rule is not None or named is not None:
-        return statement.rule or (named[1] if named is not None else "")
-    if statement.source != "guard" or not statement.text.startswith(GUARD_SAID):
-        return ""
-    return next((rule for pattern, rule in _OLD_STOPS if pattern.search(statement.text)), "")
+    return statement.rule or (named[1] if named is not None else "")
 
 
 def _fix_of(text: str) -> str:

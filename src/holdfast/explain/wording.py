@@ -5,15 +5,14 @@ Does not: choose the cause (see ``judging``).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.core.events import Event
-from holdfast.explain.evidence import GUARD_SAID, Facts, Frame, Statement
+from holdfast.explain.evidence import Facts, Frame, Statement
 from holdfast.explain.logs.text import quoted
+from holdfast.explain.places import is_own_code, library_file, own_frame
 from holdfast.explain.remarks import (
-    WORKER_KILLED,
     exhibits_of_training,
     fix_of_training,
     kills_counted,
@@ -29,7 +28,7 @@ from holdfast.explain.remarks import (
 from holdfast.explain.rules import all_rules
 from holdfast.explain.runtime_causes import End
 from holdfast.explain.signature import Signature
-from holdfast.explain.signatures.runtime import (
+from holdfast.explain.signatures.endings import (
     ENDED_WELL,
     INTERRUPTED,
     STATUS_ONLY,
@@ -37,24 +36,20 @@ from holdfast.explain.signatures.runtime import (
     TRAINING_LOST,
     UNCAUGHT,
     UNKNOWN,
+    WORKER_KILLED,
 )
 from holdfast.explain.verdict import Exhibit, Verdict
-from holdfast.explain.weighing import Candidate
+from holdfast.explain.weighing import CAUGHT, Candidate
 
 _MOST_EXHIBITS = 10
 _MOST_CASCADES = 3
 _MOST_QUOTED = 160  # characters of a message inside the paragraph
-_MOST_OF_OURS = 500  # likewise, of an error of holdfast: it says what was refused, and why
-# Installed code and what ships with Python: not where a user looks first.
-_FOREIGN = re.compile(
-    r"(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen |^<string>$|/torch/(?:nn|utils|optim|distributed)/"
-    r"|runpy\.py$|/holdfast/(?:guard|loader|forecast|memory|numerics|checkpoint|supervise|recorder)/|/tqdm/"
-)
+_MOST_WHOLE = 500  # likewise, where the message is all that is known, or is of holdfast: it says what was found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a verdict is told from.
+class Judgement:
+    """What was chosen, and from what: all that the words of a verdict are made of.
 
     Args:
         facts: All that is known.
@@ -75,38 +70,36 @@ class Told:
     runner_up: tuple[str, str, float] | None
 
 
-def tell(told: Told) -> Verdict:
+def in_words(made: Judgement) -> Verdict:
     """Return the verdict in words."""
-    told = replace(told, signature=_as_counted(told))
-    signature, candidate = told.signature, told.candidate
+    made = replace(made, signature=_as_counted(made))
+    signature, candidate = made.signature, made.candidate
     place = _place(candidate)
-    if told.end.hang is not None and candidate is None:
-        place = str(told.end.hang.data.get("frame") or "")
-    statement = candidate.statement if candidate is not None else None
-    rank = statement.rank if statement is not None else told.end.first_rank
+    if made.end.hang is not None and candidate is None:
+        place = str(made.end.hang.data.get("frame") or "")
     return Verdict(
         cause=signature.id,
         family=signature.family,
-        title=_title(told, statement),
-        summary=_summary(told, place),
-        fix=_fix(told),
-        confidence=told.confidence,
-        evidence=tuple(_exhibits(told)),
-        runner_up=told.runner_up,
-        tried=told.facts.tried,
-        missing=tuple(_missing(told)),
+        title=_title(made),
+        summary=_summary(made, place),
+        fix=_fix(made),
+        confidence=made.confidence,
+        evidence=tuple(_exhibits(made)),
+        runner_up=made.runner_up,
+        tried=made.facts.tried,
+        missing=tuple(_missing(made)),
         restart=signature.restart,
-        changes=_changes(told),
+        changes=_changes(made),
         where=place,
-        rank=rank,
-        step=_step(told),
+        rank=candidate.statement.rank if candidate is not None else made.end.first_rank,
+        step=_step(made),
     )
 
 
-def _as_counted(told: Told) -> Signature:
+def _as_counted(made: Judgement) -> Signature:
     """Return the signature, without the kernel where its counter says that it killed nothing for memory."""
-    signature = told.signature
-    if signature.id != WORKER_KILLED or kills_counted(told.facts.endings) != 0:
+    signature = made.signature
+    if signature.id != WORKER_KILLED or kills_counted(made.facts.endings) != 0:
         return signature
     return replace(
         signature,
@@ -117,51 +110,51 @@ def _as_counted(told: Told) -> Signature:
     )
 
 
-def _changes(told: Told) -> tuple[tuple[str, str], ...]:
+def _changes(made: Judgement) -> tuple[tuple[str, str], ...]:
     """Return what the next attempt is to change, without what this one had already."""
-    had = told.facts.extra.get("changed")
+    had = made.facts.extra.get("changed")
     had = had if isinstance(had, dict) else {}
-    return tuple((name, value) for name, value in told.signature.changes.items() if had.get(name) != value)
+    return tuple((name, value) for name, value in made.signature.changes.items() if had.get(name) != value)
 
 
-def _title(told: Told, statement: Statement | None) -> str:
-    signature, lost = told.signature, told.facts.lost
-    if signature.id == TRAINING_LOST and lost is not None:
-        return f"{'ended with status 0' if told.end.well else 'came to its end'}, but {lost.sentence()}"
-    if signature.id == ENDED_WELL and (unsaved := not_saved(told.facts)) is not None:
+def _title(made: Judgement) -> str:
+    signature, facts = made.signature, made.facts
+    if signature.id == TRAINING_LOST and facts.lost is not None:
+        return f"{'ended with status 0' if made.end.well else 'came to its end'}, but {facts.lost.sentence()}"
+    if signature.id == ENDED_WELL and (unsaved := not_saved(facts)) is not None:
         return f"came to its end, but {unsaved.partition(':')[0]}"
-    faults = training_faults(told.facts)
+    faults = training_faults(facts)
     if signature.id == ENDED_WELL and faults:
         rule = all_rules().get(faults[0].data["rule"])
         return "ended well, but its training has a fault" + (f": {rule.title}" if rule is not None else "")
-    if signature.id == STATUS_ONLY and told.facts.extra.get("exit_how") == "sys.exit":
-        return f"ended itself by sys.exit with status {told.end.status}"
-    if signature.id == UNCAUGHT and statement is not None and statement.exception:
-        return f"{signature.title}: {statement.exception}"
+    if signature.id == STATUS_ONLY and facts.extra.get("exit_how") == "sys.exit":
+        return f"ended itself by sys.exit with status {made.end.status}"
+    if signature.id == UNCAUGHT and made.candidate is not None:
+        return _cut(next(quoted(made.candidate.statement, most_lines=1), signature.title), _MOST_QUOTED)
     return signature.title
 
 
-def _summary(told: Told, place: str) -> str:
-    signature, candidate = told.signature, told.candidate
+def _summary(made: Judgement, place: str) -> str:
+    signature, candidate = made.signature, made.candidate
     parts = []
     if candidate is not None:
         parts.append(_sentence(_failed(candidate, place)))
-    elif told.end.why:
-        parts.append(_sentence(told.end.why))
-    step = _step(told)
-    if step and not told.end.well:
-        phase = told.facts.extra.get("phase")
+    elif made.end.why:
+        parts.append(_sentence(made.end.why))
+    step = _step(made)
+    if step and not made.end.well:
+        phase = made.facts.extra.get("phase")
         stood = f" and stood in phase {phase}" if phase and phase != "ending" else ""
         parts.append(f"It had made {step} step{'' if step == 1 else 's'}{stood}.")
     if signature.id in (TERMINATED, INTERRUPTED):
-        parts += of_interruption(told.facts)
-    left = way_out(told.facts) if signature.id == STATUS_ONLY else ""
-    if candidate is None or not _says_itself(candidate):
+        parts += of_interruption(made.facts)
+    left = way_out(made.facts) if signature.id == STATUS_ONLY else ""
+    if candidate is None or not _is_of_holdfast(candidate):
         parts.append(_sentence(left) if left else signature.means)
     if signature.id == ENDED_WELL:
-        parts += of_good_end(told.facts)
-    parts += of_interference(told.facts)
-    leak = _leak(told)
+        parts += of_good_end(made.facts)
+    parts += of_interference(made.facts)
+    leak = _leak(made)
     if leak is not None and leak_place(leak):
         parts.append(_sentence(f"Memory was kept at {leak_place(leak)}"))
     return " ".join(parts)
@@ -171,18 +164,26 @@ def _failed(candidate: Candidate, place: str) -> str:
     """Return where it failed, and with which words."""
     statement = candidate.statement
     first = next(quoted(statement, most_lines=1), "")
-    most = _MOST_QUOTED
-    if _says_itself(candidate):
-        first, most = statement.text.strip().partition("\n")[0], _MOST_OF_OURS
-    first = first if len(first) <= most else f"{first[: most - 3]}..."
     if _is_of_guard(statement):
         who = "A Guard stopped it" if statement.fatal else "The last that is known of its Guard"
-        return f"{who}: {first.removeprefix(GUARD_SAID)}"
+        return f"{who}: {_cut(first, _MOST_WHOLE)}"
     who = f"Rank {statement.rank}" if statement.rank is not None else "It"
+    if candidate.signature.id == UNCAUGHT:
+        raiser = statement.frames[-1] if statement.frames else None
+        raised = f" (raised in {library_file(raiser)})" if raiser is not None and not is_own_code(raiser) else ""
+        return f"{who} failed with {_cut(first, _MOST_WHOLE)}{f', at {place}' if place else ''}{raised}"
+    if _is_of_holdfast(candidate):
+        first = _cut(statement.text.strip().partition("\n")[0], _MOST_WHOLE)
+    else:
+        first = _cut(first, _MOST_QUOTED)
     return f"{who} failed{f' at {place}' if place else ''}: {first}"
 
 
-def _says_itself(candidate: Candidate) -> bool:
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _is_of_holdfast(candidate: Candidate) -> bool:
     """Return whether the words are those of holdfast, which say what was found: its rule would only repeat them."""
     statement = candidate.statement
     if candidate.signature.id not in all_rules():
@@ -201,31 +202,31 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
-def _fix(told: Told) -> str:
-    well = told.signature.id == ENDED_WELL
-    leak = newest_leak(told.facts) if well else _leak(told)
+def _fix(made: Judgement) -> str:
+    well = made.signature.id == ENDED_WELL
+    leak = newest_leak(made.facts) if well else _leak(made)
     place = leak_place(leak) if leak is not None else ""
     if not place:
-        return (fix_of_training(told.facts) if well else "") or told.signature.fix
-    rest = "A longer run would end for want of memory." if well else told.signature.fix
+        return (fix_of_training(made.facts) if well else "") or made.signature.fix
+    rest = "A longer run would end for want of memory." if well else made.signature.fix
     return f"Look first at {place}, where memory is kept from step to step. {rest}"
 
 
-def _leak(told: Told) -> Event | None:
+def _leak(made: Judgement) -> Event | None:
     """Return the newest leak that was traced, if memory is what the verdict is about."""
-    return newest_leak(told.facts) if "memory" in told.signature.family else None
+    return newest_leak(made.facts) if "memory" in made.signature.family else None
 
 
-def _exhibits(told: Told) -> Iterator[Exhibit]:
+def _exhibits(made: Judgement) -> Iterator[Exhibit]:
     found: list[Exhibit] = []
-    candidate = told.candidate
+    candidate = made.candidate
     if candidate is not None:
         found.append(_quote(candidate.statement, "root" if candidate.signature.role == "root" else "cascade"))
         found += [_quote(each, "fact") for each in candidate.chain if each is not candidate.statement][:3]
-    found += [*told.end.exhibits, *exhibits_of_training(told.facts)]
-    others = [each for each in told.candidates if each is not candidate]
-    found += [_quote(each.statement, "confirmation") for each in others if _confirms(told.signature, each)][:3]
-    cascades = [each for each in others if each.signature.role == "cascade" and not told.end.well]
+    found += [*made.end.exhibits, *exhibits_of_training(made.facts)]
+    others = [each for each in made.candidates if each is not candidate]
+    found += [_quote(each.statement, "confirmation") for each in others if _confirms(made.signature, each)][:3]
+    cascades = [each for each in others if each.signature.role == "cascade" and not made.end.well]
     found += [_quote(each.statement, "cascade") for each in cascades][:_MOST_CASCADES]
     yield from list(dict.fromkeys(found))[:_MOST_EXHIBITS]
 
@@ -233,7 +234,8 @@ def _exhibits(told: Told) -> Iterator[Exhibit]:
 def _confirms(signature: Signature, other: Candidate) -> bool:
     if other.signature.role == "confirmation":
         return True
-    return other.signature.role == "root" and other.signature.family == signature.family and other.tier < 4
+    same = other.signature.id != UNCAUGHT and other.signature.family == signature.family
+    return same and other.signature.role == "root" and other.tier < CAUGHT
 
 
 def _quote(statement: Statement, role: str) -> Exhibit:
@@ -246,11 +248,11 @@ def _quote(statement: Statement, role: str) -> Exhibit:
     )
 
 
-def _missing(told: Told) -> Iterator[str]:
-    yield from told.facts.missing
-    if told.signature.role == "cascade":
+def _missing(made: Judgement) -> Iterator[str]:
+    yield from made.facts.missing
+    if made.signature.role == "cascade":
         yield "the failure that this follows from: it is not in what was read"
-    if told.signature.id == UNKNOWN and told.candidate is None and not told.facts.statements:
+    if made.signature.id == UNKNOWN and made.candidate is None and not made.facts.statements:
         yield "no line of an error"
 
 
@@ -258,21 +260,16 @@ def _place(candidate: Candidate | None) -> str:
     """Return the innermost frame of the user's own code, else the innermost of all."""
     if candidate is None:
         return ""
-    chain = [each.frames for each in (candidate.statement, *candidate.chain) if each.frames]
+    chain: list[tuple[Frame, ...]] = [each.frames for each in (candidate.statement, *candidate.chain) if each.frames]
     if not chain:
         return ""
     # An exception of a handler has none: then that of what it broke into.
-    frame = own_frame(next((frames for frames in chain if not _FOREIGN.search(own_frame(frames).file)), chain[0]))
+    frame = own_frame(next((frames for frames in chain if is_own_code(own_frame(frames))), chain[0]))
     return f"{frame.file}:{frame.line}" + (f" in {frame.function}" if frame.function else "")
 
 
-def own_frame(frames: Sequence[Frame]) -> Frame:
-    """Return the innermost frame that is not of installed code, else the innermost; innermost last."""
-    return next((frame for frame in reversed(frames) if not _FOREIGN.search(frame.file)), frames[-1])
-
-
-def _step(told: Told) -> int | None:
-    steps = told.facts.extra.get("steps")
+def _step(made: Judgement) -> int | None:
+    steps = made.facts.extra.get("steps")
     if isinstance(steps, int):
         return steps
-    return next((ending.step for ending in reversed(told.facts.endings) if ending.step is not None), None)
+    return next((ending.step for ending in reversed(made.facts.endings) if ending.step is not None), None)

@@ -56,7 +56,7 @@ def test_events_of_all_processes_are_merged_by_time(run):
         ("attempt_ended", "supervisor"),
     ]
     lines = call(run).output.splitlines()
-    assert lines[0] == "1970-01-01 00:00:01.000  supervisor  [step 0] attempt_started  attempt=0"
+    assert lines[0] == "1970-01-01 00:00:01.000000  supervisor  [step 0] attempt_started  attempt=0"
     assert len(lines) == 5
 
 

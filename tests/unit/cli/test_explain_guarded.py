@@ -17,9 +17,7 @@ from typer.testing import CliRunner, Result
 
 import holdfast
 from holdfast.cli.main import make_app
-from holdfast.core.events import Event
 from holdfast.explain.signature import FAMILIES
-from holdfast.recorder.black_box import BlackBox, StepMark
 
 app = make_app()
 HERE = Path(__file__).name
@@ -344,50 +342,3 @@ def test_a_stop_by_signal_is_told_as_before(tmp_path):
     again, model = guard_of(tmp_path)
     train(again, mean_of(model))
     assert said_of(tmp_path) == ENDED_WELL, "a stop of an earlier life is history"
-
-
-# --- recordings of older versions -----------------------------------------------------------------------------------
-
-
-OLD_REFUSAL = (
-    "may not split: it could not be found out whether that keeps the gradient (BatchError: loss_fn returned a loss "
-    "without a graph)"
-)
-LACK = ("out_of_memory", {"error": "RuntimeError: DefaultCPUAllocator: can't allocate memory", "attempt": 1})
-
-
-def recorded(run: Path, *events: tuple[str, dict[str, Any]], before_the_step: bool = False) -> Path:
-    """Write what an older version did: events of step 0, after the mark of a step or before it."""
-    box = BlackBox(run / "recorder" / "rank0")
-    box.step(StepMark.BEGUN, 0, 8, math.nan, math.nan, 0.0)
-    for index, (kind, facts) in enumerate(events):
-        box.event(Event(kind=kind, global_step=0, unix_seconds=(1e9 if before_the_step else 4e9) + index, data=facts))
-    box.close()
-    return run
-
-
-@pytest.mark.parametrize(
-    ("events", "cause"),
-    [
-        ([LACK, ("retry", {}), LACK, ("stop", {"reason": OLD_REFUSAL})], "H401"),
-        ([LACK, ("split", {}), LACK, ("stop", {"reason": "1 sample(s) at a time do not fit"})], "H401"),
-        ([LACK, ("stop", {"reason": "words of a version that nobody remembers"})], "H401"),
-        ([("stop", {"reason": OLD_REFUSAL})], "H401"),
-        ([LACK, ("stop", {"reason": "optimizer 'adam': RuntimeError: can't allocate memory"})], "H402"),
-        ([("stop", {"reason": "after 2 rollback(s) again: loss is NaN"})], "H501"),
-        ([("stop", {"reason": "after 2 rollback(s) again: the loss has run away and stays there (7.4)"})], "H503"),
-        ([("stop", {"reason": "words of a version that nobody remembers"})], "H1600"),
-        ([("stop", {"reason": OLD_REFUSAL}), ("left_by_exception", {"exception": "OutOfMemoryError"})], "H401"),
-        ([LACK, ("split", {}), LACK, ("split", {}), ("gradient_flow", {})], "H401"),
-        ([("loop", {}), ("left_by_exception", {"exception": "KeyboardInterrupt"})], "H1604"),
-    ],
-)
-def test_of_an_older_recording_a_rule_is_guessed_only_from_what_it_holds(tmp_path, events, cause):
-    """Without a rule the words of the stop and the run's own lacks of memory decide; nothing becomes a divergence."""
-    assert said_of(recorded(tmp_path, *events))[0] == cause
-
-
-def test_a_lack_of_memory_that_was_helped_explains_nothing(tmp_path):
-    """A step that was begun after the newest lack of memory shows that it is over: what ended the run is unknown."""
-    events = [LACK, ("split", {}), LACK, ("split", {}), ("gradient_flow", {})]
-    assert said_of(recorded(tmp_path, *events, before_the_step=True))[0] == "H1600"

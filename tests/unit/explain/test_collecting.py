@@ -153,7 +153,7 @@ def test_a_guard_of_the_next_attempt_is_not_told_of_this_one(run, tmp_path):
     run.tell(guard / "recorder" / "rank0", ("stop", {"reason": "loss is NaN", "promise": "changes training"}))
     run.supervisor(ended(1, attempt=1))
     assert [each.text for each in collect(run.path, 0).statements if each.source == "guard"] == []
-    assert [each.text for each in collect(run.path, 1).statements if each.source == "guard"] == ["Guard: loss is NaN"]
+    assert [each.text for each in collect(run.path, 1).statements if each.source == "guard"] == ["loss is NaN"]
 
 
 def test_of_two_equal_exceptions_the_newest_text_is_that_of_the_newest_recording(run):
@@ -181,7 +181,7 @@ def test_what_a_guard_tried_is_told(run, tmp_path):
 
 def test_a_guard_directory_alone_tells_what_it_stopped_for(tmp_path):
     """A run directory that only a Guard wrote is enough; what it lacks is said."""
-    facts = {"reason": "after 2 rollback(s) again: loss is NaN", "promise": "changes training"}
+    facts = {"reason": "after 2 rollback(s) again: loss is NaN", "rule": "H501"}
     SupervisedRun(tmp_path / "x").tell(tmp_path / "g" / "recorder" / "rank0", ("stop", facts))
     verdict = judge(collect(tmp_path / "g"))
     assert (verdict.cause, verdict.family) == ("H501", "numerics")

@@ -13,10 +13,10 @@ import pytest
 from holdfast.core.events import Event
 from holdfast.explain import collecting
 from holdfast.explain.collecting import collect
-from holdfast.explain.curves_seen import find_lost
 from holdfast.explain.evidence import Ending, Facts, Frame, Statement
 from holdfast.explain.judging import judge
-from holdfast.explain.run_statements import already_tried, of_kernel
+from holdfast.explain.runs.curves import find_lost
+from holdfast.explain.runs.statements import already_tried, of_kernel
 from holdfast.explain.signatures import all_signatures
 from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
@@ -220,7 +220,7 @@ def test_a_fault_of_the_training_is_told_of_a_run_that_ended_well():
 
 def test_a_fault_of_the_training_is_evidence_where_the_run_failed():
     """A Guard that stopped for divergence is the cause, with what it had found before beside it."""
-    stop = Statement(text="Guard: the loss has run away", source="guard", fatal=True)
+    stop = Statement(text="the loss has run away", source="guard", fatal=True, rule="H503")
     verdict = judge(Facts(statements=(stop,), events=(event("finding", **FINDING),), endings=(Ending(status=1),)))
     assert verdict.cause == "H503"
     assert any("[H825]" in each.text for each in verdict.evidence)
@@ -366,17 +366,17 @@ def test_changes_of_restarts_before_the_attempt_are_collected(tmp_path):
 @pytest.mark.parametrize(
     ("kinds", "cause"),
     [
-        (("loop", "checkpoint_saved", "gradient_flow"), "H1601"),
-        (("loop", "stop_requested", "checkpoint_saved", "gradient_flow"), "H1603"),
-        (("loop", "checkpoint_saved", "finding", "note", "gradient_flow"), "H1601"),
-        (("loop", "checkpoint_saved", "gradient_flow", "finding"), "H1600"),
+        (("loop", "finished"), "H1601"),
+        (("loop", "stop_requested", "checkpoint_saved", "stopped"), "H1603"),
+        (("loop", "left"), "H1600"),
         (("loop", "checkpoint_saved"), "H1600"),
-        (("loop", "checkpoint_saved", "gradient_flow", "resumed"), "H1600"),
+        (("loop", "finished", "resumed"), "H1600"),
     ],
 )
 def test_a_guard_that_closed_is_told_from_one_that_did_not(tmp_path, kinds, cause):
     """Its newest events say whether a Guard closed, and whether on request; else nothing is claimed."""
-    tell(tmp_path / "recorder" / "rank0", *((kind, {"reason": "SIGTERM"}) for kind in kinds))
+    closed = {how: ("closed", {"how": how}) for how in ("finished", "stopped", "left")}
+    tell(tmp_path / "recorder" / "rank0", *(closed.get(kind, (kind, {"reason": "SIGTERM"})) for kind in kinds))
     assert judge(collect(tmp_path)).cause == cause
 
 

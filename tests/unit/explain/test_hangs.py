@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.explain.evidence import Frame
-from holdfast.explain.hangs.blame import KINDS, SIGNATURES_OF, Diagnosis, describe_frame, diagnose_hang
+from holdfast.explain.hangs.blame import Diagnosis, describe_frame, diagnose_hang
 from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, Waits, clean, waits_for
 from holdfast.explain.hangs.standing_still import is_user_code, user_frame
-from holdfast.explain.signatures.hangs import BY_KIND, SIGNATURES
 
 PYTHON = "/usr/lib/python3.11/"
 TORCH = PYTHON + "site-packages/torch/"
@@ -302,10 +301,3 @@ def test_user_code_is_neither_a_library_nor_ours() -> None:
     inside = Frame(file=TORCH + "utils/data/dataset.py", line=7, function="get")
     assert user_frame([installed, inside]) is installed
     assert user_frame([]) is None
-
-
-def test_every_kind_has_a_signature_in_the_order_of_the_kinds() -> None:
-    """An event names the signature of its kind, and the registry knows it."""
-    assert {kind: BY_KIND[kind].id for kind in KINDS} == SIGNATURES_OF
-    assert len({signature.id for signature in SIGNATURES}) == len(KINDS)
-    assert all(signature.family == "hang" and not signature.patterns for signature in SIGNATURES)

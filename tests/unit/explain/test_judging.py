@@ -24,7 +24,8 @@ TIMEOUT = (
     "ran for 600029 milliseconds before timing out."
 )
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB"
-TRACE = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 9, in step\n    model(x)\n'
+USER = '  File "/home/me/train.py", line 9, in step\n    model(x)\n'
+TRACE = f"Traceback (most recent call last):\n{USER}"
 GOING_ON = "".join(f"step {step} loss 0.5\n" for step in range(20))
 
 
@@ -64,12 +65,35 @@ def test_the_innermost_exception_beats_what_wraps_it():
     assert any("validation failed" in exhibit.text for exhibit in verdict.evidence)
 
 
-def test_an_exception_that_no_signature_knows_is_still_told():
-    """A class of the user's own is named, with a lower confidence."""
-    verdict = of_log(f"{TRACE}mine.ConfigError: no such head\n", status=1)
-    assert verdict.cause == "H1608"
-    assert "ConfigError" in verdict.title
-    assert verdict.confidence < 0.7
+@pytest.mark.parametrize(
+    ("frames", "family", "words"),
+    [
+        (USER, "user code", "ValueError: no such head, at /home/me/train.py:9 in step. "),
+        (
+            USER + '  File "/x/lib/python3.11/site-packages/torch/nn/functional.py", line 3, in linear\n    x\n',
+            "unknown",
+            "ValueError: no such head, at /home/me/train.py:9 in step (raised in torch/nn/functional.py). ",
+        ),
+        ("", "unknown", "ValueError: no such head. "),
+    ],
+)
+def test_an_exception_that_no_signature_knows_is_its_own_verdict(frames, family, words):
+    """Its type and message, the user's innermost line, and the library that raised it; its class only where it shows."""
+    head = "Traceback (most recent call last):\n" if frames else ""
+    verdict = of_log(f"{head}{frames}ValueError: no such head\n", status=1)
+    assert (verdict.cause, verdict.family, verdict.restart) == ("H1608", family, "stop")
+    assert verdict.exit_code == 10 + FAMILIES.index(family)
+    assert verdict.title == "ValueError: no such head"
+    assert verdict.summary.startswith(f"It failed with {words}")
+
+
+def test_an_unknown_exception_is_the_root_of_what_only_follows_from_it():
+    """A launcher's table around an exception that no signature knows does not hide it; a known root around it does."""
+    unknown = thrown("lesson 4 follows lesson 3", "CurriculumError", cause=True)
+    launcher = thrown("train.py FAILED", "ChildFailedError")
+    assert judge(Facts(statements=(unknown, launcher), endings=(Ending(status=1),))).cause == "H1608"
+    full = thrown(OOM, "OutOfMemoryError")
+    assert judge(Facts(statements=(unknown, full), endings=(Ending(status=1),))).cause == "H901"
 
 
 def test_the_earliest_root_over_ranks_wins_and_a_cascade_never_does():
@@ -263,7 +287,7 @@ def test_our_own_errors_keep_their_rule_and_their_fix():
 @pytest.mark.parametrize("rule", sorted(all_rules()))
 def test_what_a_rule_says_to_do_is_told_whole_and_in_one_line(rule):
     """Of a stop with a rule, the fix is the paragraph of its page to the last word, however the page is wrapped."""
-    stop = Statement(text="Guard: x", source="guard", fatal=True, rule=rule)
+    stop = Statement(text="x", source="guard", fatal=True, rule=rule)
     verdict = judge(Facts(statements=(stop,)))
     paragraph = next(each for each in all_rules()[rule].text.split("\n\n") if each.startswith("**Fix.**"))
     assert verdict.cause == rule

@@ -1,15 +1,17 @@
-"""The registry of signatures: every known way to fail, by its id. The signatures lie in the modules beside this file.
+"""The catalogue of signatures: every known way to fail, by its id. The entries are the YAML files beside this module.
 
-Each module holds a tuple ``SIGNATURES``. Does not: match them against anything (see ``matching``).
+A file is a list of entries, and an entry holds the fields of `Signature`. Does not: match them (see ``matching``).
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any
 
 from holdfast.explain.signature import Signature
+from holdfast.explain.signatures.leaks import KINDS, signature_of
 
 
 @functools.cache
@@ -17,13 +19,43 @@ def all_signatures() -> dict[str, Signature]:
     """Return every signature by its id, in the order of the ids.
 
     Raises:
-        ValueError: if two have the same id: a mistake of ours.
+        ValueError: if two have the same id, or one is no `Signature`; the message names the entry.
     """
     found: dict[str, Signature] = {}
-    for module in pkgutil.iter_modules(__path__):
-        signatures: tuple[Signature, ...] = importlib.import_module(f"{__name__}.{module.name}").SIGNATURES
-        for signature in signatures:  # a module may hand on those of another that it was split from
-            if found.get(signature.id, signature) is not signature:
-                raise ValueError(f"two signatures are called {signature.id}")
-            found[signature.id] = signature
+    for entry in _entries():
+        signature = _signature(entry)
+        if signature.id in found:
+            raise ValueError(f"two signatures are called {signature.id}")
+        found[signature.id] = signature
     return dict(sorted(found.items(), key=lambda pair: int(pair[0][1:])))
+
+
+def _entries() -> Iterator[dict[str, Any]]:
+    import yaml  # here: a process that only asks for the id of a leak does not need it
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    for file in resources.files(__name__).iterdir():
+        if file.name.endswith(".yaml"):
+            entries = yaml.load(file.read_text(encoding="utf-8"), loader)  # noqa: S506 - both are safe loaders
+            yield from entries
+            if file.name == "leaks.yaml":
+                yield from map(_on_a_device, KINDS, entries)
+
+
+def _on_a_device(kind: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry of a leak in host memory as that of the same leak in the memory of a device."""
+    title = f"{entry['title']}, on a device"
+    return {**entry, "id": signature_of(kind, on_host=False), "title": title, "family": "out of memory"}
+
+
+def _signature(entry: dict[str, Any]) -> Signature:
+    """Return an entry as a signature; lists become tuples."""
+    fields = {key: _frozen(value) for key, value in entry.items()}
+    try:
+        return Signature(**fields)
+    except TypeError as error:
+        raise ValueError(f"signature {entry.get('id')}: {error}") from error
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value

@@ -1,9 +1,6 @@
 """How recordings of guards end: closed in order, left by an error, in the middle of a lack of memory, or cut off.
 
-A Guard's last event is ``closed``, or ``left_by_exception`` with what it writes while it closes. Recordings of older
-versions have no ``closed``, no message of the error and no rule with a stop; what they do hold is read.
-
-Does not: read files, judge (see ``judging``).
+A Guard's last event is ``closed``, or ``left_by_exception`` with what it writes while it closes. Does not: judge.
 """
 
 from __future__ import annotations
@@ -13,17 +10,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.core.events import Event
-from holdfast.explain.evidence import GUARD_SAID, Statement
-from holdfast.explain.run_statements import chain_of, text_of
+from holdfast.explain.evidence import Statement
+from holdfast.explain.runs.statements import chain_of, text_of
 
 # What a Guard writes after the error that ends it, and while it closes. Any other event says that it went on.
-_OF_AN_END = frozenset({
-    "stop", "left_by_exception", "closed", "stop_requested", "checkpoint_saved", "save_failed", "save_refused",
-    "save_postponed", "not_saved", "finding", "note", "gradient_flow",
-})  # fmt: skip
+_OF_AN_END = frozenset(
+    {
+        "stop",
+        "left_by_exception",
+        "closed",
+        "stop_requested",
+        "checkpoint_saved",
+        "save_failed",
+        "save_refused",
+        "save_postponed",
+        "not_saved",
+        "finding",
+        "note",
+        "gradient_flow",
+    }
+)
 _BEGINS = ("loop", "resumed")
 _OF_MEMORY = re.compile(r"memory|alloc", re.IGNORECASE)
-_TORN = re.compile(r"^(?:an )?optimizer\b")  # how the reason of an H402 begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,26 +53,12 @@ def how_closed(events: Sequence[Event]) -> Closed | None:
     Args:
         events: By time.
     """
-    if not events:
-        return None
-    told = events[-1].data.get("how") if events[-1].kind == "closed" else None
-    if not isinstance(told, str) and not _closed_in_the_old_way(events):
+    how = events[-1].data.get("how") if events and events[-1].kind == "closed" else None
+    if not isinstance(how, str):
         return None
     begun = max((index for index, event in enumerate(events) if event.kind in _BEGINS), default=0)
     stops = [event for event in events[begun:] if event.kind == "stop_requested"]
-    how = told if isinstance(told, str) else "stopped" if stops else "finished"
     return Closed(how=how, reason=text_of(stops[-1].data.get("reason")) if stops and how == "stopped" else "")
-
-
-def _closed_in_the_old_way(events: Sequence[Event]) -> bool:
-    """Return whether a recording without ``closed`` ends as older guards did: with a save, then their summary.
-
-    Between the two stands what was found in the run as a whole. Both are of the same step: a summary of a later one
-    is that of a loop which was left.
-    """
-    last = [event for event in events if event.kind not in ("finding", "note")][-2:]
-    ends = [event.kind for event in last] == ["checkpoint_saved", "gradient_flow"] and events[-1] is last[-1]
-    return ends and last[0].global_step == last[1].global_step and all(event.kind != "closed" for event in events)
 
 
 def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> list[Statement]:
@@ -88,8 +82,7 @@ def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> lis
         ends[-1] = at, [replace(each, fatal=ended) for each in newest]
     found = [each for _, statements in ends for each in statements]
     if lack is not None and not over and not any(each.fatal for each in found):
-        error = text_of(lack.data.get("error"))
-        text = f"{GUARD_SAID}it was short of memory, and no step was made after that: {error}"
+        text = f"it was short of memory, and no step was made after that: {text_of(lack.data.get('error'))}"
         found.append(Statement(text=text, source="guard", unix_seconds=lack.unix_seconds, rule="H401"))
     return [replace(each, position=index) for index, each in enumerate(found)]
 
@@ -100,38 +93,27 @@ def _ends(events: Sequence[Event]) -> list[tuple[int, list[Statement]]]:
     stop: int | None = None
     for index, event in enumerate(events):
         if event.kind == "stop":
-            ends.append((index, [_stopped(events, index)]))
+            ends.append((index, [_stopped(event)]))
             stop = index
         elif event.kind == "left_by_exception" and event.data.get("exception") != "SystemExit":
             left = _left(event)
-            rule, old = left[-1].rule, "type" not in event.data
+            rule = left[-1].rule
             follows = stop is not None and all(each.kind in _OF_AN_END for each in events[stop:index])
-            if follows and (old or (rule is not None and rule == ends[-1][1][-1].rule)):
-                ends[-1] = index, ends[-1][1] if old else left  # the error says all of the stop and more
-            else:
-                ends.append((index, left))
+            if follows and rule is not None and rule == ends[-1][1][-1].rule:
+                ends.pop()  # the error says all of the stop and more
+            ends.append((index, left))
             stop = None
     return ends
 
 
-def _stopped(events: Sequence[Event], index: int) -> Statement:
-    event = events[index]
-    reason, rule = text_of(event.data.get("reason")), event.data.get("rule")
-    if not isinstance(rule, str):  # of an older version
-        rule = "H401" if not _TORN.match(reason) and _short_of_memory(events[:index], event.global_step) else None
+def _stopped(event: Event) -> Statement:
     return Statement(
-        text=f"{GUARD_SAID}{reason}", source="guard", unix_seconds=event.unix_seconds, fatal=False, rule=rule
+        text=text_of(event.data.get("reason")),
+        source="guard",
+        unix_seconds=event.unix_seconds,
+        fatal=False,
+        rule=_rule_of(event),
     )
-
-
-def _short_of_memory(before: Sequence[Event], step: int) -> bool:
-    """Return whether the step at which it stopped ran out of memory, in the same life of the run."""
-    for event in reversed(before):
-        if event.global_step != step or event.kind in (*_BEGINS, "stop"):
-            return False
-        if event.kind == "out_of_memory":
-            return True
-    return False
 
 
 def _left(event: Event) -> list[Statement]:
@@ -139,9 +121,13 @@ def _left(event: Event) -> list[Statement]:
     common = {"source": "guard", "unix_seconds": event.unix_seconds}
     facts = event.data if "type" in event.data else {"type": event.data.get("exception")}
     found = chain_of(facts, fatal=False, position=0, common=common)
-    rule = event.data.get("rule")
-    found[-1] = replace(found[-1], rule=rule if isinstance(rule, str) else None)
+    found[-1] = replace(found[-1], rule=_rule_of(event))
     return found
+
+
+def _rule_of(event: Event) -> str | None:
+    rule = event.data.get("rule")
+    return rule if isinstance(rule, str) else None
 
 
 def _lack_of_memory(events: Sequence[Event], last_step: float | None) -> Event | None:

@@ -1,0 +1,1 @@
+"""What a run directory holds, read into facts."""
