@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import typer
 from click.testing import Result
@@ -84,7 +83,7 @@ def factory(folder: Path, name: str) -> str:
 
 
 def quarantine_by_a_run(folder: Path, epoch: int) -> set[Any]:
-    """Return what a run over these files has set aside when it has trained an epoch."""
+    """Return what a run over these files has quarantined when it has trained an epoch."""
     loader = load_factory(factory(folder, "loader"))()
     loader.attach(lambda kind, **facts: None, folder)
     loader.go_to(epoch)
@@ -112,11 +111,11 @@ def test_it_lists_what_is_quarantine(run_dir: Path) -> None:
     assert listed.exit_code == 0, listed.output
     (row,) = [line for line in listed.output.splitlines() if "hung" in line]
     assert [cell.strip() for cell in row.split("│")[1:-1]] == [
-        "8", "hung", "2", "2023-11-14 22:13:20", "set aside", "worker 1 is stuck",
+        "8", "hung", "2", "2023-11-14 22:13:20", "quarantined", "worker 1 is stuck",
     ]  # fmt: skip
     assert "OSError: [/bold] no file [3], drew 0." in listed.output
     assert "Traceback" not in listed.output
-    assert listed.output.endswith("4 set aside, 0 released\n")
+    assert listed.output.endswith("4 quarantined, 0 released\n")
     assert "  Traceback" in call(run_dir, "--evidence").output
 
 
@@ -125,19 +124,19 @@ def test_the_json_holds_all_that_is_known(run_dir: Path) -> None:
     found = as_json(run_dir)
     assert [row["index"] for row in found["samples"]] == [3, 5, 8, 9]
     assert found["samples"][2] == {
-        "index": 8, "kind": "hung", "epoch": 2, "found": "2023-11-14T22:13:20+00:00",
+        "index": 8, "kind": "hung", "epoch": 2, "found": "2023-11-14 22:13:20",
         "evidence": "worker 1 is stuck", "released": False,
     }  # fmt: skip
     assert found["samples"][0]["evidence"].startswith("Traceback")
     assert found["released"] == []
 
 
-def test_a_run_that_has_set_nothing_aside_says_so(tmp_path: Path) -> None:
+def test_a_run_that_has_quarantined_nothing_says_so(tmp_path: Path) -> None:
     """A run directory without a ledger is an empty list, also if all that there is shall be released."""
     (tmp_path / "checkpoints").mkdir()
     for more in ((), ("--release-all",)):
         listed = call(tmp_path, *more)
-        assert (listed.exit_code, listed.output) == (0, "0 set aside, 0 released\n")
+        assert (listed.exit_code, listed.output) == (0, "0 quarantined, 0 released\n")
     assert not (tmp_path / FILE_NAME).exists()
 
 
@@ -157,18 +156,18 @@ def test_each_sample_is_read_again(run_dir: Path, name: str) -> None:
     good = call(*retest)
     assert good.exit_code == 0
     assert good.stdout.count(" good ") == 4
-    assert good.stdout.endswith("4 set aside, 0 released\n")
+    assert good.stdout.endswith("4 quarantined, 0 released\n")
 
 
 def test_the_runs_loader_gives_the_random_numbers_of_the_run(run_dir: Path) -> None:
-    """Read again through the loader of the run, a sample draws what it drew when it was set aside."""
+    """Read again through the loader of the run, a sample draws what it drew when it was quarantined."""
     row = as_json(run_dir, "--retest", factory(run_dir, "loader"), "--timeout", 5)["samples"][0]
     assert row["why"].splitlines()[-1] == row["evidence"].splitlines()[-1]
     first, second = (as_json(run_dir, "--retest", factory(run_dir, "dataset"))["samples"][0]["why"] for _ in range(2))
     assert first == second != row["why"]
 
 
-def test_what_is_good_now_can_be_taken_back(run_dir: Path) -> None:
+def test_what_is_good_now_can_be_released(run_dir: Path) -> None:
     """--release-good releases what was read and nothing else, and the run that goes on reads just that again."""
     (run_dir / "fault5").unlink()
     (run_dir / "fault9").write_text("kill")
@@ -178,12 +177,12 @@ def test_what_is_good_now_can_be_taken_back(run_dir: Path) -> None:
     assert found["released"] == [5, 8]
     assert [row["released"] for row in found["samples"]] == [False, True, True, False]
     assert quarantine_by_a_run(run_dir, 2) == {3, 9}
-    assert "2 set aside, 2 released" in call(run_dir).output
+    assert "2 quarantined, 2 released" in call(run_dir).output
     assert "now" not in as_json(*arguments)["samples"][1], "what was released before is not read again"
 
 
 def test_reading_does_not_answer_what_training_found(run_dir: Path) -> None:
-    """A sample that provenance has set aside is unclear if it can be read, and --release-good leaves it aside."""
+    """A sample that provenance has quarantined is unclear if it can be read, and --release-good leaves it aside."""
     ledger = Ledger(9, None, lambda: 1.7e9)
     ledger.keep_in(run_dir / FILE_NAME)
     ledger.release([3, 5])
@@ -195,22 +194,8 @@ def test_reading_does_not_answer_what_training_found(run_dir: Path) -> None:
     assert "provenance" in found["samples"][-1]["why"]
 
 
-def test_a_sample_whose_key_no_file_can_hold_is_unclear(run_dir: Path) -> None:
-    """Read by a text or a tuple in its place it might look bad, or good."""
-    ledger = Ledger(9, None, lambda: 1.7e9)
-    ledger.keep_in(run_dir / FILE_NAME)
-    ledger.release([3, 5, 8, 9])
-    for index in ([1, 2], np.array([1, 2, 3]), Path("a.wav"), (Path("b.wav"), 3), (1, "a"), np.int64(4)):
-        ledger.add(index, "raised", 0, "no file")
-    found = as_json(run_dir, "--retest", factory(run_dir, "dataset"))
-    assert [row["now"] for row in found["samples"][4:]] == ["unclear"] * 4 + ["bad", "good"]
-    kinds = ("list", "ndarray", type(Path()).__name__, type(Path()).__name__)
-    for row, kind in zip(found["samples"][4:], kinds, strict=False):
-        assert f"cannot hold the {kind} " in row["why"]
-
-
 def test_a_broken_file_name_can_be_printed(tmp_path: Path) -> None:
-    """Evidence with bytes that are no text is shown with these bytes escaped."""
+    """In the place of bytes that are no text stands the mark for that."""
     ledger = Ledger(9, None, lambda: 1.7e9)
     ledger.keep_in(tmp_path / FILE_NAME)
     ledger.add("clip\udc80.wav", "raised", 0, "OSError: clip\udc80.wav")
@@ -218,8 +203,8 @@ def test_a_broken_file_name_can_be_printed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path), "--evidence", "--release-all"]
     ran = subprocess.run(command, check=False, capture_output=True)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count(rb"OSError: clip\udc80.wav") == 2
-    assert rb"released clip\udc80.wav" in ran.stdout
+    assert ran.stdout.count("OSError: clip\N{REPLACEMENT CHARACTER}.wav".encode()) == 2
+    assert "released clip\N{REPLACEMENT CHARACTER}.wav".encode() in ran.stdout
 
 
 def test_samples_are_released_by_name(run_dir: Path) -> None:
@@ -235,7 +220,7 @@ def test_samples_are_released_by_name(run_dir: Path) -> None:
     assert [line for line in rest.output.splitlines() if line.startswith("released")] == [
         "released 3", "released 5", "released 9", r"released b'\x01'",
     ]  # fmt: skip
-    assert rest.output.endswith("0 set aside, 6 released\n")
+    assert rest.output.endswith("0 quarantined, 6 released\n")
 
 
 def test_nothing_is_released_under_a_live_run(run_dir: Path) -> None:
@@ -256,8 +241,8 @@ def test_nothing_is_released_under_a_live_run(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "rule", "what"),
     [
-        (("--release", 4), "H710", "sample '4' is not set aside"),
-        (("--release", 3, "--release", "x"), "H710", "sample 'x' is not set aside"),
+        (("--release", 4), "H710", "sample '4' is not quarantined"),
+        (("--release", 3, "--release", "x"), "H710", "sample 'x' is not quarantined"),
         (("--release-good",), "H105", "--release-good without --retest"),
         (("--retest", "nowhere"), "H703", "no function after a colon"),
         (("--retest", "{}:raises"), "H703", "KeyError: 'DATA'"),
@@ -299,4 +284,4 @@ def test_listing_and_releasing_need_no_torch(run_dir: Path) -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code, str(run_dir)], check=False, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    assert "3 set aside, 1 released" in ran.stdout
+    assert "3 quarantined, 1 released" in ran.stdout

@@ -87,7 +87,7 @@ def test_workers_are_doubled_while_the_wait_falls(
     [
         (Machine(cpu_quota=3), None, 3, "3 processors"),
         (Machine(cpu_quota=16, shared_memory_free_bytes=100), None, 2, "/dev/shm has 100 B free"),
-        (Machine(cpu_quota=16, open_files_limit=40), None, 5, "(ulimit -n)"),
+        (Machine(cpu_quota=16, open_files_limit=31), None, 3, "(ulimit -n)"),
         (Machine(cpu_quota=16), (1, "of the dataset"), 1, "of the dataset"),
     ],
     ids=["processors", "shared memory", "descriptors", "stream"],
