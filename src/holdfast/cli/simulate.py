@@ -1,8 +1,7 @@
 """`holdfast simulate [RUN_DIR] --gpus 16384 --failures 419/54d`: how much of the time would train, at which interval?
 
-What a save costs and how often the run makes one is read from its recording; options replace what was read. Without
-RUN_DIR the run is looked for in the current directory, unless --save-seconds says what a save costs; a directory of
-`holdfast run` leads to that of the Guard in it. Needs no torch, so it is quick.
+What a save costs and how often the run makes one is read from its recording; options replace what was read. A
+directory of `holdfast run` leads to that of the Guard in it. Needs no torch, so it is quick.
 
 The formulas and the simulation are in ``checkpoint.goodput`` and ``checkpoint.simulation``.
 """
@@ -33,6 +32,7 @@ from holdfast.checkpoint.simulation import simulate_run
 from holdfast.cli.output import Json, console, failing_clearly, print_json
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import Event
+from holdfast.core.text import duration, size
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.reader import StepRecord, read_events, read_steps
 from holdfast.report.sources import find_sources, guard_run_of
@@ -41,17 +41,13 @@ from holdfast.report.sources import find_sources, guard_run_of
 # minutes. It is used where no restart was recorded and none was given.
 _RESTART_SECONDS = 300.0
 _RECORDING = Path("recorder", "rank0")
-_MOST_NAMED = 5
 _LONGEST_SECONDS = 1e12  # 30,000 years: beyond it, a rate is a slip of the pen
 
 
 def run(
     run_dir: Annotated[
         Path | None,
-        typer.Argument(
-            help="Directory that was given to Guard; without it and --save-seconds: the current directory, "
-            "runs/last, or the only run that lies here or in runs."
-        ),
+        typer.Argument(help="Directory that was given to Guard, or of `holdfast run`; --save-seconds needs none."),
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, max=10**9, help="Devices of the job that is simulated.")] = 1,
     failures: Annotated[
@@ -80,12 +76,10 @@ def run(
 ) -> None:
     """Print which share of its time a long run would train, by formula and by simulation, and where the rest goes."""
     with failing_clearly(as_json=as_json):
-        # A cost that is given is that of no run, so the figures do not depend on where the command is called.
-        here = _runs_here() if run_dir is None and save_seconds is None else []
-        used = here[0] if len(here) == 1 else None if run_dir is None else _of_guard(run_dir)
+        used = None if run_dir is None else _of_guard(run_dir)
         recorded = Recorded() if used is None else _recorded(used)
         between = _between_failures(failures, mtbf, gpus, failures_gpus, gpus_per_node)
-        costs = _costs(recorded, save_seconds, stall_seconds, restart_seconds, _why_unknown(used, here))
+        costs = _costs(recorded, save_seconds, stall_seconds, restart_seconds)
         given = None if interval is None else _interval(interval, costs)
         rows = [
             _row(name, seconds, recorded.step_seconds, between, costs, seed)
@@ -93,7 +87,6 @@ def run(
         ]
     facts = {
         "run_dir": None if used is None else str(used),
-        "run_dir_is": None if used is None else "given" if used == run_dir else "found",
         "gpus": gpus,
         "mean_seconds_between_failures": between,
         **costs,
@@ -111,16 +104,8 @@ def run(
 class Recorded:
     """What the recording of a run says about its saves; None for what it does not say.
 
-    Args:
-        saves: Checkpoints that it tells of.
-        save_seconds: From the beginning of a save until its checkpoint counted.
-        stall_seconds: What a save took from the training: the loop stood still, then steps were slower. The latter
-            only where it is recorded.
-        size_bytes: Of a checkpoint.
-        step_seconds: From one step to the next, loading included.
-        interval_seconds: Training between two saves.
-        restarts: Failures after which the run was resumed and trained on.
-        restart_seconds: From the last sign of life before a failure until training went on.
+    `save_seconds` pass until a checkpoint counts, `stall_seconds` are what a save takes from the training.
+    `restarts` counts failures after which training went on, `restart_seconds` after the last sign of life.
     """
 
     saves: int = 0
@@ -133,34 +118,13 @@ class Recorded:
     restart_seconds: float | None = None
 
 
-def _runs_here() -> list[Path]:
-    """Return the one run that the current directory is or leads to, or all that lie in it and in its folder runs."""
-    if (Path() / _RECORDING).is_dir():
-        return [Path()]
-    last = _of_guard(Path("runs/last"))
-    return (
-        [last]
-        if (last / _RECORDING).is_dir()
-        else sorted(each.parents[1] for where in ("*", "runs/*") for each in Path().glob(f"{where}/{_RECORDING}"))
-    )
-
-
 def _of_guard(run_dir: Path) -> Path:
     """Return where the Guard of a supervised run recorded, if there was just one; else `run_dir` itself."""
     if (run_dir / _RECORDING).is_dir():
         return run_dir
-    told = [event for source in find_sources(run_dir) for event in read_events(source.directory)]
-    guards = {guard for event in told if (guard := guard_run_of(event)) and (guard / _RECORDING).is_dir()}
+    events = [event for source in find_sources(run_dir) for event in read_events(source.directory)]
+    guards = {guard for event in events if (guard := guard_run_of(event)) and (guard / _RECORDING).is_dir()}
     return guards.pop() if len(guards) == 1 else run_dir
-
-
-def _why_unknown(used: Path | None, here: Sequence[Path]) -> str:
-    if used is not None:
-        return f"the recording in {used} tells of no finished save"
-    if here:
-        names = ", ".join(map(str, here[:_MOST_NAMED])) + (", ..." if len(here) > _MOST_NAMED else "")
-        return f"no run directory was given, and here are several: {names}"
-    return "no run directory was given, and the current directory neither is one nor holds one"
 
 
 def _recorded(run_dir: Path) -> Recorded:
@@ -255,7 +219,7 @@ def _between_failures(
     if (failures is None) == (mtbf is None):
         raise PolicyError(
             "neither --failures nor --mtbf" if mtbf is None else "both --failures and --mtbf",
-            limit="how often the job fails is told in one way",
+            limit="one of them says how often the job fails",
             fix="pass --failures 419/54d (Llama 3 on 16384 GPUs), --failures '6.5/1000 node-days', or --mtbf 3.1h.",
             rule="H707",
         )
@@ -273,9 +237,7 @@ def _between_failures(
     return between
 
 
-def _costs(
-    recorded: Recorded, save: float | None, stall: float | None, restart: float | None, why_unknown: str
-) -> dict[str, Any]:
+def _costs(recorded: Recorded, save: float | None, stall: float | None, restart: float | None) -> dict[str, Any]:
     """Return what a save and a restart cost, and where each figure is from.
 
     Raises:
@@ -285,7 +247,7 @@ def _costs(
     if taken is None:
         raise PolicyError(
             "the time that a save takes is unknown",
-            limit=why_unknown,
+            limit="no finished save is recorded",
             fix="pass the directory of a run that has saved, or --save-seconds.",
             rule="H708",
         )
@@ -349,37 +311,21 @@ def _print(facts: dict[str, Any]) -> None:
         played = row["simulation"]
         table.add_row(
             row["name"],
-            _time(row["interval_seconds"]),
+            duration(row["interval_seconds"]),
             str(row["interval_steps"] or "?"),
             f"{row['formula']:.2%}",
             f"{played['ratio']:.2%} ± {played['standard_error']:.2%}",
             *(f"{played[cause]:.2%}" for cause in ("saving", "lost_work", "restarting")),
         )
     gpus = "1 GPU" if facts["gpus"] == 1 else f"{facts['gpus']} GPUs"
-    typer.echo(f"{gpus}, a failure every {_time(facts['mean_seconds_between_failures'])} on average")
-    if facts["run_dir_is"] == "found":
-        typer.echo(f"of the run that was found in {Path(facts['run_dir']).absolute()}; RUN_DIR names another")
-    size = facts["recorded"]["size_bytes"]
+    typer.echo(f"{gpus}, a failure every {duration(facts['mean_seconds_between_failures'])} on average")
+    bytes_of_one = facts["recorded"]["size_bytes"]
     typer.echo(
-        f"a save takes {_time(facts['save_seconds'])} and costs the training {_time(facts['stall_seconds'])}"
-        + ("" if size is None else f" (checkpoints of {size / 2**20:.2f} MiB)")
-        + f"; a restart takes {_time(facts['restart_seconds'])} ({facts['restart_is']})"
+        f"a save takes {duration(facts['save_seconds'])} and costs the training {duration(facts['stall_seconds'])}"
+        + ("" if bytes_of_one is None else f" (checkpoints of {size(bytes_of_one)})")
+        + f"; a restart takes {duration(facts['restart_seconds'])} ({facts['restart_is']})"
     )
     console().print(table)
     if facts["run_dir"] is not None and facts["intervals"][0]["name"] == "optimal":
-        typer.echo("The recording tells of no two saves, so the interval of this run is unknown: pass --interval.")
+        typer.echo("The recording has no two saves, so the interval of this run is unknown: pass --interval.")
     typer.echo("Shares of the wall-clock time; ± is one standard error. Another number of GPUs may change the costs.")
-
-
-def _time(seconds: float) -> str:
-    """Return a duration for people, in the largest unit that it fills.
-
-    Example:
-        >>> [_time(seconds) for seconds in (0.0042, 95.0, 11_135.0)]
-        ['4.2 ms', '1.58 min', '3.09 h']
-    """
-    units = (("d", 172_800.0, 86_400.0), ("h", 3600.0, 3600.0), ("min", 60.0, 60.0), ("s", 1.0, 1.0))
-    for unit, least, size in units:
-        if seconds >= least:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{1000 * seconds:.3g} ms"
