@@ -184,7 +184,7 @@ def _print(facts: dict[str, Any]) -> None:
     for row in facts["intervals"]:
         table.add_row(
             row["name"],
-            _time(row["interval_seconds"]),
+            duration(row["interval_seconds"]),
             str(row["interval_steps"] or "?"),
             *(f"{row[share]:.2%}" for share in ("ratio", "saving", "lost_work", "restarting")),
         )

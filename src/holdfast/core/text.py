@@ -71,16 +71,17 @@ def _whole(text: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units: "8.2 s", "45 s", "3 min 5 s", "5 h 3 min", "2 d 4 h"."""
+    """Return a duration in its two largest units: "4.2 ms", "8.2 s", "45 s", "3 min 5 s", "5 h 3 min", "2 d 4 h"."""
     if seconds < 60:
+        if 0 < seconds < 0.1:
+            return f"{1000 * seconds:.3g} ms"
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    large, small = ((days, "d"), (hours, "h")) if days else ((hours, "h"), (minutes, "min")) if hours else (
-        (minutes, "min"), (rest, "s")
-    )  # fmt: skip
-    return f"{large[0]} {large[1]}" + (f" {small[0]} {small[1]}" if small[0] else "")
+    units = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
+    large = next(index for index, (count, _) in enumerate(units) if count)
+    return " ".join(f"{count} {unit}" for count, unit in units[large : large + 2] if count)
 
 
 def size(count: float) -> str:

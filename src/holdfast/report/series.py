@@ -49,7 +49,7 @@ class Series:
 
 
 def thin(steps: Numbers, values: Numbers, most: int = MOST_POINTS) -> tuple[Numbers, Numbers]:
-    """Keep the first, last, smallest and largest finite value of each of ``most // 4`` buckets, and one non-finite."""
+    """Keep first, last, smallest and largest finite value of each of ``most // 4`` buckets, and one non-finite."""
     count = len(values)
     if count <= most:
         return steps, values
