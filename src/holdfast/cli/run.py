@@ -19,7 +19,8 @@ from holdfast.cli.output import failing_clearly
 
 if TYPE_CHECKING:
     from holdfast.report.metrics.copying import Sink
-    from holdfast.supervise.supervisor import Outcome, Plan
+    from holdfast.supervise.launch.plan import Plan
+    from holdfast.supervise.launch.supervisor import Outcome
 
 _METRICS_SECONDS = 10.0  # after the end, for clients that talk to a server
 
@@ -71,7 +72,7 @@ def run(
     2: wrong use.
     """
     from holdfast.supervise.launch.restarts import Budgets
-    from holdfast.supervise.supervisor import Supervisor
+    from holdfast.supervise.launch.supervisor import Supervisor
 
     with failing_clearly(as_json=False):
         _check_webhook(webhook)
@@ -117,9 +118,9 @@ def _post(webhook: str | None, outcome: Outcome) -> None:
 def _make_plan(
     command: list[str], run_dir: Path | None, hang_limits: list[str], *, watch: bool, observe: bool
 ) -> Plan:
-    from holdfast.supervise.launch.launching import CommandError, find_program
+    from holdfast.supervise.launch.commands import CommandError, find_program
+    from holdfast.supervise.launch.plan import Plan
     from holdfast.supervise.launch.run_folder import choose_folder
-    from holdfast.supervise.supervisor import Plan
     from holdfast.supervise.watch.limits import HangLimits
 
     limits = HangLimits.parse(hang_limits)
@@ -179,7 +180,7 @@ def _metrics_to(sinks: list[Sink], run: Path) -> Iterator[None]:
 
 def _print_plan(plan: Plan, *, as_json: bool) -> None:
     """Say what would be done."""
-    from holdfast.supervise.launch.plan_text import describe_plan
+    from holdfast.supervise.launch.plan import describe_plan
 
     described = describe_plan(plan)
     if as_json:

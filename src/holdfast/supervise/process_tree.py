@@ -4,8 +4,6 @@ The supervisor is a subreaper, so while it lives all processes of its command ar
 itself, that tie is gone: then a *sentinel*, a process of its own that waits for nothing but the end of a pipe, finds
 them by the mark in their environment, by their session and by descent from such a one. This module is its program
 (``python -I -S process_tree.py``), so it uses the standard library only.
-
-Does not: decide when the command shall end (see ``supervisor``).
 """
 
 from __future__ import annotations
@@ -21,33 +19,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 MARK_VARIABLE = "SUPERVISED_BY_HOLDFAST"  # not HOLDFAST_*: those are the fields of a policy
-_PROC = "/proc"
 _LOOK_SECONDS = 0.01
 _SENTINEL_SECONDS = 20.0  # a process in an uninterruptible wait cannot be killed: then it gives up
 
 
 class Process(NamedTuple):
-    """One line of the table of processes.
-
-    Args:
-        pid: Its number.
-        ppid: Of its parent.
-        session: Of its session, which is the pid of the session's leader.
-        state: Such as ``"R"``, ``"S"``, ``"T"`` (stopped), ``"Z"`` (ended, not yet waited for).
-        ticks: When it started, in clock ticks since boot.
-    """
+    """One line of the table of processes."""
 
     pid: int
     ppid: int
-    session: int
-    state: str
-    ticks: int
+    session: int  # pid of the session's leader
+    state: str  # such as "R", "S", "T" (stopped), "Z" (ended, not yet waited for)
+    ticks: int  # when it started, in clock ticks since boot
 
 
 def read_process(pid: int) -> Process | None:
     """Return one process, or None if there is none."""
     try:
-        with open(f"{_PROC}/{pid}/stat", "rb") as file:  # noqa: PTH123 - of all processes, at each look
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - of all processes, at each look
             words = file.read().rpartition(b")")[2].split()
         return Process(pid, int(words[1]), int(words[3]), words[0].decode(), int(words[19]))
     except (OSError, ValueError, IndexError):
@@ -56,7 +45,7 @@ def read_process(pid: int) -> Process | None:
 
 def read_table() -> dict[int, Process]:
     """Return all processes by pid; about 20 microseconds for each."""
-    found = (read_process(int(name)) for name in os.listdir(_PROC) if name.isdigit())  # noqa: PTH208
+    found = (read_process(int(name)) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
     return {each.pid: each for each in found if each is not None}
 
 
@@ -68,10 +57,9 @@ def descendants(table: dict[int, Process], of: Iterable[int]) -> set[int]:
     found: set[int] = set()
     waiting = list(of)
     while waiting:
-        for child in children.get(waiting.pop(), ()):
-            if child not in found:
-                found.add(child)
-                waiting.append(child)
+        new = [child for child in children.get(waiting.pop(), ()) if child not in found]
+        found.update(new)
+        waiting += new
     return found
 
 
@@ -84,12 +72,11 @@ class Tree:
 
     Args:
         mark: In the environment of the command.
-        supervisor: Its pid; None for this process.
     """
 
-    def __init__(self, mark: str, supervisor: int | None = None) -> None:
+    def __init__(self, mark: str) -> None:
         self._mark = mark
-        self._supervisor = os.getpid() if supervisor is None else supervisor
+        self._supervisor = os.getpid()
         self._spared: set[tuple[int, int]] = set()
         table = read_table()
         self._session = table[self._supervisor].session if self._supervisor in table else 0
@@ -134,13 +121,12 @@ def marked_processes(mark: str, sessions: Iterable[int]) -> set[int]:
 
 def _carries(pid: int, mark: str) -> bool:
     try:
-        with open(f"{_PROC}/{pid}/environ", "rb") as file:  # noqa: PTH123
-            data = file.read()
+        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
+            entries = file.read().split(b"\0")
     except OSError:
         return False
     name = MARK_VARIABLE.encode() + b"="
-    values = [entry[len(name) :] for entry in data.split(b"\0") if entry.startswith(name)]
-    return any(mark.encode() in value.split(b",") for value in values)
+    return any(mark.encode() in entry[len(name) :].split(b",") for entry in entries if entry.startswith(name))
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
@@ -151,14 +137,10 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float) -> tuple[set[int], set[int]]:
-    """Kill what `find` returns until it returns nothing: processes may be born meanwhile.
-
-    Args:
-        find: Returns the pids of live processes.
-        seconds: How long to try.
+    """Kill what `find` returns until it returns nothing, for so many seconds: processes may be born meanwhile.
 
     Returns:
-        The pids that were killed, and those that cannot be, since the kernel does not let them go.
+        The pids that were killed, and those that cannot be, since the kernel waits for something in their name.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + seconds
@@ -181,13 +163,10 @@ def keep_watch(pipe: int, mark: str, note: Path) -> None:
         note: Where to write what was found if the supervisor did not end by itself.
     """
     session, done = 0, False
-    with open(pipe, "rb", buffering=0, closefd=False) as file:
-        rest = b""
-        while data := file.read(4096):
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                done = line == b"done"
-                session = int(line) if line.isdigit() else session
+    with open(pipe, "rb", closefd=False) as file:
+        for line in file:
+            done = line == b"done\n"
+            session = int(line) if line.strip().isdigit() else session
     ended = time.time()
     killed, left = kill_all(lambda: marked_processes(mark, [session] if session else []), _SENTINEL_SECONDS)
     if not done:

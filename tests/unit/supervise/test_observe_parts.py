@@ -30,7 +30,7 @@ from holdfast.recorder.run_files import (
     read_processes,
     write_process,
 )
-from holdfast.supervise.launch.launchers import find_launcher_name
+from holdfast.supervise.launchers import find_launcher_name
 from holdfast.supervise.observe.importing import ImportWatch
 from holdfast.supervise.observe.memory_readings import MemoryReadings
 from holdfast.supervise.observe.steps import Steps

@@ -17,8 +17,8 @@ import pytest
 from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.run_files import ProcessInfo, write_process
 from holdfast.supervise import process_tree
-from holdfast.supervise.kernel import count_oom_kills, memory_limits, telling_lines
-from holdfast.supervise.launch.launching import CommandError, find_launcher, find_program, make_environment
+from holdfast.supervise.launch.kernel import count_oom_kills, memory_limits, lines_of_death
+from holdfast.supervise.launch.commands import CommandError, find_launcher, find_program, make_environment
 from holdfast.supervise.launch.run_folder import RunFolder, choose_folder
 from holdfast.supervise.process_tree import MARK_VARIABLE, Process, Tree, descendants, kill_all, marked_processes
 
@@ -184,10 +184,10 @@ def test_only_lines_of_the_kernels_log_that_tell_of_a_death_are_kept():
         "<4>[3.0] python[12]: segfault at 0 ip 0 sp 0 error 4",
         "<3>[4.0] NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus. " + "x" * 1000,
     ]
-    found = telling_lines(log)
+    found = lines_of_death(log)
     assert [line[:5] for line in found] == ["[2.0]", "[3.0]", "[4.0]"]
     assert max(map(len, found)) == 400
-    assert len(telling_lines(log * 50)) == 20
+    assert len(lines_of_death(log * 50)) == 20
 
 
 def test_descendants_are_found_through_every_generation():

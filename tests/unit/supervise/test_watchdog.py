@@ -45,7 +45,7 @@ class Scene:
         self.watchdog = Watchdog(
             self.run,
             limits=HangLimits.parse([f"all={LIMIT}", *settings]),
-            tell=self.tell,
+            emit=self.emit,
             on_hang=self.hangs.append,
             say=self.said.append,
             attempt=attempt,
@@ -54,7 +54,7 @@ class Scene:
         )
         return self.watchdog
 
-    def tell(self, kind: str, /, **facts: Any) -> None:
+    def emit(self, kind: str, /, **facts: Any) -> None:
         self.events.append((kind, facts))
 
     def _pause(self, seconds: float) -> None:

@@ -1,11 +1,9 @@
 """The first moments of a supervised command: a program that sets the stage and becomes the command.
 
-``python -I -S child_start.py <pid of the supervisor> <file to execute> COMMAND…`` runs in a session of its own. It
+``python -I -S child_start.py <pid of the supervisor> <file to execute> COMMAND...`` runs in a session of its own. It
 asks the kernel to be killed when the supervisor dies, undoes what the interpreter did to signals, and executes the
-command in its place, under the same pid. A program, since no code should run between fork and exec of a process that
-has threads.
-
-Does not: import holdfast; each millisecond here is one that the user waits.
+command in its place. A program, since no code should run between fork and exec of a process that has threads; it
+does not import holdfast, since each millisecond here is one that the user waits.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A stream of the command is a pseudo-terminal exactly where our own is a terminal, so that progress bars work there and
 a log file stays a log file. Nothing waits for the end of a stream, since an orphan may hold it open for ever.
-
-Does not: judge what was printed (see ``diagnose``).
 """
 
 from __future__ import annotations
@@ -31,9 +29,10 @@ _FEW_BYTES = 1024  # in that time: a terminal holds 4 KiB for us
 _FEW_LATELY = 4 * _FEW_BYTES  # who prints more must not find its pipe full: a full one leaves small pieces too
 _TAIL_BYTES = 1 << 16  # a traceback with its causes is a few KiB
 _HEAD_SHARE, _NEWEST_SHARE = 4, 2  # of a full log: its first quarter and its newest half are kept
-_ROOM_BYTES = 1 << 16  # that a full disk must have again before it is written to
-_CUT_LINE = b"\n--- holdfast: %d bytes left out ---\n"
+_FREE_BYTES = 1 << 16  # that a full disk must have again before it is written to
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
+Polled = list[tuple[int, int]]
+"""Descriptors, each with events of `select.poll`."""
 
 
 class OutputLog:
@@ -52,11 +51,9 @@ class OutputLog:
         self._most = most_bytes
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._size = os.fstat(self._file).st_size
-        self._attempt = b""
+        self._attempt, self._attempt_at = b"", 0
         self._fails = False
-        self._attempt_at = 0
-        self.at_line_start = True
-        """Whether the last that was printed ended with a line feed."""
+        self._at_line_start = True
         self.tail = bytearray()
         """The newest 64 KiB."""
         self.lost_bytes = 0
@@ -67,15 +64,15 @@ class OutputLog:
     def begin(self, attempt: int) -> None:
         """Write the line that separates attempts."""
         self._attempt = ATTEMPT_LINE.format(number=attempt).encode() + b"\n"
-        if not self.at_line_start:
+        if not self._at_line_start:
             self.write(b"\n")
         self._attempt_at = self._size
         self.write(self._attempt)
         self.tail.clear()
 
     def write(self, data: bytes) -> None:
-        """Append; a disk that is full loses data and no more, and where it was lost is said once there is room."""
-        self.at_line_start = data.endswith(b"\n")
+        """Append; a disk that is full loses data and no more, and where it was lost is said once there is space."""
+        self._at_line_start = data.endswith(b"\n")
         self.tail += data
         del self.tail[:-_TAIL_BYTES]
         if self._size + len(data) > self._most:
@@ -83,10 +80,10 @@ class OutputLog:
                 self._cut()
             except OSError:
                 self._most += self._most // _HEAD_SHARE  # not again at the next write
-        if not self._say_what_is_lost():
+        if self._say_what_is_lost():
+            self._append(data)
+        else:
             self.lost_bytes += len(data)
-            return
-        self._append(data)
 
     def end_attempt(self) -> None:
         """Make up for what was lost as far as it goes: say how much it was, and append the newest part again."""
@@ -96,15 +93,14 @@ class OutputLog:
     def _say_what_is_lost(self, more: bytes = b"") -> bool:
         """Return whether nothing is lost that is not said in the file by now."""
         lost = self.lost_bytes
-        if not lost:
-            return True
-        with suppress(OSError):
-            if free_bytes(self._path.parent) < _ROOM_BYTES:
-                return False  # half of a note would say nothing
-        self.lost_bytes = 0
-        self._append(b"\n--- holdfast: %d bytes could not be written%b ---\n" % (lost, more))
-        if self.lost_bytes:
-            self.lost_bytes = lost
+        if lost:
+            with suppress(OSError):
+                if free_bytes(self._path.parent) < _FREE_BYTES:
+                    return False  # half of a note would say nothing
+            self.lost_bytes = 0
+            self._append(b"\n--- holdfast: %d bytes could not be written%b ---\n" % (lost, more))
+            if self.lost_bytes:
+                self.lost_bytes = lost
         return self.lost_bytes == 0
 
     def close(self) -> None:
@@ -132,7 +128,7 @@ class OutputLog:
         resumes = self._size - newest
         if resumes <= head:
             return
-        middle = _CUT_LINE % (resumes - head)
+        middle = b"\n--- holdfast: %d bytes left out ---\n" % (resumes - head)
         if head <= self._attempt_at < resumes:  # whoever reads the log must know whose output follows
             self._attempt_at = head + len(middle)
             middle += self._attempt
@@ -164,13 +160,15 @@ class Sink:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.pending = bytearray()
-        self.broken = False
         self.at_line_start = True
         """Whether the last that was passed on ended with a line feed."""
+        self._broken = False
         self._terminal = os.isatty(descriptor)
         self.rest_seconds = _REST_SECONDS_ON_A_TERMINAL if self._terminal else _REST_SECONDS
         """How long output may wait, so that many lines are one wake-up."""
-        self._piece = _READ_BYTES if _is_file(descriptor) else _WRITE_BYTES
+        self._piece = _WRITE_BYTES
+        with suppress(OSError):
+            self._piece = _READ_BYTES if stat.S_ISREG(os.fstat(descriptor).st_mode) else _WRITE_BYTES
 
     @property
     def full(self) -> bool:
@@ -180,10 +178,16 @@ class Sink:
     def add(self, data: bytes) -> None:
         """Take data to be written when the stream is ready."""
         self.at_line_start = data.endswith(b"\n")
-        if not self.broken:
+        if not self._broken:
             self.pending += data
             if self._terminal and self.full:
                 self.pending[:] = b"\r\n--- holdfast: output left out here, see output.log ---\r\n"
+
+    def pass_on(self, data: bytes) -> None:
+        """Take data and write what goes at once: the common case, without another round of the loop."""
+        self.add(data)
+        while self.pending and _poll([(self.descriptor, select.POLLOUT)], 0.0, select.POLLOUT):
+            self.flush_ready()
 
     def flush_ready(self) -> None:
         """Write what goes without waiting; a reader that is gone is none to write to."""
@@ -192,7 +196,7 @@ class Sink:
         except BlockingIOError:
             return
         except OSError:
-            self.broken = True
+            self._broken = True
             self.pending.clear()
             return
         del self.pending[:written]
@@ -207,7 +211,7 @@ class Copier:
     """
 
     def __init__(self, log: OutputLog, *, quiet: bool = False) -> None:
-        self.log = log
+        self._log = log
         self._quiet = quiet
         self._rests_until = self._last_read = self._lately = 0.0
         self._sources: dict[int, Sink] = {}
@@ -225,18 +229,17 @@ class Copier:
 
     def say(self, text: str) -> None:
         """Print a line of ours to stderr, without waiting for it; what is not printable becomes a question mark."""
-        if self._quiet:
-            return
-        text = "holdfast: " + "".join(each if each.isprintable() else "?" for each in text)
-        self.begin_line(2)
-        self._pass_on(self._sinks[2], text.encode(errors="replace") + b"\n")
+        if not self._quiet:
+            text = "holdfast: " + "".join(each if each.isprintable() else "?" for each in text)
+            self.begin_line(2)
+            self._sinks[2].pass_on(text.encode(errors="replace") + b"\n")
 
     def begin_line(self, descriptor: int) -> None:
         """End a line that the command has left unfinished there, such as a progress bar."""
         own = self._sinks.setdefault(descriptor, Sink(descriptor))
         same = [each for each in self._sinks.values() if each is own or _same_file((each.descriptor, descriptor))]
         if not all(each.at_line_start for each in same):
-            self._pass_on(own, b"\n")
+            own.pass_on(b"\n")
             for each in same:
                 each.at_line_start = True
 
@@ -244,20 +247,22 @@ class Copier:
         """Return how many seconds it is until `wishes` says more than now."""
         return self._rests_until - now if now < self._rests_until else math.inf
 
-    def wishes(self) -> list[tuple[int, int]]:
+    def wishes(self) -> Polled:
         """Return descriptors to poll with the events to wait for.
 
         Where few bytes come often, nothing is read for a moment: 200 lines a second would else wake us 200 times.
         """
-        resting = time.monotonic() < self._rests_until
-        reading = [(source, select.POLLIN) for source, sink in self._sources.items() if not resting and not sink.full]
+        reading = [] if time.monotonic() < self._rests_until else self._readable()
         return reading + [(sink.descriptor, select.POLLOUT) for sink in self._sinks.values() if sink.pending]
+
+    def _readable(self) -> Polled:
+        return [(source, select.POLLIN) for source, sink in self._sources.items() if not sink.full]
 
     def serve(self, ready: Sequence[tuple[int, int]]) -> None:
         """Do what `poll` has found possible, and read what came while we rested."""
         if self._rests_until and time.monotonic() >= self._rests_until:
             self._rests_until = 0.0
-            ready = [*((source, select.POLLIN) for source, sink in self._sources.items() if not sink.full), *ready]
+            ready = [*self._readable(), *ready]
         for descriptor, events in ready:
             if descriptor in self._sources and events & _READABLE:
                 self._read(descriptor)
@@ -276,20 +281,14 @@ class Copier:
             self._sources.pop(source)
             os.close(source)
             return
-        self.log.write(data)
+        self._log.write(data)
         sink = self._sources[source]
         now = time.monotonic()
         self._lately = self._lately * 0.5 ** ((now - self._last_read) / sink.rest_seconds) + len(data)
         often = now - self._last_read < 2 * sink.rest_seconds and len(data) < _FEW_BYTES
         rests = often and self._lately < _FEW_LATELY
         self._rests_until, self._last_read = now + sink.rest_seconds if rests else 0.0, now
-        self._pass_on(sink, data)
-
-    @staticmethod
-    def _pass_on(sink: Sink, data: bytes) -> None:
-        sink.add(data)
-        while sink.pending and _writable(sink.descriptor):  # the common case, without another round of the loop
-            sink.flush_ready()
+        sink.pass_on(data)
 
     def drain(self, *, quiet_seconds: float, flush_seconds: float) -> None:
         """After the end of the command: read what is left without waiting for the end of streams, and pass it on.
@@ -306,20 +305,16 @@ class Copier:
             self._rests_until = 0.0
             if not ready and not any(sink.pending for sink in self._sinks.values()):
                 break
-        for source in list(self._sources):
-            self._sources.pop(source)
+        for source in self._sources:
             os.close(source)
+        self._sources.clear()
 
 
-def _poll(wishes: Sequence[tuple[int, int]], seconds: float) -> list[tuple[int, int]]:
+def _poll(wishes: Polled, seconds: float, wanted: int = -1) -> Polled:
     poll = select.poll()
     for descriptor, events in wishes:
         poll.register(descriptor, events)
-    return poll.poll(max(0.0, seconds) * 1e3)
-
-
-def _writable(descriptor: int) -> bool:
-    return any(events & select.POLLOUT for _, events in _poll([(descriptor, select.POLLOUT)], 0.0))
+    return [(descriptor, events) for descriptor, events in poll.poll(max(0.0, seconds) * 1e3) if events & wanted]
 
 
 class Streams:
@@ -382,16 +377,8 @@ def open_missing_streams() -> None:
             os.set_inheritable(opened, True)  # noqa: FBT003 - its only name is positional
 
 
-def _is_file(descriptor: int) -> bool:
-    try:
-        return stat.S_ISREG(os.fstat(descriptor).st_mode)
-    except OSError:
-        return False
-
-
 def _same_file(descriptors: tuple[int, int]) -> bool:
     try:
-        first, second = (os.fstat(each) for each in descriptors)
+        return os.path.sameopenfile(*descriptors)
     except OSError:
         return False
-    return os.path.samestat(first, second)

@@ -1,13 +1,11 @@
 """Whether a command is started again: pure rules over the verdict, what came before, and the budgets.
 
-    the command ended well, or nothing can be helped    stop
-    a user's error                                      stop
-    taken back by the scheduler                         its own budget
-    the same cause again at the same place              stop, unless something new can be changed
-    out of memory                                       again at once, with what the verdict changes
-    anything else that may pass                         again after a delay that doubles
-
-Does not: start anything (see ``supervisor``).
+the command ended well, or nothing can be helped    stop
+a user's error                                      stop
+taken back by the scheduler                         its own budget
+the same cause again at the same place              stop, unless something new can be changed
+out of memory                                       again at once, with what the verdict changes
+anything else that may pass                         again after a delay that doubles
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ class Budgets:
     Args:
         max_restarts: Not counting preemptions. 3 is the default of torch's ``LaunchConfig.max_restarts``.
         max_preemptions: A machine that is taken back every hour of a night.
-        least_steps: Progress below this between two failures of one cause is none: what a script does between two
-            lines of its log, and no checkpoint keeps.
+        least_steps: Progress below this between two failures of one cause is none: no checkpoint keeps it.
         first_delay_seconds: As the kubelet's ``CrashLoopBackOff``: 10 s, doubled each time.
-        most_delay_seconds: Likewise: 5 minutes.
+        most_delay_seconds: As the kubelet's: 5 minutes.
     """
 
     max_restarts: int = 3
@@ -64,14 +61,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """Start the command again.
-
-    Args:
-        cause: Id of the verdict's cause.
-        why: One sentence.
-        delay_seconds: To wait before.
-        changes: Environment variables to set from now on.
-    """
+    """Start the command again, after a delay and with some environment variables changed from now on."""
 
     cause: str
     why: str
@@ -81,11 +71,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Do not start the command again.
-
-    Args:
-        why: One sentence.
-    """
+    """Do not start the command again."""
 
     why: str
 
@@ -98,19 +84,18 @@ def decide_restart(
     Args:
         verdict: On the attempt.
         history: All attempts of this supervisor, the newest last; at least one.
-        budgets: See there.
+        budgets: How often and how fast.
         environment: Of the attempt.
     """
     if verdict.family == "ended well":
         return Stop(why="the command ended well")
     if verdict.restart == "stop":
         return Stop(why="starting it again would not help")
-    earlier = history[:-1]
+    preempted = [past for past in history if past.kind == "preempted"]
     if verdict.restart == "preempted":
-        used = sum(past.kind == "preempted" for past in earlier)
-        if used >= budgets.max_preemptions:
+        if len(preempted) > budgets.max_preemptions:
             return Stop(why=f"all {budgets.max_preemptions} restarts after a preemption are used")
-        delay = _delay_seconds([past for past in history if past.kind == "preempted"], budgets)
+        delay = _delay_seconds(preempted, budgets)
         return Again(cause=verdict.cause, why="it was stopped from outside and can go on", delay_seconds=delay)
     changes = new_changes(environment, dict(verdict.changes))
     if verdict.restart == "remedy" and not changes:
@@ -118,8 +103,8 @@ def decide_restart(
     failures = [past for past in history if past.kind != "preempted"]
     if not changes and (why := _repeats(failures, budgets)):
         return Stop(why=why)
-    if len(failures) > budgets.max_restarts:
-        return Stop(why=_spent(budgets.max_restarts))
+    if len(failures) > (most := budgets.max_restarts):
+        return Stop(why=f"all {most} restarts are used" if most else "no restarts are allowed")
     if changes:
         named = ", ".join(f"{name}={value}" for name, value in changes.items())
         return Again(cause=verdict.cause, why=f"something is changed: {named}", changes=changes)
@@ -127,24 +112,19 @@ def decide_restart(
     return Again(cause=verdict.cause, why="the cause may have passed", delay_seconds=delay)
 
 
-def _spent(most: int) -> str:
-    return f"all {most} restarts are used" if most else "no restarts are allowed"
-
-
 def _repeats(failures: Sequence[Past], budgets: Budgets) -> str | None:
     """Return why the newest failure is the one before over again; None if it is not."""
     if len(failures) < 2 or failures[-1].cause != failures[-2].cause:
         return None
-    before, now = failures[-2], failures[-1]
+    before, now = failures[-2:]
     if before.at_step is not None and now.at_step is not None:
         if now.at_step == before.at_step:
             return f"the same failure came twice at step {now.at_step}"
         if abs(now.at_step - before.at_step) < budgets.least_steps:
             return f"the same failure came twice within {budgets.least_steps} steps"
-    if now.steps is not None:
-        if now.steps < budgets.least_steps:
-            return f"the same failure came again after {now.steps} steps"
-    elif now.seconds < LONG_SECONDS:
+    if now.steps is not None and now.steps < budgets.least_steps:
+        return f"the same failure came again after {now.steps} steps"
+    if now.steps is None and now.seconds < LONG_SECONDS:
         return "the same failure came again, and no progress was seen between"
     return None
 
@@ -154,9 +134,8 @@ def _delay_seconds(failures: Sequence[Past], budgets: Budgets) -> float:
     row = 0
     for past in failures:
         row = 1 if past.seconds >= LONG_SECONDS else row + 1
-    doublings = min(row - 1, 32)
     most = max(budgets.most_delay_seconds, budgets.first_delay_seconds)
-    return min(most, budgets.first_delay_seconds * 2.0**doublings)
+    return min(most, budgets.first_delay_seconds * 2.0 ** min(row - 1, 32))
 
 
 def new_changes(environment: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
@@ -174,12 +153,8 @@ def new_changes(environment: Mapping[str, str], changes: Mapping[str, str]) -> d
 
 def _merge(present: str, wanted: str) -> str:
     entries = {}
-    for entry in [*_entries(present), *_entries(wanted)]:
+    for entry in re.split(r",(?![^\[]*\])", f"{present},{wanted}"):  # a value may be a list in brackets
         key, colon, value = entry.strip().partition(":")
         if key:
             entries[key] = f"{colon}{value}"
     return ",".join(f"{key}{value}" for key, value in entries.items())
-
-
-def _entries(text: str) -> list[str]:
-    return re.split(r",(?![^\[]*\])", text)  # a value may be a list in brackets

@@ -1,7 +1,4 @@
-"""The directory of a supervised run: where it lies, that one supervisor at a time writes to it, and its first file.
-
-Does not: know what is in the other files (``recorder.run_files`` names them).
-"""
+"""The directory of a supervised run: where it lies, its lock for one supervisor at a time, and its first file."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from holdfast.core.lock import FileLock, LockHeldError
 from holdfast.core.version import __version__
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import LOST_FILE, SUPERVISED_FILE, SUPERVISOR_FOLDER, read_processes
-from holdfast.supervise.kernel import memory_limits
+from holdfast.supervise.launch.kernel import memory_limits
 
 FORMAT = 1
 _RUNS, _LAST = "runs", "last"
@@ -34,18 +31,14 @@ _VERSIONS_OF = ("torch", "numpy", "transformers", "accelerate", "lightning")
 
 
 def choose_folder(command: Sequence[str], started: float, folder: Path = Path(_RUNS)) -> Path:
-    """Return a path that does not exist yet, named after the script and the time in UTC."""
-    name = f"{_name_of(command)}-{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S}"
-    candidates = (folder / (name if number == 1 else f"{name}-{number}") for number in range(1, 10_000))
-    return next(path for path in candidates if not path.exists())
-
-
-def _name_of(command: Sequence[str]) -> str:
-    """Return the name of the script or module that is run, else that of the program."""
+    """Return a path that does not exist yet, named after the script, module or program and the time in UTC."""
     module = next((after for word, after in itertools.pairwise(command) if word == "-m"), None)
     script = next((word for word in command if word.endswith((".py", ".sh"))), None)
     name = Path(script).stem if script else (module or Path(command[0]).name)
-    return re.sub(r"[^\w.-]", "_", name)[:60] or "run"
+    name = re.sub(r"[^\w.-]", "_", name)[:60] or "run"
+    name = f"{name}-{datetime.fromtimestamp(started, UTC):%Y%m%d-%H%M%S}"
+    candidates = (folder / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1))
+    return next(path for path in candidates if not path.exists())
 
 
 class RunFolder:
@@ -61,9 +54,12 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path.expanduser().absolute()
+        self.supervisor = self.path / SUPERVISOR_FOLDER
+        """The folder of the supervisor's own recording."""
+        self._file = self.path / SUPERVISED_FILE
         try:
             self.supervisor.mkdir(parents=True, exist_ok=True)
-            _check_format(self.path / SUPERVISED_FILE)
+            self._check_format()
             self._lock = FileLock(self.supervisor / "lock")
             self._lock.acquire()
         except LockHeldError as error:
@@ -74,37 +70,49 @@ class RunFolder:
                 rule="H723",
             ) from error
         except OSError as error:
-            raise unusable(self.path, error) from error
+            raise self.unusable(error) from error
 
-    @property
-    def supervisor(self) -> Path:
-        """Return the folder of the supervisor's own recording."""
-        return self.path / SUPERVISOR_FOLDER
+    def _described(self) -> dict[str, Any]:
+        """Return what is known of the command before; nothing if it is damaged."""
+        with suppress(OSError, ValueError, RecursionError):
+            found = json.loads(self._file.read_bytes())
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def _check_format(self) -> None:
+        found = self._described().get("format", FORMAT)
+        if not isinstance(found, int) or found > FORMAT:
+            raise RunDirectoryError(
+                f"{self._file} has format {found!r}",
+                limit=f"this holdfast writes run directories of format {FORMAT}",
+                fix="upgrade holdfast, or choose another --run-dir.",
+                rule="H724",
+            )
+
+    def unusable(self, error: OSError) -> RunDirectoryError:
+        """Return the error for a directory that cannot be made or written."""
+        return RunDirectoryError(
+            f"run directory {self.path} cannot be written ({error.strerror or error})",
+            limit="holdfast run keeps the output, the recordings and the verdict there",
+            fix="pass a --run-dir that this user may write to, on a disk with 10 MiB free.",
+            rule="H722",
+        )
 
     def next_attempt(self) -> int:
         """Return the number of the next attempt: 0, or one more than the last that left anything here."""
-        numbers: list[Any] = []
-        with suppress(OSError, RunDirectoryError):
-            # Any event: the ring is finite, and the start of the last attempt may be gone.
-            numbers += [
-                event.data.get("attempt") for event in read_events(self.supervisor) if event.kind != "restart"
-            ]
-        with suppress(OSError):
-            numbers += [info.attempt for _, info in read_processes(self.path)]
-        return max((number for number in numbers if isinstance(number, int)), default=-1) + 1
+        numbers: list[Any] = [-1]
+        with suppress(OSError, RunDirectoryError):  # any event: the ring is finite, and the last start may be gone
+            numbers += [each.data.get("attempt") for each in read_events(self.supervisor) if each.kind != "restart"]
+        numbers += [info.attempt for _, info in read_processes(self.path)]
+        return max(number for number in numbers if isinstance(number, int)) + 1
 
     def command_before(self) -> tuple[str, ...] | None:
         """Return the words of the command that was run here before; None if there was none, or it cannot be read."""
-        try:
-            words = json.loads((self.path / SUPERVISED_FILE).read_bytes())["argv"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
+        words = self._described().get("argv")
         return tuple(map(str, words)) if isinstance(words, list) else None
 
-    def describe(
-        self, command: Sequence[str], started: float, limits: Mapping[str, float] | None = None
-    ) -> dict[str, Any]:
-        """Write what is known before the start, and return it.
+    def describe(self, command: Sequence[str], started: float, limits: Mapping[str, float] | None = None) -> None:
+        """Write what is known before the start.
 
         Args:
             command: Its words.
@@ -128,10 +136,9 @@ class RunFolder:
         }
         try:
             (self.supervisor / LOST_FILE).unlink(missing_ok=True)
-            replace_file(self.path / SUPERVISED_FILE, json.dumps(facts, indent=1).encode())
+            replace_file(self._file, json.dumps(facts, indent=1).encode())
         except OSError as error:
-            raise unusable(self.path, error) from error
-        return facts
+            raise self.unusable(error) from error
 
     def point_to(self) -> None:
         """Let ``runs/last`` lead here, where the directory lies in one called runs; a file of that name is kept."""
@@ -148,30 +155,6 @@ class RunFolder:
     def close(self) -> None:
         """Let others use it."""
         self._lock.release()
-
-
-def _check_format(file: Path) -> None:
-    try:
-        found = json.loads(file.read_bytes())["format"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
-        return  # new, or damaged: written again
-    if not isinstance(found, int) or found > FORMAT:
-        raise RunDirectoryError(
-            f"{file} has format {found!r}",
-            limit=f"this holdfast writes run directories of format {FORMAT}",
-            fix="upgrade holdfast, or choose another --run-dir.",
-            rule="H724",
-        )
-
-
-def unusable(path: Path, error: OSError) -> RunDirectoryError:
-    """Return the error for a directory that cannot be made or written."""
-    return RunDirectoryError(
-        f"run directory {path} cannot be written ({error.strerror or error})",
-        limit="holdfast run keeps the output, the recordings and the verdict there",
-        fix="pass a --run-dir that this user may write to, on a disk with 10 MiB free.",
-        rule="H722",
-    )
 
 
 def _versions() -> dict[str, str]:

@@ -3,8 +3,6 @@
 The command has a session of its own, so no signal of the terminal reaches it by itself. SIGINT and SIGHUP go to its
 process group, as a terminal sends them. SIGTERM, SIGUSR1 and SIGUSR2 go to the command alone: a loader worker without
 a handler would die of them, and the trainer of the worker's death, while it saves.
-
-Does not: decide what follows (``attempt``).
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import os
 import signal
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -22,13 +19,7 @@ from holdfast.supervise.process_tree import Tree, signal_all
 TO_GROUP = frozenset({signal.SIGINT, signal.SIGHUP})
 TO_COMMAND = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
 ASKING_TO_END = frozenset({signal.SIGINT, signal.SIGTERM})
-"""After these the command has its time of grace. Who handles SIGHUP may well live on."""
-
-
-@dataclass(slots=True)
-class _Received:
-    number: int
-    passed_on: bool = False
+"""After these the command has its time of grace. A process that handles SIGHUP may well go on."""
 
 
 class Signals:
@@ -44,7 +35,8 @@ class Signals:
         self._tree = tree
         self.command: int | None = None
         """Pid of the command, which leads its process group; None while there is none, or when it has ended."""
-        self._received: deque[_Received] = deque()
+        self._received: deque[int] = deque()
+        self._waiting: list[int] = []  # received, and not passed on, since there was no command
         self._previous: dict[int, Any] = {}
         self.wake, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         """Readable when a signal came, or `rouse` was called."""
@@ -71,8 +63,8 @@ class Signals:
     def attach(self, command: int) -> None:
         """Pass signals on to a command from now on, and those that came since the last `take`."""
         self.command = command
-        for received in list(self._received):
-            self._pass_on(received)
+        while self._waiting:
+            self._pass_on(self._waiting.pop(0))
 
     def rouse(self) -> None:
         """Wake the main thread; from any thread."""
@@ -84,23 +76,23 @@ class Signals:
         with suppress(BlockingIOError):
             while len(os.read(self.wake, 4096)) == 4096:  # one read may leave some
                 continue
-        return [self._received.popleft().number for _ in range(len(self._received))]
+        self._waiting.clear()
+        return [self._received.popleft() for _ in range(len(self._received))]
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass it on at once: the main thread may be busy writing to a slow terminal."""
-        received = _Received(number)
-        self._received.append(received)
-        self._pass_on(received)
+        self._received.append(number)
+        if self.command is None:
+            self._waiting.append(number)
+        else:
+            self._pass_on(number)
 
-    def _pass_on(self, received: _Received) -> None:
-        if self.command is None or received.passed_on:
-            return
-        received.passed_on = True
-        if received.number in TO_GROUP:
+    def _pass_on(self, number: int) -> None:
+        if self.command is not None and number in TO_GROUP:
             with suppress(OSError):
-                os.killpg(self.command, received.number)
-        elif received.number in TO_COMMAND:
-            signal_all([self.command], received.number)
+                os.killpg(self.command, number)
+        elif self.command is not None and number in TO_COMMAND:
+            signal_all([self.command], number)
 
     def _suspend(self, *_: object) -> None:
         """Stop with the command, as Ctrl-Z does, and go on with it.

@@ -26,7 +26,7 @@ from holdfast.recorder.run_files import (
     on_recording,
     write_process,
 )
-from holdfast.supervise.launch.launchers import find_launcher_name
+from holdfast.supervise.launchers import find_launcher_name
 from holdfast.supervise.observe.endings import Endings
 from holdfast.supervise.observe.importing import ImportWatch
 from holdfast.supervise.observe.stacks import Stacks

@@ -63,7 +63,7 @@ class Steps:
         self._values = values
         self._memory = memory
         self._finds_optimizer = finds_optimizer
-        self._retention: Any = None
+        self._tracer: Any = None
         self._traced = 0
         main = sys.modules["threading"].main_thread().ident
         self._start(main if main is not None else _thread.get_ident())
@@ -72,7 +72,7 @@ class Steps:
         """Begin anew in a forked process."""
         self._values.begin([self._loss, self._norm, self._on_their_way])
         self._memory.begin()
-        self._retention, self._traced = None, 0
+        self._tracer, self._traced = None, 0
         self._start(_thread.get_ident())
 
     @_noted
@@ -267,7 +267,7 @@ class Steps:
         if self._on_their_way or isinstance(loss, OnItsWay) or isinstance(norm, OnItsWay):
             self._expect(self._samples, number, loss, norm)
         requested = board.trace_requested()
-        if requested != self._traced or self._retention is not None:
+        if requested != self._traced or self._tracer is not None:
             self._trace(requested)
 
     def _open_samples(self) -> SampleRing:
@@ -305,15 +305,13 @@ class Steps:
             self._values.give_back(value)  # the copy that comes next follows it in the stream
 
     def _trace(self, requested: int) -> None:
-        """Let what holds memory be looked for, once somebody outside has asked for it."""
-        if requested != self._traced:
-            self._traced = requested
-            if self._retention is None:
-                from holdfast.supervise.observe.retention import Retention
+        """Look for what holds memory, once somebody outside has asked for it."""
+        self._traced = requested
+        if self._tracer is None:
+            from holdfast.supervise.leaks.tracer import LeakTracer
 
-                self._retention = Retention(self.observer.tell)
-        if self._retention is not None:
-            self._retention.after_step(requested)
+            self._tracer = LeakTracer(self.observer.tell)
+        self._tracer.after_step(requested)
 
     # --- saving, compiling ------------------------------------------------------------------------------------
 

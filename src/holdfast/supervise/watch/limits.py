@@ -1,4 +1,4 @@
-"""How long each phase of training may stand still: learned from the run above a floor, or as told. Pure.
+"""How long each phase of training may stand still: learned from the run above a floor, or as asked for. Pure.
 
 A phase may take `HangLimits.factor` times the longest that it took lately, and never less than its floor. What counts
 is that something moves: a long evaluation that hands out batches moves with each.
@@ -30,9 +30,8 @@ disk take minutes. (NVIDIA's resiliency extension allows 60 minutes before the f
 
 _ONCE = frozenset({Phase.STARTING, Phase.FIRST_STEP, Phase.ENDING})
 _EACH_STEP = frozenset({Phase.DATA_WAIT, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER})
-_FACTOR = 8.0  # as for the loader's workers: of 1 M heavy-tailed steps none is so much longer than the longest before
-_MOVING_SECONDS = 3600.0  # who ends a run that still computes had better be right
-_LONG = {"off": math.inf, "none": math.inf}
+_OTHERS = ("all", "floor", "factor", "moving")
+_WINDOW_SECONDS, _WINDOW_COUNT = 3600.0, 256
 
 
 def name_of(phase: Phase) -> str:
@@ -50,14 +49,16 @@ class HangLimits:
     Args:
         fixed: Limits in seconds that were given for a phase; nothing is learned for these. `math.inf` is never.
         floor_seconds: Lower bound of what is learned for the phases of a step; None for 30 s.
-        factor: A phase may take so many times the longest that it took lately.
-        moving_seconds: How long a process is left alone that stands still but uses a processor, or moves bytes.
+        factor: A phase may take so many times the longest that it took lately. 8 as for the loader's workers: of 1 M
+            heavy-tailed steps none is so much longer than the longest before.
+        moving_seconds: How long a process is left alone that stands still but uses a processor, or moves bytes: to
+            end a run that still computes is worse than to wait an hour.
     """
 
     fixed: Mapping[Phase, float] = field(default_factory=dict)
     floor_seconds: float | None = None
-    factor: float = _FACTOR
-    moving_seconds: float = _MOVING_SECONDS
+    factor: float = 8.0
+    moving_seconds: float = 3600.0
 
     @classmethod
     def parse(cls, settings: Sequence[str]) -> HangLimits:
@@ -83,22 +84,20 @@ class HangLimits:
 
     def floor(self, phase: Phase) -> float:
         """Return the least that a phase may take, in seconds."""
-        if phase in self.fixed:
-            return self.fixed[phase]
-        return FLOORS[phase] if self.floor_seconds is None or phase not in _EACH_STEP else self.floor_seconds
+        of_step = self.floor_seconds if phase in _EACH_STEP else None
+        return self.fixed.get(phase, FLOORS[phase] if of_step is None else of_step)
 
     def limit(self, phase: Phase, longest_seconds: float) -> float:
         """Return what a phase may take, in seconds, if it took so long lately."""
-        if phase in self.fixed or phase in _ONCE:
-            return self.floor(phase)
-        return max(self.floor(phase), self.factor * longest_seconds)
+        is_learned = phase not in self.fixed and phase not in _ONCE
+        return max(self.floor(phase), self.factor * longest_seconds if is_learned else 0.0)
 
 
 def _read(setting: str) -> tuple[str, float]:
     left, equals, right = setting.partition("=")
     name = " ".join(left.lower().replace("_", " ").replace("-", " ").split())
     name = "forward/backward" if name in ("forward backward", "forward", "backward") else name
-    known = [*_PHASES, "all", "floor", "factor", "moving"]
+    known = [*_PHASES, *_OTHERS]
     if not equals:
         raise PolicyError(
             f"{setting!r} is no limit",
@@ -113,15 +112,11 @@ def _read(setting: str) -> tuple[str, float]:
             fix=did_you_mean(name, known, otherwise="take one of these."),
             rule="H727",
         )
-    return name, _number(name, right.strip())
-
-
-def _number(name: str, text: str) -> float:
+    text, least = right.strip(), 1.0 if name == "factor" else 0.0
     try:
-        number = _LONG.get(text.lower()) or float(text.removesuffix("s"))
+        number = math.inf if text.lower() in ("off", "none") else float(text.removesuffix("s"))
     except ValueError:
         number = math.nan
-    least = 1.0 if name == "factor" else 0.0
     if not number > least or (name == "factor" and math.isinf(number)):
         raise PolicyError(
             f"{name}={text}",
@@ -129,14 +124,14 @@ def _number(name: str, text: str) -> float:
             fix=f"for instance '{name}={8 if name == 'factor' else 120}'.",
             rule="H728",
         )
-    return number
+    return name, number
 
 
 @dataclass(slots=True)
 class _Longest:
     """The longest of what ended lately: in this window of time and the one before."""
 
-    began: float = 0.0
+    began: float
     count: int = 0
     now: float = 0.0
     before: float = 0.0
@@ -152,25 +147,14 @@ class LearnedLimits:
         limits: What was asked for.
     """
 
-    _WINDOW_SECONDS = 3600.0
-    _WINDOW_COUNT = 256
-
     def __init__(self, limits: HangLimits) -> None:
         self._limits = limits
         self._longest: dict[Phase, _Longest] = {}
 
     def ended(self, phase: Phase, seconds: float, now: float) -> None:
-        """Note that a phase, or a part of it that made progress, took so long.
-
-        Args:
-            phase: What ended.
-            seconds: How long it took, as far as it was seen.
-            now: Any clock in seconds that goes forward.
-        """
-        kept = self._longest.get(phase)
-        if kept is None:
-            kept = self._longest[phase] = _Longest(began=now)
-        elif now - kept.began >= self._WINDOW_SECONDS and kept.count >= self._WINDOW_COUNT:
+        """Note that a phase, or a part of it that made progress, took so long; `now`: any monotonic clock."""
+        kept = self._longest.setdefault(phase, _Longest(now))
+        if now - kept.began >= _WINDOW_SECONDS and kept.count >= _WINDOW_COUNT:
             kept.before, kept.now, kept.began, kept.count = kept.now, 0.0, now, 0
         kept.count += 1
         kept.now = max(kept.now, seconds)

@@ -6,11 +6,10 @@ thread of it is in an uninterruptible wait. Whatever may not be read is left out
 
 from __future__ import annotations
 
-import itertools
+import functools
 import os
 import platform
 import signal
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from holdfast.explain.hangs.evidence import Waits, clean, waits_for
 
 _MOST_THREADS = 128
 _MOST_DESCRIPTORS = 4096
+_MOST_BYTES = 1 << 22
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _X86 = """read 0 write 1 open 2 close 3 poll 7 ioctl 16 pread64 17 pwrite64 18 readv 19 writev 20 select 23 pause 34
 nanosleep 35 sendfile 40 connect 42 accept 43 sendto 44 recvfrom 45 sendmsg 46 recvmsg 47 wait4 61 fcntl 72 flock 73
@@ -29,20 +29,13 @@ _ARM = """epoll_pwait 22 fcntl 25 ioctl 29 flock 32 openat 56 close 57 getdents6
 writev 66 pread64 67 pwrite64 68 sendfile 71 pselect6 72 ppoll 73 newfstatat 79 fsync 82 fdatasync 83 waitid 95
 futex 98 nanosleep 101 clock_nanosleep 115 rt_sigsuspend 133 rt_sigtimedwait 137 accept 202 connect 203 sendto 206
 recvfrom 207 sendmsg 211 recvmsg 212 accept4 242 wait4 260 statx 291 futex_waitv 449"""
-_TABLES = {"x86_64": _X86, "aarch64": _ARM}
+_WORDS = {"x86_64": _X86, "aarch64": _ARM}.get(platform.machine(), "").split()
+_NAMES = {int(number): name for name, number in zip(_WORDS[::2], _WORDS[1::2], strict=True)}
 _GIVEN_A_DESCRIPTOR = frozenset({
     "read", "write", "readv", "writev", "pread64", "pwrite64", "recvfrom", "recvmsg", "sendto", "sendmsg", "connect",
     "accept", "accept4", "flock", "fcntl", "fsync", "fdatasync", "ioctl",
 })  # fmt: skip
 _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/render")
-
-
-def _names() -> dict[int, str]:
-    words = _TABLES.get(platform.machine(), "").split()
-    return {int(number): name for name, number in zip(words[::2], words[1::2], strict=True)}
-
-
-_NAMES = _names()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,105 +49,81 @@ class KernelView:
         waits: What each thread waits for, and with which file, pipe or socket, by the thread's number.
     """
 
-    state: str = ""
-    cpu_seconds: float = 0.0
-    io_bytes: int = 0
+    state: str
+    cpu_seconds: float
+    io_bytes: int
     waits: dict[int, tuple[Waits, str]]
 
 
 def read_kernel_view(pid: int) -> KernelView:
     """Return how the kernel sees a process; a process that is gone has no state and no threads."""
-    state, cpu_seconds = _state(Path(f"/proc/{pid}/stat"))
-    threads = list(itertools.islice(_threads(pid), _MOST_THREADS))
-    blocked = any(_state(Path(f"/proc/{pid}/task/{thread}/stat"))[0] == "D" for thread in threads)
-    libraries = None if blocked else _Libraries(pid)
+    state, cpu_seconds = _state(f"/proc/{pid}/stat")
+    threads: list[int] = []
+    with suppress(OSError):
+        threads = sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: (thread != pid, thread))  # noqa: PTH208
+    threads = threads[:_MOST_THREADS]
+    blocked = any(_state(f"/proc/{pid}/task/{thread}/stat")[0] == "D" for thread in threads)
+    maps = functools.cache(lambda: [] if blocked else _libraries(pid))
+    counts = (line.partition(": ") for line in _text(f"/proc/{pid}/io").splitlines())
     return KernelView(
         state=state,
         cpu_seconds=cpu_seconds,
-        io_bytes=_io_bytes(pid),
-        waits={thread: _waits(pid, thread, libraries) for thread in threads},
+        io_bytes=sum(int(number) for name, _, number in counts if name in ("rchar", "wchar")),
+        waits={thread: _waits(pid, thread, maps) for thread in threads},
     )
 
 
-def _state(path: Path) -> tuple[str, float]:
+def _state(path: str) -> tuple[str, float]:
     try:
-        words = path.read_bytes().rpartition(b")")[2].split()
-        return words[0].decode(), (int(words[11]) + int(words[12])) / _TICKS_A_SECOND
-    except (OSError, IndexError, ValueError):
+        words = _text(path).rpartition(")")[2].split()
+        return words[0], (int(words[11]) + int(words[12])) / _TICKS_A_SECOND
+    except (IndexError, ValueError):
         return "", 0.0
 
 
-def _threads(pid: int) -> Iterator[int]:
-    """Yield the numbers of a process's threads, the main one first."""
-    with suppress(OSError), os.scandir(f"/proc/{pid}/task") as found:
-        yield from sorted(
-            (int(each.name) for each in found if each.name.isdigit()), key=lambda tid: (tid != pid, tid)
-        )
-
-
-def _io_bytes(pid: int) -> int:
-    total = 0
-    for line in _text(f"/proc/{pid}/io").splitlines():
-        name, _, number = line.partition(": ")
-        if name in ("rchar", "wchar") and number.isdigit():
-            total += int(number)
-    return total
-
-
-def _waits(pid: int, thread: int, libraries: _Libraries | None) -> tuple[Waits, str]:
+def _waits(pid: int, thread: int, maps: functools._lru_cache_wrapper[_Ranges]) -> tuple[Waits, str]:
     """Return what a thread waits for, and with which descriptor."""
     folder = f"/proc/{pid}/task/{thread}"
     channel = _text(f"{folder}/wchan").strip()
-    words = _text(f"{folder}/syscall").split()
-    syscall, target, library = "", "", ""
-    if words and words[0] == "running":
-        syscall = "running"
-    elif words and words[0].lstrip("-").isdigit():
-        syscall = _NAMES.get(int(words[0]), "")
-    if syscall in _GIVEN_A_DESCRIPTOR and len(words) > 1:
-        with suppress(OSError, ValueError):
+    words = [*_text(f"{folder}/syscall").split(), ""]
+    syscall, target, library = "running" if words[0] == "running" else "", "", ""
+    with suppress(OSError, ValueError):
+        syscall = syscall or _NAMES.get(int(words[0]), "")
+        if syscall in _GIVEN_A_DESCRIPTOR:
             target = str(Path(f"/proc/{pid}/fd/{int(words[1], 16)}").readlink())
-    if syscall == "futex" and libraries is not None and len(words) > 1:
-        with suppress(ValueError):
-            library = libraries.at(int(words[-1], 16))
+        if syscall == "futex":
+            address = int(words[-2], 16)
+            library = next((name for first, last, name in maps() if first <= address < last), "")
     waits = waits_for(syscall=syscall, channel="" if channel == "0" else channel, target=target, library=library)
     return waits, clean(target)
 
 
-class _Libraries:
-    """Which file lies at an address of a process; its map is read once, when it is needed."""
+_Ranges = list[tuple[int, int, str]]
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._ranges: list[tuple[int, int, str]] | None = None
 
-    def at(self, address: int) -> str:
-        if self._ranges is None:
-            self._ranges = []
-            for line in _text(f"/proc/{self._pid}/maps").splitlines():
-                words = line.split(maxsplit=5)
-                if len(words) == 6 and "x" in words[1]:
-                    first, _, last = words[0].partition("-")
-                    self._ranges.append((int(first, 16), int(last, 16), words[5]))
-        return next((name for first, last, name in self._ranges if first <= address < last), "")
+def _libraries(pid: int) -> _Ranges:
+    """Return which file's code lies between which addresses of a process."""
+    found = []
+    for line in _text(f"/proc/{pid}/maps").splitlines():
+        words = line.split(maxsplit=5)
+        if len(words) == 6 and "x" in words[1]:
+            first, _, last = words[0].partition("-")
+            found.append((int(first, 16), int(last, 16), words[5]))
+    return found
 
 
 def catches_sigusr1(pid: int) -> bool:
-    """Say whether a process has a handler for SIGUSR1 and does not block the signal: else it would end of it."""
+    """Return whether a process has a handler for SIGUSR1 and does not block the signal: else it would end of it."""
+    lines = (line.partition(":") for line in _text(f"/proc/{pid}/status").splitlines())
+    masks = {name: int(mask, 16) for name, _, mask in lines if name in ("SigCgt", "SigBlk")}
     bit = 1 << (signal.SIGUSR1 - 1)
-    masks = {"SigCgt": False, "SigBlk": False}
-    for line in _text(f"/proc/{pid}/status").splitlines():
-        name, _, mask = line.partition(":")
-        if name in masks:
-            with suppress(ValueError):
-                masks[name] = bool(int(mask.strip(), 16) & bit)
-    return masks["SigCgt"] and not masks["SigBlk"]
+    return bool(masks.get("SigCgt", 0) & bit and not masks.get("SigBlk", bit) & bit)
 
 
 def uses_gpu(pid: int) -> bool:
-    """Say whether a process has a device of a GPU open."""
+    """Return whether a process has a device of a GPU open."""
     with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as found:
-        for each in itertools.islice(found, _MOST_DESCRIPTORS):
+        for _, each in zip(range(_MOST_DESCRIPTORS), found, strict=False):
             with suppress(OSError):
                 if str(Path(each.path).readlink()).startswith(_GPU_DEVICES):
                     return True
@@ -162,7 +131,7 @@ def uses_gpu(pid: int) -> bool:
 
 
 def is_python(pid: int) -> bool:
-    """Say whether a process's program is a Python interpreter, as far as its file's name tells."""
+    """Return whether a process's program is a Python interpreter, as far as its file's name shows."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/exe").readlink().name.startswith(("python", "pypy"))
     return False
@@ -171,6 +140,6 @@ def is_python(pid: int) -> bool:
 def _text(path: str) -> str:
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - of many threads
-            return file.read(1 << 22).decode("utf-8", "replace")
+            return file.read(_MOST_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""

@@ -4,7 +4,7 @@ py-spy reads another process without stopping it. Where it is missing or may not
 observed process writes its own stack when SIGUSR1 comes; a process that has no handler would end of it, so it gets
 none. Everything has a time limit: a process in an uninterruptible wait must not block who looks at it.
 
-Does not: judge what it sees (``diagnose.hangs``).
+Does not: judge what it sees (``explain.hangs``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from holdfast.supervise.watch.process_evidence import (
     is_python,
     read_kernel_view,
     uses_gpu,
-)
+)  # fmt: skip
 
 _APART_SECONDS = 1.0  # runtime facts: 1 s tells what is blocked (no CPU time, same frames) from what is slow
 _PY_SPY_SECONDS = 3.0  # it takes 0.02 s, on a busy machine 0.1 s
@@ -76,13 +76,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What was taken.
-
-    Args:
-        processes: Those that were still there.
-        files: Names of the dumps by pid.
-        seconds: How long it took.
-    """
+    """What was taken: the processes that were still there, the names of the dumps by pid, and how long it took."""
 
     processes: tuple[Examined, ...]
     files: Mapping[int, tuple[str, ...]]
@@ -102,7 +96,8 @@ class Stacks:
         self._folder = run / STACKS_FOLDER
         self._pause = pause
         self._py_spy = find_py_spy() if py_spy is None else py_spy
-        self._number = self._newest_number()
+        taken = [path.name.partition("-")[0] for path in self._folder.glob("*.txt")]
+        self._number = max((int(number) for number in taken if number.isdigit()), default=0)
 
     def take(self, subjects: Sequence[Subject]) -> Taken:
         """Look at processes twice, about a second apart, and write down both. Never raises for a process's sake."""
@@ -113,13 +108,18 @@ class Stacks:
             current = self._look(pool, subjects, files, "a")
             self._pause(max(0.0, _APART_SECONDS - (time.monotonic() - began)))
             current = self._look(pool, current, files, "b")
-            current = list(pool.map(self._look_closer, current))
-        self._keep_newest()
-        return Taken(
-            processes=tuple(subject.about for subject in current),
-            files={pid: tuple(names) for pid, names in files.items()},
-            seconds=time.monotonic() - began,
-        )
+            processes = tuple(pool.map(self._look_closer, current))
+        with suppress(OSError):  # of many dumps: a limit that is too low would fill a disk in weeks
+            for path in sorted(self._folder.glob("*.txt"))[:-_MOST_FILES]:
+                path.unlink()
+        names = {pid: tuple(names) for pid, names in files.items()}
+        return Taken(processes=processes, files=names, seconds=time.monotonic() - began)
+
+    def forget(self, taken: Taken) -> None:
+        """Delete what was written down of looks that came to nothing."""
+        for name in (name for names in taken.files.values() for name in names):
+            with suppress(OSError):
+                (self._folder / name).unlink()
 
     def _look(
         self, pool: ThreadPoolExecutor, subjects: Sequence[Subject], files: dict[int, list[str]], letter: str
@@ -129,8 +129,10 @@ class Stacks:
             if look is None:
                 continue
             about = replace(subject.about, looks=(*subject.about.looks, look))
-            name = self._write(about, letter)
-            if name is not None:
+            name = f"{self._number:04d}-{about.pid}-{letter}.txt"
+            with suppress(OSError):  # a full disk: the event still has the frame
+                self._folder.mkdir(parents=True, exist_ok=True)
+                (self._folder / name).write_text(describe(about), encoding="utf-8")
                 files.setdefault(about.pid, []).append(name)
             found.append(replace(subject, about=about))
         return found
@@ -141,46 +143,36 @@ class Stacks:
         if view.state in ("", "Z", "X"):
             return None
         seconds = time.monotonic()
-        threads: tuple[ThreadLook, ...] | None = None
-        source = "/proc"
+        threads, source, stopped = None, "py-spy", view.state in "Tt"
         if view.state != "D" and (subject.observed or is_python(pid)):
-            threads, source = self._py_spy_frames(pid, stopped=view.state in "Tt"), "py-spy"
-            if threads is None and subject.folder is not None and view.state not in "Tt":
+            threads = self._py_spy_frames(pid, stopped=stopped)
+            if threads is None and subject.folder is not None and not stopped:
                 threads, source = ask_for_stacks(pid, subject.folder / FAULTHANDLER_FILE), "faulthandler"
-        if threads is None:
-            threads, source = (), "/proc"
         return ProcessLook(
-            seconds=seconds,
-            source=source,
-            state=view.state,
-            cpu_seconds=view.cpu_seconds,
-            io_bytes=view.io_bytes,
-            threads=_joined(pid, threads, view),
-        )
+            seconds=seconds, source="/proc" if threads is None else source, state=view.state,
+            cpu_seconds=view.cpu_seconds, io_bytes=view.io_bytes, threads=_joined(pid, threads or (), view),
+        )  # fmt: skip
 
-    def _look_closer(self, subject: Subject) -> Subject:
+    def _look_closer(self, subject: Subject) -> Examined:
         """Look some times more at one that computes, and into native code if its stack does not move."""
-        about = subject.about
-        about = replace(about, uses_gpu=uses_gpu(about.pid))
+        about = replace(subject.about, uses_gpu=uses_gpu(subject.about.pid))
         if about.cpu_share < _BUSY_SHARE and about.last.main.waits != "running":
-            return replace(subject, about=about)
+            return about
         for number in range(_MORE_LOOKS_IF_SAME):
-            if about.last.source == "/proc" or (number >= _MORE_LOOKS and not _is_in_same_functions(about)):
+            # In the same functions, not at the same lines: the innermost may be a loop's helper.
+            same = _is_same(about, lambda frame: (frame.file, frame.function))
+            if about.last.source == "/proc" or (number >= _MORE_LOOKS and not same):
                 break
             time.sleep(_CHANCE.uniform(*_MORE_APART_SECONDS))
             look = self._once(subject)
             if look is not None:
                 about = replace(about, looks=(*about.looks, look))
-        if _is_still(about):
-            about = replace(about, native=self._native(about))
-        return replace(subject, about=about)
+        return replace(about, native=self._native(about)) if _is_same(about, lambda frame: frame) else about
 
     # --- py-spy -----------------------------------------------------------------------------------------------------
 
     def _py_spy_frames(self, pid: int, *, stopped: bool) -> tuple[ThreadLook, ...] | None:
         """Return the threads of a process; None if py-spy is missing, may not, or cannot."""
-        if not self._py_spy:
-            return None
         found = self._run(["--nonblocking"], pid, _PY_SPY_SECONDS)
         if found is None and not stopped:
             # Without stopping it, a stack that changes may be torn; a stopped process cannot be stopped once more.
@@ -196,8 +188,7 @@ class Stacks:
         names: tuple[str, ...] | None = None
         homes: set[str] | None = None
         for number in range(_NATIVE_LOOKS if self._py_spy else 0):
-            if number:
-                time.sleep(_CHANCE.uniform(*_MORE_APART_SECONDS))
+            time.sleep(_CHANCE.uniform(*_MORE_APART_SECONDS) if number else 0.0)
             dump = self._run(["--native"], about.pid, _NATIVE_SECONDS) or ()
             thread = next((each for each in dump if each.get("os_thread_id") == about.pid), None)
             if thread is None:
@@ -215,7 +206,7 @@ class Stacks:
             child = subprocess.Popen(  # noqa: S603 - our own program and a number
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
-        except OSError:
+        except OSError:  # there is none
             return None
         try:
             output, _ = child.communicate(timeout=seconds)
@@ -230,48 +221,24 @@ class Stacks:
         good = isinstance(found, list) and found and all(isinstance(each, dict) for each in found)
         return found if good else None
 
-    def forget(self, taken: Taken) -> None:
-        """Delete what was written down of looks that came to nothing."""
-        for name in (name for names in taken.files.values() for name in names):
-            with suppress(OSError):
-                (self._folder / name).unlink()
-
-    # --- the dumps --------------------------------------------------------------------------------------------------
-
-    def _write(self, about: Examined, letter: str) -> str | None:
-        name = f"{self._number:04d}-{about.pid}-{letter}.txt"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / name).write_text(describe(about), encoding="utf-8")
-        except OSError:
-            return None  # a full disk: the event still tells the frame
-        return name
-
-    def _keep_newest(self) -> None:
-        """Delete the oldest dumps of many: a limit that is too low would fill a disk in weeks."""
-        with suppress(OSError):
-            for path in sorted(self._folder.glob("*.txt"))[:-_MOST_FILES]:
-                path.unlink()
-
-    def _newest_number(self) -> int:
-        taken = [path.name.partition("-")[0] for path in self._folder.glob("*.txt")]
-        return max((int(number) for number in taken if number.isdigit()), default=0)
-
 
 def find_py_spy() -> str:
     """Return the path of py-spy: beside this interpreter, else on the PATH; empty if it is not installed."""
     return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy") or ""
 
 
-def _thread(found: dict[str, Any]) -> ThreadLook:
+def _frame(file: str, line: Any, function: str) -> Frame:
+    return Frame(file=clean(file), line=int(line), function=clean(function))
+
+
+def _frames(thread: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [each for each in thread.get("frames") or () if isinstance(each, dict)]
+
+
+def _thread(found: Mapping[str, Any]) -> ThreadLook:
     frames = [
-        Frame(
-            file=clean(str(each.get("filename"))),
-            line=int(each.get("line") or 0),
-            function=clean(str(each.get("name"))),
-        )
-        for each in (found.get("frames") or ())[:_MOST_FRAMES]
-        if isinstance(each, dict)
+        _frame(str(each.get("filename")), each.get("line") or 0, str(each.get("name")))
+        for each in _frames(found)[:_MOST_FRAMES]
     ]
     return ThreadLook(
         tid=int(found.get("os_thread_id") or 0),
@@ -290,7 +257,7 @@ def _native_functions(thread: Mapping[str, Any], line: int) -> list[tuple[str, s
     Python runs them.
     """
     found: list[tuple[str, str]] = []
-    for each in (each for each in thread.get("frames") or () if isinstance(each, dict)):
+    for each in _frames(thread):
         name, file = clean(str(each.get("name"))), clean(Path(str(each.get("module") or "")).name)
         if not file and each.get("filename") != "?":  # that is machine code from no file
             return found if each.get("line") == line else []
@@ -301,17 +268,16 @@ def _native_functions(thread: Mapping[str, Any], line: int) -> list[tuple[str, s
 
 def _joined(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tuple[ThreadLook, ...]:
     """Put what the kernel says to each thread; threads without Python frames, but the main one, are left out."""
-    found = []
     others = [tid for tid in view.waits if tid != pid]
     only = others[0] if len(others) == 1 and len(threads) == 2 else None  # faulthandler knows no numbers
-    for thread in threads:
-        tid = pid if thread.main else only or thread.tid
-        waits, target = view.waits.get(tid, ("", ""))
-        found.append(replace(thread, tid=tid, waits=waits, target=target))
-    if not any(thread.main for thread in found):
-        waits, target = view.waits.get(pid, ("", ""))
-        found.append(ThreadLook(tid=pid, main=True, waits=waits, target=target))
-    return tuple(sorted(found, key=lambda thread: not thread.main))
+    found = [] if any(thread.main for thread in threads) else [ThreadLook(tid=pid, main=True)]
+    found += sorted(threads, key=lambda thread: not thread.main)
+    numbers = [pid if thread.main else only or thread.tid for thread in found]
+    waits = [view.waits.get(tid, ("", "")) for tid in numbers]
+    return tuple(
+        replace(thread, tid=tid, waits=waited, target=target)
+        for thread, tid, (waited, target) in zip(found, numbers, waits, strict=True)
+    )
 
 
 # --- faulthandler -----------------------------------------------------------------------------------------------
@@ -346,36 +312,22 @@ def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
 
 def read_faulthandler(text: str) -> tuple[ThreadLook, ...]:
     """Return the threads of a dump by faulthandler, which lists them from the newest to the main one."""
-    idents: list[int] = []  # not the system's numbers, but the same at each look
-    names: list[str] = []
-    stacks: list[list[Frame]] = []
+    threads: list[tuple[int, str, list[Frame]]] = []  # not the system's numbers, but the same at each look
     for line in text.splitlines():
         if found := _FAULT_THREAD.match(line):
-            idents.append(int(found["ident"], 16))
-            names.append(clean(found["name"] or ""))
-            stacks.append([])
-        elif stacks and (found := _FAULT_FRAME.match(line)) and len(stacks[-1]) < _MOST_FRAMES:
-            frame = Frame(file=clean(found["file"]), line=int(found["line"]), function=clean(found["function"]))
-            stacks[-1].append(frame)
-    last = len(stacks) - 1
+            threads.append((int(found["ident"], 16), clean(found["name"] or ""), []))
+        elif threads and (found := _FAULT_FRAME.match(line)) and len(threads[-1][2]) < _MOST_FRAMES:
+            threads[-1][2].append(_frame(found["file"], found["line"], found["function"]))
     return tuple(
-        ThreadLook(tid=ident, name=name, main=index == last, frames=tuple(reversed(frames)))
-        for index, (ident, name, frames) in enumerate(zip(idents, names, stacks, strict=True))
+        ThreadLook(tid=ident, name=name, main=index == len(threads), frames=tuple(reversed(frames)))
+        for index, (ident, name, frames) in enumerate(threads, 1)
     )
 
 
-def _is_still(about: Examined) -> bool:
-    """Say whether the stack of the main thread is known, and was the same at each look."""
-    return bool(about.last.main.frames) and len({look.main.frames for look in about.looks}) == 1
-
-
-def _is_in_same_functions(about: Examined) -> bool:
-    """Say whether the main thread was in the same functions at each look: the innermost may be a loop's helper."""
-    looks = {tuple((frame.file, frame.function) for frame in look.main.frames) for look in about.looks}
+def _is_same(about: Examined, of: Callable[[Frame], Any]) -> bool:
+    """Return whether the stack of the main thread is known, and something of its frames was the same at each look."""
+    looks = {tuple(map(of, look.main.frames)) for look in about.looks}
     return bool(about.last.main.frames) and len(looks) == 1
-
-
-# --- in words ---------------------------------------------------------------------------------------------------
 
 
 def describe(about: Examined) -> str:
@@ -390,7 +342,5 @@ def describe(about: Examined) -> str:
         lock = ", holds the interpreter's lock" if thread.holds_gil else ""
         waits = f": {thread.waits}{f' ({thread.target})' if thread.target else ''}" if thread.waits else ""
         lines += ["", f"thread {thread.tid} {thread.name or ('MainThread' if thread.main else '')}{waits}{lock}"]
-        lines += [
-            f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in reversed(thread.frames)
-        ]
+        lines += [f'  File "{each.file}", line {each.line} in {each.function}' for each in reversed(thread.frames)]
     return "\n".join(lines) + "\n"

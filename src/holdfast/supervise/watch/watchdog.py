@@ -2,7 +2,7 @@
 
 It polls the boards of the processes that train: what counts is that something moves, not that a process lives. A hang
 is noticed when a phase has stood still for longer than its limit; then stacks are taken twice, a second apart, and if
-nothing moved meanwhile, it is told. Does not: act on it (the supervisor does), or judge stacks (``diagnose.hangs``).
+nothing moved meanwhile, it is reported. Does not: act on it (``Attempt`` does), or judge stacks (``explain.hangs``).
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from holdfast.supervise.watch.limits import HangLimits
 from holdfast.supervise.watch.stacks import Stacks, Subject, Taken
 from holdfast.supervise.watch.watched import Watched, WatchedProcesses
 
-_POLL_SECONDS = (
-    0.05  # of the 0.2 s between limit and notice; a poll costs 30 microseconds for each process that trains
+_POLL_SECONDS = 0.05  # of the 0.2 s from limit to notice; a poll costs 30 microseconds for each process that trains
+_GAP_SECONDS = (
+    5.0  # who was not run for so long was suspended, as were the others: a laptop's lid, a paused container
 )
-_GAP_SECONDS = 5.0
-"""Who was not run for so long was suspended, as were the others: a laptop's lid, a paused container."""
-_HEALING_SECONDS = 180.0
+_WORKER_RECOVERY_SECONDS = 180.0
 """holdfast's own loader replaces a worker that is stuck after a minute, or 8 times the longest sample so far."""
 _MOST_EXAMINED = 64
 _MOST_FAILURES = 20
@@ -40,7 +39,7 @@ class Watchdog:
     Args:
         run: The run directory.
         limits: How long is too long.
-        tell: Records an event, ``tell(kind, **facts)``; called from the watchdog's thread.
+        emit: Records an event, ``emit(kind, **facts)``; called from the watchdog's thread.
         on_hang: Takes each hang, also one that needs nothing but patience; called from the watchdog's thread.
         say: Prints a line, about what is left alone; called from the watchdog's thread.
         attempt: Number of the attempt; processes of others are passed over.
@@ -53,27 +52,24 @@ class Watchdog:
         run: Path,
         *,
         limits: HangLimits,
-        tell: Callable[..., None],
+        emit: Callable[..., None],
         on_hang: Callable[[Hang], None],
         say: Callable[[str], None] = lambda _: None,
         attempt: int = 0,
         clock: Callable[[], float] = time.monotonic,
         stacks: Stacks | None = None,
     ) -> None:
-        self._limits = limits
-        self._tell = tell
-        self._on_hang, self._say = on_hang, say
-        self._said: set[tuple[str, str]] = set()
-        self._clock = clock
+        self._limits, self._emit, self._on_hang, self._say, self._clock = limits, emit, on_hang, say, clock
         self._stop = threading.Event()
-        self._stacks = Stacks(run, pause=self._pause) if stacks is None else stacks
+        self._stacks = Stacks(run, pause=lambda seconds: self._stop.wait(seconds)) if stacks is None else stacks
         self._watched = WatchedProcesses(run, attempt, limits)
         self._last_look: float | None = None
+        self._said: set[tuple[str, str]] = set()
         self._continued: set[int] = set()
         self._stopped: dict[int, float] = {}
 
     def run(self, stop: threading.Event) -> None:
-        """Watch until told to stop: the body of a thread."""
+        """Watch until the event is set: the body of a thread."""
         self._stop = stop
         failures = 0
         while not stop.wait(_POLL_SECONDS):
@@ -83,25 +79,21 @@ class Watchdog:
             except Exception as error:  # noqa: BLE001 - whatever a stranger's process does, the supervisor goes on
                 failures += 1
                 with suppress(Exception):
-                    self._tell("watchdog_failed", error=f"{type(error).__name__}: {error}"[:500], times=failures)
+                    self._emit("watchdog_failed", error=f"{type(error).__name__}: {error}"[:500], times=failures)
                 if failures >= _MOST_FAILURES:
                     self._say(f"the watchdog has given up, after {failures} failures in a row: {error}"[:300])
                     return
                 stop.wait(1.0)
 
     def look(self, now: float) -> None:
-        """Look once at everything.
-
-        Args:
-            now: The clock's time.
-        """
+        """Look once at everything, at a time of the clock."""
         if self._last_look is not None and now - self._last_look > _GAP_SECONDS:
-            self._tell("watchdog_suspended", seconds=round(now - self._last_look, 1))
-            self._watched.count_from(now)
+            self._emit("watchdog_suspended", seconds=round(now - self._last_look, 1))
+            for process in self._watched.alive:
+                process.count_from(now)
         self._watched.look(now)
-        self._say_stops(now)
-        overdue = [process for process in self._watched.judged() if process.is_overdue(now)]
-        for process in overdue:
+        self._report_stops(now)
+        for process in [process for process in self._watched.judged if process.is_overdue(now)]:
             if self._is_paused(process, now) or self._others_move(process, now):
                 continue
             try:
@@ -111,96 +103,85 @@ class Watchdog:
             return  # the others' state has changed; they are looked at again at once
         self._last_look = now
 
-    def _pause(self, seconds: float) -> None:
-        self._stop.wait(seconds)
-
     # --- what is no hang --------------------------------------------------------------------------------------------
 
-    def _say_stops(self, now: float) -> None:
-        """Say which of those that train a signal has stopped, and which go on."""
-        judged = {process.info.pid: process for process in self._watched.judged()}
+    def _report_stops(self, now: float) -> None:
+        """Report which of those that train a signal has stopped, and which go on."""
+        judged = {process.info.pid: process for process in self._watched.judged}
         for pid, process in judged.items():
-            if process.stopped_since is not None and now > process.stopped_since and pid not in self._stopped:
-                self._stopped[pid] = process.stopped_since
+            step, since = process.standing.step, process.stopped_since
+            if since is not None and now > since and pid not in self._stopped:
+                self._stopped[pid] = since
                 process.count_from(now)
-                self._tell("process_stopped", pid=pid, rank=process.info.rank, step=process.step,
-                           phase=process.phase_name)  # fmt: skip
-                self._say(
-                    f"process {pid} was stopped by a signal at step {process.step}; `kill -CONT {pid}` lets it go on"
-                )
+                about = {"rank": process.info.rank, "phase": process.phase_name}
+                self._emit("process_stopped", pid=pid, step=step, **about)
+                self._say(f"process {pid} was stopped by a signal at step {step}; `kill -CONT {pid}` lets it go on")
         for pid in [pid for pid in self._stopped if pid not in judged or judged[pid].stopped_since is None]:
             seconds = round(now - self._stopped.pop(pid), 1)
             if pid in judged:
                 judged[pid].count_from(now)
-                self._tell("process_continued", pid=pid, step=judged[pid].step, seconds=seconds)
+                self._emit("process_continued", pid=pid, step=judged[pid].standing.step, seconds=seconds)
                 self._say(f"process {pid} goes on, after {seconds:g} s")
 
     def _is_paused(self, process: Watched, now: float) -> bool:
-        """Say whether it was stopped itself, by Ctrl-Z or a debugger, or has ended: that time is not counted."""
+        """Return whether it was stopped itself, by Ctrl-Z or a debugger, or has ended: that time is not counted."""
         found = read_process(process.info.pid)
         if found is None or found.ticks != process.info.ticks or found.state in "ZX":
             process.alive = False
             return True
         if found.state not in "Tt":
             return False
-        if found.state == "t" and not process.paused:  # a debugger; what a signal has stopped is said elsewhere
+        if found.state == "t" and not process.paused:  # a debugger; what a signal has stopped is reported elsewhere
             process.paused = True
-            self._tell("paused", pid=process.info.pid, phase=process.phase_name)
+            self._emit("paused", pid=process.info.pid, phase=process.phase_name)
         process.count_from(now)
         return True
 
     def _others_move(self, process: Watched, now: float) -> bool:
-        """Say whether another rank is within its limit: then this one may well wait for it, in a collective.
+        """Return whether another rank is within its limit: then this one may well wait for it, in a collective.
 
         One that a signal has stopped does not move, although its own time is not counted.
         """
-        return any(
-            other.moves(now)
-            for other in self._watched.judged()
-            if other is not process and other.stopped_since is None and other.is_of_same_group(process)
-        )
+        others = [each for each in self._watched.judged if each is not process and each.is_of_same_group(process)]
+        return any(other.moves(now) and other.stopped_since is None for other in others)
 
     # --- a hang -----------------------------------------------------------------------------------------------------
 
     def _examine(self, process: Watched, now: float) -> None:
-        seconds, limit, progress = process.age(now), process.limit(), process.progress
-        self._tell(
+        seconds, limit, progress = process.age(now), process.limit(), process.standing.progress
+        self._emit(
             "hang_suspected", pid=process.info.pid, rank=process.info.rank, phase=process.phase_name,
-            step=process.step, seconds=round(seconds, 3), limit=round(limit, 3),
+            step=process.standing.step, seconds=round(seconds, 3), limit=round(limit, 3),
         )  # fmt: skip
-        group = [each for each in self._watched.judged() if each is process or each.is_of_same_group(process)]
+        group = [each for each in self._watched.judged if each is process or each.is_of_same_group(process)]
         for each in group:  # what is found is found for all of them
-            each.look_again(now)
+            each.look_again(2.0 * each.age(now))
         taken = self._stacks.take(self._subjects(process, now))
         self._watched.look(self._clock())
-        why = self._why_no_hang(process, progress, taken)
-        if why:
-            self._over(process, taken, why)
-            return
-        found = diagnose_hang(taken.processes, process.info.pid, gone_ranks=self._watched.gone_ranks(process))
-        if found.kind == "collective" and self._any_moves(process):
-            # Ranks that do not say that they are ranks: who waits for a slow one is not stuck.
-            self._over(process, taken, "it waits for others, which move")
-            return
-        hang = self._hang(process, found, taken, seconds, limit)
-        if hang.remedy == "restart":
-            for each in group:
-                each.silence()
-        self._tell("stacks", pid=hang.blamed_pid, files=list(hang.files), seconds=round(taken.seconds, 3))
-        self._tell("hang", **hang.facts())
-        self._on_hang(hang)
-        if hang.remedy == "wait" and found.moving and process.info.torch is not None:
-            self._say_left_alone(hang, starting=process.phase is Phase.STARTING)
-
-    def _why_no_hang(self, process: Watched, progress: int, taken: Taken) -> str:
-        if process.progress != progress:
-            return "it has moved meanwhile"
-        seen = process.alive and any(each.pid == process.info.pid for each in taken.processes)
-        return "" if seen else "it has ended meanwhile"
+        if process.standing.progress != progress:
+            self._over(process, taken, "it has moved meanwhile")
+        elif not process.alive or all(each.pid != process.info.pid for each in taken.processes):
+            self._over(process, taken, "it has ended meanwhile")
+        else:
+            found = diagnose_hang(taken.processes, process.info.pid, gone_ranks=self._watched.gone_ranks(process))
+            others = [each for each in self._watched.judged if each is not process]
+            if found.kind == "collective" and any(other.moves(self._clock()) for other in others):
+                # Ranks that do not say that they are ranks: who waits for a slow one is not stuck.
+                self._over(process, taken, "it waits for others, which move")
+                return
+            hang = self._hang(process, found, taken, seconds, limit)
+            for each in group if hang.remedy == "restart" else ():
+                each.look_again(math.inf)
+            self._emit("stacks", pid=hang.blamed_pid, files=list(hang.files), seconds=round(taken.seconds, 3))
+            self._emit("hang", **hang.facts())
+            self._on_hang(hang)
+            if hang.remedy == "wait" and found.moving and process.info.torch is not None:
+                self._say_left_alone(hang, starting=process.standing.phase is Phase.STARTING)
 
     def _over(self, process: Watched, taken: Taken, why: str) -> None:
         self._stacks.forget(taken)
-        self._tell("hang_over", pid=process.info.pid, phase=process.phase_name, step=process.step, why=why)
+        about = {"phase": process.phase_name, "step": process.standing.step, "why": why}
+        self._emit("hang_over", pid=process.info.pid, **about)
 
     def _say_left_alone(self, hang: Hang, *, starting: bool) -> None:
         """Say once for each place what computes without progress, and until when it may."""
@@ -214,45 +195,31 @@ class Watchdog:
         changes = "" if starting else "; --hang-limit moving=SECONDS changes that"
         self._say(f"process {hang.pid} {seems}{where}, for {hang.seconds:.0f} s now; left alone{until}{changes}")
 
-    def _any_moves(self, process: Watched) -> bool:
-        now = self._clock()
-        return any(other.moves(now) for other in self._watched.judged() if other is not process)
-
     def _hang(self, process: Watched, found: Diagnosis, taken: Taken, seconds: float, limit: float) -> Hang:
         about = found.process
         files = [name for each in taken.processes for name in taken.files.get(each.pid, ())]
         return Hang(
-            pid=process.info.pid,
-            rank=process.info.rank,
-            phase=process.phase_name,
-            step=process.step,
-            seconds=seconds,
-            limit_seconds=limit,
-            kind=found.kind,
-            signature=SIGNATURES_OF[found.kind],
-            confidence=found.confidence,
-            blamed_pid=about.pid,
-            blamed_role=about.role,
-            frame=describe_frame(found.frame),
-            odd_one_out=found.odd_one_out,
-            sentence=found.sentence,
+            pid=process.info.pid, rank=process.info.rank, phase=process.phase_name, step=process.standing.step,
+            seconds=seconds, limit_seconds=limit, kind=found.kind, signature=SIGNATURES_OF[found.kind],
+            confidence=found.confidence, blamed_pid=about.pid, blamed_role=about.role,
+            frame=describe_frame(found.frame), odd_one_out=found.odd_one_out, sentence=found.sentence,
             remedy=self._remedy(process, found, seconds),
             files=tuple(sorted(files, key=lambda name: f"-{about.pid}-" not in name)),
-        )
+        )  # fmt: skip
 
     def _remedy(self, process: Watched, found: Diagnosis, seconds: float) -> Remedy:
         """Choose what costs least: to end a run that would have gone on costs more than an hour of waiting."""
-        pid = found.process.pid
+        pid, phase = found.process.pid, process.standing.phase
         if found.process.last.state == "t" or process.info.torch is None:
             return "wait"  # a debugger holds it; or a program of which nothing is known
         if found.kind == "stopped" and pid not in self._continued:
             self._continued.add(pid)
             return "continue"
-        if found.heals and seconds < _HEALING_SECONDS:
+        if found.heals and seconds < _WORKER_RECOVERY_SECONDS:
             return "wait"
-        if found.moving and (process.phase is Phase.STARTING or seconds < self._limits.moving_seconds):
+        if found.moving and (phase is Phase.STARTING or seconds < self._limits.moving_seconds):
             return "wait"
-        return "end" if process.phase is Phase.ENDING else "restart"
+        return "end" if phase is Phase.ENDING else "restart"
 
     # --- who is looked at -------------------------------------------------------------------------------------------
 
@@ -262,33 +229,24 @@ class Watchdog:
         ours = descendants(table, [os.getpid()])
         seen = {
             process.info.pid: process
-            for process in self._watched.alive()
+            for process in self._watched.alive
             if process.info.pid in ours and table[process.info.pid].ticks == process.info.ticks
         }
-        judged = [process.info.pid for process in self._watched.judged() if process.info.pid in seen]
+        judged = [process.info.pid for process in self._watched.judged if process.info.pid in seen]
         first = [suspect.info.pid] if suspect.info.pid in seen else []
         of_suspect = sorted(descendants(table, first))
         others = sorted(descendants(table, judged)) + [pid for pid in seen if pid not in judged]
         pids = list(dict.fromkeys([*first, *judged, *of_suspect, *others]))[:_MOST_EXAMINED]
-        return [
-            self._subject(table[pid], seen.get(pid), pid in judged, now)
-            for pid in pids
-            if pid in table and table[pid].state not in "ZX"
-        ]
+        found = [table[pid] for pid in pids if pid in table and table[pid].state not in "ZX"]
+        return [_subject(each, seen.get(each.pid), now if each.pid in judged else None) for each in found]
 
-    def _subject(self, found: Process, seen: Watched | None, judged: bool, now: float) -> Subject:  # noqa: FBT001
-        if seen is None:
-            return Subject(about=Examined(pid=found.pid, ppid=found.ppid, role="unobserved"))
-        about = Examined(
-            pid=found.pid,
-            ppid=found.ppid,
-            role=seen.info.role,
-            rank=seen.info.rank,
-            phase=seen.phase_name if judged else "",
-            step=seen.step,
-            seconds=seen.age(now) if judged else 0.0,
-            judged=judged,
-        )
-        return Subject(
-            about=about, folder=seen.folder if seen.info.stacks_signal is not None else None, observed=True
-        )
+
+def _subject(found: Process, seen: Watched | None, judged_at: float | None) -> Subject:
+    if seen is None:
+        return Subject(about=Examined(pid=found.pid, ppid=found.ppid, role="unobserved"))
+    about = Examined(
+        pid=found.pid, ppid=found.ppid, role=seen.info.role, rank=seen.info.rank, step=seen.standing.step,
+        phase="" if judged_at is None else seen.phase_name,
+        seconds=0.0 if judged_at is None else seen.age(judged_at), judged=judged_at is not None,
+    )  # fmt: skip
+    return Subject(about=about, folder=seen.folder if seen.info.stacks_signal is not None else None, observed=True)

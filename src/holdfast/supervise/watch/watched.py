@@ -1,4 +1,4 @@
-"""The processes that a watchdog watches: who is there, who is judged by its progress, and how long each stands still.
+"""The processes that a watchdog watches: which are there, which are judged, and for how long each stands still.
 
 Their folders appear in the run directory as they start. Does not: decide what a hang is (``watchdog``).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from holdfast.supervise.watch.limits import HangLimits, LearnedLimits, name_of
 _REFRESH_SECONDS = 0.5
 _TICK_NS = 1_000_000_000  # file times are as coarse as 10 ms, some file systems' 1 s
 _NAME = re.compile(r"\d{1,20}-\d{1,20}")
+_UNKNOWN = Standing(pid=0, phase=Phase.STARTING, since_seconds=0.0, progress=0, step=0, micro_step=0)
 
 
 class Watched:
@@ -33,107 +34,77 @@ class Watched:
     """
 
     def __init__(self, folder: Path, info: ProcessInfo, limits: HangLimits) -> None:
-        self.folder = folder
-        self.info = info
-        self.alive = True
-        self.paused = False
+        self.folder, self.info = folder, info
+        self.alive, self.paused = True, False
         self.stopped_since: float | None = None
         """When it was first seen to be stopped by a signal, on the clock of `refresh`."""
-        self._board = folder / BOARD_FILE
+        self.standing = _UNKNOWN
+        """What its board shows."""
         self._learned = LearnedLimits(limits)
-        self._standing: Standing | None = None
-        self._seen = 0.0
-        self._counted_from = 0.0
-        self._next_age = 0.0
+        self._seen = self._counted_from = self._next_age = 0.0
         self._written = 0
 
     @property
-    def phase(self) -> Phase:
-        """Return what it does."""
-        return Phase.STARTING if self._standing is None else self._standing.phase
-
-    @property
     def phase_name(self) -> str:
-        """Return that in words."""
-        return name_of(self.phase)
-
-    @property
-    def step(self) -> int:
-        """Return the steps that it has made."""
-        return 0 if self._standing is None else self._standing.step
-
-    @property
-    def progress(self) -> int:
-        """Return a number that stays the same while nothing moves."""
-        return 0 if self._standing is None else self._standing.progress
+        """Return in words what it does."""
+        return name_of(self.standing.phase)
 
     def look(self, now: float) -> None:
         """Read its board, and learn from what has ended since the last look."""
-        try:
-            standing = read_board(self._board)
-        except RunDirectoryError:
-            return  # written by a newer holdfast: then nothing is known, and nothing is judged
-        if standing is None:
+        standing = None
+        with suppress(RunDirectoryError):  # written by a newer holdfast: nothing is known, and nothing is judged
+            standing = read_board(self.folder / BOARD_FILE)
+        before = self.standing
+        if standing is None or standing.progress == before.progress:
+            self._seen = self._seen if standing is None else now
             return
-        before = self._standing
-        if before is not None and standing.progress == before.progress:
-            self._seen = now
-            return
-        if before is not None:
+        if before is not _UNKNOWN:
             # What was passed over since is not known; what was seen last took at least until then.
             until = standing.since_seconds if standing.progress == before.progress + 1 else self._seen
             began = max(before.since_seconds, self._counted_from)
             self._learned.ended(before.phase, max(0.0, until - began), now)
-        self._standing, self._seen, self._next_age, self.paused = standing, now, 0.0, False
+        self.standing, self._seen, self._next_age, self.paused = standing, now, 0.0, False
 
     def refresh(self, now: float) -> None:
         """Find out whether it lives and runs, and read again what it says of itself if it has written that anew."""
         found = read_process(self.info.pid)
+        self.alive = found is not None and found.ticks == self.info.ticks and found.state not in "ZX"
         stopped = found is not None and found.state == "T"
         self.stopped_since = (self.stopped_since or now) if stopped else None
-        self.alive = found is not None and found.ticks == self.info.ticks and found.state not in "ZX"
-        if self.alive:
-            with suppress(OSError):
-                written = os.stat(self.folder / PROCESS_FILE).st_mtime_ns  # noqa: PTH116 - often
-                if written != self._written:
-                    info = read_process_file(self.folder / PROCESS_FILE)
-                    if info is not None and info.folder == self.folder.name:
-                        self.info = info
-                    self._written = written
+        with suppress(OSError):
+            written = os.stat(self.folder / PROCESS_FILE).st_mtime_ns  # noqa: PTH116 - often
+            if written != self._written:
+                info = read_process_file(self.folder / PROCESS_FILE)
+                self.info = info if info is not None and info.folder == self.folder.name else self.info
+                self._written = written
 
     def count_from(self, now: float) -> None:
         """Do not count the time until now: the process could not move."""
-        self._counted_from = now
-        self._next_age = 0.0
+        self._counted_from, self._next_age = now, 0.0
 
     def age(self, now: float) -> float:
         """Return for how long nothing has moved, in seconds; 0 if it has no board that can be read."""
-        if self._standing is None:
-            return 0.0
-        return now - max(self._standing.since_seconds, self._counted_from)
+        known = self.standing is not _UNKNOWN
+        return now - max(self.standing.since_seconds, self._counted_from) if known else 0.0
 
     def limit(self) -> float:
         """Return how long its phase may stand still, in seconds."""
-        return self._learned.limit(self.phase)
+        return self._learned.limit(self.standing.phase)
 
     def moves(self, now: float) -> bool:
-        """Say whether it is known to be within its limit."""
-        return self._standing is not None and not self.paused and self.age(now) <= self.limit()
+        """Return whether it is known to be within its limit."""
+        return self.standing is not _UNKNOWN and not self.paused and self.age(now) <= self.limit()
 
     def is_overdue(self, now: float) -> bool:
-        """Say whether it is time to look closer: over the limit, and again each time that this has doubled."""
+        """Return whether it is time to look closer: over the limit, and again each time that this has doubled."""
         return self.age(now) > max(self.limit(), self._next_age)
 
-    def look_again(self, now: float) -> None:
-        """Look closer again only when it has stood still for twice as long as now."""
-        self._next_age = 2.0 * self.age(now)
-
-    def silence(self) -> None:
-        """Do not look closer any more, until something moves."""
-        self._next_age = float("inf")
+    def look_again(self, age: float) -> None:
+        """Look closer again only when it has stood still for so long."""
+        self._next_age = age
 
     def is_of_same_group(self, other: Watched) -> bool:
-        """Say whether two processes are ranks of one training, and so wait for each other."""
+        """Return whether two processes are ranks of one training, and so wait for each other."""
         return self.info.rank is not None and other.info.rank is not None and self.info.world_size != 1
 
 
@@ -147,13 +118,13 @@ class WatchedProcesses:
     """
 
     def __init__(self, run: Path, attempt: int, limits: HangLimits) -> None:
-        self._folder = run / PROCESSES_FOLDER
-        self._attempt = attempt
-        self._limits = limits
+        self._folder, self._attempt, self._limits = run / PROCESSES_FOLDER, attempt, limits
+        self.alive: list[Watched] = []
+        """All that live."""
+        self.judged: list[Watched] = []
+        """Those whose progress counts."""
         self._known: set[str] = set()
         self._changed = 0
-        self._processes: list[Watched] = []
-        self._judged: list[Watched] = []
         self._ranks: set[tuple[int, int]] = set()
         self._refreshed = float("-inf")
 
@@ -161,21 +132,16 @@ class WatchedProcesses:
         """Find new processes and drop those that have ended, now and then; read the boards of those that train."""
         if now - self._refreshed >= _REFRESH_SECONDS or now < self._refreshed:
             self._refreshed = now
-            self._refresh(now)
-        for process in self._judged:
+            self.alive += self._new()
+            for process in self.alive:
+                process.refresh(now)
+            self.alive = [process for process in self.alive if process.alive]
+            self.judged = self._choose()
+            self._ranks |= {(each.info.ppid, each.info.rank) for each in self.judged if each.info.rank is not None}
+        for process in self.judged:
             process.look(now)
 
-    def _refresh(self, now: float) -> None:
-        for process in self._processes:
-            process.refresh(now)
-        self._processes = [process for process in self._processes if process.alive]
-        self._processes += self._new(now)
-        self._judged = list(self._choose())
-        for process in self._judged:
-            if process.info.rank is not None:
-                self._ranks.add((process.info.ppid, process.info.rank))
-
-    def _new(self, now: float) -> Iterator[Watched]:
+    def _new(self) -> Iterator[Watched]:
         for name in self._new_names():
             info = read_process_file(self._folder / name / PROCESS_FILE)
             if info is None:
@@ -183,10 +149,7 @@ class WatchedProcesses:
                 continue
             self._known.add(name)
             if info.attempt == self._attempt and info.folder == name:
-                process = Watched(self._folder / name, info, self._limits)
-                process.refresh(now)
-                if process.alive:
-                    yield process
+                yield Watched(self._folder / name, info, self._limits)
 
     def _new_names(self) -> list[str]:
         """Return folders that were not there before; a long run has thousands, one for each worker that it had."""
@@ -200,35 +163,20 @@ class WatchedProcesses:
                 return [each.name for each in found if _NAME.fullmatch(each.name) and each.name not in self._known]
         return []
 
-    def _choose(self) -> Iterator[Watched]:
-        """Yield those whose progress counts: who trains, each rank, and at first the one that was started first."""
-        able = [process for process in self._processes if process.info.role in ("trainer", "other")]
+    def _choose(self) -> list[Watched]:
+        """Return those whose progress counts: trainers, each rank, and at first the one that was started first."""
+        able = [process for process in self.alive if process.info.role in ("trainer", "other")]
         trainers = [process for process in able if process.info.role == "trainer"]
         ranks = [process for process in able if process.info.rank is not None and process.info.torch is not None]
-        yield from dict.fromkeys([*trainers, *ranks])
         if trainers or ranks:
-            return  # what else there is may wait for these for as long as they train
+            return list(dict.fromkeys([*trainers, *ranks]))  # what else there is may wait for these
         pids = {process.info.pid for process in able}
-        yield from sorted(
-            (process for process in able if process.info.ppid not in pids), key=lambda each: each.info.started
-        )[:1]
-
-    def judged(self) -> Sequence[Watched]:
-        """Return those whose progress counts."""
-        return self._judged
-
-    def alive(self) -> Sequence[Watched]:
-        """Return all that live."""
-        return self._processes
+        tops = [process for process in able if process.info.ppid not in pids]
+        return sorted(tops, key=lambda each: each.info.started)[:1]
 
     def gone_ranks(self, process: Watched) -> list[int]:
         """Return the ranks of a process's group that were there and are not any more."""
+        here = {each.info.rank for each in self.alive}
         if process.info.rank is None:
             return []
-        here = {each.info.rank for each in self._processes}
         return sorted(rank for ppid, rank in self._ranks if ppid == process.info.ppid and rank not in here)
-
-    def count_from(self, now: float) -> None:
-        """Do not count the time until now for any of them."""
-        for process in self._processes:
-            process.count_from(now)

@@ -14,8 +14,8 @@ import pytest
 
 @pytest.mark.slow
 def test_traces() -> None:
-    """All tests of ``retention_traces.py`` pass."""
-    tests = Path(__file__).with_name("retention_traces.py")
+    """All tests of ``leak_traces.py`` pass."""
+    tests = Path(__file__).with_name("leak_traces.py")
     program = [sys.executable, "-m", "pytest", "-m", "", "-q", "-p", "no:cacheprovider", str(tests)]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

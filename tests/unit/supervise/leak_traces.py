@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import sys
-import tracemalloc
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -20,11 +19,10 @@ from holdfast.explain.evidence import Ending, Facts
 from holdfast.explain.judging import judge
 from holdfast.explain.signatures import all_signatures
 from holdfast.explain.signatures.leaks import BY_KIND
-from holdfast.supervise.observe import retention_census
-from holdfast.supervise.observe.retention import Retention
-from holdfast.supervise.observe.retention_lines import Name, Sources
-from holdfast.supervise.observe.retention_paths import Names, Walk
-from holdfast.supervise.observe.retention_steps import locals_of
+from holdfast.supervise.leaks import census
+from holdfast.supervise.leaks.holders import Holders, Step, locals_of, text_of
+from holdfast.supervise.leaks.lines import Lines
+from holdfast.supervise.leaks.tracer import LeakTracer
 
 _MOST_STEPS = 60
 MODULE_HISTORY: list[Any] = []
@@ -32,15 +30,14 @@ MODULE_HISTORY: list[Any] = []
 
 def traced(step: Callable[[int], object], *, most: int = _MOST_STEPS) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Make steps under a trace until it has ended, and return what leaked and the summary."""
-    told: list[tuple[str, dict[str, Any]]] = []
-    retention = Retention(lambda kind, **facts: told.append((kind, facts)))
+    events: list[tuple[str, dict[str, Any]]] = []
+    tracer = LeakTracer(lambda kind, **facts: events.append((kind, facts)))
     for number in range(most):
         step(number)
-        retention.after_step(1)
-        if told:
+        tracer.after_step(1)
+        if events:
             break
-    assert not tracemalloc.is_tracing()
-    return [facts for kind, facts in told if kind == "leak"], dict(told)["leak_trace"]
+    return [facts for kind, facts in events if kind == "leak"], dict(events)["leak_trace"]
 
 
 def line_of(text: str) -> int:
@@ -52,7 +49,7 @@ def line_of(text: str) -> int:
 
 
 def test_a_list_is_named_with_its_line_and_its_size() -> None:
-    """What is kept, how much a step, made where, held by what and kept by which line: all of it is right."""
+    """What is kept, how much a step, held by what and kept by which line: all of it is right."""
     kept_here: list[Any] = []
 
     def step(number: int) -> None:
@@ -65,7 +62,6 @@ def test_a_list_is_named_with_its_line_and_its_size() -> None:
     assert leak["bytes_per_step"] == 64 * 32 * 4
     assert leak["held_by"].startswith("kept_here")
     assert leak["retained_at"].startswith(f"{__file__}:{line_of('kept_here.append(made)')} in step: ")
-    assert leak["allocated_at"].startswith(f"{__file__}:{line_of('made = torch.zeros(64, 32)')} in step: ")
     assert (leak["form"], leak["signature"], leak["device"]) == ("container", "H1501", "cpu")
     assert (summary["found"], summary["request"]) == (1, 1)
 
@@ -121,7 +117,7 @@ def test_a_list_that_is_emptied_does_not_hide_a_leak() -> None:
 
 def test_too_many_objects_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace that would itself need much memory is not begun, and says why."""
-    monkeypatch.setattr(retention_census, "_MOST_OBJECTS", 100)
+    monkeypatch.setattr(census, "_MOST_OBJECTS", 100)
     leaks, summary = traced(lambda _: None)
     assert leaks == []
     assert "objects" in summary["why"]
@@ -189,48 +185,30 @@ def test_no_code_of_the_script_is_called() -> None:
     assert {leak["what"].split(" of ")[-1] for leak in leaks} >= {"Tensor (100,) float32"}
 
 
-def test_a_tracemalloc_of_the_script_goes_on() -> None:
-    """Where the script traces its memory itself, it still does after a trace of ours."""
-    kept: list[Any] = []
-    tracemalloc.start(2)
-    try:
-        told: list[str] = []
-        retention = Retention(lambda kind, **facts: told.append(kind))
-        while "leak_trace" not in told:
-            kept.append(torch.zeros(100))
-            retention.after_step(1)
-        assert tracemalloc.is_tracing()
-        assert tracemalloc.get_traceback_limit() == 2
-    finally:
-        tracemalloc.stop()
-
-
 def test_each_request_is_answered_once() -> None:
     """The same number again begins no trace, and a new number does."""
-    told: list[dict[str, Any]] = []
-    retention = Retention(lambda kind, **facts: told.append(facts))
-    for _ in range(2 * _MOST_STEPS):
-        retention.after_step(1)
-    assert [facts["request"] for facts in told] == [1]
-    for _ in range(_MOST_STEPS):
-        retention.after_step(2)
-    assert [facts["request"] for facts in told] == [1, 2]
+    requests: list[int] = []
+    tracer = LeakTracer(lambda kind, **facts: requests.append(facts["request"]))
+    for request in (1, 2):
+        for _ in range(request * _MOST_STEPS):
+            tracer.after_step(request)
+    assert requests == [1, 2]
 
 
 def test_a_failed_look_ends_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes wrong in a look is raised once, for the observer to note, and nothing of the trace is left on."""
     kept: list[Any] = []
-    told: list[str] = []
-    retention = Retention(lambda kind, **facts: told.append(kind))
-    monkeypatch.setattr(Walk, "path_of", lambda *_: 1 / 0)
+    events: list[str] = []
+    tracer = LeakTracer(lambda kind, **facts: events.append(kind))
+    monkeypatch.setattr(Holders, "path_of", lambda *_: 1 / 0)
     failures = 0
     for _ in range(_MOST_STEPS):
         kept.append(torch.zeros(100))
         try:
-            retention.after_step(1)
+            tracer.after_step(1)
         except ZeroDivisionError:
             failures += 1
-    assert (failures, told, gc.isenabled(), tracemalloc.is_tracing()) == (1, [], True, False)
+    assert (failures, events, gc.isenabled()) == (1, [], True)
 
 
 def test_a_cycle_is_told_by_the_attribute_that_closes_it() -> None:
@@ -274,9 +252,9 @@ def path_to(target: object) -> str:
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
-    names = Names(frames)
+    holders = Holders(frames, float("inf"))
     frames.clear()
-    return str(Walk(names, frozenset(), frozenset(), float("inf")).path_of(target))
+    return text_of(holders.path_of(target, set())[1])
 
 
 class Holder:
@@ -329,36 +307,27 @@ def test_locals_are_read_without_a_trace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "scope", "line"),
+    ("text", "name", "kind", "line"),
     [
-        ("x = []\nx.append(1)", "x", "variable", 2),
-        ("x = []\nfor i in []:\n    x.append(1)", "x", "variable", 3),
-        ("x = {}\ndef f():\n    x[1] = 2", "x", "variable", 3),
-        ("x = {}\ndef f():\n    x.setdefault(1, []).append(2)", "x", "variable", 3),
-        ("x = {}\ndef f():\n    x['a']['b'] += [2]", "x", "variable", 3),
+        ("x = []\nx.append(1)", "x", "global", 2),
+        ("x = []\nfor i in []:\n    x.append(1)", "x", "global", 3),
+        ("x = {}\ndef f():\n    x[1] = 2", "x", "global", 3),
+        ("x = {}\ndef f():\n    x.setdefault(1, []).append(2)", "x", "global", 3),
+        ("x = {}\ndef f():\n    x['a']['b'] += [2]", "x", "global", 3),
         ("class A:\n  def __init__(self):\n    self.x = []\n  def f(self):\n    self.x += [1]", "x", "attribute", 5),
-        ("import heapq\nx = []\ndef f():\n    heapq.heappush(x, 1)", "x", "variable", 4),
-        ("def f(m):\n    m.register_forward_hook(print)", "", "hooks", 2),
-        ("def g(y):\n    y.append(1)\ndef f():\n    x = []\n    g(x)", "x", "local", 2),
+        ("import heapq\nx = []\ndef f():\n    heapq.heappush(x, 1)", "x", "global", 4),
+        ("def f(x):\n    x[0].register_forward_hook(print)", "x", "global", 2),
+        ("def f():\n    x = start()\n    for _ in range(9):\n        out, x = cell(y, x)", "x", "local", 4),
         ("def f():\n    x = []\n    y.append(1)", "x", "local", 0),
-        ("def f(", "x", "variable", 0),
+        ("def f(", "x", "global", 0),
     ],
 )  # fmt: skip
-def test_the_line_that_adds_is_found(tmp_path: Path, text: str, name: str, scope: str, line: int) -> None:
+def test_the_line_that_adds_is_found(tmp_path: Path, text: str, name: str, kind: str, line: int) -> None:
     """Calls, subscripts and assignments that add are found behind any base; an empty beginning is none."""
     file = tmp_path / "script.py"
     file.write_text(text)
-    found = Sources().retaining_line(Name(name=name, files=(str(file),), scope=scope))
-    assert (found.line if found is not None else 0) == line
-
-
-def test_a_value_that_is_replaced_is_told_by_what_it_builds_on(tmp_path: Path) -> None:
-    """Of two assignments the one that uses the old value is taken, wherever it stands."""
-    file = tmp_path / "script.py"
-    file.write_text("def f():\n    h = start()\n    for _ in range(9):\n        out, h = cell(x, h)\n")
-    found = Sources().retaining_line(Name(name="h", files=(str(file),), scope="local"))
-    assert found is not None
-    assert str(found) == f"{file}:4 in f: out, h = cell(x, h)"
+    found = Lines([str(file)], float("inf")).keeping([Step(kind, name, file=str(file))])
+    assert found.startswith(f"{file}:{line} in ") if line else not found
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""Run a command to its end: attempt after attempt, each judged, until it ended well or nothing can be helped.
-
-Does not: serve a running command (``attempt``), decide about restarts (``restarts``), explain (``diagnose``).
-"""
+"""Run a command to its end: attempt after attempt, each judged, until it ended well or nothing can be helped."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ import shlex
 import signal
 import threading
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +21,19 @@ from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import BlackBox
 from holdfast.recorder.progress import Phase, Standing, read_board
 from holdfast.recorder.run_files import BOARD_FILE, LOST_FILE, OUTPUT_FILE, VERDICT_FILE, read_processes
-from holdfast.supervise.kernel import KernelLog, become_subreaper, count_oom_kills
 from holdfast.supervise.launch.attempt import Attempt, End
-from holdfast.supervise.launch.launching import Sentinel, find_launcher, make_environment, start
+from holdfast.supervise.launch.commands import Sentinel, find_launcher, make_environment, start
+from holdfast.supervise.launch.kernel import KernelLog, become_subreaper, count_oom_kills
 from holdfast.supervise.launch.output import Copier, OutputLog, Streams, open_missing_streams
-from holdfast.supervise.launch.restarts import Again, Budgets, Past, Stop, decide_restart
-from holdfast.supervise.launch.run_folder import RunFolder, unusable
+from holdfast.supervise.launch.plan import Plan
+from holdfast.supervise.launch.restarts import Again, Past, Stop, decide_restart
+from holdfast.supervise.launch.run_folder import RunFolder
 from holdfast.supervise.launch.signals import ASKING_TO_END, Signals
 from holdfast.supervise.process_tree import Tree, read_process
-from holdfast.supervise.watch.limits import HangLimits, name_of
+from holdfast.supervise.watch.limits import name_of
 
 _MOST_SHOWN = 100
 _ENDING = ASKING_TO_END | {signal.SIGHUP}  # between attempts nobody handles the hang-up
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is to be run, and how.
-
-    Args:
-        command: Its words.
-        program: The file that the first word means.
-        run: The run directory.
-        budgets: Of restarts.
-        limits: Of hangs; None: nobody watches.
-        observe: Whether Python processes record themselves.
-        grace_seconds: Between asking the command to end and SIGKILL.
-        most_log_bytes: Size of the log of what it prints.
-    """
-
-    command: tuple[str, ...]
-    program: str
-    run: Path
-    budgets: Budgets = field(default_factory=Budgets)
-    limits: HangLimits | None = field(default_factory=HangLimits)
-    observe: bool = True
-    grace_seconds: float = 25.0
-    most_log_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +61,7 @@ class Supervisor:
     """Run a command to its end, from the main thread of this process.
 
     Args:
-        plan: See there.
+        plan: What to run, and how.
         quiet: Print nothing but what the command prints.
 
     Raises:
@@ -104,19 +77,18 @@ class Supervisor:
         self._lock = threading.Lock()
         self._folder = RunFolder(plan.run)
         self.run_path = self._folder.path
-        try:
+        with ExitStack() as opened:
+            opened.callback(self._folder.close)
             self._number = self._folder.next_attempt()
             self._continued = self._folder.command_before()
             floors = {name_of(phase): plan.limits.floor(phase) for phase in Phase} if plan.limits else None
-            self._folder.describe(plan.command, time.time(), floors)
-            self._box = BlackBox(self._folder.supervisor)
-            self._log = OutputLog(self.run_path / OUTPUT_FILE, plan.most_log_bytes)
-        except OSError as error:
-            self._folder.close()
-            raise unusable(self.run_path, error) from error
-        except HoldfastError:
-            self._folder.close()
-            raise
+            try:
+                self._folder.describe(plan.command, time.time(), floors)
+                self._box = BlackBox(self._folder.supervisor)
+                self._log = OutputLog(self.run_path / OUTPUT_FILE, plan.most_log_bytes)
+            except OSError as error:
+                raise self._folder.unusable(error) from error
+            opened.pop_all()
         self._copier = Copier(self._log, quiet=quiet)
         self._log.on_loss = self._say_output_is_lost
         self._folder.point_to()
@@ -144,30 +116,33 @@ class Supervisor:
                 if isinstance(decision, Stop):
                     break
                 self._number += 1
-            self.tell("stopped", why=decision.why)
+            self.emit("stopped", why=decision.why)
         return Outcome(
-            status=end.status if end.status >= 0 else 128 - end.status,
-            attempts=self._number - first + 1,
-            seconds=time.monotonic() - started,
-            why=decision.why,
-            verdict=verdict,
-            run=self.run_path,
-        )
+            status=end.status if end.status >= 0 else 128 - end.status, attempts=self._number - first + 1,
+            seconds=time.monotonic() - started, why=decision.why, verdict=verdict, run=self.run_path,
+        )  # fmt: skip
 
     def begin_line(self, descriptor: int) -> None:
         """End a line that the command has left unfinished on one of our own streams; after the run."""
         self._copier.begin_line(descriptor)
 
+    def emit(self, kind: str, /, **facts: Any) -> None:
+        """Record an event; from any thread."""
+        now, step = time.time(), facts.get("step")
+        step = step if isinstance(step, int) else self._steps() or 0
+        with self._lock:
+            self._box.event(Event(kind=kind, global_step=step, unix_seconds=now, data=facts))
+
     def _say_output_is_lost(self, error: OSError) -> None:
         why = error.strerror or str(error)
-        self.tell("output_lost", error=why)
+        self.emit("output_lost", error=why)
         self._copier.say(
             f"{OUTPUT_FILE} cannot be written ({why}); the command goes on, and what it prints is lost there"
         )
 
     def _say_what_is_continued(self) -> None:
         for what in self._box.moved_aside:
-            self.tell("recording_moved_aside", what=what)
+            self.emit("recording_moved_aside", what=what)
             self._copier.say(f"{self._folder.supervisor.name}/{what}")
         before = self._continued
         if self._number and before is not None and before != self._plan.command:
@@ -176,19 +151,11 @@ class Supervisor:
                 f"it is continued as attempt {self._number}"
             )
 
-    def tell(self, kind: str, /, **facts: Any) -> None:
-        """Record an event; from any thread."""
-        now, step = time.time(), facts.get("step")
-        step = step if isinstance(step, int) else self._steps() or 0
-        event = Event(kind=kind, global_step=step, unix_seconds=now, data=facts)
-        with self._lock:
-            self._box.event(event)
-
     def _attempt(self, mark: str, tree: Tree, sentinel: Sentinel, signals: Signals) -> End:
         plan, number = self._plan, self._number
         self._log.begin(number)
         oom_kills = count_oom_kills()
-        self.tell("attempt_started", attempt=number, argv=list(plan.command))
+        self.emit("attempt_started", attempt=number, argv=list(plan.command))
         environment = make_environment(self._environment, self.run_path, number, mark, observe=plan.observe)
         streams = Streams()
         self._copier.take(streams.sources)
@@ -199,47 +166,44 @@ class Supervisor:
         attempt = Attempt(
             number=number, run=self.run_path, child=child, tree=tree, streams=streams, copier=self._copier,
             signals=signals, sentinel=sentinel, launcher=self._launcher, grace_seconds=plan.grace_seconds,
-            tell=self.tell,
+            emit=self.emit,
         )  # fmt: skip
-        with self._watching(number, attempt):
+        with ExitStack() as watched:
+            if plan.limits is not None and plan.observe:  # without boards there is nothing to look at
+                from holdfast.supervise.watch.watching import watching
+
+                look = watching(
+                    self.run_path,
+                    number,
+                    plan.limits,
+                    emit=self.emit,
+                    on_hang=attempt.take_hang,
+                    say=attempt.take_line,
+                )
+                watched.enter_context(look)
             end = attempt.serve()
         sentinel.guard_session(0)  # its number may be a stranger's from now on
         self._log.end_attempt()
         after = count_oom_kills()
         killed = None if oom_kills is None or after is None else after - oom_kills
         if lines := kernel.news():
-            self.tell("kernel_log", lines=lines)
-        self.tell("process_ended", pid=child.pid, status=end.status, oom_kills=killed)
-        self.tell(
+            self.emit("kernel_log", lines=lines)
+        self.emit("process_ended", pid=child.pid, status=end.status, oom_kills=killed)
+        self.emit(
             "attempt_ended", attempt=number, status=end.status, oom_kills=killed, seconds=round(end.seconds, 3),
             steps=self._steps(), signal_sent_by_us=end.sent, asked_by=end.asked,
         )  # fmt: skip
         return end
 
-    def _watching(self, number: int, attempt: Attempt) -> AbstractContextManager[object]:
-        if self._plan.limits is None or not self._plan.observe:  # without boards there is nothing to look at
-            return nullcontext()
-        from holdfast.supervise.watch.watching import Watching
-
-        return Watching(
-            self.run_path,
-            number,
-            limits=self._plan.limits,
-            tell=self.tell,
-            on_hang=attempt.take_hang,
-            say=attempt.take_line,
-        )
-
     def _steps(self) -> int | None:
         """Return the most steps that a process of this attempt has made; None if none was observed."""
-        found = [
-            standing.step
+        trainers = [
+            folder
             for folder, info in read_processes(self.run_path)
-            if info.attempt == self._number
-            and info.role == "trainer"
-            and (standing := _board(folder / BOARD_FILE)) is not None
+            if info.attempt == self._number and info.role == "trainer"
         ]
-        return max(found, default=None)
+        boards = (_board(folder / BOARD_FILE) for folder in trainers)
+        return max((board.step for board in boards if board is not None), default=None)
 
     def _judge(self) -> Verdict:
         """Return why the attempt ended, and write it down."""
@@ -248,17 +212,18 @@ class Supervisor:
             from holdfast.explain.judging import judge
 
             verdict = judge(collect(self.run_path, self._number))
-        except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor lives on
-            verdict = _no_verdict(f"{type(error).__name__}: {error}")
-            self.tell("verdict_failed", error=f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever lies in the run directory: the supervisor goes on
+            why = f"{type(error).__name__}: {error}"
+            verdict = _no_verdict(why)
+            self.emit("verdict_failed", error=why)
         path = self.run_path / VERDICT_FILE
         try:
             replace_file(path, json.dumps(verdict.as_json(), indent=1).encode())
         except OSError as error:  # the disk is full or the directory gone: the event below has it
             with suppress(OSError):
                 path.unlink(missing_ok=True)  # that of an attempt before
-            self.tell("not_written", file=VERDICT_FILE, error=error.strerror or str(error))
-        self.tell("verdict", attempt=self._number, **verdict.as_json())
+            self.emit("not_written", file=VERDICT_FILE, error=error.strerror or str(error))
+        self.emit("verdict", attempt=self._number, **verdict.as_json())
         return verdict
 
     def _decide(self, end: End, verdict: Verdict) -> Again | Stop:
@@ -277,12 +242,12 @@ class Supervisor:
         decision = decide_restart(verdict, self._history, self._plan.budgets, self._environment)
         if isinstance(decision, Again) and self._launcher is not None and self._launcher.restarts:
             name, count = self._launcher.name, self._launcher.restarts
-            decision = Stop(why=f"{name} has restarts of its own, and all {count} are used")
+            return Stop(why=f"{name} has restarts of its own, and all {count} are used")
         return decision
 
     def _goes_on(self, decision: Again, verdict: Verdict, signals: Signals) -> bool:
         """Wait until the command is started again; return False if a signal asks to end meanwhile."""
-        self.tell(
+        self.emit(
             "restart", attempt=self._number + 1, cause=decision.cause, why=decision.why,
             delay_seconds=decision.delay_seconds, changes=dict(decision.changes),
         )  # fmt: skip
@@ -295,7 +260,7 @@ class Supervisor:
         while True:
             for number in signals.take():
                 if number in _ENDING:
-                    self.tell("signal", **{"number": number, "from": "user"})
+                    self.emit("signal", **{"number": number, "from": "user"})
                     return False
             if (left := deadline - time.monotonic()) <= 0:
                 return True

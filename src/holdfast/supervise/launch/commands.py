@@ -1,7 +1,4 @@
-"""How a supervised command is started: what is executed, in which environment, with which streams.
-
-Does not: wait for it (``attempt``), or decide whether it is started again (``restarts``).
-"""
+"""How a supervised command is started: what is executed, in which environment, with which streams."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from pathlib import Path
 from holdfast.core.errors import PolicyError
 from holdfast.supervise import process_tree
 from holdfast.supervise.launch import child_start
-from holdfast.supervise.launch.launchers import find_launcher_name
 from holdfast.supervise.launch.output import Streams
+from holdfast.supervise.launchers import find_launcher_name
 from holdfast.supervise.process_tree import MARK_VARIABLE
 
 _RESTARTS_OPTIONS = ("--max-restarts", "--max_restarts")
@@ -26,11 +23,7 @@ _MINIMAL = (sys.executable, "-I", "-S")  # no site-packages, no sitecustomize: 1
 
 
 class CommandError(PolicyError):
-    """A command cannot be executed.
-
-    Args:
-        status: What a shell would exit with: 127 if there is none, 126 if it is not executable.
-    """
+    """A command cannot be executed; `status` is what a shell would exit with: 127 if there is none, else 126."""
 
     status = child_start.NOT_FOUND
 
@@ -59,13 +52,11 @@ def find_program(command: Sequence[str]) -> str:
         return str(Path(found).absolute())
     path = Path(command[0])
     if path.exists() and ("/" in command[0] or path.suffix == ".py"):
-        fix = f"run `python {command[0]}`" if path.suffix == ".py" else f"chmod +x {command[0]}"
-        if path.is_dir():
-            fix = "name the program in it."
+        fix = f"run `python {command[0]}`." if path.suffix == ".py" else f"chmod +x {command[0]}."
         error = CommandError(
             f"{command[0]!r} is not executable",
             limit="the first word after -- is executed as it is, without a shell",
-            fix=fix if fix.endswith(".") else f"{fix}.",
+            fix="name the program in it." if path.is_dir() else fix,
             rule="H721",
         )
         error.status = child_start.NOT_EXECUTABLE
@@ -122,9 +113,8 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own; it is killed when the thread that calls this ends."""
     out, err = streams.theirs
-    arguments = [*_MINIMAL, child_start.__file__, str(os.getpid()), program, *command]
     return subprocess.Popen(  # noqa: S603 - the user's own command is the point
-        arguments,
+        [*_MINIMAL, child_start.__file__, str(os.getpid()), program, *command],
         stdin=None if _may_read_stdin() else subprocess.DEVNULL,
         stdout=out,
         stderr=err,
@@ -146,7 +136,7 @@ class Sentinel:
     """The process that ends the command's processes if this one is killed.
 
     Args:
-        mark: See `process_tree.marked_processes`.
+        mark: In the environment of the command, see `process_tree.marked_processes`.
         note: File in which it says that it had to.
     """
 
@@ -175,7 +165,7 @@ class Sentinel:
     def guard_session(self, session: int) -> None:
         """Name the session of the newest command."""
         self._session = session
-        self._tell(b"%d\n" % session)
+        self._write(b"%d\n" % session)
 
     def revive(self) -> bool:
         """Start it again if somebody has killed it; return whether that was so."""
@@ -187,12 +177,12 @@ class Sentinel:
         return True
 
     def release(self) -> None:
-        """Let it go: the supervisor ends by itself, and has ended everything."""
-        self._tell(b"done\n")
+        """End it: the supervisor ends by itself, and has ended everything."""
+        self._write(b"done\n")
         os.close(self._pipe)
         self._process.wait()
 
-    def _tell(self, line: bytes) -> None:
+    def _write(self, line: bytes) -> None:
         try:
             os.write(self._pipe, line)
         except OSError:  # it was killed this moment; `revive` follows

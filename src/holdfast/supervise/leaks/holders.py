@@ -1,0 +1,253 @@
+"""From an object to the name that holds it: a walk against the direction of references, to a variable or a class.
+
+Nothing of the script is called: not even `isinstance`, which asks the object.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import os
+import sys
+import sysconfig
+import time
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_OURS = str(Path(__file__).parents[2]) + os.sep
+_LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
+_INSTALLED = tuple(f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in _LIBRARIES)
+_MOST_LEVELS, _MOST_WIDE, _MOST_TEXT = 40, 24, 200
+_CACHE = "_lru_cache_wrapper"
+_OF_TENSORS = frozenset({"_backward_hooks", "_post_accumulate_grad_hooks", "grad"})
+
+
+def is_a(each: Any, *kinds: type) -> bool:
+    """Return whether an object is of some class, without asking the object."""
+    return issubclass(type(each), kinds)
+
+
+def is_ours(file: str) -> bool:
+    """Return whether a source file belongs to holdfast."""
+    return file.startswith(_OURS)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
+    """Return whether a source file belongs to the script, as far as its place shows."""
+    packaged = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file  # Debian's
+    return bool(file) and not packaged and not file.startswith(("<", _OURS, *_INSTALLED))
+
+
+def file_of(owner: object) -> str:
+    """Return the source file of a class, or of a loaded module by its name; an empty text if it is not known."""
+    name = vars(owner).get("__module__") if is_a(owner, type) else owner
+    file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
+    return file if isinstance(file, str) else ""
+
+
+def locals_of(frame: types.FrameType) -> dict[str, Any]:
+    """Return a copy of the locals of a function, and leave no snapshot in its frame that would keep them alive."""
+    if not frame.f_code.co_flags & inspect.CO_NEWLOCALS:
+        return {}
+    snapshot = frame.f_locals
+    found = dict(snapshot)
+    # Before Python 3.13 it is kept in the frame. If the script has called locals(), it holds it too, and keeps it.
+    if type(snapshot) is dict and sys.getrefcount(snapshot) <= 3:
+        snapshot.clear()
+    return found
+
+
+def object_dict(holder: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object without calling code of its class."""
+    described = (vars(base).get("__dict__") for base in type(holder).__mro__)
+    own: Any = next((each for each in described if is_a(each, types.GetSetDescriptorType)), None)
+    found = None if own is None else own.__get__(holder, type(holder))
+    return found if type(found) is dict else None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One link on the way from a name to an object."""
+
+    kind: str  # global, local, cell, default, attribute, entry (of a container), traceback, cache or other
+    name: str = ""  # the identifier or key
+    owner: str = ""  # module, function or class that it belongs to
+    file: str = ""
+    lines: tuple[int, int] = (0, 0)
+
+
+def _steps_of(chain: list[Any]) -> list[Step]:
+    """Return the steps of a chain of references: the object first, then what refers to it, and so on."""
+    steps, index = [], 0
+    while index + 1 < len(chain):
+        used, step = _read(chain[index:])
+        steps.append(step)
+        index += used
+    return steps
+
+
+def _read(chain: list[Any]) -> tuple[int, Step]:
+    """Return how many links the beginning of a chain is, and what it is to a program."""
+    held, holder, above, function = (*chain[:4], None, None)[:4]
+    if is_a(holder, types.CellType) and is_a(function, types.FunctionType):
+        code = function.__code__
+        return 3, _of_code("cell", _name(zip(code.co_freevars, function.__closure__, strict=False), holder), code)
+    if is_a(above, types.FunctionType) and is_a(holder, tuple, dict):
+        code, defaults = above.__code__, above.__defaults__ or ()
+        named = zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=False)
+        if name := _name([*named, *(above.__kwdefaults__ or {}).items()], held):
+            return 2, _of_code("default", name, code)
+    if is_a(holder, dict) and (is_a(above, type) or object_dict(above) is holder):
+        return 2, _of_class(above if is_a(above, type) else type(above), _key(holder, held))
+    return (2, _single(above, holder)) if type(above).__name__ == _CACHE else (1, _single(holder, held))
+
+
+def _single(holder: Any, held: Any) -> Step:
+    kind = type(holder)
+    if kind.__name__ == _CACHE:
+        code = getattr(getattr(holder, "__wrapped__", None), "__code__", None)
+        return _of_code("cache", code.co_name, code) if isinstance(code, types.CodeType) else Step("cache")
+    if is_a(holder, dict, list, tuple, set, frozenset) or kind.__name__ == "deque":
+        return Step("entry", _key(holder, held) if is_a(holder, dict) else "", kind.__name__)
+    if is_a(holder, types.TracebackType, BaseException):
+        return Step("traceback", owner=kind.__name__)
+    frame: Any = holder.gi_frame if is_a(holder, types.GeneratorType) else holder
+    if is_a(frame, types.FrameType):
+        return _of_code("local", _name(locals_of(frame).items(), held), frame.f_code)
+    if is_a(holder, type):
+        return _of_class(holder, _name(list(vars(holder).items()), held))
+    for name, member in [pair for base in kind.__mro__ for pair in vars(base).items()]:
+        on_tensor = name in _OF_TENSORS and is_a(member, types.GetSetDescriptorType)
+        if on_tensor or is_a(member, types.MemberDescriptorType):
+            try:
+                if member.__get__(holder, kind) is held:
+                    return _of_class(kind, name)
+            except (AttributeError, TypeError):
+                continue
+    name = _key(object_dict(holder) or {}, held)
+    return _of_class(kind, name) if name else Step("other", owner=kind.__name__, file=file_of(kind))
+
+
+def _of_class(kind: type, name: str) -> Step:
+    return Step("attribute", name, kind.__name__, file_of(kind))
+
+
+def _of_code(kind: str, name: str, code: types.CodeType) -> Step:
+    last = max((line for _, _, line in code.co_lines() if line is not None), default=0)
+    return Step(kind, name, code.co_name, code.co_filename, (code.co_firstlineno, last))
+
+
+def _name(pairs: Iterable[tuple[Any, Any]], held: Any) -> str:
+    return next((name for name, each in pairs if each is held and type(name) is str), "")
+
+
+def _key(holder: dict[Any, Any], held: Any) -> str:
+    return _name(list(dict.items(holder)), held)
+
+
+def text_of(steps: Iterable[Step]) -> str:
+    """Return the steps of a path as a program would write it, such as ``holder.losses[...]``."""
+    text = ""
+    for step in reversed([*steps]):
+        if step.kind == "attribute" and step.name != "_modules":  # its entries are attributes to a script
+            text = f"{text or step.owner or '?'}.{step.name}"
+        elif step.kind == "entry":
+            text += f"[{step.name!r}]" if step.name else "[...]"
+        elif step.kind in ("global", "local", "cell", "default"):
+            where = {"cell": f" (closure of {step.owner})", "default": f" (default of {step.owner})"}
+            text += f"{text and ' '}{step.name}{where.get(step.kind, '')}"
+        elif step.kind in ("cache", "traceback") and not text.endswith("(traceback)"):
+            text += f"cache of {step.name}" if step.kind == "cache" else " (traceback)"
+    return "".join(letter if letter.isprintable() else "?" for letter in text)[:_MOST_TEXT]
+
+
+class Holders:
+    """Follows objects back to what holds them, at one moment: nothing may be imported or run in between.
+
+    Args:
+        frames: Of running functions, which are no referrers to the collector before Python 3.12.
+        until: When to give up, on the clock of `time.thread_time`.
+    """
+
+    def __init__(self, frames: Sequence[types.FrameType], until: float) -> None:
+        self._until = until
+        modules = [pair for pair in list(sys.modules.items()) if is_a(pair[1], types.ModuleType)]
+        modules.sort(key=lambda pair: pair[0] == "__main__")  # last: a script may be known under two names
+        self._modules = {id(vars(module)): name for name, module in modules}
+        self._running = {id(frame) for frame in frames}
+        self._locals: dict[int, tuple[str, types.CodeType]] = {}
+        for frame in sorted(
+            frames, key=lambda frame: not is_users(frame.f_code.co_filename)
+        ):  # the script's names win
+            for name, each in locals_of(frame).items():
+                if name.isidentifier():
+                    self._locals.setdefault(id(each), (name, frame.f_code))
+
+    def path_of(
+        self, target: object, own: set[int], growing: frozenset[int] = frozenset()
+    ) -> tuple[str, tuple[Step, ...]]:
+        """Return where the shortest path to an object begins, and its steps, the innermost first.
+
+        It begins at a ``"name"``; nowhere, in a ``"cycle"`` that nothing outside refers to; at a ``"container"`` that
+        is known to grow; or it is ``"unknown"``, since it was not followed further.
+
+        Args:
+            target: The object.
+            own: Ids of objects of ours that hold it.
+            growing: Ids of containers that are known to grow.
+        """
+        chains: dict[int, list[Any]] = {id(target): [target]}  # from the target to each object that was met
+        closing: list[list[Any]] = []  # chains that lead back to what was met before
+        frontier, cut = [target], False
+        for _ in range(_MOST_LEVELS):
+            for each in frontier:
+                if each is not target and id(each) in growing:
+                    return "container", ()
+                if steps := self._at_root(chains[id(each)]):
+                    return "name", tuple(steps)
+            below, frontier = frontier, []
+            ours = (below, frontier, chains, closing, self._locals, *chains.values(), *closing)
+            for holder, held in self._referrers(below, own | set(map(id, ours))):
+                if id(holder) in chains:
+                    closing.append([*chains[id(held)], holder])
+                elif len(frontier) < _MOST_WIDE:
+                    chains[id(holder)] = [*chains[id(held)], holder]
+                    frontier.append(holder)
+                else:
+                    cut = True
+            if not frontier or time.thread_time() > self._until:
+                break
+        if frontier or cut or not closing:
+            return "unknown", ()
+        starts = [next(index for index, each in enumerate(chain) if each is chain[-1]) for chain in closing]
+        circles = [tuple(_steps_of(chain[start:])) for start, chain in zip(starts, closing, strict=True)]
+        return "cycle", max(circles, key=lambda steps: sum(bool(step.name) for step in steps))
+
+    def _at_root(self, chain: list[Any]) -> list[Step]:
+        """Return the steps of a chain if it ends where a walk does: at a local, a module, a function or a class."""
+        last = chain[-1]
+        if named := self._locals.get(id(last)):
+            return [*_steps_of(chain), _of_code("local", *named)]
+        module = self._modules.get(id(last))
+        is_function = is_a(last, types.FunctionType) and "<locals>" not in last.__qualname__
+        is_root = module or is_function or is_a(last, type) or type(last).__name__ == _CACHE
+        steps = _steps_of(chain) if is_root and len(chain) > 1 else []
+        if module is not None and steps:
+            steps[-1] = Step("global", steps[-1].name, module, file_of(module))
+        return steps if any(step.name for step in steps) else []
+
+    def _referrers(self, below: list[Any], ours: set[int]) -> list[tuple[Any, Any]]:
+        """Return what refers to some objects, each with the one that it refers to."""
+        found, by_id = [], {id(each): each for each in below}
+        for holder in gc.get_referrers(*below):
+            known = holder is by_id or id(holder) in ours or id(holder) in self._running
+            of_ours = is_a(holder, types.FrameType) and is_ours(holder.f_code.co_filename)
+            held = next((each for each in gc.get_referents(holder) if id(each) in by_id), None)
+            if held is not None and not (known or of_ours or is_a(holder, types.ModuleType)):
+                found.append((holder, held))
+        return found
