@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.results_file import Figure, Result, read_options
+
 from evals.failures import Recorded, all_failures, all_healthy
 from holdfast.explain.collecting import collect_stream
 from holdfast.explain.judging import judge
