@@ -61,6 +61,8 @@ SCRIPTS = (
 )
 RESULTS = {"not_learning.evaluate": ("not_learning_held_out", "not_learning_held_out_2")}
 """Names of the result files of a script, where they are not its own name."""
+ELSEWHERE = {"verdicts": "evals.verdicts"}
+"""Modules of scripts that are not in this folder."""
 _ROOT = Path(__file__).parent.parent
 
 
@@ -94,7 +96,7 @@ def main() -> None:
     started = time.monotonic()
     for name in SCRIPTS:
         print(f"{name}", flush=True)
-        command = [sys.executable, "-m", f"benchmarks.{name}", *(["--quick"] if quick else [])]
+        command = [sys.executable, "-m", ELSEWHERE.get(name, f"benchmarks.{name}"), *(["--quick"] if quick else [])]
         if subprocess.run(command, cwd=_ROOT, check=False).returncode:
             failed.append(name)
         else:

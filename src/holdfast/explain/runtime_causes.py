@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.core.events import Event
+from holdfast.core.text import size
 from holdfast.explain.evidence import Ending, Facts
 from holdfast.explain.remarks import hang_left_alone, kills_counted, leak_place
 from holdfast.explain.signatures import all_signatures
@@ -57,8 +58,8 @@ class End:
     """How the attempt ended, as far as that is known.
 
     Args:
-        cause: Id of the runtime signature for it, or None if nothing is known.
-        confidence: That it is this, if no text tells more.
+        cause: Id of the signature for it, or None if nothing is known.
+        confidence: That it is this, if no text says more.
         status: That decides: of the command, or of the rank that a launcher saw fail first; None: unknown.
         well: Whether the command ended with status 0.
         why: Short words for the summary.
@@ -68,11 +69,11 @@ class End:
         first_rank: That a launcher saw fail first, or None.
     """
 
-    cause: str | None
-    confidence: float
-    status: int | None
-    well: bool
-    why: str
+    cause: str | None = None
+    confidence: float = 0.0
+    status: int | None = None
+    well: bool = False
+    why: str = ""
     exhibits: tuple[Exhibit, ...] = ()
     hang: Event | None = None
     asked: float | None = None
@@ -93,22 +94,26 @@ def find_end(facts: Facts) -> End:
     if child is not None and (status is None or status > 0):
         status = _as_signal(child.status)
     kills = kills_counted(facts.endings)
-    exhibits = _exhibits(command, child, kills, facts)
-    first_rank = child.rank if child is not None else None
     hang = _hang(facts.events, command, child)
     if status is None:
-        return _without_status(facts, exhibits)
-    if status == 0 and hang is None:
-        return _ended_with_zero(facts, exhibits)
-    cause, confidence, why = _of_status(status, kills, facts, _ended_by(status, command, first_rank))
-    if hang is not None:
-        cause, confidence, why = _of_hang(hang)
-        exhibits = (_hang_exhibit(hang), *exhibits)
-    asked = [event.unix_seconds for event in facts.events if event.kind == "signal"]
-    return End(
-        cause=cause, confidence=confidence, status=status, well=False, why=why, exhibits=exhibits, hang=hang,
-        asked=asked[0] if asked and facts.extra.get("asked_by") is not None else None, first_rank=first_rank,
-    )  # fmt: skip
+        end = _without_status(facts)
+    elif status == 0 and hang is None:
+        end = _with_zero(facts)
+    else:
+        first_rank = child.rank if child is not None else None
+        asked = [event.unix_seconds for event in facts.events if event.kind == "signal"]
+        end = End(
+            status=status,
+            hang=hang,
+            asked=asked[0] if asked and facts.extra.get("asked_by") is not None else None,
+            first_rank=first_rank,
+        )
+        if hang is not None:
+            end = _of_hang(end, hang)
+        else:
+            cause, confidence, why = _of_status(status, kills, facts, _ended_by(status, command, first_rank))
+            end = replace(end, cause=cause, confidence=confidence, why=why)
+    return replace(end, exhibits=(*end.exhibits, *_exhibits(command, child, kills, facts)))
 
 
 def _first_failed(endings: Iterable[Ending]) -> Ending | None:
@@ -123,53 +128,39 @@ def _as_signal(status: int | None) -> int | None:
     return status
 
 
-def _without_status(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
-    alive = facts.extra.get("alive")
+def _without_status(facts: Facts) -> End:
+    alive, lost, closed = (facts.extra.get(key) for key in ("alive", "supervisor_lost", "guard_closed"))
     if alive:
-        source = ", ".join(f"process {pid}" for pid in alive)
-        exhibits = (Exhibit(text=f"alive: {source}", source="/proc"), *exhibits)
-        return End(
-            cause=STILL_RUNNING,
-            confidence=0.95,
-            status=None,
-            well=False,
-            why="it is still running",
-            exhibits=exhibits,
-        )
-    lost = facts.extra.get("supervisor_lost")
+        living = Exhibit(text=f"alive: {', '.join(f'process {pid}' for pid in alive)}", source="/proc")
+        return End(cause=STILL_RUNNING, confidence=0.95, why="it is still running", exhibits=(living,))
     if isinstance(lost, dict):
-        exhibit = Exhibit(
-            text=f"left when it was killed: {len(lost.get('killed') or ())} processes", source=LOST_FILE
-        )
+        left = f"left when it was killed: {len(lost.get('killed') or ())} processes"
         return End(
-            cause=SUPERVISOR_LOST, confidence=0.95, status=None, well=False, why="the supervisor was killed",
-            exhibits=(exhibit, *exhibits), asked=_lost_at(lost),
-        )  # fmt: skip
-    closed = facts.extra.get("guard_closed")
-    if isinstance(closed, dict):
-        return _unless_lost(_guard_closed(str(closed.get("how")), str(closed.get("reason")), exhibits), facts)
-    if facts.extra.get("log_says_done"):
-        exhibits = (Exhibit(text="its last lines say that the training is done", source=facts.source), *exhibits)
-        end = End(
-            cause=ENDED_WELL, confidence=0.8, status=None, well=False, why="its last lines say so", exhibits=exhibits
+            cause=SUPERVISOR_LOST,
+            confidence=0.95,
+            why="the supervisor was killed",
+            exhibits=(Exhibit(text=left, source=LOST_FILE),),
+            asked=_lost_at(lost),
         )
+    if isinstance(closed, dict):
+        return _unless_lost(_guard_closed(str(closed.get("how")), str(closed.get("reason"))), facts)
+    if facts.extra.get("log_says_done"):
+        done = Exhibit(text="its last lines say that the training is done", source=facts.source)
+        end = End(cause=ENDED_WELL, confidence=0.8, why="its last lines say so", exhibits=(done,))
         return _unless_lost(end, facts)
-    return End(cause=None, confidence=0.0, status=None, well=False, why="", exhibits=exhibits)
+    return End()
 
 
-def _guard_closed(how: str, reason: str, exhibits: tuple[Exhibit, ...]) -> End:
-    """Return the end of a run of which only a Guard tells that it closed: all was done, on request, or left early."""
+def _guard_closed(how: str, reason: str) -> End:
+    """Return the end of a run of which only a Guard says that it closed: all was done, on request, or left early."""
     if how == "left":
         why = "the loop over batches was left before its end, by `break` or by an error outside of the Guard"
-        said = Exhibit(text=why, source="guard")
-        return End(cause=None, confidence=0.0, status=None, well=False, why=why, exhibits=(said, *exhibits))
-    said = Exhibit(text="its newest events are those of a Guard that closes", source="guard")
+        return End(why=why, exhibits=(Exhibit(text=why, source="guard"),))
     cause, why = ENDED_WELL, "a Guard came to its end and closed"
     if how == "stopped":
         cause, why = _of_request(reason), f"a Guard saved and stopped on request ({reason or 'not recorded'})"
-    return End(
-        cause=cause, confidence=0.7, status=None, well=False, why=why, exhibits=(said, *exhibits),
-    )  # fmt: skip
+    closing = Exhibit(text="its newest events are those of a Guard that closes", source="guard")
+    return End(cause=cause, confidence=0.7, why=why, exhibits=(closing,))
 
 
 def _of_request(reason: str) -> str:
@@ -182,22 +173,20 @@ def _lost_at(lost: dict[str, Any]) -> float | None:
     return seconds - 1.0 if isinstance(seconds, (int, float)) else None
 
 
-def _ended_with_zero(facts: Facts, exhibits: tuple[Exhibit, ...]) -> End:
+def _with_zero(facts: Facts) -> End:
     stop = next((event for event in reversed(facts.events) if event.kind == "stop_requested"), None)
     asked = facts.extra.get("asked_by")
     if stop is None and not isinstance(asked, int):
-        end = End(
-            cause=ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0", exhibits=exhibits
-        )
+        end = End(cause=ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0")
         return _unless_lost(end, facts)
     reason = str(stop.data.get("reason", "a request to stop")) if stop is not None else ""
+    exhibits: tuple[Exhibit, ...] = ()
+    why = f"it ended with status 0 after it was asked to by {_signal_name(int(asked or 0))}"
     if stop is not None:
-        said = Exhibit(text=f"stop requested: {reason}", source="guard", unix_seconds=stop.unix_seconds)
-        exhibits, why = (said, *exhibits), f"a Guard saved and stopped on request ({reason})"
-    else:
-        why = f"it ended with status 0 after it was asked to by {_signal_name(int(asked or 0))}"
+        why = f"a Guard saved and stopped on request ({reason})"
+        exhibits = (Exhibit(text=f"stop requested: {reason}", source="guard", unix_seconds=stop.unix_seconds),)
     cause = INTERRUPTED if asked == signal.SIGINT else _of_request(reason)
-    return End(cause=cause, confidence=0.85, status=0, well=True, exhibits=exhibits, why=why)
+    return End(cause=cause, confidence=0.85, status=0, well=True, why=why, exhibits=exhibits)
 
 
 def _unless_lost(end: End, facts: Facts) -> End:
@@ -263,27 +252,31 @@ def _hang(events: Iterable[Event], command: Ending | None, child: Ending | None)
     return hangs[-1] if hangs else None
 
 
-def _of_hang(event: Event) -> tuple[str, float, str]:
-    named = event.data.get("signature")
-    cause = named if isinstance(named, str) and named in all_signatures() else STUCK
-    given = event.data.get("confidence")
+def _of_hang(end: End, event: Event) -> End:
+    named, given, sentence = (event.data.get(key) for key in ("signature", "confidence", "sentence"))
+    known = isinstance(named, str) and named in all_signatures()
     confidence = float(given) if isinstance(given, (int, float)) else 0.7
-    sentence = event.data.get("sentence")
-    why = sentence if isinstance(sentence, str) else f"nothing moved in phase {event.data.get('phase')}"
-    return cause, min(max(confidence, 0.05), 0.99), why
+    return replace(
+        end,
+        cause=named if known else STUCK,
+        confidence=min(max(confidence, 0.05), 0.99),
+        why=sentence if isinstance(sentence, str) else f"nothing moved in phase {event.data.get('phase')}",
+        exhibits=(_hang_exhibit(event),),
+    )
 
 
 def _hang_exhibit(event: Event) -> Exhibit:
     data = event.data
     place = f" at {data['frame']}" if data.get("frame") else ""
-    text = (
-        f"no progress for {data.get('seconds')} s in phase {data.get('phase')} (limit {data.get('limit')} s){place}"
-    )
+    limit = f"in phase {data.get('phase')} (limit {data.get('limit')} s)"
     rank = data.get("rank")
     return Exhibit(
-        text=text, source=f"watchdog, process {data.get('blamed_pid', data.get('pid'))}", role="root",
-        unix_seconds=event.unix_seconds, rank=rank if isinstance(rank, int) else None,
-    )  # fmt: skip
+        text=f"no progress for {data.get('seconds')} s {limit}{place}",
+        source=f"watchdog, process {data.get('blamed_pid', data.get('pid'))}",
+        role="root",
+        unix_seconds=event.unix_seconds,
+        rank=rank if isinstance(rank, int) else None,
+    )
 
 
 def _exhibits(command: Ending | None, child: Ending | None, kills: int | None, facts: Facts) -> tuple[Exhibit, ...]:
@@ -323,7 +316,7 @@ def _trend_text(data: Any) -> str:
     left = data.get("minutes_left")
     until = f", full in {left:.0f} minutes" if isinstance(left, (int, float)) else ""
     grows = data["bytes_per_step"]
-    amount = f"{grows / 2**20:.2f} MiB" if isinstance(grows, (int, float)) else str(grows)
+    amount = size(grows) if isinstance(grows, (int, float)) else str(grows)
     return f"{data.get('what', 'host')} memory grew by {amount} a step{until}"
 
 

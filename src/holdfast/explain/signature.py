@@ -53,8 +53,8 @@ class Signature:
         exceptions: Bare names of exception classes, such as ``"OutOfMemoryError"``; if given, an exception must be of
             one of these (its bases do not count). A log line has no class and passes.
         only_exceptions: Whether lines that are no exception do not count: for words that people also print.
-        frames: Regular expressions on ``path:function``; if given, a frame of an exception must match one: the last line
-            of a traceback alone does not fit.
+        frames: Regular expressions on ``path:function``; if given, a frame of an exception must match one, so that
+            the last line of a traceback alone does not fit.
         in_frames: Further patterns that count only in an exception with a frame that matches the second of each pair.
         explains: Ids of signatures that only repeat, later and with less detail, what this one says.
         role: See `Role`.

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.blame import Diagnosis, describe_frame, diagnose_hang
 from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, Waits, clean, waits_for
-from holdfast.explain.hangs.standing_still import is_user_code, user_frame
+from holdfast.explain.hangs.standing_still import user_frame
+from holdfast.explain.places import is_own_code
 
 PYTHON = "/usr/lib/python3.11/"
 TORCH = PYTHON + "site-packages/torch/"
@@ -291,12 +292,15 @@ def test_the_kernel_s_view_is_translated(facts: dict[str, str], waits: str) -> N
 
 def test_user_code_is_neither_a_library_nor_ours() -> None:
     """The blamed line is one that its reader can change, as far as there is one."""
-    import holdfast
-
     frames = [Frame(file=file, line=1, function="f") for file in ("/home/me/a.py", "<string>", "/srv/lib/mine/b.py")]
-    assert all(map(is_user_code, frames))
-    others = [PYTHON + "json/decoder.py", TORCH + "nn/x.py", "<frozen importlib._bootstrap>", holdfast.__file__ or ""]
-    assert not any(is_user_code(Frame(file=file, line=1, function="f")) for file in others)
+    assert all(map(is_own_code, frames))
+    others = [
+        PYTHON + "json/decoder.py",
+        TORCH + "nn/x.py",
+        "<frozen importlib._bootstrap>",
+        "/x/holdfast/guard/guard.py",
+    ]
+    assert not any(is_own_code(Frame(file=file, line=1, function="f")) for file in others)
     installed = Frame(file=PYTHON + "site-packages/fairseq/data.py", line=7, function="get")
     inside = Frame(file=TORCH + "utils/data/dataset.py", line=7, function="get")
     assert user_frame([installed, inside]) is installed

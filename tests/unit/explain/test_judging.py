@@ -78,7 +78,7 @@ def test_the_innermost_exception_beats_what_wraps_it():
     ],
 )
 def test_an_exception_that_no_signature_knows_is_its_own_verdict(frames, family, words):
-    """Its type and message, the user's innermost line, and the library that raised it; its class only where it shows."""
+    """Type and message, the user's innermost line, and the library that raised it; a class only where it shows."""
     head = "Traceback (most recent call last):\n" if frames else ""
     verdict = of_log(f"{head}{frames}ValueError: no such head\n", status=1)
     assert (verdict.cause, verdict.family, verdict.restart) == ("H1608", family, "stop")
@@ -88,7 +88,7 @@ def test_an_exception_that_no_signature_knows_is_its_own_verdict(frames, family,
 
 
 def test_an_unknown_exception_is_the_root_of_what_only_follows_from_it():
-    """A launcher's table around an exception that no signature knows does not hide it; a known root around it does."""
+    """A launcher's table around an exception that no signature knows does not hide it; a known root does."""
     unknown = thrown("lesson 4 follows lesson 3", "CurriculumError", cause=True)
     launcher = thrown("train.py FAILED", "ChildFailedError")
     assert judge(Facts(statements=(unknown, launcher), endings=(Ending(status=1),))).cause == "H1608"
@@ -242,7 +242,7 @@ def test_memory_that_was_running_out_explains_a_kill_without_a_counter():
     )
     verdict = judge(Facts(events=(trend,), endings=(Ending(status=-9),)))
     assert verdict.cause == "H1609"
-    assert any("1.00 MiB a step" in exhibit.text for exhibit in verdict.evidence)
+    assert any("1 MiB a step" in exhibit.text for exhibit in verdict.evidence)
 
 
 def test_the_line_that_keeps_memory_is_what_to_look_at_first():

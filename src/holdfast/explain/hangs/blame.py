@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from holdfast.explain.evidence import Frame
@@ -16,7 +16,7 @@ from holdfast.explain.hangs.evidence import Examined, clean
 from holdfast.explain.hangs.standing_still import (
     HangKind,
     How,
-    has_healing_loader,
+    has_own_loader,
     how_it_stands,
     is_idle_worker,
     is_in_backward,
@@ -104,13 +104,9 @@ class Hang:
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of the event ``"hang"``."""
-        return {
-            "pid": self.pid, "rank": self.rank, "phase": self.phase, "step": self.step,
-            "seconds": round(self.seconds, 3), "limit": round(self.limit_seconds, 3), "kind": self.kind,
-            "signature": self.signature, "confidence": self.confidence, "blamed_pid": self.blamed_pid,
-            "blamed_role": self.blamed_role, "frame": self.frame, "odd_one_out": self.odd_one_out,
-            "sentence": self.sentence, "remedy": self.remedy, "files": list(self.files),
-        }  # fmt: skip
+        facts = asdict(self)
+        limit = facts.pop("limit_seconds")
+        return {**facts, "seconds": round(self.seconds, 3), "limit": round(limit, 3), "files": list(self.files)}
 
 
 def diagnose_hang(processes: Sequence[Examined], suspect: int, *, gone_ranks: Sequence[int] = ()) -> Diagnosis:
@@ -141,7 +137,7 @@ def diagnose_hang(processes: Sequence[Examined], suspect: int, *, gone_ranks: Se
         frame=how.frame,
         odd_one_out=odd_one_out,
         moving=how.moving,
-        heals=(in_worker or how.kind == "loader") and has_healing_loader(trainer),
+        heals=(in_worker or how.kind == "loader") and has_own_loader(trainer),
         sentence=_sentence(first, blamed, how, odd_one_out, gone_ranks, in_worker=in_worker),
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from holdfast.core.text import sanitise
 from holdfast.explain.evidence import Frame
 
 Waits = Literal[
@@ -31,24 +32,20 @@ Waits = Literal[
 ]
 """What a thread waits for, as far as the kernel tells; empty if it does not."""
 
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LONGEST_NAME = 300
 
-_SYSCALLS: dict[str, Waits] = {
-    "futex": "futex", "futex_waitv": "futex",
-    "nanosleep": "sleep", "clock_nanosleep": "sleep",
-    "wait4": "child", "waitid": "child",
-    "connect": "socket", "accept": "socket", "accept4": "socket", "sendto": "socket", "recvfrom": "socket",
-    "sendmsg": "socket", "recvmsg": "socket",
-    "poll": "poll", "ppoll": "poll",
-    "select": "poll", "pselect6": "poll", "epoll_wait": "poll", "epoll_pwait": "poll",
-    "open": "file", "openat": "file", "close": "file", "fsync": "file", "fdatasync": "file", "pread64": "file",
-    "pwrite64": "file", "statx": "file", "newfstatat": "file", "getdents64": "file", "sendfile": "file",
-    "rename": "file",
-    "flock": "file lock", "fcntl": "file lock",
-    "ioctl": "device",
-    "pause": "signal", "rt_sigsuspend": "signal", "rt_sigtimedwait": "signal",
-}  # fmt: skip
+_SYSCALLS: dict[Waits, str] = {
+    "futex": "futex futex_waitv",
+    "sleep": "nanosleep clock_nanosleep",
+    "child": "wait4 waitid",
+    "socket": "connect accept accept4 sendto recvfrom sendmsg recvmsg",
+    "poll": "poll ppoll select pselect6 epoll_wait epoll_pwait",
+    "file": "open openat close fsync fdatasync pread64 pwrite64 statx newfstatat getdents64 sendfile rename",
+    "file lock": "flock fcntl",
+    "device": "ioctl",
+    "signal": "pause rt_sigsuspend rt_sigtimedwait",
+}
+_WAITS: dict[str, Waits] = {name: waits for waits, names in _SYSCALLS.items() for name in names.split()}
 _CHANNELS: tuple[tuple[str, Waits], ...] = (
     (r"futex", "futex"),
     (r"nanosleep|hrtimer", "sleep"),
@@ -68,7 +65,7 @@ _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b")
 
 def clean(text: str) -> str:
     """Return a name without control characters, and not longer than anybody reads."""
-    return _CONTROLS.sub("?", text)[:_LONGEST_NAME]
+    return sanitise(text, most=_LONGEST_NAME)
 
 
 def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str = "") -> Waits:
@@ -89,7 +86,7 @@ def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str
             return "pipe read" if syscall.startswith("read") else "pipe write"
         if target.startswith(("socket:", "anon_inode:")):
             return "socket"
-    if found := _SYSCALLS.get(syscall):
+    if found := _WAITS.get(syscall):
         return found
     for pattern, waits in _CHANNELS:
         if channel and re.search(pattern, channel):

@@ -13,6 +13,7 @@ from typing import Literal
 
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.evidence import Examined, ThreadLook, clean
+from holdfast.explain.places import is_own_code
 
 HangKind = Literal[
     "loader",
@@ -41,9 +42,6 @@ _STARVED_SHARE = 0.05
 _MOVING_SHARE = 0.02
 _MOVING_BYTES_A_SECOND = 65_536
 
-_OURS = str(Path(__file__).parents[2])
-_OUR_LOADER = f"{_OURS}/loader/"
-_LIBRARY = re.compile(r"/(?:lib|lib64)/(?:python|pypy)\d[\d.]*/|/(?:site|dist)-packages/|^<(?!string>|stdin>)")
 _TORCH = re.compile(r"/(?:site|dist)-packages/torch/|/torch/(?:nn|autograd|_ops|optim|utils|_tensor)")
 _COLLECTIVE = re.compile(
     r"/torch/distributed/(?!elastic|launcher)|/torch/nn/parallel/distributed\.py|/torch/nn/modules/_functions\.py"
@@ -89,11 +87,6 @@ class How:
     moving: bool = False
 
 
-def is_user_code(frame: Frame) -> bool:
-    """Say whether a frame is the user's own: neither Python's library, nor an installed package, nor holdfast."""
-    return not _LIBRARY.search(frame.file) and not frame.file.startswith(_OURS)
-
-
 def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """Return the frames since the process was forked: those before are where its parent made it."""
     made = [
@@ -107,7 +100,7 @@ def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 def user_frame(frames: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame of user code, else the innermost outside torch and Python, else the innermost."""
     frames = own_part(frames)
-    own = next((frame for frame in reversed(frames) if is_user_code(frame)), None)
+    own = next((frame for frame in reversed(frames) if is_own_code(frame)), None)
     if own is not None:
         return own
     installed = (frame for frame in reversed(frames) if "-packages/" in frame.file and not _TORCH.search(frame.file))
@@ -122,7 +115,7 @@ def short(frame: Frame) -> str:
 def _below(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """Return the frames that user code has called, innermost last: what it waits in."""
     frames = own_part(frames)
-    place = next((index for index in range(len(frames) - 1, -1, -1) if is_user_code(frames[index])), -1)
+    place = next((index for index in range(len(frames) - 1, -1, -1) if is_own_code(frames[index])), -1)
     return tuple(frames[place + 1 :])
 
 
@@ -155,9 +148,9 @@ def is_in_backward(process: Examined) -> bool:
     return _any(_BACKWARD, _below(process.last.main.frames))
 
 
-def has_healing_loader(process: Examined) -> bool:
+def has_own_loader(process: Examined) -> bool:
     """Say whether the batch that a process waits for is from holdfast's loader."""
-    return any(frame.file.startswith(_OUR_LOADER) for frame in process.last.main.frames)
+    return any("/holdfast/loader/" in frame.file for frame in process.last.main.frames)
 
 
 def how_it_stands(process: Examined, *, group: int) -> How:
@@ -240,7 +233,7 @@ def _common_user_frame(stacks: Sequence[Sequence[Frame]]) -> Frame | None:
             for stack in stacks
         ):
             break
-        if is_user_code(frame):
+        if is_own_code(frame):
             common = frame
         if any(stack[place].line != frame.line for stack in stacks):
             break  # what follows was called from different lines
@@ -267,7 +260,7 @@ def _thread_to_blame(process: Examined) -> ThreadLook:
     joins = _any(_THREADS, below) or _any(_BACKWARD, below)
     if not joins and not any(frame.file.endswith("/queue.py") for frame in below):
         return main
-    others = [thread for thread in process.last.threads if not thread.main and any(map(is_user_code, thread.frames))]
+    others = [thread for thread in process.last.threads if not thread.main and any(map(is_own_code, thread.frames))]
     others = [thread for thread in others if joins or thread.waits != "sleep"]
     others.sort(key=lambda thread: thread.waits == "sleep")
     return others[0] if others else main

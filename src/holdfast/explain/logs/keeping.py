@@ -10,6 +10,7 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import resources
 from typing import Protocol
 
 _CHUNK_BYTES = 1 << 16
@@ -25,19 +26,9 @@ _BEFORE = 2
 _SAME_LINE = 40  # times that lines which differ only in digits are kept outside the head and the tail
 
 # In lower case. A chunk without any of them is passed over at the speed of bytes.find.
-_WORDS = tuple(
-    word.encode()
-    for word in (
-        "traceback", "error", "exception", "fatal", "warn", "killed", "abort", "segmentation", "core dumped",
-        "oom", "out of memory", "terminat", "signal", "cancelled", "preempt", "time limit", "fail", "assert", "xid",
-        "nccl", "cannot", "can't", "unable", "no such", "denied", "not found", "no space", "quota", "nan",
-        "non-finite", "usage:", "interrupt", "timed out", "timeout", "bus", "invalid", "illegal",
-        "tried to", "what():", "exitcode", "deadlock", "expected", "mismatch",
-        "double free", "corrupt", "no module", "hangup", "compatible", "instead", "duplicate", "forked",
-        "overflow", "sigterm", "sigkill", "memlimit", "no longer", "not used",
-        "=inf", ":inf", " inf,", " inf ", " inf\n", " inf\r",
-    )
-)  # fmt: skip
+_FILE = resources.files("holdfast.explain.logs").joinpath("words.txt")
+_INFINITE = (b" inf,", b" inf ", b" inf\n", b" inf\r")
+_WORDS = (*_FILE.read_text("utf-8").encode().split(b"\n")[:-1], *_INFINITE)
 _TRACEBACK = b"raceback (most recent call last)"
 _DIGITS = re.compile(rb"\d+")
 

@@ -1,0 +1,1 @@
+"""Corpora with known answers, and what holdfast makes of them."""
