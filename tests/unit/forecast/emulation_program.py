@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).parent))
-from allocations import FakeAllocations
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.unit.memory.allocations import FakeAllocations
 
 from holdfast.forecast.fake.device import ForecastDevice, forecast_device
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).parent))
-from allocations import FakeAllocations, real_allocations
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.unit.memory.allocations import FakeAllocations, real_allocations
 
 from holdfast.forecast.fake.device import forecast_device
 

@@ -137,7 +137,7 @@ def outside_and_banned() -> Any:
 def lists() -> Any:
     with forecast_device() as device:
         return {
-            "unknown": sorted(policy.registered_for_cuda() - policy._classified()),
+            "unknown": sorted(policy.registered_for_cuda() - set(policy.classified())),
             "assumed": [a.what for a in device.assumptions if "autocast" in a.what],
             "installed": sorted(
                 name

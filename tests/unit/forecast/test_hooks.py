@@ -94,29 +94,6 @@ def in_backward_with_recomputation() -> Built:
 
 
 @job
-def updated_by_tensor_hooks() -> Built:
-    """LOMO's way: each hook updates with the gradients that came before its own, and drops them."""
-    model = net()
-
-    def update(gradient: torch.Tensor | None) -> torch.Tensor | None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-0.1)
-                    parameter.grad = None
-        return gradient
-
-    for parameter in model.parameters():
-        parameter.register_hook(update)
-
-    def step(batch: torch.Tensor) -> None:
-        model(batch).square().mean().backward()
-        update(None)
-
-    return with_step(model, torch.optim.SGD(model.parameters(), 0.1), step)
-
-
-@job
 def half_in_backward() -> Built:
     """The first layers are stepped by hooks, and the function steps nothing: the rest is stepped after it."""
     model = net()
@@ -253,7 +230,7 @@ def test_each_part_of_a_batch_runs_backward_if_hooks_step() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
-@pytest.mark.parametrize("name", ["adamw_in_backward", "updated_by_tensor_hooks"])
+@pytest.mark.parametrize("name", ["adamw_in_backward", "averaged_weights"])
 def test_hooks_come_with_a_model_to_the_fake_accelerator(name: str) -> None:
     """A model that names no device is moved there after build(), and its peak is that of the host."""
     (trace,) = trace_job(TraceRequest(factory=f"{__file__}:{name}", sizes=(SAMPLES,))).traces

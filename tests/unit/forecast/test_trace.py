@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +24,7 @@ from holdfast.forecast.trace.events import (
     played,
     variants_played,
 )
-from holdfast.forecast.trace.recording import FORWARD, OPTIMIZER, Ledger, Recording, as_trace
+from holdfast.forecast.trace.recording import FORWARD, OPTIMIZER, Ledger, Ran, Recording, as_trace
 
 DESCRIBED = {"micro_batch_size": 2, "length": None, "precision": "fp32", "route": "cpu"}
 
@@ -50,7 +49,7 @@ class Memory:
     def trace(self) -> Trace:
         self.record.survivors = frozenset(self.live.values())
         return as_trace(
-            self.record, self.ledger, modules=["", "net"], lines=["", "a.py:1 in f"], names=["aten.mm"], blocks=[],
+            self.record, self.ledger, modules=("", "net"), lines=("", "a.py:1 in f"), names=("aten.mm",), blocks=(),
             **DESCRIBED,
         )  # fmt: skip
 
@@ -144,15 +143,15 @@ def small_trace() -> Trace:
     """Weights of 1000 bytes, gradients that the next step frees, an activation of 300, two ways of an optimizer."""
     memory = Memory({"weight": 1000, "gradient": 1000})
     memory.allocate("activation", 300)
-    memory.record.operate(0, 0, FORWARD, 10, 20, 0)
+    memory.record.operations.append(Ran(0, 0, FORWARD, 10, 20, 0))
     memory.record.backward_starts.append(len(memory.record.events))
     memory.free("gradient")
     memory.allocate("new gradient", 1000)
     memory.free("activation")
     for name, size in (("foreach", 2000), ("fused", 4)):
-        events, operations = len(memory.record.events), len(memory.record.operation_name)
+        events, operations = len(memory.record.events), len(memory.record.operations)
         memory.allocate(name, size, OPTIMIZER)
-        memory.record.operate(0, events, OPTIMIZER, 0, size, 0)
+        memory.record.operations.append(Ran(0, events, OPTIMIZER, 0, size, 0))
         memory.free(name, OPTIMIZER)
         memory.record.variants.append(
             Variant(name=name, call=0, events=(events, events + 2), operations=(operations, operations + 1))
@@ -224,7 +223,7 @@ def test_other_implementations_leave_nothing_behind() -> None:
     second = len(memory.record.events)
     memory.allocate("kept", 8, OPTIMIZER)
     memory.allocate("temporary", 16, OPTIMIZER)
-    memory.record.operate(0, second + 2, OPTIMIZER, 0, 0, 0)
+    memory.record.operations.append(Ran(0, second + 2, OPTIMIZER, 0, 0, 0))
     memory.allocate("again", 64, OPTIMIZER)
     memory.free("own", OPTIMIZER)
     memory.free("temporary", OPTIMIZER)
@@ -232,7 +231,7 @@ def test_other_implementations_leave_nothing_behind() -> None:
     assert renamed == {memory.live["again"]: 1}
     assert forgotten == [memory.live["kept"]]
     assert [abs(event) - 1 for event in memory.record.events[second:]] == [3, 3]
-    assert memory.record.operation_event == [second + 1]
+    assert [ran.operation_event for ran in memory.record.operations] == [second + 1]
     memory.live = {"own": 1}
     memory.record.variants = [
         Variant(name="foreach", call=0, events=(first, second), operations=(0, 0)),
@@ -261,11 +260,3 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
             assert one.tolist() == other.tolist()
         else:
             assert one == other
-
-
-def test_another_file_is_refused(tmp_path: Path) -> None:
-    """A file of numpy's that is no trace says so."""
-    with (tmp_path / "other.npz").open("wb") as file:
-        np.savez(file, numbers=np.zeros(2))
-    with pytest.raises(ValueError, match="is no trace"):
-        Trace.load(tmp_path / "other.npz")

@@ -2,8 +2,6 @@
 
 `find_device` takes the name of one, as people or torch write it, a size such as ``24GiB``, or a file that
 ``holdfast calibrate`` has written; files in the user's configuration directory come before the catalogue.
-
-Does not: measure (``calibration``), decide whether a plan fits (``fit``), or ask which device this machine has.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A roofline: an operation takes as long as its arithmetic or its traffic, whichev
 the host needs to launch it, because eager operations are launched one by one while the device works on those before.
 So a larger micro-batch is more efficient by itself: the launches, the optimizer's step and the reading of the weights
 are shared by more samples.
-
-Does not: know devices (``devices``), or overlap anything but launches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Moving modules to the fake device in place: each parameter stays the same object, so ties and optimizers hold.
 
 Torch refuses to change the device of a fake parameter in place, and would make a real one's copy anew for each use.
-
-Does not: make the device (``fake_device``) or build models.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 What user code prints goes to stderr, which the parent keeps. The process ends when its stdin is closed, so that it
 does not outlive its parent. It is never used twice: the fake device is there for good.
-
-Does not: decide what is traced, or try anything a second time (``tracing`` does).
 """
 
 from __future__ import annotations

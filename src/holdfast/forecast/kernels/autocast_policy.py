@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -141,6 +141,20 @@ def registered_for_cuda() -> frozenset[str]:
     return frozenset(name for name in names if not _NAMED.search(name))
 
 
+def classified() -> dict[str, str]:
+    """Return the class of each operator: the name of its method of `_Policies`."""
+    classes = {
+        "lower_precision": LOWER_PRECISION,
+        "fp32": FP32,
+        "fp32_set_opt_dtype": FP32_SET_OPT_DTYPE,
+        "fp32_append_dtype": FP32_APPEND_DTYPE,
+        "promote": PROMOTE,
+        "banned": BANNED,
+        "left_alone": ELSEWHERE,
+    }
+    return {name: policy for policy, names in classes.items() for name in names}
+
+
 def _register(device_name: str) -> None:
     make: Any = torch.library.Library
     fallthrough = make("_", "IMPL", _FAKE_KEY)
@@ -149,24 +163,13 @@ def _register(device_name: str) -> None:
     _installed.extend((fallthrough, library))
     on_cuda = registered_for_cuda()
     policies = _Policies(device_name)
-    classes: list[tuple[Iterable[str], Callable[[Any, str], Callable[..., Any]]]] = [
-        (LOWER_PRECISION, policies.lower_precision),
-        (FP32, policies.fp32),
-        (FP32_SET_OPT_DTYPE, policies.fp32_set_opt_dtype),
-        (FP32_APPEND_DTYPE, policies.fp32_append_dtype),
-        (PROMOTE, policies.promote),
-        (BANNED, policies.banned),
-    ]
-    classified = {name for names, _ in classes for name in names}
-    classes.append((sorted(on_cuda - classified - ELSEWHERE), policies.left_alone))
-    for names, policy in classes:
-        for name in names:
-            if on_cuda and name not in on_cuda:
-                continue  # another version's
-            base, _, overload = name.partition(".")
-            operator = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
-            if operator is not None:
-                library.impl(name, _without_autocast(policy(operator, name)))
+    known = classified()
+    for name in sorted(on_cuda or known):
+        base, _, overload = name.partition(".")
+        operator = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+        if operator is not None and name not in ELSEWHERE:
+            policy = getattr(policies, known.get(name, "left_alone"))
+            library.impl(name, _without_autocast(policy(operator, name)))
 
 
 def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:

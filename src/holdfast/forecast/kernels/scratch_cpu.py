@@ -66,7 +66,7 @@ def _measured(op: Any, leaves: Sequence[Any], structure: Any) -> Scratch | None:
 
 def _run(op: Any, leaves: Sequence[Any], structure: Any) -> tuple[int, int]:
     """Return the most bytes that were given out at once, and those that were not given back."""
-    with unset_fake_temporarily(), torch.no_grad():
+    with unset_fake_temporarily():  # whether gradients are wanted stays as it is: oneDNN's LSTM keeps more then
         args, kwargs = pytree.tree_unflatten([zeros_like(leaf) for leaf in leaves], structure)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watched:
             kept = op(*args, **kwargs)
@@ -89,7 +89,7 @@ def zeros_like(leaf: Any) -> Any:
 
 def lstm(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand in for `aten.mkldnn_rnn_layer`: torch's fake kernel says that its workspace has 0 bytes."""
-    with unset_fake_temporarily(), torch.no_grad():
+    with unset_fake_temporarily():
         leaves, structure = pytree.tree_flatten((args, kwargs))
         real_args, real_kwargs = pytree.tree_unflatten([zeros_like(leaf) for leaf in leaves], structure)
         shapes = [(tuple(one.shape), one.dtype) for one in func(*real_args, **real_kwargs)]

@@ -1,7 +1,7 @@
-"""A whole forecast: trace a job with each precision, plan for each device, trace the recommended plan once more.
+"""A whole forecast: trace a job in each precision, plan for each device, trace once more what is recommended.
 
-A plan that does not fit when it is traced raises the margin, and everything is planned again with that. Nothing of the
-user's runs in this process.
+A plan that does not fit when it is traced raises the margin, and everything is planned again with that. Nothing of
+the user's runs in this process.
 """
 
 from __future__ import annotations

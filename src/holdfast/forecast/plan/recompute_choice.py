@@ -4,8 +4,6 @@ Blocks are taken by what they save per second of recomputation until the step fi
 leaving out and by exchanging. Whether it fits is asked of the replay each time and never added up: what one block
 saves depends on the others, and the peak moves. Blocks that do the same count as one kind, the earliest first: it
 would hold its activations longest.
-
-Does not: edit a trace (`recomputation`), or know devices and allocators: it is told what fits and how long it takes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 The second micro-batch runs while the gradients of the first live, and each of its own gradients is added to the first
 one's as soon as it is known. All later micro-batches are like the second, so two stand for any number. What the first
 one leaves behind beside its gradients is let go when the second one's backward pass is done; the batch stays.
-
-Does not: trace, or choose a micro-batch size (``planning``).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 In a forward pass both are on the stack. In a backward pass they are those of the forward operation whose node runs,
 found by the sequence number that autograd gave that node; a recomputation has a stack of its own again.
-
-Does not: know of memory.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def _kind_of(code: CodeType) -> int:
     file = code.co_filename
     if code.co_name == "_engine_run_backward":
         return _ENGINE
-    if file.startswith(_OURS) or file.startswith(_GENERATED):
+    if file.startswith((*_OURS, *_GENERATED)):
         return _SKIPPED
     packages = os.sep + "site-packages" + os.sep in file or os.sep + "dist-packages" + os.sep in file
     return _SKIPPED if file.startswith(_STANDARD) and not packages else _USERS
@@ -74,17 +72,12 @@ class Places:
 
     def __init__(self) -> None:
         self.modules = [""]
-        self._lines = UserLines()
+        self.lines = UserLines()
         self._models: list[nn.Module] = []  # keeps the ids below from being used again
         self._number_of: dict[int, int] = {}
         self._running: list[tuple[int, int]] = []
         self._by_sequence: dict[int, tuple[int, int]] = {}
         self._last = (0, 0)
-
-    @property
-    def lines(self) -> list[str]:
-        """Return the texts of the lines, by number."""
-        return self._lines.texts
 
     @property
     def in_module(self) -> bool:
@@ -129,16 +122,13 @@ class Places:
             records: Whether autograd records the operation: in a backward pass, a recomputation or a graph of
                 gradients.
         """
-        line = self._lines.find(frame)
+        line = self.lines.find(frame)
         module = self._running[-1][1] if self._running else 0
         if not in_backward or (records and self._running):
             if _next_sequence_number is not None:
                 # The node is made right before its operation is dispatched, so the first to see a number is its own.
                 self._by_sequence.setdefault(_next_sequence_number() - 1, (module, line))
             return module, line
-        self._last = self._of_node() or self._last
-        return self._last[0], line or self._last[1]
-
-    def _of_node(self) -> tuple[int, int] | None:
         node = torch._C._current_autograd_node()
-        return None if node is None else self._by_sequence.get(node._sequence_nr())
+        self._last = self._last if node is None else self._by_sequence.get(node._sequence_nr(), self._last)
+        return self._last[0], line or self._last[1]

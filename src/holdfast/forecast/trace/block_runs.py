@@ -18,6 +18,7 @@ _next_sequence_number = getattr(torch.autograd, "_get_sequence_nr", None)
 _saved_are_readable = hasattr(torch._C._autograd.SavedTensor, "data")
 _saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 _LEAF = 2**64 - 1  # sequence number of a node that accumulates a leaf's gradient
+_Node = tuple[Any, list[Any]]  # and what it saves
 
 
 def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -123,7 +124,7 @@ class BlockRuns:
                 forward=(len(record.events), -1),
                 backward=-1,
                 kept=(),
-                operations=(len(record.operation_name), -1),
+                operations=(len(record.operations), -1),
                 inputs=tuple(one for one in found if one is not None and not self._storages.is_parameter(one)),
             )
         self._begun.append((number, run, 0 if _next_sequence_number is None else _next_sequence_number()))
@@ -141,52 +142,29 @@ class BlockRuns:
         tensors = list(tensors_in(outputs))
         first, last = run.forward[0], len(record.events)
         made = {event - 1 for event in record.events[first:last] if event > 0}
-        kept = [
-            one for one in dict.fromkeys(map(self._storages.number_of, tensors)) if one in made and one is not None
-        ]
-        packed = _packs_what_is_saved()
+        numbers = dict.fromkeys(map(self._storages.number_of, tensors))
+        kept = tuple(one for one in numbers if one is not None and one in made)
+        # Whether a checkpoint, or an offload, of the user's surrounds what is running.
+        packed = _saved_tensors_hooks is not None and _saved_tensors_hooks(True) is not None  # noqa: FBT003
         nodes = None if packed else _read_nodes(tensors, first_node)
-        arrival = _Arrival(record, len(record.block_runs))
         record.block_runs.append(
             replace(
                 run,
                 forward=(first, last),
-                operations=(run.operations[0], len(record.operation_name)),
-                kept=tuple(kept),
+                operations=(run.operations[0], len(record.operations)),
+                kept=kept,
                 saved=None if nodes is None else self._saved(kept, nodes),
             )
         )
-        if not packed and not _are_packed(nodes or []):  # else it is recomputed already
-            _await(arrival, tensors, nodes or [])
+        values = [value for _, saved in nodes or [] for value in saved]
+        if packed or (values and not any(isinstance(value, torch.Tensor) for value in values)):
+            return  # it is recomputed already: a checkpoint of the user's is around or within it
+        _await(_Arrival(record, len(record.block_runs) - 1), tensors, nodes or [])
 
-    def _saved(self, kept: list[int], nodes: list[_Node]) -> tuple[int, ...]:
+    def _saved(self, kept: tuple[int, ...], nodes: list[_Node]) -> tuple[int, ...]:
         """Return which outputs the block's own graph saves."""
         held = {self._storages.number_of(one) for _, saved in nodes for one in saved if isinstance(one, torch.Tensor)}
         return tuple(number for number in kept if number in held)
-
-
-_Node = tuple[Any, list[Any]]
-
-
-def _packs_what_is_saved() -> bool:
-    """Return whether a checkpoint, or an offload, of the user's surrounds what is running."""
-    return _saved_tensors_hooks is not None and _saved_tensors_hooks(True) is not None  # noqa: FBT003 - torch's own
-
-
-def _are_packed(nodes: list[_Node]) -> bool:
-    """Return whether all that a block saves is packed by hooks: a checkpoint of the user's is within it."""
-    saved = [value for _, values in nodes for value in values]
-    return bool(saved) and not any(isinstance(value, torch.Tensor) for value in saved)
-
-
-def _await(arrival: _Arrival, outputs: list[torch.Tensor], nodes: list[_Node]) -> None:
-    """Have the first of the nodes that has saved anything noted, or the first gradient of an output if none has."""
-    saving = [node for node, saved in nodes if saved]
-    for node in saving:
-        node.register_prehook(arrival)
-    for tensor in outputs:
-        if tensor.requires_grad and not saving:
-            tensor.register_hook(arrival)  # type: ignore[no-untyped-call]
 
 
 class _Arrival:
@@ -202,6 +180,16 @@ class _Arrival:
         run = self._record.block_runs[self._place]
         if run.backward < 0:
             self._record.block_runs[self._place] = replace(run, backward=len(self._record.events))
+
+
+def _await(arrival: _Arrival, outputs: list[torch.Tensor], nodes: list[_Node]) -> None:
+    """Have the first of the nodes that has saved anything noted, or the first gradient of an output if none has."""
+    saving = [node for node, saved in nodes if saved]
+    for node in saving:
+        node.register_prehook(arrival)
+    for tensor in outputs:
+        if tensor.requires_grad and not saving:
+            tensor.register_hook(arrival)  # type: ignore[no-untyped-call]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -221,19 +209,24 @@ def _read_nodes(outputs: Iterable[torch.Tensor], first_node: int) -> list[_Node]
         return None
     pending: list[Any] = [tensor.grad_fn for tensor in outputs]
     seen = {}
-    names: dict[type, list[str]] = {}
     while pending:
         node = pending.pop()
         if node is None or node in seen or not first_node <= node._sequence_nr() < _LEAF:
             continue
         pending += [following for following, _ in node.next_functions]
-        kind = type(node)
-        if kind not in names:
-            names[kind] = [name for name in dir(node) if name.startswith("_raw_saved_")]
         values: list[Any] = []
-        for name in names[kind]:
+        for name in _saved_names(type(node)):
             value = getattr(node, name)
             values += value if isinstance(value, (list, tuple)) else (value,)
         held = [getattr(value, "data", None) for value in values]
         seen[node] = [value for value in held if value is not None]
     return list(seen.items())
+
+
+def _saved_names(kind: type) -> list[str]:
+    if kind not in _names:
+        _names[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+    return _names[kind]
+
+
+_names: dict[type, list[str]] = {}

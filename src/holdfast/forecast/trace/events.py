@@ -4,8 +4,6 @@ A `Trace` is a template of one *steady* step: what is resident when it begins, t
 the storages that it leaves behind take the place of which that it found (the gradients that the next step frees). So
 it can be played any number of times. Sizes belong to storages, in bytes as requested: rounding is the allocator's
 business.
-
-Does not: run anything, import torch, or know a device.
 """
 
 from __future__ import annotations
@@ -146,29 +144,16 @@ class Trace:
 
     def save(self, path: Path) -> None:
         """Write the trace into one file (numpy's ``.npz``, without pickles), whatever the name ends with."""
-        arrays: dict[str, Any] = {}
-        rest: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.ndarray):
-                arrays[field.name] = value
-            else:
-                rest[field.name] = value
-        text = json.dumps(rest, default=dataclasses.asdict)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        rest = {name: value for name, value in values.items() if name not in arrays}
         with path.open("wb") as file:
-            np.savez(file, rest=np.array(text), **arrays)
+            np.savez(file, rest=np.array(json.dumps(rest, default=dataclasses.asdict)), **arrays)
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Return what `save` wrote.
-
-        Raises:
-            OSError: The file cannot be read.
-            ValueError: It is no trace.
-        """
+        """Return what `save` wrote."""
         with np.load(path, allow_pickle=False) as file:
-            if "rest" not in file.files:
-                raise ValueError(f"{path} is no trace")
             fields: dict[str, Any] = {name: file[name] for name in file.files}
         fields |= {name: _frozen(value) for name, value in json.loads(str(fields.pop("rest"))).items()}
         for name, kind in (("assumptions", Assumption), ("block_runs", BlockRun), ("variants", Variant)):
@@ -197,20 +182,20 @@ def variants_played(trace: Trace, variant: str | None = None) -> tuple[Variant, 
 
 def events_played(trace: Trace, variant: str | None = None) -> npt.NDArray[np.bool_]:
     """Return which events happen if each optimizer's step is made by this variant; shape ``(events,)``."""
-    chosen = set(variants_played(trace, variant))
-    return _outside([one.events for one in trace.variants if one not in chosen], len(trace.events))
+    return _of_variant(trace, variant, "events", len(trace.events))
 
 
 def operations_played(trace: Trace, variant: str | None = None) -> npt.NDArray[np.bool_]:
     """Return which operations run if each optimizer's step is made by this variant; shape ``(operations,)``."""
+    return _of_variant(trace, variant, "operations", len(trace.operation_name))
+
+
+def _of_variant(trace: Trace, variant: str | None, what: str, length: int) -> npt.NDArray[np.bool_]:
     chosen = set(variants_played(trace, variant))
-    return _outside([one.operations for one in trace.variants if one not in chosen], len(trace.operation_name))
-
-
-def _outside(ranges: list[tuple[int, int]], length: int) -> npt.NDArray[np.bool_]:
     kept = np.ones(length, dtype=np.bool_)
-    for begin, end in ranges:
-        kept[begin:end] = False
+    for one in trace.variants:
+        if one not in chosen:
+            kept[slice(*getattr(one, what))] = False
     return kept
 
 

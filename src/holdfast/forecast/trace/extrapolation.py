@@ -127,38 +127,29 @@ class ScaledTrace:
         self, micro_batch_size: int, length: int | None, sizes: npt.NDArray[np.int64]
     ) -> tuple[Assumption, ...]:
         said = []
+        low, high = self.micro_batch_sizes
         if micro_batch_size < LEAST_MICRO_BATCH_SIZE:
-            low, high = self.micro_batch_sizes
             said.append(f"{micro_batch_size} sample is extrapolated from {low} and {high}, and may go another way")
-        per_size = self.size_bytes.reshape(len(self.micro_batch_sizes), len(self.lengths), -1)
-        steps = (per_size[1] - per_size[0]) % (self.micro_batch_sizes[1] - self.micro_batch_sizes[0])
-        uneven = steps.any(axis=0)
+        per_size = self.size_bytes.reshape(2, len(self.lengths), -1)
+        uneven = ((per_size[1] - per_size[0]) % (high - low)).any(axis=0)
         if uneven.any():
             share = 100 * int(sizes[uneven].sum()) / max(1, int(sizes.sum()))
             said.append(
                 f"{int(uneven.sum())} storages ({share:.1f} % of all bytes) do not grow by whole bytes per sample;"
                 " they were rounded up"
             )
-        said += self._length_assumption(micro_batch_size, length, sizes)
-        return tuple(Assumption(what=what) for what in said)
-
-    def _length_assumption(
-        self, micro_batch_size: int, length: int | None, sizes: npt.NDArray[np.int64]
-    ) -> list[str]:
         known = [one for one in self.lengths if one is not None]
-        if len(known) < 2 or length is None:
-            return []
-        step = math.gcd(_LENGTH_GRANULE, *(one - known[0] for one in known[1:]))
-        missing = (known[0] - length) % step
-        if missing == 0:
-            return []
-        longer = _combined(self.size_bytes, self._weights(micro_batch_size, length + missing))
-        more = 100 * (int(longer.sum()) / max(1, int(sizes.sum())) - 1)
-        what = (
-            f"length {length} is not {known[0]} and a multiple of {step}: where operations round lengths (strides,"
-            f" paddings) up to {more:.1f} % more is needed"
-        )
-        return [what]
+        if len(known) > 1 and length is not None:
+            step = math.gcd(_LENGTH_GRANULE, *(one - known[0] for one in known[1:]))
+            missing = (known[0] - length) % step
+            if missing:
+                longer = _combined(self.size_bytes, self._weights(micro_batch_size, length + missing))
+                more = 100 * (int(longer.sum()) / max(1, int(sizes.sum())) - 1)
+                said.append(
+                    f"length {length} is not {known[0]} and a multiple of {step}: where operations round lengths"
+                    f" (strides, paddings) up to {more:.1f} % more is needed"
+                )
+        return tuple(Assumption(what=what) for what in said)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,13 +1,10 @@
-"""What an operation costs: floating point operations, bytes read and written, and the type that it computes in.
-
-Does not: know how long that takes on a device (``timing``).
-"""
+"""What an operation costs: floating point operations, bytes read and written, and the type that it computes in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -15,13 +12,10 @@ from torch.utils.flop_counter import flop_registry
 from holdfast.forecast.trace.events import DTYPES
 
 _FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-_WITHOUT_KERNEL = frozenset(
-    f"aten.{name}"
-    for name in (
-        "_reshape_alias", "_unsafe_view", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty",
-        "new_empty_strided", "resize_", "set_",
-    )
-)  # fmt: skip
+_WITHOUT_KERNEL_NAMES = """
+    _reshape_alias _unsafe_view empty empty_like empty_strided lift_fresh new_empty new_empty_strided resize_ set_
+"""
+_WITHOUT_KERNEL = frozenset(f"aten.{name}" for name in _WITHOUT_KERNEL_NAMES.split())
 # The CPU's kernels have no formula of their own in torch.
 _SAME_FORMULA = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
@@ -33,8 +27,7 @@ _SAME_FORMULA = {
 _PICKS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class Operation(NamedTuple):
     """An operation as it was dispatched.
 
     Args:
@@ -65,7 +58,6 @@ class Operations:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self._numbers: dict[str, int] = {}
         self._kinds: dict[Any, _Kind] = {}
 
     def measure(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operation | None:
@@ -83,25 +75,20 @@ class Operations:
         if not kind.launches:
             return None
         written: list[torch.Tensor] = []
-        collect_tensors((out, *[args[position] for position in kind.written if position < len(args)]), written)
+        _collect((out, *[args[position] for position in kind.written if position < len(args)]), written)
         read: list[torch.Tensor] = []
-        collect_tensors(args[1:] if kind.picks else args, read)
+        _collect(args[1:] if kind.picks else args, read)
         if kwargs:
-            collect_tensors(kwargs.values(), read)
+            _collect(kwargs.values(), read)
         moved = _bytes_of(read) + _bytes_of(written) * (2 if kind.picks else 1)
         flops = 0 if kind.formula is None else _evaluate(kind.formula, args, kwargs, out)
-        return Operation(name=kind.name, flops=flops, moved_bytes=moved, dtype=_format(kind.single, read, written))
-
-    def number(self, name: str) -> int:
-        """Return the number of a name, a new one if it was not seen yet."""
-        number = self._numbers.setdefault(name, len(self.names))
-        if number == len(self.names):
-            self.names.append(name)
-        return number
+        return Operation(kind.name, flops, moved, _format(kind.single, read, written))
 
     def _describe(self, func: Any) -> _Kind:
         packet = getattr(func, "overloadpacket", func)
         name = str(packet)
+        if name not in self.names:
+            self.names.append(name)
         formula = flop_registry.get(_SAME_FORMULA.get(packet, packet))
         schema = getattr(func, "_schema", None)
         written: tuple[int, ...] = ()
@@ -114,7 +101,7 @@ class Operations:
                 place for place, one in arguments if one.alias_info is not None and one.alias_info.is_write
             )
         return _Kind(
-            name=self.number(name),
+            name=self.names.index(name),
             launches=not (asks or getattr(func, "is_view", False) or name in _WITHOUT_KERNEL),
             picks=name in _PICKS,
             formula=formula,
@@ -123,13 +110,13 @@ class Operations:
         )
 
 
-def collect_tensors(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
     """Append the tensors among these values and in their lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            collect_tensors(value, found)
+            _collect(value, found)
 
 
 def _bytes_of(tensors: list[torch.Tensor]) -> int:

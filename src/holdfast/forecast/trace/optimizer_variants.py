@@ -2,8 +2,6 @@
 
 Each torch optimizer can compute the same step with one list operation after another (needs copies of everything),
 with one kernel, or parameter by parameter. On tensors without data all can be tried one after another.
-
-Does not: record what they do (`tracer`).
 """
 
 from __future__ import annotations
@@ -60,21 +58,28 @@ def arranged(optimizer: torch.optim.Optimizer, implementation: str) -> Iterator[
     built so; `capturable` ones stay on the device.
     """
     with contextlib.ExitStack() as stack:
-        if implementation != "fused":
-            stack.enter_context(_without(optimizer, ("grad_scale", "found_inf")))
+        if implementation != "fused":  # what a gradient scaler leaves on an optimizer that unscales by itself
+            left = {
+                name: vars(optimizer).pop(name) for name in ("grad_scale", "found_inf") if name in vars(optimizer)
+            }
+            stack.callback(vars(optimizer).update, left)
         for group in optimizer.param_groups:
-            flags = {"foreach": implementation == "foreach"}
+            _replace(stack, group, "foreach", implementation == "foreach")
             if "fused" in group:
-                flags["fused"] = implementation == "fused"
-            stack.enter_context(_replaced(group, flags))
+                _replace(stack, group, "fused", implementation == "fused")
             on_device = implementation == "fused" or bool(group.get("capturable"))
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {})
                 if isinstance(counter := state.get("step"), torch.Tensor):
                     device = parameter.device if on_device else torch.device("cpu")
                     if counter.device != device:
-                        stack.enter_context(_replaced(state, {"step": counter.to(device)}))
+                        _replace(stack, state, "step", counter.to(device))
         yield
+
+
+def _replace(stack: contextlib.ExitStack, values: dict[str, Any], key: str, other: Any) -> None:
+    stack.callback(values.__setitem__, key, values[key])
+    values[key] = other
 
 
 def step_again(optimizer: torch.optim.Optimizer) -> None:
@@ -84,23 +89,3 @@ def step_again(optimizer: torch.optim.Optimizer) -> None:
         Exception: One of `REFUSALS`, if its implementation does not take these parameters.
     """
     type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _replaced(values: dict[str, Any], others: dict[str, Any]) -> Iterator[None]:
-    before = {key: values[key] for key in others}
-    values.update(others)
-    try:
-        yield
-    finally:
-        values.update(before)
-
-
-@contextlib.contextmanager
-def _without(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> Iterator[None]:
-    """Take away what a gradient scaler leaves on an optimizer that unscales by itself."""
-    found = {name: vars(optimizer).pop(name) for name in names if name in vars(optimizer)}
-    try:
-        yield
-    finally:
-        vars(optimizer).update(found)

@@ -9,8 +9,6 @@ What torch's checkpoint (and `memory.recompute`) does to a block, and so what is
 Where a trace cannot tell who else holds a storage, it is taken to live as long as it did without recomputation: the
 answer may be too high, not too low. Too high it is while a block runs forward (a checkpoint keeps nothing, the events
 keep all up to the end of the block), and after its last saved tensor (a checkpoint stops there, the events go on).
-
-Does not: choose the blocks (`recompute_choice`), or know a device.
 """
 
 from __future__ import annotations

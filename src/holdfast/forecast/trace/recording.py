@@ -1,8 +1,6 @@
 """The raw record of one step, as the tracer writes it, and how it becomes a `Trace`.
 
-Storages have numbers that are never used again while a tracer lives; a trace numbers its own from 0.
-
-Does not: import torch.
+Storages have numbers that are never used again while a tracer is there; a trace numbers its own from 0.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,13 +45,27 @@ class Ledger:
             self.module[number] = module or self.module[number]
 
 
+class Ran(NamedTuple):
+    """An operation that ran: the columns of `Trace`, and the events before it, and so before what it allocated."""
+
+    operation_name: int
+    operation_event: int
+    operation_phase: int
+    flops: int
+    moved_bytes: int
+    dtype: int
+
+
+_TYPES = {"operation_phase": np.int8, "flops": np.int64, "moved_bytes": np.int64, "dtype": np.int8}
+
+
 @dataclass(slots=True, kw_only=True)
 class Recording:
     """What happens in a step; storages by their numbers in the ledger.
 
     Args:
-        resident: What lives when it begins.
-        survivors: What lives when it ends.
+        resident: What is alive when it begins.
+        survivors: What is alive when it ends.
         backward_starts: Events before which autograd's engine begins to run.
         uncalibrated_bytes: As in `Trace`.
     """
@@ -62,12 +74,7 @@ class Recording:
     survivors: frozenset[int] = frozenset()
     events: list[int] = field(default_factory=list)
     event_phase: list[int] = field(default_factory=list)
-    operation_name: list[int] = field(default_factory=list)
-    operation_event: list[int] = field(default_factory=list)
-    operation_phase: list[int] = field(default_factory=list)
-    flops: list[int] = field(default_factory=list)
-    moved_bytes: list[int] = field(default_factory=list)
-    dtype: list[int] = field(default_factory=list)
+    operations: list[Ran] = field(default_factory=list)
     backward_starts: list[int] = field(default_factory=list)
     block_runs: list[BlockRun] = field(default_factory=list)
     variants: list[Variant] = field(default_factory=list)
@@ -75,7 +82,7 @@ class Recording:
     uncalibrated_bytes: int = 0
 
     def allocate(self, number: int, phase: int) -> None:
-        """Note that a storage begins to live."""
+        """Note that a storage begins."""
         self.events.append(number + 1)
         self.event_phase.append(phase)
 
@@ -83,15 +90,6 @@ class Recording:
         """Note that a storage ends."""
         self.events.append(-number - 1)
         self.event_phase.append(phase)
-
-    def operate(self, name: int, begun: int, phase: int, flops: int, moved_bytes: int, dtype: int) -> None:
-        """Note that an operation ran; `begun` is the number of events before it, and so before what it allocated."""
-        self.operation_name.append(name)
-        self.operation_event.append(begun)
-        self.operation_phase.append(phase)
-        self.flops.append(flops)
-        self.moved_bytes.append(moved_bytes)
-        self.dtype.append(dtype)
 
     def close(self, first_event: int, size_of: Callable[[int], int]) -> tuple[dict[int, int], list[int]]:
         """Take out of the last events what does not both begin and end among them.
@@ -115,25 +113,16 @@ class Recording:
 
     def _drop(self, first_event: int, numbers: set[int]) -> None:
         kept = [place for place in range(first_event, len(self.events)) if abs(self.events[place]) - 1 not in numbers]
-        self.operation_event = [
-            event if event <= first_event else first_event + bisect_left(kept, event)
-            for event in self.operation_event
-        ]
+        for place, ran in enumerate(self.operations):
+            if ran.operation_event > first_event:
+                moved = first_event + bisect_left(kept, ran.operation_event)
+                self.operations[place] = ran._replace(operation_event=moved)
         self.events[first_event:] = [self.events[place] for place in kept]
         self.event_phase[first_event:] = [self.event_phase[place] for place in kept]
 
     def cut(self, first_event: int, first_operation: int) -> None:
         """Take out all events and operations from these on; `close` comes before it."""
-        del self.events[first_event:], self.event_phase[first_event:]
-        for column in (
-            self.operation_name,
-            self.operation_event,
-            self.operation_phase,
-            self.flops,
-            self.moved_bytes,
-            self.dtype,
-        ):
-            del column[first_operation:]
+        del self.events[first_event:], self.event_phase[first_event:], self.operations[first_operation:]
 
 
 def match_in_order(
@@ -154,53 +143,35 @@ def match_in_order(
     return pairs, rest
 
 
-def as_trace(
-    recording: Recording,
-    ledger: Ledger,
-    *,
-    modules: Sequence[str],
-    lines: Sequence[str],
-    names: Sequence[str],
-    blocks: Sequence[str],
-    **described: Any,
-) -> Trace:
+def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
     """Return the trace of a recorded step.
 
     Args:
         recording: What happened.
         ledger: What is known of its storages.
-        modules: Paths by number.
-        lines: Of the user's, by number.
-        names: Of operations, by number.
-        blocks: Paths, by number.
-        described: The other fields of `Trace`: size, length, precision, route, assumptions.
+        described: The other fields of `Trace`: names by number, size, length, precision, route, assumptions.
     """
     numbers = [*sorted(recording.resident), *(event - 1 for event in recording.events if event > 0)]
     dense = {number: place for place, number in enumerate(numbers)}
     carried, growth = _carried(recording, ledger, dense)
-    sign_and_place = [dense[event - 1] + 1 if event > 0 else -dense[-event - 1] - 1 for event in recording.events]
-    _sort_frees(sign_and_place, recording)
+    events = [dense[event - 1] + 1 if event > 0 else -dense[-event - 1] - 1 for event in recording.events]
+    _sort_frees(events, recording)
+    columns = zip(*recording.operations, strict=True) if recording.operations else [()] * len(Ran._fields)
     described["assumptions"] = (*described.get("assumptions", ()), *recording.assumptions)
     return Trace(
-        events=np.array(sign_and_place, dtype=np.int32),
+        events=np.array(events, dtype=np.int32),
         event_phase=np.array(recording.event_phase, dtype=np.int8),
         size_bytes=np.array([ledger.size_bytes[number] for number in numbers], dtype=np.int64),
         owner=np.array(_owners(recording, ledger, numbers), dtype=np.int8),
         module=np.array([ledger.module[number] for number in numbers], dtype=np.int32),
         line=np.array([ledger.line[number] for number in numbers], dtype=np.int32),
-        operation_name=np.array(recording.operation_name, dtype=np.int32),
-        operation_event=np.array(recording.operation_event, dtype=np.int32),
-        operation_phase=np.array(recording.operation_phase, dtype=np.int8),
-        flops=np.array(recording.flops, dtype=np.int64),
-        moved_bytes=np.array(recording.moved_bytes, dtype=np.int64),
-        dtype=np.array(recording.dtype, dtype=np.int8),
-        modules=tuple(modules),
-        lines=tuple(lines),
-        names=tuple(names),
+        **{
+            name: np.array(column, dtype=_TYPES.get(name, np.int32))
+            for name, column in zip(Ran._fields, columns, strict=True)
+        },
         resident=tuple(range(len(recording.resident))),
         carried=carried,
         growth_bytes=growth,
-        blocks=tuple(blocks),
         block_runs=tuple(_renamed(run, dense) for run in sorted(recording.block_runs, key=_outermost_first)),
         variants=tuple(recording.variants),
         uncalibrated_bytes=recording.uncalibrated_bytes,
@@ -214,7 +185,7 @@ def _sort_frees(events: list[int], recording: Recording) -> None:
     What is freed at once, as autocast's cache of weights, comes in the order of a hash table of addresses: another in
     each run, to no effect.
     """
-    parts = {*recording.operation_event, *recording.backward_starts}
+    parts = {*(ran.operation_event for ran in recording.operations), *recording.backward_starts}
     parts |= {place for run in recording.block_runs for place in (*run.forward, run.backward)}
     parts |= {place for variant in recording.variants for place in variant.events}
     phase = recording.event_phase

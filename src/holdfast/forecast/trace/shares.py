@@ -1,7 +1,4 @@
-"""Who owns the peak of a step, told so that it can be read: modules that repeat are added up.
-
-Does not: play a trace (``trace``), or print.
-"""
+"""Who owns the peak of a step, told so that it can be read: modules that repeat are added up."""
 
 from __future__ import annotations
 

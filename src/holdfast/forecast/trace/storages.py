@@ -11,6 +11,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -48,7 +49,7 @@ class Storages:
         self._live: dict[int, _Held] = {}
 
     def living(self) -> list[int]:
-        """Return the numbers of what lives, in the order of allocation."""
+        """Return the numbers of what is alive, in the order of allocation."""
         return sorted(held.number for held in self._live.values() if held.number >= 0)
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
@@ -68,11 +69,7 @@ class Storages:
         return device.type == self._device_type
 
     def hold_all(self, out: Any, born: int) -> bool | None:
-        """Watch the storages of what an operation returned.
-
-        Args:
-            out: Tensors in lists and tuples.
-            born: The phase in which new ones are born.
+        """Watch the storages of what an operation returned, tensors in lists and tuples.
 
         Returns:
             Whether one is on the device; None if there are no tensors.
@@ -86,7 +83,7 @@ class Storages:
         return here
 
     def hold(self, tensor: torch.Tensor, born: int) -> bool:
-        """Watch the storage of a tensor; return whether it is on the device."""
+        """Watch the storage of a tensor, new ones born in this phase; return whether it is on the device."""
         if not self.is_here(tensor):
             return False
         storage = _storage_of(tensor)
@@ -94,12 +91,11 @@ class Storages:
             return True
         held = self._live.get(storage._cdata)
         if held is None:
-            held = _Held(storage, self._let_go)
+            held = _Held(storage, self._ended)
             held.key, held.number, held.size_bytes = storage._cdata, -1, 0
             self._live[held.key] = held
-        size_bytes = storage.nbytes()
-        if held.size_bytes != size_bytes:
-            self._resize(held, size_bytes, born)
+        if held.size_bytes != storage.nbytes():
+            self._resize(held, storage.nbytes(), born)
         return True
 
     def hold_unknown(self) -> None:
@@ -124,11 +120,20 @@ class Storages:
             for held in self._live.values():
                 held.number = -1 if held.number in forgotten else names.get(held.number, held.number)
 
-    def look_at(self, storage: torch.UntypedStorage) -> None:
-        """Note the size of a storage that may have changed."""
-        held = self._live.get(storage._cdata)
-        if held is not None and held.size_bytes != storage.nbytes():
-            self._resize(held, storage.nbytes(), self._phase())
+    @contextlib.contextmanager
+    def watching_resizes(self) -> Iterator[None]:
+        """See resizes of storages, which go past the dispatcher."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            held = self._live.get(storage._cdata)
+            if held is not None and held.size_bytes != storage.nbytes():
+                self._resize(held, storage.nbytes(), self._phase())
+            return result
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resize_):
+            yield
 
     def _resize(self, held: _Held, size_bytes: int, born: int) -> None:
         """Note that a storage has another size: the new memory is there before the old is given back."""
@@ -143,7 +148,7 @@ class Storages:
             if old >= 0:
                 self.record.free(old, self._phase())
 
-    def _let_go(self, held: weakref.ref[torch.UntypedStorage]) -> None:
+    def _ended(self, held: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(held, _Held)
         if self._live.get(held.key) is held:
             del self._live[held.key]
@@ -155,7 +160,7 @@ class Owners:
     """Note the owners of storages in their ledger.
 
     Args:
-        storages: What lives.
+        storages: What is alive.
         places: Knows the modules.
     """
 
@@ -193,20 +198,15 @@ class Owners:
 
     def find_gradients(self) -> None:
         """Look at the parameters' gradients."""
-        for model in self._models:
-            self._find_gradients(model.parameters())
-        self._find_gradients(self._optimized())
+        for parameter in (*(p for model in self._models for p in model.parameters()), *self._optimized()):
+            if parameter.is_leaf and parameter.grad is not None:
+                self.claim(parameter.grad, "gradients", self._module_of(parameter))
 
     def find_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at an optimizer's state."""
         for parameter, state in optimizer.state.items():
             module = self._module_of(parameter) if isinstance(parameter, torch.Tensor) else 0
             self.claim(state, "optimizer state", module)
-
-    def _find_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        for parameter in parameters:
-            if parameter.is_leaf and parameter.grad is not None:
-                self.claim(parameter.grad, "gradients", self._module_of(parameter))
 
     def _optimized(self) -> Iterator[torch.Tensor]:
         for optimizer in self._optimizers:
@@ -223,24 +223,3 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError, ValueError):  # a sparse one; its parts are watched by themselves
         return None
-
-
-@contextlib.contextmanager
-def watching_resizes(look_at: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """See resizes of storages, which go past the dispatcher."""
-    resize = torch.UntypedStorage.resize_
-    own = vars(torch.UntypedStorage).get("resize_")
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        look_at(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        if own is None:
-            del torch.UntypedStorage.resize_
-        else:
-            torch.UntypedStorage.resize_ = own  # type: ignore[method-assign]

@@ -26,8 +26,8 @@ from holdfast.forecast.trace.attribution import Places
 from holdfast.forecast.trace.block_runs import BlockRuns, tensors_in
 from holdfast.forecast.trace.events import Assumption, Trace, Variant
 from holdfast.forecast.trace.operations import Operations
-from holdfast.forecast.trace.recording import BACKWARD, FORWARD, OPTIMIZER, OTHER, Recording, as_trace
-from holdfast.forecast.trace.storages import Owners, Storages, watching_resizes
+from holdfast.forecast.trace.recording import BACKWARD, FORWARD, OPTIMIZER, OTHER, Ran, Recording, as_trace
+from holdfast.forecast.trace.storages import Owners, Storages
 
 _DEVICE = torch.ops.prim.device.default
 ScratchOf = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Scratch | None]
@@ -75,7 +75,6 @@ class Tracer(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         gc.collect()
-        self._storages.hold_unknown()
         gc.freeze()  # what is there need not be looked at again, which makes the later collections short
         self._cleanup.callback(gc.unfreeze)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -87,7 +86,7 @@ class Tracer(TorchDispatchMode):
         ):
             self._cleanup.callback(handle.remove)
         self._cleanup.callback(self._blocks.close)
-        self._cleanup.enter_context(watching_resizes(self._storages.look_at))
+        self._cleanup.enter_context(self._storages.watching_resizes())
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -132,8 +131,8 @@ class Tracer(TorchDispatchMode):
         self._places.forget()
         self._blocks.forget()
         self._steps_begun.clear()
+        self._owners.find_all()  # in the order in which Module.to moves them to a device
         self._storages.hold_unknown()
-        self._owners.find_all()
         self._outside, self._in_backward, self._engine_ran = FORWARD, False, False
         self._operations = Operations()
         self._uncalibrated.clear()
@@ -156,38 +155,22 @@ class Tracer(TorchDispatchMode):
             if collects:
                 gc.enable()
 
-    def trace(
-        self,
-        *,
-        micro_batch_size: int,
-        length: int | None = None,
-        precision: str = "fp32",
-        route: str = "cpu",
-        assumptions: Iterable[Assumption] = (),
-    ) -> Trace:
+    def trace(self, **described: Any) -> Trace:
         """Return the step that was recorded last.
 
         Args:
-            micro_batch_size: Samples in its batch.
-            length: Of the samples, or None.
-            precision: As in `Trace`.
-            route: As in `Trace`.
-            assumptions: What had to be taken for granted so far.
+            described: Fields of `Trace`: ``micro_batch_size``, and ``length``, ``precision``, ``route`` and
+                ``assumptions`` where they are not None, fp32, the CPU and none.
         """
         assert self._recorded is not None, "nothing was recorded"
-        return as_trace(
-            self._recorded,
-            self._storages.ledger,
-            modules=self._places.modules,
-            lines=self._places.lines,
-            names=self._operations.names,
-            blocks=self._blocks.names,
-            micro_batch_size=micro_batch_size,
-            length=length,
-            precision=precision,
-            route=route,
-            assumptions=tuple(assumptions),
-        )
+        names = {
+            "modules": tuple(self._places.modules),
+            "lines": tuple(self._places.lines.texts),
+            "names": tuple(self._operations.names),
+            "blocks": tuple(self._blocks.names),
+        }
+        plain = {"length": None, "precision": "fp32", "route": "cpu", "assumptions": ()}
+        return as_trace(self._recorded, self._storages.ledger, **names, **{**plain, **described})
 
     # What torch calls.
 
@@ -224,7 +207,7 @@ class Tracer(TorchDispatchMode):
                 self._uncalibrated.note(str(getattr(func, "overloadpacket", func)), scratch)
             cost = self._operations.measure(func, args, kwargs, out)
             if cost is not None:
-                record.operate(cost.name, begun, phase, cost.flops, cost.moved_bytes, cost.dtype)
+                record.operations.append(Ran(cost.name, begun, phase, *cost[1:]))
         if here and phase == FORWARD and not self._places.in_module:
             source = args[0] if args else None
             if isinstance(source, torch.Tensor) and not self._storages.is_here(source):
@@ -257,53 +240,34 @@ class Tracer(TorchDispatchMode):
         self._owners.find_gradients()
         self._outside = OPTIMIZER
         record = self._storages.record
-        self._steps_begun.append((0, 0) if record is None else (len(record.events), len(record.operation_name)))
+        self._steps_begun.append((0, 0) if record is None else _here(record))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._steps_begun:
             return
-        first_event, first_operation = self._steps_begun.pop()
+        begun = self._steps_begun.pop()
         if self._steps_begun:
             return  # an optimizer within an optimizer
         self._owners.watch({}, [optimizer])
         self._owners.find_state(optimizer)
         record = self._storages.record
         if record is not None:
-            own = self._name_step(record, optimizer, first_event, first_operation)
+            call = 1 + max((variant.call for variant in record.variants), default=-1)
+            names = (self._operations.names[ran.operation_name] for ran in record.operations[begun[1] :])
+            own = optimizer_variants.implementation_of(optimizer, names)
+            _add_variant(record, own, call, begun)
             if not any(value is not None for value in (*args[1:], *kwargs.values())):  # a closure, or a scale
                 self._steps_begun.append((0, 0))
-                self._make_alternatives(record, optimizer, own)
+                for name in optimizer_variants.find_alternatives(optimizer):
+                    if name != own:
+                        self._try_alternative(record, optimizer, name, call)
                 self._steps_begun.pop()
         self._outside = OTHER
 
-    # The optimizer's other implementations.
-
-    def _name_step(
-        self, record: Recording, optimizer: torch.optim.Optimizer, first_event: int, first_operation: int
-    ) -> str:
-        names = [self._operations.names[name] for name in record.operation_name[first_operation:]]
-        own = optimizer_variants.implementation_of(optimizer, names)
-        call = 1 + max((variant.call for variant in record.variants), default=-1)
-        self._add_variant(record, own, call, first_event, first_operation)
-        return own
-
-    def _make_alternatives(self, record: Recording, optimizer: torch.optim.Optimizer, own: str) -> None:
-        call = record.variants[-1].call
-        for name in optimizer_variants.find_alternatives(optimizer):
-            if name == own:
-                continue
-            first_event, first_operation = len(record.events), len(record.operation_name)
-            refusal = self._make_alternative(record, optimizer, name)
-            self._storages.rename(*record.close(first_event, self._storages.ledger.size_bytes.__getitem__))
-            if refusal is None:
-                self._add_variant(record, name, call, first_event, first_operation)
-            else:
-                record.cut(first_event, first_operation)
-                what = f"the {name} implementation of {type(optimizer).__name__} was left out: {refusal}"
-                record.assumptions.append(Assumption(what=what))
-
-    def _make_alternative(self, record: Recording, optimizer: torch.optim.Optimizer, name: str) -> str | None:
-        """Make the step by another implementation; return why it could not be made, or None."""
+    def _try_alternative(self, record: Recording, optimizer: torch.optim.Optimizer, name: str, call: int) -> None:
+        """Make the optimizer's step by another implementation too, if that takes these parameters."""
+        begun = _here(record)
+        refusal = None
         self._storages.record = None  # that the step counters move is not the step's doing
         try:
             with optimizer_variants.arranged(optimizer, name):
@@ -311,11 +275,22 @@ class Tracer(TorchDispatchMode):
                 optimizer_variants.step_again(optimizer)
                 self._storages.record = None
         except optimizer_variants.REFUSALS as error:
-            return (str(error).strip() or type(error).__name__).splitlines()[0]
-        finally:
-            self._storages.record = record
-        return None
+            refusal = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self._storages.record = record
+        self._storages.rename(*record.close(begun[0], self._storages.ledger.size_bytes.__getitem__))
+        if refusal is None:
+            _add_variant(record, name, call, begun)
+        else:
+            record.cut(*begun)
+            what = f"the {name} implementation of {type(optimizer).__name__} was left out: {refusal}"
+            record.assumptions.append(Assumption(what=what))
 
-    def _add_variant(self, record: Recording, name: str, call: int, event: int, operation: int) -> None:
-        events, operations = (event, len(record.events)), (operation, len(record.operation_name))
-        record.variants.append(Variant(name=name, call=call, events=events, operations=operations))
+
+def _here(record: Recording) -> tuple[int, int]:
+    """Return how many events and operations there are so far."""
+    return len(record.events), len(record.operations)
+
+
+def _add_variant(record: Recording, name: str, call: int, begun: tuple[int, int]) -> None:
+    events, operations = zip(begun, _here(record), strict=True)
+    record.variants.append(Variant(name=name, call=call, events=events, operations=operations))
