@@ -86,7 +86,7 @@ def test_the_forecast_is_compared_once_and_headroom_is_used(tmp_path: Path, monk
     model = _model()
     guard = _guard(model, tmp_path, forecast_micro_batch_size=2, forecast_peak_bytes=1_500)
     _steps(guard, model, 6)
-    (compared,) = [event for event in guard.events() if event.kind == "forecast_compared"]
+    compared = the_event(guard, "forecast_compared")
     assert compared.data == {"forecast_bytes": 1_500, "peak_bytes": 1_200, "off_by": 0.25}
     assert [event.kind for event in guard.events() if event.kind == "grow"] == ["grow"]
     assert guard.statistics().micro_batch_size is None

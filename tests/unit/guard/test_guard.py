@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.guard.guarded import events, kinds_of, square_of
 from torch import nn
 
 import holdfast
@@ -132,7 +133,7 @@ def test_a_plain_list_resumes_by_position(tmp_path):
             seen.append(int((torch.stack(data) == batch).all(dim=(1, 2)).nonzero()))
             guard.step(batch, loss_of(parts["model"]))
     assert seen == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
-    loops = [event for event in guard.events() if event.kind == "loop"]
+    loops = events(guard, "loop")
     assert "skips by reading" in loops[0].data["resume_promise"]
 
 
@@ -181,7 +182,7 @@ def test_optimizer_names_train_one_network_and_leak_nothing_into_the_other(tmp_p
             optimizers[name].step()
     guarded, guarded_optimizers = make()
     for_discriminator, for_generator = losses(guarded)
-    guard = holdfast.Guard(tmp_path, model=guarded, optimizer=guarded_optimizers, save_interval_steps=None)
+    guard = guarded(tmp_path, guarded, guarded_optimizers)
     for batch in batches:
         guarded["generator"][0].weight.grad = None
         guard.step(batch, for_discriminator, optimizer="discriminator")
@@ -223,7 +224,7 @@ def test_a_stop_request_in_an_evaluation_ends_the_loop_after_this_batch(tmp_path
             guard.request_stop()
     assert guard.global_step == 1
     assert (tmp_path / "checkpoints" / "000002-step00000001").is_dir()
-    assert "stop_requested" in {event.kind for event in guard.events()}
+    assert "stop_requested" in kinds_of(guard)
 
 
 def test_the_run_directory_is_free_after_the_loop_and_after_the_context(tmp_path):
@@ -309,7 +310,7 @@ def test_nan_is_skipped_then_rolled_back_then_ends_the_run(tmp_path, patience):
     with pytest.raises(holdfast.NonFiniteError, match=r"(?s)max_rollbacks=2.*H501"):
         for batch in guard.batches(max_epochs=30):
             guard.step(batch, lambda x: loss_of(parts["model"])(x) * (poisoned if guard.global_step >= 5 else 1))
-    kinds = [event.kind for event in guard.events() if event.kind in ("skip_step", "roll_back", "stop")]
+    kinds = kinds_of(guard, "skip_step", "roll_back", "stop")
     assert kinds == (["skip_step"] * (patience - 1) + ["roll_back"]) * 2 + ["skip_step"] * (patience - 1) + ["stop"]
     assert all(torch.isfinite(tensor).all() for tensor in tensors_of(parts))
     guard.close()
@@ -414,7 +415,7 @@ def test_infinite_buffers_that_are_meant_do_not_stop_a_save(tmp_path):
 
     model = Masked()
     guard = holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    guard.step(torch.randn(4, 4), lambda x: model(x).square().mean())
+    guard.step(torch.randn(4, 4), square_of(model))
     guard.close()
     assert guard.statistics().checkpoints_saved == 2
     again = Masked()
@@ -450,7 +451,7 @@ def test_weights_that_are_not_finite_are_never_a_good_checkpoint(tmp_path, once)
         guard = run()
         assert guard.global_step == 6
         assert all(torch.isfinite(tensor).all() for tensor in tensors_of(parts))
-        kinds = [event.kind for event in guard.events()]
+        kinds = kinds_of(guard)
         assert kinds.count("save_refused") == kinds.count("roll_back") == 1
     else:
         with pytest.raises(holdfast.NonFiniteError, match=r"3\.weight"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.guard.guarded import kinds_of, the_event
 from torch import nn
 
 import holdfast
@@ -153,7 +154,7 @@ def test_state_that_cannot_be_told_for_a_moment_does_not_end_training(tmp_path):
     guard = holdfast.Guard(tmp_path, loader=loader, state=Changing(), **options, **parts)
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, lambda x: parts["model"](x).square().mean())
-    (event,) = events(guard, "snapshot_failed")
+    event = the_event(guard, "snapshot_failed")
     assert "dictionary changed size" in event.data["error"]
     assert guard.global_step == 6
     guard.close()
@@ -172,7 +173,7 @@ def test_a_save_that_fails_is_an_event_of_its_step_and_training_goes_on(tmp_path
         guard._session.saving._job.result()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    (failed,) = events(guard, "save_failed")
+    failed = the_event(guard, "save_failed")
     assert (failed.global_step, guard.global_step) == (1, 2)
     assert "File too large" in failed.data["error"]
     guard.close()
@@ -194,7 +195,7 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(tmp_path, disk):
             spoilt = True
             with torch.no_grad():
                 parts["model"][0].weight[0, 0] = torch.nan
-    (refused,) = events(guard, "save_refused")
+    refused = the_event(guard, "save_refused")
     assert (refused.global_step, refused.data["nonfinite"], refused.data["count"]) == (3, ["0.weight"], 1)
     assert len(events(guard, "roll_back")) == 1
     assert all(torch.isfinite(tensor).all() for tensor in tensors_of(parts))
@@ -215,7 +216,7 @@ def test_what_no_checkpoint_holds_as_it_is_must_be_finite_too(tmp_path):
     with torch.no_grad():
         model.weight[0] = complex(float("nan"), 0)
     guard._boundaries.boundary_outside()
-    (refused,) = events(guard, "save_refused")
+    refused = the_event(guard, "save_refused")
     assert refused.data["nonfinite"] == ["weight"]
     assert torch.isfinite(model.weight.abs()).all(), "the run has returned to the checkpoint"
     guard.close()
@@ -355,7 +356,7 @@ def test_a_forked_process_records_nothing_and_does_not_hang(tmp_path):
     go.set()
     thread.join()
     record.happened("in the parent")
-    assert [event.kind for event in record.events()] == ["in the parent"]
+    assert kinds_of(record) == ["in the parent"]
     record.close()
 
 
@@ -387,7 +388,7 @@ def test_the_interval_is_chosen_from_what_saves_and_steps_cost(tmp_path, disk):
     for _ in range(600):
         step(guard, parts)
         clock.advance(0.1)
-    (decision,) = events(guard, "save_interval")
+    decision = the_event(guard, "save_interval")
     assert decision.data["seconds"] == pytest.approx(4 + (2 * 86_400 * 4 + 16) ** 0.5, rel=1e-3)
     assert decision.data["steps"] == pytest.approx(8354, abs=2)
     first, early = saved_steps(guard)

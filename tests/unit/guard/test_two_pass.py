@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.unit.guard.guarded import ask_for_too_much, guarded
 from torch import nn
 
 import holdfast
@@ -223,13 +224,7 @@ def test_outputs_that_cannot_be_joined_are_named(tmp_path, outputs, words):
 
 
 def guard_for(model: Any, run_dir: Any, **policy: Any) -> holdfast.Guard:
-    return holdfast.Guard(
-        run_dir,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        save_interval_steps=None,
-        **policy,
-    )
+    return guarded(run_dir, model, **policy)
 
 
 @pytest.mark.parametrize("way", ["number", "out of memory", "recompute", "fp16", "bf16"])
@@ -252,7 +247,7 @@ def test_a_guard_splits_it_in_every_way_that_it_splits(tmp_path, way):
 
         def embed(part: Any) -> Any:
             if short and len(part[0]) > 4:
-                torch.empty(2**50, dtype=torch.uint8)
+                ask_for_too_much()
             return [model(each.to(model.log_scale.dtype)) for each in part]
 
         with guard_for(model, tmp_path / name, **policy) as guard:
