@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.forecast.running import run_host_comparison
 from tests.unit.forecast.allocations import real_allocations
+from tests.unit.forecast.running import run_host_comparison
 
 from holdfast.forecast.kernels import recurrent_cpu
 from holdfast.forecast.kernels.scratch import NO_SCRATCH, ScratchEstimate, Uncalibrated, scratch_bytes

@@ -18,8 +18,7 @@ from holdfast.guard.parts import gather_parts
 from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.split_safety import SplitSafety
 from holdfast.guard.state.buffers import BufferKeeper
-from holdfast.guard.step.loss_scale import LossScale
-from holdfast.guard.step.passes import Passed, Passes
+from holdfast.guard.step.passes import LossScale, Passed, Passes
 from holdfast.loader.splitting import micro_batches
 
 

@@ -20,8 +20,7 @@ from holdfast.guard.record import RunRecord
 from holdfast.guard.splitting.split_safety import SplitSafety
 from holdfast.guard.splitting.two_pass import TwoPass
 from holdfast.guard.state.buffers import BufferKeeper
-from holdfast.guard.step.loss_scale import LossScale
-from holdfast.guard.step.passes import Passed, Passes
+from holdfast.guard.step.passes import LossScale, Passed, Passes
 from holdfast.loader.splitting import micro_batches
 
 SIZES = (3, 4, 1, 4)  # of the parts of 12 samples
