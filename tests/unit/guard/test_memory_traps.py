@@ -1,6 +1,6 @@
 """Traps around out-of-memory that other projects have shipped; each test fails on the naive code.
 
-An allocation fails for real here, at a place of the test's choosing. Tests with a real memory limit are in tests/faults.
+An allocation fails for real here, at a place of the test's choosing. A real memory limit is that of tests/faults.
 """
 
 from __future__ import annotations
