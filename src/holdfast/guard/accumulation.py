@@ -3,8 +3,6 @@
 For frameworks that show every batch while it is trained, so that a `Window` cannot wait for its last one. A batch
 that ran out of memory is made again or cut, without touching the gradients of those before it; one with NaN or Inf
 has the whole step skipped, or goes on without the samples that it came from, as the policy says.
-
-Does not: know any framework (see ``integrations``).
 """
 
 from __future__ import annotations
@@ -31,18 +29,6 @@ class Accumulation:
         begins: Called at the beginning of each attempt, to put back what an earlier one has changed outside.
 
     Memory: one more copy of the gradients while there are some to keep.
-
-    Example:
-        >>> import tempfile, torch
-        >>> from holdfast.guard.hosted import HostedGuard
-        >>> model, x = torch.nn.Linear(2, 1), torch.randn(8, 2)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> guard = HostedGuard(tempfile.mkdtemp(), model=model, optimizer=optimizer)
-        >>> steps = Accumulation(guard)
-        >>> half = lambda batch: model(batch).square().mean() / 2
-        >>> steps.add(x, half).skipped, steps.step(x, half).skipped, guard.global_step
-        (False, False, 1)
-        >>> guard.close()
     """
 
     def __init__(self, guard: HostedGuard, begins: Callable[[], None] = lambda: None) -> None:
@@ -126,13 +112,9 @@ class Accumulation:
         optimizer: Sequence[str] | None = None,
         split: Split | None = None,
     ) -> StepResult:
-        """Add the gradient of a batch to those that are kept.
+        """Add the gradient of a batch to those that are kept; ``skipped`` if it is NaN or Inf, and so the whole step.
 
-        Returns:
-            What happened; ``skipped`` if it was NaN or Inf: then the whole step will be skipped.
-
-        Raises:
-            As `Guard.step`; what was kept before stays.
+        What it raises is that of `Guard.step`; what was kept before stays.
         """
         session, engine, recovery = self._steps.session, self._engine, self._steps.recovery
         if self._begun is None:
@@ -200,11 +182,9 @@ class _Divided(torch.autograd.Function):
 
 
 def divided(loss: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a loss of the same value whose gradient is divided, so that a guard sees the loss as it was returned.
+    """Return a loss of the same value, shape ``()``, whose gradient is divided by the batches of a step.
 
-    Args:
-        loss: Shape ``()``, with its graph.
-        count: Batches of a step, at least 1.
+    So a guard sees the loss as it was returned.
     """
     found: torch.Tensor = loss if count == 1 else _Divided.apply(loss, count)  # type: ignore[no-untyped-call]
     return found

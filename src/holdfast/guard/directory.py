@@ -117,13 +117,7 @@ class RunDirectory:
         self.note_saved()
 
     def _lost(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"this run has saved checkpoints, and {self.checkpoints} {what}",
-            limit="a new start without a word would hide the loss",
-            fix="mount the disk or bring back a copy; to begin anew on purpose, choose another run directory or "
-            f"delete {self.path / _RUN_FILE}.",
-            rule="H312",
-        )
+        return _lost(f", and {self.checkpoints} {what}", "choose another run directory ", self.path)
 
     def acquire(self) -> None:
         """Take the lock; it is released by `release` or by the end of the process, however it ends."""
@@ -174,10 +168,13 @@ def check_found(run_dir: Path, *, anew: str) -> None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
     if saved_in is not None:
-        raise CheckpointError(
-            f"this run has saved checkpoints in {saved_in}, and none is found",
-            limit="a new start without a word would hide the loss",
-            fix=f"mount the disk or bring back a copy; to begin anew on purpose, {anew}or delete "
-            f"{run_dir / _RUN_FILE}.",
-            rule="H312",
-        )
+        raise _lost(f" in {saved_in}, and none is found", anew, run_dir)
+
+
+def _lost(what: str, anew: str, run_dir: Path) -> CheckpointError:
+    return CheckpointError(
+        f"this run has saved checkpoints{what}",
+        limit="a new start without a word would hide the loss",
+        fix=f"mount the disk or bring back a copy; to begin anew on purpose, {anew}or delete {run_dir / _RUN_FILE}.",
+        rule="H312",
+    )

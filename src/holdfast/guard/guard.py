@@ -30,10 +30,9 @@ from holdfast.guard.ranks import find_ranks
 from holdfast.guard.record import End, RunRecord
 from holdfast.guard.result import Statistics, StepResult
 from holdfast.guard.run.loop import Loop
-from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.schedules import check_schedulers, validated
 from holdfast.guard.run.session import Session
-from holdfast.guard.run.steps import Steps
+from holdfast.guard.run.steps import Recovery, Steps
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
 from holdfast.guard.stop import Interrupted, StopRequest

@@ -23,7 +23,6 @@ from holdfast.core.policy_sources import PREFIX, from_environment
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.guard import Guard, evaluating
 from holdfast.guard.record import End
-from holdfast.guard.result import Counters
 from holdfast.guard.run.steps import Steps
 
 _OF_THE_HOST = ("save_interval_steps", "save_interval_minutes", "scheduler_interval")
@@ -142,7 +141,7 @@ class HostedGuard(Guard):
     def state_dict(self) -> dict[str, Any]:
         """Return what later steps need of earlier ones, as JSON values: for a checkpoint of the framework's."""
         kept = self._session.training_state()
-        own = ("global_step", "counters", "ladder", "spikes", "interventions", "loss_scale", "diagnosis")
+        own = ("global_step", "counters", "ladder", "spikes", "loss_scale", "diagnosis")
         encoder = Encoder("holdfast")
         found: dict[str, Any] = encoder.encode({name: kept[name] for name in own})
         assert not encoder.tensors, sorted(encoder.tensors)
@@ -151,14 +150,8 @@ class HostedGuard(Guard):
     def load_state_dict(self, carried: Mapping[str, Any]) -> None:
         """Go on from `state_dict` of an earlier process; model, optimizer and scheduler were restored by the host."""
         state: dict[str, Any] = decode(dict(carried), {})
-        session = self._session
-        session.counters = Counters(**state["counters"])
-        session.counters.resumes += 1
-        session.interventions = state["interventions"]
-        session.spikes.load_state_dict(state["spikes"])
-        self._ladder.load_state_dict(state["ladder"])
+        self._session.go_on_from(state)
         self._engine.loss_scale.load_state_dict(state["loss_scale"])
-        self._engine.diagnosis.load_state_dict(state["diagnosis"])
         self._engine.state_was_replaced()
         self._record.global_step = state["global_step"]
         self._record.happened("resumed", by="the framework")

@@ -26,9 +26,6 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
     The smallest of what the machine has left, what the control groups have left, and what the limits of this process
     leave.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are mounted.
     """
     left = memory_available_bytes(root)
     return min([*_limits(root)] if left is None else [left, *_limits(root)], default=None)
@@ -44,14 +41,9 @@ def _limits(root: Path) -> Iterator[int]:
 
 
 def set_malloc_threshold(threshold_bytes: int) -> bool:
-    """Let glibc map blocks of this size and more by themselves. Call it before large allocations.
+    """Let glibc map blocks of this size and more by themselves; return False where malloc is not glibc's.
 
-    Args:
-        threshold_bytes: From this size on, freed memory goes back to the system at once. Smaller blocks stay in the
-            heap until `trim_heap`.
-
-    Returns:
-        False where malloc is not glibc's, which is then left as it is.
+    Call it before large allocations: from this size on, freed memory goes back to the system at once.
     """
     libc = _libc()
     if libc is None:

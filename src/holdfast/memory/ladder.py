@@ -23,15 +23,10 @@ _LONGEST_WAIT_FACTOR = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How an attempt runs.
+    """How an attempt runs."""
 
-    Args:
-        micro_batch_size: Most samples in one forward/backward; None is the whole batch.
-        recompute: Names of the modules whose activations are recomputed.
-    """
-
-    micro_batch_size: int | None = None
-    recompute: tuple[str, ...] = ()
+    micro_batch_size: int | None = None  # most samples in one forward/backward; None is the whole batch
+    recompute: tuple[str, ...] = ()  # names of the modules whose activations are recomputed
 
     def samples(self, batch_size: int) -> int:
         """Return the samples in one forward/backward of a batch of this size."""
@@ -40,40 +35,25 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remedies:
-    """What a step may do about a lack of memory.
+    """What a step may do about a lack of memory."""
 
-    Args:
-        recompute: Modules that should be recomputed in the next attempt; those of the last one if no others help.
-        no_split: Why the batch may not be split, or None if it may.
-        split_promise: What splitting this batch promises.
-        recompute_promise: What recomputing promises on this device.
-        smallest: Fewest samples that one forward/backward can take.
-    """
-
-    recompute: tuple[str, ...] = ()
-    no_split: str | None = None
-    split_promise: Promise = "equal up to rounding"
-    recompute_promise: Promise = "bit-exact"
-    smallest: int = 1
+    recompute: tuple[str, ...] = ()  # modules for the next attempt; those of the last one if no others help
+    no_split: str | None = None  # why the batch may not be split, or None if it may
+    split_promise: Promise = "equal up to rounding"  # what splitting this batch promises
+    recompute_promise: Promise = "bit-exact"  # what recomputing promises on this device
+    smallest: int = 1  # fewest samples that one forward/backward can take
 
 
 class MemoryLadder:
-    """Decide after each out-of-memory error and each clean step.
-
-    Args:
-        largest: Most samples per forward/backward that the policy allows; None is the whole batch.
-        grow_after_steps: Clean steps before a larger micro-batch is tried.
-        start: Samples per forward/backward to begin with; None is as many as are allowed.
-        recompute: Names of modules that are recomputed from the first step on, for good.
-    """
+    """Decide after each out-of-memory error and each clean step."""
 
     def __init__(
         self,
         *,
-        largest: int | None,
+        largest: int | None,  # most samples per forward/backward that the policy allows; None is the whole batch
         grow_after_steps: int,
-        start: int | None = None,
-        recompute: tuple[str, ...] = (),
+        start: int | None = None,  # samples per forward/backward to begin with; None is as many as are allowed
+        recompute: tuple[str, ...] = (),  # modules that are recomputed from the first step on, for good
     ) -> None:
         self._largest = largest
         self._grow_after_steps = grow_after_steps
@@ -102,13 +82,7 @@ class MemoryLadder:
         return self._fallback is not None
 
     def decide_after_oom(self, *, batch_size: int, failures: int, remedies: Remedies) -> Decision:
-        """Return what to do about an attempt that ran out of memory, and make it the plan.
-
-        Args:
-            batch_size: Samples in the batch.
-            failures: Attempts of this step that ran out of memory so far, this one included.
-            remedies: What is possible.
-        """
+        """Return what to do about the last of so many attempts that ran out of memory, and make it the plan."""
         self._clean_steps = 0
         self._remedies = remedies
         self._tight_batch = max(self._tight_batch, batch_size)
@@ -142,12 +116,7 @@ class MemoryLadder:
         self._fallback = None
 
     def decide_after_step(self, *, batch_size: int, attempts: int) -> Decision | None:
-        """Return a larger plan to try from the next step on, or None.
-
-        Args:
-            batch_size: Samples in the batch that was just committed.
-            attempts: Attempts that it took.
-        """
+        """Return a larger plan to try from the next step on, or None."""
         if self._fallback is not None:
             if batch_size < self._tight_batch:
                 return None  # a short batch, such as the last of an epoch, proves nothing

@@ -28,23 +28,13 @@ _LEAST_OVER_NOISE = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Memory that grows with the steps.
+    """Memory that grows with the steps."""
 
-    Args:
-        bytes_per_step: Slope, the median of all pairs' (Theil-Sen).
-        low: Its 10th percentile.
-        high: Its 90th percentile.
-        bytes_per_second: The same by time.
-        grown_bytes: How much it was over what was looked at.
-        steps: Over how many steps.
-    """
-
-    bytes_per_step: float
-    low: float
-    high: float
-    bytes_per_second: float
-    grown_bytes: int
-    steps: int
+    bytes_per_step: float  # slope, the median of all pairs' (Theil-Sen)
+    low: float  # its 10th percentile
+    high: float  # its 90th percentile
+    bytes_per_second: float  # the same by time
+    grown_bytes: int  # how much it was over what was looked at
 
     def minutes_until(self, bytes_left: int) -> float:
         """Return when so many bytes are used up, at this slope."""
@@ -53,17 +43,11 @@ class Growth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Memory at a step.
+    """Memory at a step."""
 
-    Args:
-        step: Which; rising.
-        seconds: When, on any clock.
-        used_bytes: What was used.
-    """
-
-    step: int
-    seconds: float
-    used_bytes: int
+    step: int  # which; rising
+    seconds: float  # when, on any clock
+    used_bytes: int  # what was used
 
 
 def find_growth(readings: Sequence[Reading]) -> Growth | None:
@@ -72,9 +56,6 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
     The first fifth is taken for a warm-up. The rest is cut into twelve windows, and only the lowest reading of each
     counts, which takes out what comes and goes. These must rise one after another (Mann-Kendall), by more than noise
     and pools, not in one jump, and at the end nearly as fast as at the beginning.
-
-    Args:
-        readings: Oldest first, at least 150; more are needed for a slow leak.
     """
     rest = readings[int(len(readings) * _WARM_UP_SHARE) :]
     if len(rest) < _LEAST_SAMPLES:
@@ -97,7 +78,6 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
         high=slopes[len(slopes) * 9 // 10],
         bytes_per_second=slope / seconds_per_step,
         grown_bytes=lowest[-1].used_bytes - lowest[0].used_bytes,
-        steps=lowest[-1].step - lowest[0].step,
     )
 
 

@@ -63,9 +63,6 @@ def switch_off_if_unsafe(models: Iterable[torch.nn.Module]) -> bool:
 
     Call it where memory was short and kernels of new shapes are about to be made. A convolution that is called as a
     function is not seen.
-
-    Returns:
-        True if it was on and is off now.
     """
     modules = (module for model in models for module in model.modules())
     if not is_on() or not any(isinstance(module, _ConvNd) and max(module.stride) > 1 for module in modules):

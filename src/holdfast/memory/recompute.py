@@ -63,11 +63,7 @@ def parts_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def find_blocks(models: Mapping[str, nn.Module], wanted: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules with these names; those of a model called ``"model"`` go without it.
-
-    Raises:
-        PolicyError: H102, for a name that no module has.
-    """
+    """Return the modules with these names; those of a model called ``"model"`` go without it."""
     every = {_full_name(key, name): part for key, model in models.items() for name, part in model.named_modules()}
     for name in wanted:
         if name not in every:
@@ -125,13 +121,7 @@ def recomputing(
     *,
     verify: Collection[nn.Module] = (),
 ) -> Iterator[None]:
-    """Checkpoint the activations of these blocks while the context lasts.
-
-    Args:
-        blocks: Modules whose ``forward`` is replaced for the time being.
-        capture: Returns the random state of the process.
-        restore: Puts it back.
-        verify: Those whose outputs are compared, too: one host sync for each call.
+    """Checkpoint the activations of these blocks while the context lasts; the outputs of some are compared.
 
     The backward pass raises `RecomputeDiffersError` where an input was changed in place since, the block has other
     weights by then, or an output that is compared is another one the second time.

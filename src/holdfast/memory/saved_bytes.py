@@ -58,12 +58,7 @@ class Measurement:
     sizes: dict[int, int] = field(default_factory=dict)
 
     def peak(self, chosen: Collection[str], known: Mapping[str, int]) -> int:
-        """Return the bytes that would be kept at most if these modules were recomputed.
-
-        Args:
-            chosen: Names.
-            known: Bytes that one call makes again, of modules that were recomputed while this was measured.
-        """
+        """Return the bytes that would be kept at most if these modules were recomputed."""
         owners: list[int] = []  # the outermost recomputed call that each call is in, -1: none
         for number, call in enumerate(self.calls):
             outer = owners[call.parent] if call.parent >= 0 else -1
@@ -111,12 +106,7 @@ class SavedBytes:
 
     @contextlib.contextmanager
     def measuring(self, recomputed: Sequence[str], held: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Measure the forward passes that are made meanwhile; the one that saves most counts.
-
-        Args:
-            recomputed: Names of the modules that are recomputed meanwhile.
-            held: Tensors that stay anyway: the batch.
-        """
+        """Measure the forward passes that are made meanwhile; the one that saves most counts."""
         parts = [part for module in self._modules.values() for part in (module.parameters(), module.buffers())]
         watch = _Watch({key for part in (*parts, held) for tensor in part if (key := _key(tensor)) is not None})
         self._best = Measurement()
@@ -140,14 +130,7 @@ class SavedBytes:
             self._refused |= watch.changes_input
 
     def choose(self, active: Sequence[str]) -> tuple[str, ...]:
-        """Return the modules to recompute from now on: those that are, and the ones that save most of all others.
-
-        Args:
-            active: Names of those that were recomputed in the last attempt that was measured.
-
-        Returns:
-            As many more as make at least half of the gain that all of them would make; the same if none gains.
-        """
+        """Return the modules to recompute from now on: those that are, and the ones that save most of all others."""
         known = {name: self._known.get(name, 0) for name in active}
         chosen, peak = list(active), self._best.peak((), known)
         start, stages = peak, [(peak, tuple(active))]

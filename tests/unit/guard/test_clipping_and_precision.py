@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.guard.guarded import kinds_of, the_event
 from torch import nn
 
 import holdfast
@@ -30,7 +31,7 @@ def test_a_finite_gradient_whose_norm_overflows_is_clipped_and_not_zeroed(tmp_pa
     assert not result.skipped
     assert result.grad_norm["optimizer.0"] == pytest.approx(1e20 * math.sqrt(30), rel=1e-6)
     assert not torch.equal(model.weight, before)
-    (event,) = [event for event in guard.events() if event.kind == "norm_overflowed"]
+    event = the_event(guard, "norm_overflowed")
     assert event.data["total"] == pytest.approx(1e20 * math.sqrt(30), rel=1e-6)
 
     naive = nn.Linear(4, 1, bias=False)
@@ -129,7 +130,7 @@ def test_a_skipped_step_names_the_parameters(tmp_path):
     result = guard.step(torch.randn(8, 3), lambda x: model[1](model[0](x).abs().sqrt()).square().mean())
     assert result.skipped
     assert "0.weight" in result.reason
-    (event,) = [event for event in guard.events() if event.kind == "skip_step"]
+    event = the_event(guard, "skip_step")
     assert event.data["promise"] == "changes training"
 
 
@@ -169,7 +170,7 @@ def test_the_first_overflows_of_fp16_lower_the_scale_and_are_no_alarm(tmp_path):
     assert reasons[0] is not None
     assert "loss scale lowered to 32768" in reasons[0]
     assert guard.global_step == 3
-    kinds = {event.kind for event in guard.events()}
+    kinds = kinds_of(guard)
     assert "loss_scale_lowered" in kinds
     assert not kinds & {"roll_back", "loss_scale_collapsed", "skip_step"}
 
@@ -186,7 +187,7 @@ def test_a_scale_that_collapses_raises_an_alarm_and_ends_the_run(tmp_path):
     with pytest.raises(holdfast.NonFiniteError, match="weight"):
         for _ in range(40):
             guard.step(torch.randn(8, 3), loss)
-    assert "loss_scale_collapsed" in {event.kind for event in guard.events()}
+    assert "loss_scale_collapsed" in kinds_of(guard)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.guard.guarded import square_of
 
 import holdfast
 from holdfast.testing import FakeClock
@@ -23,7 +24,7 @@ def saved_steps(run_dir: Path, steps: int, *, driven: bool = True, costs: float 
         loader=[batch] * steps, async_save=False, **fields,
     )  # fmt: skip
     for each in guard.batches(max_epochs=1) if driven else [batch] * steps:
-        guard.step(each, lambda x: model(x).square().mean())
+        guard.step(each, square_of(model))
         clock.advance(0.1)
     return [event.global_step for event in guard.events() if event.kind == "checkpoint_saved"]
 

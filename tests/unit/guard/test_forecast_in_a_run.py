@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.guard.guarded import the_event
 from torch import nn
 
 from holdfast import Guard, Policy, PolicyError
-from holdfast.guard.step import engine
 
 
 def _model() -> nn.Sequential:
@@ -67,26 +67,13 @@ def test_a_forecast_excludes_a_size_that_is_given() -> None:
         Policy(micro_batch_size=4, forecast_micro_batch_size=8)
 
 
-class _PlayedMeter:
-    """Plays a GPU's memory, which CI has not: 100 bytes a sample above 1,000, of 1,000,000."""
-
-    def __init__(self, _: object) -> None:
-        self.begun = 0
-
-    def begin(self) -> None:
-        self.begun += 1
-
-    def look(self) -> engine.Headroom:
-        return engine.Headroom(used_bytes=200, free_bytes=1_000_000, peak_bytes=1_200)
-
-
-def test_the_forecast_is_compared_once_and_headroom_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the third step the measured peak stands beside the forecast (played memory), and a larger size is tried."""
-    monkeypatch.setattr(engine, "HeadroomMeter", _PlayedMeter)
+def test_the_forecast_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the third step the measured peak stands beside the forecast (a GPU's memory, played, which CI has not)."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 1_200)
     model = _model()
     guard = _guard(model, tmp_path, forecast_micro_batch_size=2, forecast_peak_bytes=1_500)
+    guard._engine._cuda = [torch.device("cuda")]
     _steps(guard, model, 6)
-    (compared,) = [event for event in guard.events() if event.kind == "forecast_compared"]
+    compared = the_event(guard, "forecast_compared")
     assert compared.data == {"forecast_bytes": 1_500, "peak_bytes": 1_200, "off_by": 0.25}
-    assert [event.kind for event in guard.events() if event.kind == "grow"] == ["grow"]
-    assert guard.statistics().micro_batch_size is None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.guard.guarded import kinds_of, square_of
 from torch import nn
 
 import holdfast
@@ -44,6 +45,17 @@ def loss_of(model: nn.Module) -> Any:
     return lambda x: (model(x) - 1).square().mean()
 
 
+def run(guard: holdfast.Guard, parts: dict[str, Any], **limits: int) -> None:
+    for batch in guard.batches(**limits):
+        guard.step(batch, loss_of(parts["model"]))
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
 def tensors_of(parts: dict[str, Any]) -> list[torch.Tensor]:
     found = [*parts["model"].state_dict().values(), *parts["state"]["ema"].state_dict().values()]
     for state in parts["optimizer"].state.values():
@@ -61,11 +73,9 @@ def make_loader(kind: str, workers: int = 0) -> Any:
 
 
 def train(run_dir: Any, kind: str, *, stop_after: int | None = None, epochs: int = 3, workers: int = 0) -> Any:
-    """Train until the end, or until a stop after so many batches of this life."""
+    """Train until the end, or until a stop after so many batches of this process."""
     parts = make_parts()
-    torch.manual_seed(12)
-    random.seed(12)
-    np.random.seed(12)
+    seed(12)
     with holdfast.Guard(run_dir, loader=make_loader(kind, workers), save_interval_steps=4, **parts) as guard:
         for number, batch in enumerate(guard.batches(max_epochs=epochs), start=1):
             guard.step(batch, loss_of(parts["model"]))
@@ -78,9 +88,7 @@ def train(run_dir: Any, kind: str, *, stop_after: int | None = None, epochs: int
 def test_a_guarded_run_is_the_bare_loop_bit_for_bit(tmp_path):
     """Weights, statistics, moments, schedule, average and every loss equal those of plain PyTorch."""
     parts = make_parts()
-    torch.manual_seed(12)
-    random.seed(12)
-    np.random.seed(12)
+    seed(12)
     bare = []
     for _ in range(3):
         for batch in make_loader("torch"):
@@ -93,9 +101,7 @@ def test_a_guarded_run_is_the_bare_loop_bit_for_bit(tmp_path):
             parts["state"]["ema"].update_parameters(parts["model"])
             bare.append(loss.item())
     guarded = make_parts()
-    torch.manual_seed(12)
-    random.seed(12)
-    np.random.seed(12)
+    seed(12)
     guard = holdfast.Guard(tmp_path, loader=make_loader("torch"), max_grad_norm=0.3, **guarded)
     found = []
     for batch in guard.batches(max_epochs=3):
@@ -121,22 +127,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_at_any_batch(tmp_path, kind, stop_aft
     assert second.statistics().resumes == 1
 
 
-def test_a_plain_list_resumes_by_position(tmp_path):
-    """Any iterable works as a loader; what is promised for it is recorded."""
-    data = list(torch.randn(7, 3, 4).unbind())
-    seen = []
-    for life in range(2):
-        parts = make_parts()
-        guard = holdfast.Guard(tmp_path, loader=data, **parts)
-        for batch in guard.batches(max_steps=3 if life == 0 else 10):
-            seen.append(int((torch.stack(data) == batch).all(dim=(1, 2)).nonzero()))
-            guard.step(batch, loss_of(parts["model"]))
-    assert seen == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
-    loops = [event for event in guard.events() if event.kind == "loop"]
-    assert "skips by reading" in loops[0].data["resume_promise"]
-
-
-def test_limits_count_over_all_lives(tmp_path):
+def test_limits_count_over_all_restarts(tmp_path):
     """`max_steps` and `max_epochs` are totals: a finished run gives no batch again."""
     for _ in range(2):
         guard, _ = train(tmp_path, "holdfast", epochs=2)
@@ -181,7 +172,7 @@ def test_optimizer_names_train_one_network_and_leak_nothing_into_the_other(tmp_p
             optimizers[name].step()
     guarded, guarded_optimizers = make()
     for_discriminator, for_generator = losses(guarded)
-    guard = holdfast.Guard(tmp_path, model=guarded, optimizer=guarded_optimizers, save_interval_steps=None)
+    guard = guarded(tmp_path, guarded, guarded_optimizers)
     for batch in batches:
         guarded["generator"][0].weight.grad = None
         guard.step(batch, for_discriminator, optimizer="discriminator")
@@ -223,7 +214,7 @@ def test_a_stop_request_in_an_evaluation_ends_the_loop_after_this_batch(tmp_path
             guard.request_stop()
     assert guard.global_step == 1
     assert (tmp_path / "checkpoints" / "000002-step00000001").is_dir()
-    assert "stop_requested" in {event.kind for event in guard.events()}
+    assert "stop_requested" in kinds_of(guard)
 
 
 def test_the_run_directory_is_free_after_the_loop_and_after_the_context(tmp_path):
@@ -259,8 +250,7 @@ def test_checkpoints_come_at_the_interval_and_the_last_ones_stay(tmp_path):
     guard = holdfast.Guard(
         tmp_path, loader=make_loader("holdfast"), save_interval_steps=4, keep_latest_k=2, async_save=False, **parts
     )
-    for batch in guard.batches(max_epochs=3):
-        guard.step(batch, loss_of(parts["model"]))
+    run(guard, parts, max_epochs=3)
     saved = [event.global_step for event in guard.events() if event.kind == "checkpoint_saved"]
     assert saved == [0, 4, 8, 12, 16, 18]
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
@@ -268,15 +258,6 @@ def test_checkpoints_come_at_the_interval_and_the_last_ones_stay(tmp_path):
         "000006-step00000018",
     ]
     assert guard.statistics().checkpoints_saved == 6
-
-
-def test_no_interval_writes_nothing(tmp_path):
-    """`save_interval_steps=None` turns saving off."""
-    parts = make_parts()
-    with holdfast.Guard(tmp_path, loader=make_loader("holdfast"), save_interval_steps=None, **parts) as guard:
-        for batch in guard.batches(max_epochs=1):
-            guard.step(batch, loss_of(parts["model"]))
-    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_loop_of_the_callers_own_is_saved_and_resumed_too(tmp_path):
@@ -309,7 +290,7 @@ def test_nan_is_skipped_then_rolled_back_then_ends_the_run(tmp_path, patience):
     with pytest.raises(holdfast.NonFiniteError, match=r"(?s)max_rollbacks=2.*H501"):
         for batch in guard.batches(max_epochs=30):
             guard.step(batch, lambda x: loss_of(parts["model"])(x) * (poisoned if guard.global_step >= 5 else 1))
-    kinds = [event.kind for event in guard.events() if event.kind in ("skip_step", "roll_back", "stop")]
+    kinds = kinds_of(guard, "skip_step", "roll_back", "stop")
     assert kinds == (["skip_step"] * (patience - 1) + ["roll_back"]) * 2 + ["skip_step"] * (patience - 1) + ["stop"]
     assert all(torch.isfinite(tensor).all() for tensor in tensors_of(parts))
     guard.close()
@@ -414,7 +395,7 @@ def test_infinite_buffers_that_are_meant_do_not_stop_a_save(tmp_path):
 
     model = Masked()
     guard = holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    guard.step(torch.randn(4, 4), lambda x: model(x).square().mean())
+    guard.step(torch.randn(4, 4), square_of(model))
     guard.close()
     assert guard.statistics().checkpoints_saved == 2
     again = Masked()
@@ -422,41 +403,19 @@ def test_infinite_buffers_that_are_meant_do_not_stop_a_save(tmp_path):
     assert torch.equal(again.lowest, model.lowest)
 
 
-@pytest.mark.parametrize("once", [True, False])
-def test_weights_that_are_not_finite_are_never_a_good_checkpoint(tmp_path, once):
-    """Weights that went bad outside a step are not saved: the run returns to its last good state, or ends."""
-    parts = make_parts()
-    spoilt = 0
-
-    def run() -> holdfast.Guard:
-        nonlocal spoilt
-        guard = holdfast.Guard(
-            tmp_path,
-            loader=make_loader("holdfast"),
-            save_interval_steps=2,
-            keep_latest_k=1,
-            async_save=False,
-            **parts,
-        )
+def test_weights_that_are_not_finite_are_never_a_good_checkpoint(tmp_path):
+    """Weights that go bad outside a step, again and again, are not saved: the run ends, its last good state stays."""
+    parts, spoilt = make_parts(), 0
+    settings = {"save_interval_steps": 2, "keep_latest_k": 1, "async_save": False}
+    guard = holdfast.Guard(tmp_path, loader=make_loader("holdfast"), **settings, **parts)
+    with pytest.raises(holdfast.NonFiniteError, match=r"3\.weight"):
         for batch in guard.batches(max_steps=6):
             guard.step(batch, loss_of(parts["model"]))
-            if guard.global_step == 4 and not (once and spoilt):
+            if guard.global_step == 4:
                 spoilt += 1
-                with torch.no_grad():
-                    parts["model"][3].weight[0, 0] = torch.nan
-        return guard
-
-    if once:
-        guard = run()
-        assert guard.global_step == 6
-        assert all(torch.isfinite(tensor).all() for tensor in tensors_of(parts))
-        kinds = [event.kind for event in guard.events()]
-        assert kinds.count("save_refused") == kinds.count("roll_back") == 1
-    else:
-        with pytest.raises(holdfast.NonFiniteError, match=r"3\.weight"):
-            run()
-        assert spoilt == 3, "two rollbacks are the policy's default"
-        assert [path.name[-2:] for path in (tmp_path / "checkpoints").iterdir()] == ["02"]
+                parts["model"][3].weight.data[0, 0] = torch.nan
+    assert spoilt == 3, "two rollbacks are the policy's default"
+    assert [path.name[-2:] for path in (tmp_path / "checkpoints").iterdir()] == ["02"]
 
 
 def test_a_moment_that_overflows_does_not_freeze_training_in_silence(tmp_path):
@@ -480,21 +439,20 @@ def test_a_second_loop_of_one_guard_runs_although_the_first_was_stopped(tmp_path
         guard.step(batch, loss_of(parts["model"]))
         guard.request_stop()
     assert guard.global_step == 1
-    for batch in guard.batches(max_epochs=1):
-        guard.step(batch, loss_of(parts["model"]))
+    run(guard, parts, max_epochs=1)
     assert guard.global_step == 6
 
 
 def test_looking_at_a_batch_before_training_moves_nothing(tmp_path):
     """`next(iter(loader))` to look at shapes neither skips a batch nor spoils the first checkpoint."""
     seen: list[list[int]] = []
-    for life in range(2):
+    for attempt in range(2):
         parts = make_parts()
         loader = holdfast.DataLoader([torch.full((4,), float(i)) for i in range(8)], batch_size=2)
         next(iter(loader))
         guard = holdfast.Guard(tmp_path, loader=loader, save_interval_steps=100, **parts)
         next(iter(loader))
-        for batch in guard.batches(max_epochs=1, max_steps=2 if life == 0 else None):
+        for batch in guard.batches(max_epochs=1, max_steps=2 if attempt == 0 else None):
             seen.append(batch[:, 0].int().tolist())
             guard.step(batch, loss_of(parts["model"]))
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]]

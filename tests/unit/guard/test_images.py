@@ -9,6 +9,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+from tests.unit.guard.guarded import events, the_event
 
 import holdfast
 from holdfast.guard import images
@@ -61,7 +62,7 @@ def test_the_file_is_the_image_and_the_event_names_it(guard, tmp_path):
     ):
         guard.add_image(f"grid-{number}", given)
         assert np.array_equal(pixels_of((tmp_path / f"images/grid-{number}/0.png").read_bytes()), expected)
-    (event, *_) = [event for event in guard.events() if event.kind == "image_added"]
+    (event, *_) = events(guard, "image_added")
     assert dict(event.data) == {"tag": "grid-0", "path": "images/grid-0/0.png"}
 
 
@@ -79,7 +80,7 @@ def test_a_png_file_is_kept_as_it_is(guard, tmp_path):
 def test_values_that_no_image_has_are_counted(guard):
     """NaN and what lies outside 0 to 1 is drawn, and said in the event, but rounding is not."""
     guard.add_image("odd", torch.tensor([[float("nan"), 2.0, -1.0, 1.0001]]))
-    (event,) = [event for event in guard.events() if event.kind == "image_added"]
+    event = the_event(guard, "image_added")
     assert event.data["nonfinite"] == 1
     assert event.data["outside_0_to_1"] == 2
 

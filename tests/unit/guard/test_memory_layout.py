@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.guard.guarded import events
 from torch import nn
 
 import holdfast
@@ -192,7 +193,7 @@ def test_a_run_with_expanded_buffers_resumes(tmp_path: Path) -> None:
     masked_life(tmp_path / "run", 4)
     guard, model, _ = masked_life(tmp_path / "run", 9)
     assert guard.resumed_from is not None
-    assert [event for event in guard.events() if event.kind == "resumed"]
+    assert events(guard, "resumed")
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert model.scales.data_ptr() == model.scale.data_ptr()

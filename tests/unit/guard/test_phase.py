@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.guard.guarded import kinds_of, square_of
 from torch import nn
 
 import holdfast
@@ -151,7 +152,7 @@ def make(run_dir: Path, **fields: Any) -> tuple[holdfast.Guard, nn.Module, Fails
 
 
 def kinds(guard: holdfast.Guard) -> list[str]:
-    return [event.kind for event in guard.events()]
+    return kinds_of(guard)
 
 
 def test_a_rollback_that_fails_half_way_gives_back_lock_and_handlers(tmp_path, monkeypatch):
@@ -169,8 +170,8 @@ def test_a_rollback_that_fails_half_way_gives_back_lock_and_handlers(tmp_path, m
     monkeypatch.setattr(session, "load", load_once)
 
     batches = guard.batches(max_epochs=1)
-    assert not guard.step(next(batches), lambda x: model(x).square().mean()).skipped
-    assert guard.step(next(batches), lambda x: model(x).square().mean()).skipped
+    assert not guard.step(next(batches), square_of(model)).skipped
+    assert guard.step(next(batches), square_of(model)).skipped
     with pytest.raises(OSError, match="is gone"):
         batches.close()  # what followed the step in the loop body is to be taken back
     assert signal.getsignal(signal.SIGTERM) == handler
@@ -194,10 +195,10 @@ def test_what_fails_before_a_weight_moves_is_taken_back(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(BufferKeeper, "learn", learn)
         with pytest.raises(RuntimeError, match="for a look"):
-            guard.step(torch.randn(8, 3), lambda x: model(x).square().mean())
+            guard.step(torch.randn(8, 3), square_of(model))
     assert guard.global_step == 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    guard.step(torch.randn(8, 3), lambda x: model(x).square().mean())
+    guard.step(torch.randn(8, 3), square_of(model))
     assert guard.global_step == 1
     guard.close()
 
@@ -211,7 +212,7 @@ def test_a_step_whose_end_fails_is_in_no_checkpoint(tmp_path):
     guard = holdfast.Guard(tmp_path, **parts, save_interval_steps=1, async_save=False)
     with pytest.raises(ZeroDivisionError):
         for batch in guard.batches(max_epochs=1):
-            guard.step(batch, lambda x: model(x).square().mean())
+            guard.step(batch, square_of(model))
     guard.close()
     saved = [event.global_step for event in guard.events() if event.kind == "checkpoint_saved"]
     assert saved[-1] == 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.guard.guarded import events, square_of
 
 import holdfast
 from holdfast.checkpoint.saver import write as really_write
@@ -40,9 +41,9 @@ def test_the_event_of_a_save_tells_what_those_before_it_cost(tmp_path, monkeypat
             free.set()
             saving._job.result()
         clock.advance(0.2 if 20 < number <= 30 else 0.1)
-        guard.step(torch.ones(2, 4), lambda x: model(x).square().mean())
+        guard.step(torch.ones(2, 4), square_of(model))
     guard.close()
-    saved = [event for event in guard.events() if event.kind == "checkpoint_saved"]
+    saved = events(guard, "checkpoint_saved")
     assert [event.global_step for event in saved] == [0, 20, 35]
     assert [event.data.get("save_costs_seconds") for event in saved] == [None, None, pytest.approx(1.1)]
     assert saving.chooser.costs[0] == (pytest.approx(1.1), pytest.approx(2.0))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.guard.guarded import ask_for_too_much, events, guarded, the_event
 from torch import nn
 
 import holdfast
@@ -58,9 +59,7 @@ def train(run_dir: Any, kept: Any, fails: Callable[[int], str | None], steps: in
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    guard = holdfast.Guard(
-        run_dir, model=model, optimizer=optimizer, state={"kept": kept}, save_interval_steps=None, **policy
-    )
+    guard = guarded(run_dir, model, optimizer, state={"kept": kept}, **policy)
     calls = [0]
 
     def loss(x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +68,7 @@ def train(run_dir: Any, kept: Any, fails: Callable[[int], str | None], steps: in
         kept.advance(out)
         failure = fails(calls[0])
         if failure == "memory":
-            torch.empty(2**50, dtype=torch.uint8)
+            ask_for_too_much()
         if failure == "interrupt":
             raise KeyboardInterrupt
         found = (out - values(kept)).square().mean()
@@ -139,7 +138,7 @@ def test_a_momentum_encoder_and_its_queue_move_once(tmp_path):
         model = nn.ModuleDict({"query": nn.Linear(3, 4), "key": nn.Linear(3, 4).requires_grad_(False)})
         model.register_buffer("queue", torch.randn(16, 4))
         optimizer = torch.optim.SGD(model["query"].parameters(), lr=0.1)
-        guard = holdfast.Guard(tmp_path / place, model=model, optimizer=optimizer, save_interval_steps=None)
+        guard = guarded(tmp_path / place, model, optimizer)
         calls = [0]
 
         def loss(x: torch.Tensor) -> torch.Tensor:
@@ -150,7 +149,7 @@ def test_a_momentum_encoder_and_its_queue_move_once(tmp_path):
             scores = model["query"](x) @ torch.cat([keys, model.queue.clone()]).T
             model.queue.copy_(torch.cat([keys, model.queue])[:16])
             if fail and calls[0] == 2:
-                torch.empty(2**50, dtype=torch.uint8)
+                ask_for_too_much()
             return nn.functional.cross_entropy(scores, torch.arange(len(x)))
 
         for number in range(4):
@@ -170,9 +169,7 @@ def test_what_is_not_registered_lowers_the_promise(tmp_path, micro_batch_size):
     """Hidden state in a variable of the loss function cannot be put back, and the retry says so."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = holdfast.Guard(
-        tmp_path, model=model, optimizer=optimizer, save_interval_steps=None, micro_batch_size=micro_batch_size
-    )
+    guard = guarded(tmp_path, model, optimizer, micro_batch_size=micro_batch_size)
     carried = {"hidden": torch.zeros(1)}
     calls = [0]
 
@@ -180,7 +177,7 @@ def test_what_is_not_registered_lowers_the_promise(tmp_path, micro_batch_size):
         out = model(x) + carried["hidden"]
         carried["hidden"] = 0.5 * carried["hidden"] + out.detach().mean(0)
         if len(x) == 8 and not calls:
-            torch.empty(2**50, dtype=torch.uint8)
+            ask_for_too_much()
         return out.square().mean()
 
     guard.step(torch.randn(8, 3), loss)
@@ -196,57 +193,50 @@ def test_what_is_not_registered_lowers_the_promise(tmp_path, micro_batch_size):
 
 
 def test_what_the_loop_changes_between_steps_is_never_undone(tmp_path):
-    """An average that is updated after each step keeps its updates through retries and skips."""
+    """An average that is updated after each step keeps its updates through a retry."""
 
-    def run(place: str, failure: str | None) -> dict[str, Any]:
+    def run(place: str, fails: bool) -> dict[str, Any]:
         torch.manual_seed(0)
-        model, average = nn.Linear(3, 1), nn.Linear(3, 1)
-        guard = holdfast.Guard(
-            tmp_path / place,
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            state={"average": average},
-            save_interval_steps=None,
-        )
-        failed: list[int] = []
+        model, average, failures = nn.Linear(3, 1), nn.Linear(3, 1), 0
+        guard = guarded(tmp_path / place, model, state={"average": average})
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            nonlocal failures
+            if failures:
+                failures -= 1
+                ask_for_too_much()
+            return model(x).square().mean()
+
         for number in range(4):
-
-            def loss(x: torch.Tensor, number: int = number) -> torch.Tensor:
-                if number == 2 and failure and number not in failed:
-                    failed.append(number)
-                    torch.empty(2**50, dtype=torch.uint8)
-                return model(x).square().mean()
-
+            failures = int(fails and number == 2)
             guard.step(torch.randn(8, 3, generator=torch.Generator().manual_seed(number)), loss)
             for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
                 mine.data.lerp_(theirs.data, 0.3)
-        guard.close()
         return values_of(average)
 
-    assert same(run("a", None), run("b", "memory"))
+    assert same(run("a", False), run("b", True))
 
 
 def test_parameters_that_the_loss_function_freezes_are_no_change(tmp_path):
     """A loss function that switches requires_grad of another network leaves the promise of a retry as it is."""
-    models = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 1)}
-    optimizer = torch.optim.SGD(models["a"].parameters(), lr=0.1)
-    guard = holdfast.Guard(tmp_path, model=models, optimizer=optimizer, save_interval_steps=None)
-    failed: list[int] = []
+    models, failures = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 1)}, 0
+    guard = guarded(tmp_path, models, torch.optim.SGD(models["a"].parameters(), lr=0.1))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
+        nonlocal failures
         models["b"].requires_grad_(False)
-        if len(x) == 8 and guard.global_step == 1 and not failed:
-            failed.append(1)
-            torch.empty(2**50, dtype=torch.uint8)
+        if len(x) == 8 and failures:
+            failures -= 1
+            ask_for_too_much()
         found = models["b"](models["a"](x)).square().mean()
         models["b"].requires_grad_(guard.global_step == 0)
         return found
 
-    for _ in range(3):
+    for number in range(3):
+        failures = int(number == 1)
         guard.step(torch.randn(8, 3), loss)
-    assert [event.data["promise"] for event in guard.events() if event.kind == "retry"] == ["bit-exact"]
-    assert "not_restored" not in {event.kind for event in guard.events()}
-    guard.close()
+    assert the_event(guard, "retry").data["promise"] == "bit-exact"
+    assert not events(guard, "not_restored")
 
 
 def test_an_object_that_does_not_take_its_state_back_is_named():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.unit.guard.guarded import guarded, square_of
 from torch import nn
 
 import holdfast
@@ -36,9 +37,7 @@ def train_gan(run_dir: Path | None, steps: int = 3, micro_batch_size: int | None
 
     guard = None
     if run_dir is not None:
-        guard = holdfast.Guard(
-            run_dir, model=models, optimizer=optimizers, save_interval_steps=None, micro_batch_size=micro_batch_size
-        )
+        guard = guarded(run_dir, models, optimizers, micro_batch_size=micro_batch_size)
     for step in range(steps):
         for name, loss in (("d", loss_d), ("g", loss_g)):
             if guard is not None:
@@ -73,8 +72,8 @@ def test_weights_that_a_forward_pass_moves_are_not_called_hooks_that_step(tmp_pa
             model(torch.arange(8)).square().mean().backward()
             optimizer.step()
         else:
-            with holdfast.Guard(run_dir, model=model, optimizer=optimizer, save_interval_steps=None) as guard:
-                guard.step(torch.arange(8), lambda x: model(x).square().mean())
+            with guarded(run_dir, model, optimizer) as guard:
+                guard.step(torch.arange(8), square_of(model))
         return model[0].weight.detach().clone()
 
     assert torch.equal(train(tmp_path), train(None))
@@ -103,9 +102,7 @@ def test_a_parameter_of_two_optimizers_counts_once(tmp_path, case):
                 optimizer.step()
         else:
             policy = {"micro_batch_size": 4} if case == "split" else {"max_grad_norm": 0.1}
-            with holdfast.Guard(
-                run_dir, model=model, optimizer=optimizers, save_interval_steps=None, **policy
-            ) as guard:
+            with guarded(run_dir, model, optimizers, **policy) as guard:
                 guard.step(x, loss, optimizer=["a", "b"])
         return [p.detach().clone() for p in model.parameters()]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.guard.guarded import ask_for_too_much, events, the_event
 from torch import nn
 
 import holdfast
@@ -41,7 +42,7 @@ class Torn(torch.optim.SGD):
                 self.param_groups[0]["params"][0].add_(1.0)
             release_memory([])  # what glibc keeps for later would be room
             limit_memory(HEADROOM_BYTES)
-            torch.empty(2**50, dtype=torch.uint8)
+            ask_for_too_much()
         super().step(closure)
 
 
@@ -81,7 +82,7 @@ def test_a_checkpoint_comes_back_where_there_is_no_room_for_a_copy_of_it(tmp_pat
     """Each tensor is read to where it lies, twice under the limit, and the run ends bit-identical."""
     _, undisturbed = train(tmp_path / "a", fail_at=0)
     guard, found = train(tmp_path / "b", fail_at=4)
-    (back,) = [event for event in guard.events() if event.kind == "roll_back"]
+    back = the_event(guard, "roll_back")
     assert back.data["promise"] == "bit-exact"
     assert all(torch.equal(a, b) for a, b in zip(found, undisturbed, strict=True))
 
@@ -95,7 +96,7 @@ def test_where_it_cannot_come_back_the_run_ends_with_h402_and_goes_on_later(tmp_
     assert caught.value.rule == "H402"
     del caught
     guard, found = train(tmp_path / "b", fail_at=0, state={"twin": Twin()})
-    stops = [event for event in guard.events() if event.kind == "stop"]
+    stops = events(guard, "stop")
     assert [event.data["rule"] for event in stops] == ["H402"]
     assert "memory does not suffice" in stops[0].data["reason"]
     assert guard.resumed_from is not None

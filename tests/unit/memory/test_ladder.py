@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from holdfast.core.events import Decision, Grow, Recompute, Retry, Split, Stop
 from holdfast.core.policy import Policy
 from holdfast.memory.ladder import MemoryLadder, Plan, Remedies
@@ -50,13 +48,6 @@ def test_more_is_recomputed_before_anything_is_split() -> None:
     assert ladder.plan == Plan(micro_batch_size=4, recompute=("a", "b"))
 
 
-def test_without_blocks_splitting_follows_the_retry() -> None:
-    """Where nothing can be recomputed that rung is left out."""
-    ladder = _ladder()
-    assert [type(decision) for decision in _fail(ladder, 2, Remedies())] == [Retry, Split]
-    assert ladder.plan == Plan(micro_batch_size=4, recompute=())
-
-
 def test_halving_rounds_up_and_keeps_to_the_smallest() -> None:
     """Odd sizes lose less than half, and the smallest is tried before the stop."""
     decisions = _fail(_ladder(), 6, Remedies(smallest=2), batch_size=13)
@@ -74,12 +65,6 @@ def test_a_batch_that_may_not_be_split_stops_with_the_reason() -> None:
     assert ladder.plan.micro_batch_size is None
 
 
-def test_a_split_promises_what_the_batch_allows() -> None:
-    """With dropout or an accepted hazard the promise of a split is the weaker one that was given."""
-    decisions = _fail(_ladder(), 2, Remedies(split_promise="equal in distribution"))
-    assert decisions[-1].promise == "equal in distribution"
-
-
 def test_a_size_is_tried_again_only_after_enough_clean_steps() -> None:
     """Growth comes at the very step that the policy names, not one earlier, and doubles."""
     ladder = _ladder(grow_after_steps=3)
@@ -90,17 +75,6 @@ def test_a_size_is_tried_again_only_after_enough_clean_steps() -> None:
     assert found[:2] == [None, None]
     assert found[2] == Grow(reason="3 clean steps", promise="equal up to rounding", micro_batch_size=4)
     assert ladder.plan.micro_batch_size == 4
-
-
-def test_a_step_with_a_retry_is_not_clean() -> None:
-    """One step that took two attempts starts the count again."""
-    ladder = _ladder(grow_after_steps=3)
-    _fail(ladder, 2, Remedies())
-    ladder.decide_after_step(batch_size=8, attempts=3)
-    _clean(ladder, 2)
-    ladder.decide_after_step(batch_size=8, attempts=2)
-    assert _clean(ladder, 2) == [None, None]
-    assert isinstance(_clean(ladder, 1)[0], Grow)
 
 
 def test_growth_ends_at_the_whole_batch_and_last_drops_recompute() -> None:
@@ -148,42 +122,6 @@ def test_a_failed_trial_costs_one_attempt_and_doubles_the_wait() -> None:
     assert waits == [2, 4, 8]
 
 
-def test_the_wait_does_not_grow_beyond_all_bounds() -> None:
-    """After many failed trials a larger size is still tried, every 64 times the first wait."""
-    ladder = _ladder(grow_after_steps=1)
-    _fail(ladder, 2, Remedies())
-    for _ in range(12):
-        ladder.decide_after_step(batch_size=8, attempts=2)
-        steps = 0
-        while ladder.plan.micro_batch_size == 4:
-            ladder.decide_after_step(batch_size=8, attempts=1)
-            steps += 1
-        _fail(ladder, 1, Remedies())
-    assert steps == 64
-
-
-def test_a_trial_that_fits_makes_the_wait_short_again() -> None:
-    """Success at a larger size forgets the failures before it."""
-    ladder = _ladder(grow_after_steps=2)
-    _fail(ladder, 3, Remedies())
-    ladder.decide_after_step(batch_size=8, attempts=4)
-    _clean(ladder, 2)
-    _fail(ladder, 1, Remedies())  # 4 does not fit: the wait is now 4
-    ladder.decide_after_step(batch_size=8, attempts=2)
-    assert isinstance(_clean(ladder, 4)[-1], Grow)
-    assert isinstance(_clean(ladder, 2)[-1], Grow)  # 4 fitted
-
-
-def test_recompute_that_does_not_work_is_given_up() -> None:
-    """After `without_recompute` the plan runs without it, and no fallback brings it back."""
-    ladder = _ladder(grow_after_steps=1)
-    _fail(ladder, 2, _BLOCKS)
-    assert ladder.plan.recompute
-    ladder.without_recompute()
-    assert not ladder.plan.recompute
-    assert isinstance(ladder.decide_after_oom(batch_size=8, failures=2, remedies=Remedies()), Split)
-
-
 def test_a_split_that_is_not_allowed_is_taken_back() -> None:
     """After `without_split` the plan is the whole batch, keeps recomputation, and no fallback brings parts back."""
     ladder = _ladder(grow_after_steps=1)
@@ -209,19 +147,6 @@ def test_a_lower_limit_wins_over_the_saved_plan() -> None:
     decision = new.decide_after_oom(batch_size=32, failures=1, remedies=Remedies())
     assert isinstance(decision, Split)
     assert decision.micro_batch_size == 4
-
-
-def test_a_longer_wait_in_the_policy_wins_over_the_saved_one() -> None:
-    """The wait after a resume is at least what the policy says now."""
-    new = _ladder(grow_after_steps=50)
-    new.load_state_dict(_ladder(grow_after_steps=2).state_dict())
-    assert new.state_dict()["wait"] == 50
-
-
-@pytest.mark.parametrize(("size", "batch", "samples"), [(None, 8, 8), (4, 8, 4), (16, 8, 8), (1, 1, 1)])
-def test_a_plan_never_takes_more_samples_than_there_are(size: int | None, batch: int, samples: int) -> None:
-    """The samples of one pass are those of the plan or the whole batch, whichever is less."""
-    assert Plan(micro_batch_size=size).samples(batch) == samples
 
 
 def test_a_short_last_batch_confirms_no_trial() -> None:

@@ -16,16 +16,6 @@ def test_a_healthy_onednn_stays_on() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_nothing_is_tried_where_it_is_off_already() -> None:
-    """Where the user switched oneDNN off, it is left off and nothing is reported."""
-    torch.backends.mkldnn.set_flags(False)
-    try:
-        assert switch_off_if_broken() is False
-        assert not torch._C._get_mkldnn_enabled()
-    finally:
-        torch.backends.mkldnn.set_flags(True)
-
-
 @pytest.mark.parametrize(
     ("model", "is_unsafe"),
     [

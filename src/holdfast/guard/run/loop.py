@@ -13,9 +13,9 @@ from holdfast.core.errors import PolicyError
 from holdfast.guard.cursor import Cursor
 from holdfast.guard.phase import Phase
 from holdfast.guard.record import End
-from holdfast.guard.run.recovery import Recovery
 from holdfast.guard.run.schedules import advance, needs_metric
 from holdfast.guard.run.session import Session
+from holdfast.guard.run.steps import Recovery
 from holdfast.guard.stop import Interrupted, StopRequest
 
 # A scheduler that needs a metric, and had none in so many epochs, is reported: at the end of the loop, or after so

@@ -1,14 +1,9 @@
 """Learning-rate schedulers, driven so that a schedule counts what really happened.
 
-advance()     a step of each scheduler whose optimizer has moved, and of no other
-validated()   a step of each scheduler that needs a validation metric
-scale()       every learning rate times a factor, which no scheduler takes back later
-
 A scheduler of torch computes the next rate from the present one (``StepLR``), from rates that it has kept
-(``LambdaLR``), or from both (``CosineAnnealingLR``), and some keep them in the optimizer's groups (``OneCycleLR``).
-All their formulas are homogeneous: with every rate that is kept anywhere multiplied by a factor, so is each later
-rate. All these places are part of what torch itself saves, so nothing more has to be in a checkpoint, and loading
-older state takes the factor back with everything else.
+(``LambdaLR``), or from both, and some keep them in the optimizer's groups (``OneCycleLR``). All their formulas are
+homogeneous: with every rate that is kept anywhere multiplied by a factor, so is each later rate. All these places are
+part of what torch itself saves, so loading older state takes the factor back with everything else.
 """
 
 from __future__ import annotations

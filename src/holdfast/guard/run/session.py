@@ -37,7 +37,7 @@ from holdfast.guard.saving.components import (
 )
 from holdfast.guard.saving.saves import Saving
 from holdfast.guard.saving.snapshots import Kept, Snapshots
-from holdfast.guard.splitting.closure import called_inside
+from holdfast.guard.splitting.loss_functions import called_inside
 from holdfast.guard.state.trees import copied_to_host
 from holdfast.guard.step.engine import StepEngine
 from holdfast.loader.random_state import RandomState, capture, restore
@@ -92,7 +92,6 @@ class Session:
         engine.spare_memory = self._spare_memory
         self.spikes = SpikeDetector(objective=policy.objective)
         self.counters = Counters()
-        self.interventions: list[dict[str, Any]] = []
         self.validated = False  # a metric was given, for schedulers that need one
         self._known_good = -1  # newest step that a rollback has proved to be older than any trouble
         self.random_state: RandomState | None = None  # of a resumed run, until its loader is started
@@ -265,16 +264,10 @@ class Session:
             "ladder": self.ladder.state_dict(),
             "loss_scale": self._engine.loss_scale.state_dict(),
             "spikes": self.spikes.state_dict(),
-            "interventions": self.interventions,
             "diagnosis": self._engine.diagnosis.state_dict(),
             "save_costs": [list(pair) for pair in self.saving.chooser.costs],
             "run": self._directory.run_id,
         }
-
-    def intervened(self, kind: str, reason: str) -> None:
-        """Note that training was changed, for the checkpoints to come: the newest 200 are kept."""
-        self.interventions.append({"kind": kind, "global_step": self.record.global_step, "reason": reason})
-        del self.interventions[:-200]
 
     # --- restore --------------------------------------------------------------------------------------------
 
@@ -291,17 +284,20 @@ class Session:
         training = self._restore(entry)
         self._directory.resumed_from(training["run"])
         self._go_to_position_of(training)
-        self.ladder.load_state_dict(training["ladder"])
         restore(RandomState.from_tree(training["random_state"]))
-        self.counters = Counters(**training["counters"])
-        self.counters.resumes += 1
-        self.spikes.load_state_dict(training["spikes"])
-        self.interventions = training["interventions"]
-        self._engine.diagnosis.load_state_dict(training["diagnosis"])
+        self.go_on_from(training)
         self.saving.chooser.costs.extend((stall, whole) for stall, whole in training["save_costs"])
         self.saving.resumed(entry)
         self.record.happened("resumed", checkpoint=entry.path.name, trained_batches=self._position()[1])
         return entry.path
+
+    def go_on_from(self, training: Mapping[str, Any]) -> None:
+        """Go on counting and judging as the process did that saved this state."""
+        self.counters = Counters(**training["counters"])
+        self.counters.resumes += 1
+        self.ladder.load_state_dict(training["ladder"])
+        self.spikes.load_state_dict(training["spikes"])
+        self._engine.diagnosis.load_state_dict(training["diagnosis"])
 
     def roll_back(
         self, *, rewind_data: bool, before_step: int | None = None, trusted: bool = False

@@ -1,22 +1,313 @@
-"""One whole step of a run: the engine makes it, and here it is counted, recorded, judged, or recovered from.
-
-Does not: know batches that come one by one (see ``accumulation``), or when to save (see ``loop``).
-"""
+"""One whole step of a run: the engine makes it, and here it is counted, recorded, judged, or recovered from."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from holdfast.core.errors import OutOfMemoryError
-from holdfast.guard.result import Outcome, PartialOptimizerStep, StepResult
-from holdfast.guard.run.recovery import Recovery, series_of
-from holdfast.guard.run.schedules import advance
+from holdfast.core.errors import (
+    BatchError,
+    DivergenceError,
+    HoldfastError,
+    LoaderError,
+    NonFiniteError,
+    OutOfMemoryError,
+)
+from holdfast.core.events import Decision, Promise, RollBack, SkipStep, Stop
+from holdfast.guard.result import Attempt, Outcome, PartialOptimizerStep, Provenance, Ruling, StepResult
+from holdfast.guard.run.schedules import advance, scale
 from holdfast.guard.run.session import Session
+from holdfast.guard.splitting.loss_functions import description_of
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.engine import StepEngine
 from holdfast.loader.splitting import Split
+from holdfast.memory.oom import clear_exception_frames, find_out_of_memory
+from holdfast.numerics.nonfinite import decide_after_nonfinite, describe_nonfinite
+from holdfast.numerics.spikes import GOOD_AFTER, Level, decide_after_spike
 from holdfast.recorder.black_box import StepMark
+
+# Steps beyond a divergence that show that it is over: what led there may take as long as what PaLM passes over.
+_BEYOND_SPIKES = 100
+
+
+def series_of(names: Sequence[str], loss_fn: Any) -> str:
+    """Return a name for the losses of one loss function and these optimizers, the same after every restart of a run."""
+    if not callable(loss_fn):
+        raise BatchError(
+            f"loss_fn is a {type(loss_fn).__name__}",
+            limit="it is called with the batch, or with parts of it, as often as the step needs",
+            fix="pass a function: guard.step(batch, lambda batch: ...) computes the loss, and runs no backward.",
+            rule="H201",
+        )
+    return f"{'+'.join(names)} {description_of(loss_fn)}"
+
+
+class Recovery:
+    """Carries out the decisions about steps that went wrong."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._record = session.record
+        self._policy = session.policy
+        self._failed_half_way_at: int | None = None
+
+    # --- steps that left no trace -----------------------------------------------------------------------------
+
+    def judge(self, series: str, attempt: Attempt) -> Ruling:
+        """Say whether an attempt with finite values may be committed."""
+        policy, counters, spikes = self._policy, self._session.counters, self._session.spikes
+        if policy.spike_action == "off":
+            return Ruling()
+        facts = attempt.facts
+        level = spikes.judge(series, facts.loss, facts.total)
+        if level is Level.CALM:
+            return Ruling()
+        usual = spikes.usual_norm(series)
+        reason = f"loss {facts.loss:g} and gradient norm {facts.total:g} stand out"
+        if level is Level.DIVERGED:
+            reason = f"the loss has run away and stays there ({facts.loss:g}; gradient norm {facts.total:g})"
+        decision = decide_after_spike(
+            level,
+            action=policy.spike_action,
+            hard_in_a_row=counters.spikes_in_a_row + 1,
+            patience=policy.nonfinite_patience,
+            rollbacks_in_a_row=counters.rollbacks_in_a_row,
+            max_rollbacks=policy.max_rollbacks,
+            reason=reason,
+        )
+        tighter = usual if policy.spike_clip else None
+        if decision is None and (level is not Level.SOFT or tighter is not None):
+            kind = "spike" if tighter is None else "spike_clipped"
+            self._record.happened(kind, loss=facts.loss, grad_norm=facts.total, usual_norm=usual, level=level.name)
+        return Ruling(decision=decision, max_norm=tighter)
+
+    def after_refused_step(self, outcome: Outcome) -> str:
+        """Carry out what was decided about a step that left no trace; return why it was not committed."""
+        self._session.counters.skipped_steps += 1
+        if outcome.decision is None:
+            return self._after_nonfinite_step(outcome)
+        self._session.counters.spikes_in_a_row += 1
+        return self._carry_out(outcome.decision, outcome.decision.reason, DivergenceError)
+
+    def _after_nonfinite_step(self, outcome: Outcome) -> str:
+        counters = self._session.counters
+        loss = outcome.attempt.facts.loss
+        reason = describe_nonfinite(loss, outcome.culprits, outcome.culprit_count)
+        if outcome.provenance is not None:
+            if not math.isfinite(loss):
+                reason = describe_nonfinite(loss, [], 0)  # every gradient is bad then
+            reason = f"{reason}; {self.report_origin(outcome.provenance)}"
+        if outcome.loss_scale is not None:
+            collapsed = outcome.loss_scale < 1.0
+            kind = "loss_scale_collapsed" if collapsed else "loss_scale_lowered"
+            self._record.happened(kind, loss_scale=outcome.loss_scale, reason=reason)
+            if not collapsed:  # fp16 finds its scale by trying: no sign of trouble
+                return f"{reason}; fp16 loss scale lowered to {outcome.loss_scale:g}"
+        counters.nonfinite_in_a_row += 1
+        decision = decide_after_nonfinite(
+            reason=reason,
+            in_a_row=counters.nonfinite_in_a_row,
+            patience=self._policy.nonfinite_patience,
+            rollbacks_in_a_row=counters.rollbacks_in_a_row,
+            max_rollbacks=self._policy.max_rollbacks,
+        )
+        return self._carry_out(decision, reason, NonFiniteError)
+
+    def _carry_out(self, decision: Decision, reason: str, error: type[HoldfastError]) -> str:
+        counters = self._session.counters
+        self._record.decided(decision, **_rule_of(decision, error), **self._place())
+        if isinstance(decision, RollBack):
+            if self._roll_back(spiked=error is DivergenceError):
+                return f"{reason}; rolled back to step {self._record.global_step}"
+            if error is DivergenceError:
+                decision = SkipStep(reason=f"{reason}; nothing to return to", promise="changes training")
+            else:
+                decision = Stop(reason=f"{decision.reason}; no checkpoint to return to", promise=decision.promise)
+            self._record.decided(decision, **_rule_of(decision, error))
+        if isinstance(decision, Stop):
+            # Whoever starts again has changed something.
+            counters.nonfinite_in_a_row = counters.spikes_in_a_row = counters.rollbacks_in_a_row = 0
+            raise self._persistent(decision.reason, error)
+        return reason
+
+    def _roll_back(self, *, spiked: bool = False) -> bool:
+        """Return to the last state from before the first sign of trouble, and pass over the batches since then."""
+        session, failed_at = self._session, self._record.global_step
+        since, rates = session.spikes.suspicious_since() or 0, session.parts.rates()
+        # What led to a divergence may lie some way before its first sign: states are called good later than they are
+        # made. If there is none yet, one is as good as another, and a second rollback will go further back.
+        surely_good = failed_at - since - GOOD_AFTER
+        for before in ([surely_good] if spiked else []) + [failed_at - since, None]:
+            training = session.roll_back(rewind_data=False, before_step=before, trusted=before == surely_good)
+            if training is not None:
+                break
+        else:
+            return False
+        session.counters.note_rollback(failed_at, _BEYOND_SPIKES if spiked else self._policy.nonfinite_patience or 1)
+        session.spikes.return_to(training["spikes"])
+        factor = self._policy.rollback_lr_factor
+        if factor is not None:
+            session.counters.lr_factor *= factor
+            restored = training["counters"]["lr_factor"]  # the state that came back has the rates of then
+            scale(session.parts.schedulers, session.parts.optimizers, session.counters.lr_factor / restored)
+            self._record.happened("learning_rate_lowered", factor=factor, in_all=session.counters.lr_factor)
+        now = self._record.global_step
+        learning_rates = [rates, session.parts.rates()]
+        self._record.happened("rolled_back", from_step=failed_at, to_step=now, learning_rates=learning_rates)
+        return True
+
+    def after_refused_save(self, why: str) -> None:
+        """Return to a checkpoint, or stop: weights or moments hold NaN or Inf, although every step looked sound.
+
+        An example is a finite gradient of 1e22: its square, Adam's second moment, is Inf.
+        """
+        decision = decide_after_nonfinite(
+            reason=why,
+            in_a_row=1,
+            patience=1,
+            rollbacks_in_a_row=self._session.counters.rollbacks_in_a_row,
+            max_rollbacks=self._policy.max_rollbacks,
+        )
+        self._record.decided(decision, **_rule_of(decision, NonFiniteError))
+        if isinstance(decision, RollBack) and self._roll_back():
+            return
+        self._session.state.spoil()
+        raise self._persistent(why, NonFiniteError)
+
+    def _persistent(self, reason: str, error: type[HoldfastError]) -> HoldfastError:
+        if error is DivergenceError:
+            return DivergenceError(
+                reason,
+                limit=f"max_rollbacks={self._policy.max_rollbacks} are spent",
+                fix="lower the learning rate (rollback_lr_factor), set max_grad_norm, lengthen the warm-up, or pass "
+                'spike_action="warn" if the loss is meant to jump; the newest checkpoint is from before.',
+                rule="H503",
+            )
+        spent = f"nonfinite_patience={self._policy.nonfinite_patience} and max_rollbacks={self._policy.max_rollbacks}"
+        return NonFiniteError(
+            reason,
+            limit=f"{spent} are spent",
+            fix="lower the learning rate, set max_grad_norm, check the data of the batches that the events name; the "
+            "newest checkpoint is finite.",
+            rule="H501",
+        )
+
+    # --- samples ----------------------------------------------------------------------------------------------
+
+    def report_origin(self, provenance: Provenance) -> str:
+        """Record where NaN or Inf came from, and return it as one message."""
+        if provenance.origin is None:
+            self._record.happened("nonfinite_not_traced", why=provenance.problem)
+            return f"its origin is not known: {provenance.problem}"
+        samples, at = provenance.samples, self._dataset_indices(provenance.samples)
+        self._record.happened(
+            "nonfinite_origin", origin=asdict(provenance.origin), bad_samples=list(samples), dataset_indices=at
+        )
+        if not samples:
+            return str(provenance.origin)
+        known = "" if at is None else f" (dataset index {_listed(at)})"
+        return f"{provenance.origin}; without sample {_listed(samples)} of the batch{known} it is finite"
+
+    def dropped(self, provenance: Provenance) -> None:
+        """Note that a step was made without some of its samples."""
+        reason = self.report_origin(provenance)
+        self._record.happened("samples_dropped", promise="changes training", reason=reason, **self._place())
+        cursor, at = self._session.cursor, self._dataset_indices(provenance.samples)
+        if cursor is not None and at is not None:
+            try:
+                cursor.quarantine(at, reason)
+            except LoaderError as error:  # the step is made: they go on being dropped, one by one
+                self._record.happened("quarantine_full", error=error.what)
+
+    def micro_batches_dropped(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Note that micro-batches whose loss was NaN or Inf have no part in a step."""
+        at = self._dataset_indices([place for start, end in ranges for place in range(start, end)])
+        facts: dict[str, Any] = {"samples": list(ranges), "dataset_indices": at, **self._place()}
+        self._record.happened("micro_batch_dropped", promise="changes training", **facts)
+
+    def _dataset_indices(self, places: Sequence[int]) -> list[int] | None:
+        """Return where in the dataset samples of the batch come from, if that is known."""
+        cursor = self._session.cursor
+        indices = None if cursor is None else cursor.sample_indices()
+        return None if indices is None else [indices[place] for place in places]
+
+    def _place(self) -> dict[str, Any]:
+        cursor = self._session.cursor
+        return {} if cursor is None else {"epoch": cursor.epoch, "batch": cursor.batches}
+
+    # --- an optimizer that failed half-way --------------------------------------------------------------------
+
+    def after_partial_step(self, partial: PartialOptimizerStep, *, rewind_data: bool) -> str:
+        """Return to the last good state after an optimizer ran out of memory half-way; return why it was undone."""
+        at_step, twice = self._record.global_step, self._failed_half_way_at == self._record.global_step
+        self._session.counters.out_of_memory += 1
+        hindered = "it happened twice at this step" if twice else self._return(rewind_data=rewind_data)
+        if hindered is not None:
+            raise self._no_way_back(f"in the middle of step {at_step + 1} ({partial})", hindered)
+        self._failed_half_way_at = at_step
+        promise: Promise = "changes training"
+        if rewind_data:  # the steps are made again, one tensor at a time if they were not before
+            promise = "equal up to rounding" if self._updates_many_at_once() else "bit-exact"
+        self._record.decided(RollBack(reason=str(partial), promise=promise, rewind_data=rewind_data))
+        self._session.counters.note_rollback(at_step, self._policy.nonfinite_patience or 1)
+        self._spare_optimizer_memory()
+        return f"{partial}; returned to step {self._record.global_step}"
+
+    def go_back_again(self) -> None:
+        """Return to the checkpoint once more: what followed the failed step ran on a state that was back already."""
+        hindered = self._return(rewind_data=True)
+        if hindered is not None:
+            self._session.state.spoil()
+            raise self._no_way_back(f"in step {self._record.global_step + 1}, which was undone", hindered)
+        self._spare_optimizer_memory()
+
+    def _return(self, *, rewind_data: bool) -> str | None:
+        """Return to the last good state; say what was in the way, if something was."""
+        try:
+            returned = self._session.roll_back(rewind_data=rewind_data)
+        except Exception as error:
+            found = find_out_of_memory(error)
+            if found is None:
+                raise
+            failure = error
+        else:
+            return "there is no checkpoint to return to" if returned is None else None
+        clear_exception_frames(failure)
+        return f"memory does not suffice to read the checkpoint ({found})"
+
+    def _updates_many_at_once(self) -> bool:
+        groups = [group for optimizer in self._session.parts.optimizers.values() for group in optimizer.param_groups]
+        many = any(group.get("foreach") for group in groups)
+        return many or self._session.parts.device_type() != "cpu"  # where torch chooses foreach by itself
+
+    def _spare_optimizer_memory(self) -> None:
+        """Let optimizers update one tensor at a time, which needs the smallest temporaries."""
+        for optimizer in self._session.parts.optimizers.values():
+            for group in optimizer.param_groups:
+                if not group.get("fused") and "foreach" in group:
+                    group["foreach"] = False
+
+    def _no_way_back(self, when: str, hindered: str) -> OutOfMemoryError:
+        stop = Stop(reason=f"an optimizer ran out of memory {when}; {hindered}", promise="bit-exact")
+        self._record.decided(stop, rule="H402")
+        return OutOfMemoryError(
+            f"the optimizer ran out of memory {when}",
+            limit=f"its weights and moments are half changed, and {hindered}",
+            fix="leave the optimizer more memory (fused=True, a smaller model or optimizer) and start again: a "
+            "checkpoint, if there is one, is from before.",
+            rule="H402",
+        )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:5]))}{', ...' * (len(numbers) > 5)}"
+
+
+def _rule_of(decision: Decision, error: type[HoldfastError]) -> dict[str, str]:
+    """Return the rule of the error that a stop is raised as, for its event."""
+    return {"rule": "H503" if error is DivergenceError else "H501"} if isinstance(decision, Stop) else {}
 
 
 class Steps:

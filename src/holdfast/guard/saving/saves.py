@@ -4,8 +4,6 @@ At a boundary the state is copied into host buffers; a thread then looks for NaN
 back, commits and prunes, while training goes on. Saves are made in the training thread where one must be finished
 when the call returns (the first, the last, one that was asked for), and where there is no memory for the buffers.
 There is one writer at a time, and whoever looks at the checkpoints waits for it first.
-
-Does not: restore (see ``run.session``), or know what the bytes on the disk look like (``checkpoint.saver``).
 """
 
 from __future__ import annotations

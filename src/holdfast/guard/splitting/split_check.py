@@ -1,14 +1,12 @@
 """Find out, before memory is short, whether splitting a batch leaves its gradient unchanged, and by which weights.
 
 The gradient over 4 samples is compared with the weighted gradients over 3 and 1 of them. If the loss function does
-not say what its mean is over, everything in the batch that it may be over is tried (see ``weighting``), on samples
-where these disagree. If nothing reproduces the gradient, samples are coupled (in-batch negatives, a pairwise loss);
-but if two runs with different random numbers differ as much, the loss is random and nothing can be said. One batch
-proves nothing about the next (its sentences may all be of one length), so this is repeated (see ``split_safety``).
+not say what its mean is over, everything in the batch that it may be over is tried. If nothing reproduces the
+gradient, samples are coupled (in-batch negatives, a pairwise loss); but if two runs with different random numbers
+differ as much, the loss is random and nothing can be said.
 
-On the CPU this runs in a forked copy of the process, so it leaves no trace in this one: no random number, no
-counter of the caller's, no buffer. With an accelerator a fork is not possible; there it runs in place, only when a
-split is about to be made, and random state, buffers, gradients and modes are put back.
+On the CPU this runs in a forked copy of the process, so it leaves no trace in this one. With an accelerator a fork is
+not possible; there it runs in place, only when a split is about to be made, and the caller puts everything back.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from holdfast.core.forked import NoAnswer, in_a_copy_of_this_process
-from holdfast.guard.splitting.closure import Called, CalledInsideError
-from holdfast.guard.splitting.loss_functions import find_side_effects
+from holdfast.guard.splitting.loss_functions import Called, CalledInsideError, find_side_effects
 from holdfast.guard.splitting.two_pass import TwoPass, TwoPassRun
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting, disagreement, find_weightings, shares
 from holdfast.guard.state.buffers import BufferKeeper

@@ -1,13 +1,10 @@
 """What can be promised about the batches and loss functions of a run, found out once and said at the first step.
 
-For each loss function: whether its batch can be cut, whether cutting it keeps the gradient, and by which weights,
-whether it changes the batch that it is given, whether its forward pass leaves something behind. A promise that cannot
-be kept is an event and a warning before training, or an error if the policy asks for splitting by number. What could
-not be found out is not promised: such a batch is not split.
-
-While batches are split, the check is repeated at the 1st, 2nd, 4th, 8th ... of them and after each failure, and the
-worst that was ever found counts: a mean over tokens looks like one over samples as long as all sentences are of one
-length. A batch that could tell apart what was equal so far is tried before it is split.
+A promise that cannot be kept is an event and a warning before training, or an error if the policy asks for splitting
+by number. What could not be found out is not promised: such a batch is not split. While batches are split, the check
+is repeated at the 1st, 2nd, 4th, 8th ... of them and after each failure, and the worst that was ever found counts: a
+mean over tokens looks like one over samples as long as all sentences are of one length. A batch that could show a
+difference between what was equal so far is tried before it is split.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ from holdfast.core.forked import backward_works_in_a_copy
 from holdfast.core.policy import Policy, SplitHazard
 from holdfast.guard.parts import Parts, autocast
 from holdfast.guard.record import RunRecord
-from holdfast.guard.splitting.closure import called_inside, returning_a_loss
-from holdfast.guard.splitting.loss_functions import description_of
+from holdfast.guard.splitting.loss_functions import called_inside, description_of, returning_a_loss
 from holdfast.guard.splitting.split_check import TELLING, SplitCheck, Verdict, attempted, in_a_copy, merged
 from holdfast.guard.splitting.weighting import SAMPLES, Weighting, disagreement, find_weightings
 from holdfast.guard.splitting.window import Window, largest_of

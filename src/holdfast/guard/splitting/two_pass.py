@@ -4,11 +4,8 @@
     loss      over the outputs of all samples, and its gradient with respect to them
     pass 2    each part once more, with its random numbers, and its slice of that gradient sent back
 
-Exact wherever the outputs of a sample depend on that sample alone: in-batch negatives, soft Dice, a root of a mean,
-variance over the batch, balance of experts, hard triplets. It costs one more forward pass of each part. Batch
-normalisation in training mode mixes samples before there is an output, so there it does not help.
-
-After Gao et al., "Scaling deep contrastive learning batch size under memory limited setup" (2021), for any loss.
+Exact wherever the outputs of a sample depend on that sample alone. It costs one more forward pass of each part. After
+Gao et al., "Scaling deep contrastive learning batch size under memory limited setup" (2021), for any loss.
 """
 
 from __future__ import annotations

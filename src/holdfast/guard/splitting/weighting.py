@@ -1,7 +1,4 @@
-"""What the mean of a bare loss may be over: candidates found in the batch, and how much of each a part holds.
-
-Does not: try them out (see ``rehearsal``) or use them (see ``passes``).
-"""
+"""What the mean of a bare loss may be over: candidates found in the batch, and how much of each a part holds."""
 
 from __future__ import annotations
 
@@ -18,27 +15,22 @@ from holdfast.core.errors import BatchError
 _PADDINGS = (-100, -1, 0)
 _HALF = 0.5
 Keys: TypeAlias = tuple[str | int, ...]
-Kind: TypeAlias = Literal["samples", "labels", "mask", "elements", "total", "sum"]
-_ORDER: tuple[Kind, ...] = ("samples", "labels", "mask", "elements", "total", "sum")
+Kind: TypeAlias = Literal["samples", "labels", "mask", "total", "sum"]
+_ORDER: tuple[Kind, ...] = ("samples", "labels", "mask", "total", "sum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighting:
     """One thing that a mean may be over.
 
-    Args:
-        kind: ``"samples"``; ``"labels"`` or ``"mask"``: entries of a tensor that are not `ignored`; ``"elements"``
-            of a list of ragged tensors; ``"total"``: the sum of a tensor, such as lengths or weights; ``"sum"``:
-            the loss is a sum, so parts are added as they are.
-        keys: Way to the tensor in the batch.
-        ignored: Entry that does not count.
-        shifted: Dimension whose first entries do not count either, as of labels for the next token; -1: none.
+    ``"samples"``; ``"labels"`` or ``"mask"``: entries of a tensor that are not `ignored`; ``"total"``: the sum of a
+    tensor, such as lengths or weights; ``"sum"``: the loss is a sum, so parts are added as they are.
     """
 
     kind: Kind
-    keys: Keys = ()
-    ignored: int = 0
-    shifted: int = -1
+    keys: Keys = ()  # way to the tensor in the batch
+    ignored: int = 0  # entry that does not count
+    shifted: int = -1  # dimension whose first entries do not count either, as of labels for the next token; -1: none
 
     def rank(self) -> int:
         """Return the place of its kind among the kinds, the most usual first."""
@@ -51,7 +43,6 @@ class Weighting:
             "samples": "samples",
             "labels": f"valid labels of {leaf} (not {self.ignored})",
             "mask": f"entries of the mask {leaf} (not {self.ignored})",
-            "elements": f"elements of {leaf}",
             "total": f"sum of {leaf}",
             "sum": "a sum, not a mean",
         }[self.kind]
@@ -61,8 +52,6 @@ class Weighting:
         if self.kind in ("samples", "sum"):
             return samples if self.kind == "samples" else 1
         leaf: Any = _follow(part, self.keys)
-        if self.kind == "elements" and isinstance(leaf, (list, tuple)):
-            return float(sum(tensor.numel() for tensor in leaf))
         if not isinstance(leaf, torch.Tensor) or self.shifted >= leaf.ndim:
             raise BatchError(
                 f"the loss was found to be a mean over {self}, which this batch does not hold",
@@ -90,11 +79,8 @@ def find_weightings(batch: Any, size: int) -> list[Weighting]:
     """
     found = [SAMPLES, Weighting(kind="sum")]
     for keys, node in _nodes(batch, ()):
-        if isinstance(node, torch.Tensor):
-            if _is_plain(node) and size in node.shape and not (node.is_floating_point() and node.ndim > 2):
-                found += _of_tensor(keys, node.detach(), size)
-        elif len(node) == size and len({getattr(tensor, "shape", None) for tensor in node}) > 1:
-            found.append(Weighting(kind="elements", keys=keys))
+        if _is_plain(node) and size in node.shape and not (node.is_floating_point() and node.ndim > 2):
+            found += _of_tensor(keys, node.detach(), size)
     return sorted(found, key=Weighting.rank)
 
 
@@ -160,15 +146,12 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(node)) if plain else []
 
 
-def _nodes(node: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
-    """Yield the tensors of a batch, and its lists of nothing but tensors, with the way to them."""
+def _nodes(node: Any, keys: Keys) -> Iterator[tuple[Keys, torch.Tensor]]:
+    """Yield the tensors of a batch with the way to them."""
     if isinstance(node, torch.Tensor):
         yield keys, node
         return
-    children = _children(node)
-    if isinstance(node, (list, tuple)) and children and all(isinstance(each, torch.Tensor) for _, each in children):
-        yield keys, node
-    for key, child in children:
+    for key, child in _children(node):
         if isinstance(key, (str, int)):
             yield from _nodes(child, (*keys, key))
 

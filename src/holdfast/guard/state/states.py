@@ -1,12 +1,9 @@
 """Keep what the caller has registered, so that an attempt can be taken back although the loss function changes it.
 
-An object says what it holds through ``state_dict()``, and takes it back through ``load_state_dict()``: hidden state
-of truncated backpropagation, queues, running statistics, an average of the weights. Frozen parameters are kept too,
-since a forward pass may move them (a momentum encoder).
-
-A small object is copied at each step. A large one is copied until the first step has shown that the loss function
-leaves it alone, and then only looked at now and then; one that turns out to change after all is copied from then on,
-and what could not be put back is said.
+Frozen parameters are kept too, since a forward pass may move them (a momentum encoder). A small object is copied at
+each step. A large one is copied until the first step has shown that the loss function leaves it alone, and then only
+looked at now and then; one that turns out to change after all is copied from then on, and what could not be put back
+is said.
 """
 
 from __future__ import annotations

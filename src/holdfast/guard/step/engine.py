@@ -1,17 +1,14 @@
 """The step engine: a step commits, or it leaves no trace and says why.
 
     begin      note random state and mutable buffers, empty the gradients
-    attempt    optimizer state exists before it is needed; forward and backward of every micro-batch, and one look at
-               the norms. Out of memory → outside the handler: drop the frames, put everything back, ask the ladder,
-               attempt again from the start
+    attempt    forward and backward of every micro-batch, and one look at the norms. Out of memory → outside the
+               handler: drop the frames, put everything back, ask the ladder, attempt again from the start
     skip       not finite → everything back, replay under a tracer, name the culprit
     commit     clip, step every optimizer, update the scaler; `finished` when all that belongs to the step is done
     take_back  leave no trace, from anywhere before the commit
 
 `run` is the usual way through these for one batch; ``accumulation`` drives them one by one. Inside the commit nothing
 is retried: an optimizer that fails half-way raises `PartialOptimizerStep`, and only an earlier state helps.
-
-Does not: save, roll back, count, or know where batches come from (see ``run``).
 """
 
 from __future__ import annotations

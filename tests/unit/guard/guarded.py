@@ -1,0 +1,57 @@
+"""What the tests of the guard share: a guard in one line, its events, and an allocation that no machine grants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import holdfast
+
+
+def guarded(run_dir: Any, model: Any, optimizer: Any = None, **settings: Any) -> holdfast.Guard:
+    """Return a guard that saves nothing unless it is asked to; the optimizer is SGD if none is given."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
+    return holdfast.Guard(run_dir, model=model, optimizer=optimizer, **{"save_interval_steps": None, **settings})
+
+
+def events(guard: holdfast.Guard, *kinds: str) -> list[holdfast.Event]:
+    """Return the events of these kinds, oldest first."""
+    return [event for event in guard.events() if event.kind in kinds]
+
+
+def kinds_of(guard: holdfast.Guard, *among: str) -> list[str]:
+    """Return the kinds of all events, or of those among these."""
+    return [event.kind for event in guard.events() if not among or event.kind in among]
+
+
+def the_event(guard: holdfast.Guard, kind: str) -> holdfast.Event:
+    """Return the only event of a kind."""
+    (event,) = events(guard, kind)
+    return event
+
+
+def square_of(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the mean square of what a model gives."""
+    return lambda x: model(x).square().mean()
+
+
+def ask_for_too_much() -> None:
+    """Run out of memory for real: 1 PiB is beyond the address space, so no machine grants it."""
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
+    """Return copies of weights, buffers and moments."""
+    found = [value.clone() for value in model.state_dict().values()]
+    for state in {} if optimizer is None else optimizer.state.values():
+        found += [value.clone() for value in state.values() if isinstance(value, torch.Tensor)]
+    return found
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Compare bit for bit."""
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

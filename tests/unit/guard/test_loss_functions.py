@@ -1,0 +1,270 @@
+"""What a loss function may not do, which ones count as the same, and what one leaves behind."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.guard.guarded import events, guarded, square_of, the_event
+from torch import nn
+from torch.nn import functional as F
+
+import holdfast
+from holdfast.guard.splitting.loss_functions import description_of
+from holdfast.guard.splitting.two_pass import TwoPass
+
+# --- what it may not do ---------------------------------------------------------------------------------------------
+
+
+def parts() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    return {"model": model, "optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+
+
+def loss_of(given: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = given["model"](x).square().mean()
+    return loss
+
+
+def backward(given: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    loss = loss_of(given, x)
+    loss.backward()
+    return loss
+
+
+def backward_of_a_copy(given: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    (0.5 * loss_of(given, x)).backward()
+    return loss_of(given, x)
+
+
+def whole_loop(given: dict[str, Any], x: torch.Tensor) -> float:
+    given["optimizer"].zero_grad()
+    loss = loss_of(given, x)
+    loss.backward()
+    given["optimizer"].step()
+    return loss.item()
+
+
+def step(given: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    given["optimizer"].step()
+    return loss_of(given, x)
+
+
+CASES = {"backward": backward, "backward ran": backward_of_a_copy, "step of a whole loop": whole_loop, "step": step}
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, "auto", 2])
+@pytest.mark.parametrize("case", CASES)
+def test_a_loop_that_was_moved_into_the_loss_function_is_named(tmp_path, case, micro_batch_size):
+    """Backward and step inside the loss function are H209, and no weight or moment has moved."""
+    given = parts()
+    guard = guarded(tmp_path, micro_batch_size=micro_batch_size, **given)
+    before = {name: value.clone() for name, value in given["model"].state_dict().items()}
+    with pytest.raises(holdfast.BatchError, match=case.split()[0]) as caught:
+        guard.step(torch.randn(8, 3), lambda x: CASES[case](given, x))
+    assert caught.value.rule == "H209"
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in given["model"].state_dict().items())
+    assert all(not state.get("step", 0) for state in given["optimizer"].state.values())
+    assert all(p.grad is None for p in given["model"].parameters())
+    assert not guard.step(torch.randn(8, 3), lambda x: loss_of(given, x)).skipped
+    guard.close()
+    given["optimizer"].step()
+    given["optimizer"].zero_grad()
+
+
+def test_gradients_with_respect_to_inputs_are_free(tmp_path):
+    """An adversarial step or a penalty inside the loss function, which reaches no parameter, is no error."""
+    given = parts()
+    guard = guarded(tmp_path, **given)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        loss_of(given, x).backward(inputs=[x])
+        (slope,) = torch.autograd.grad(loss_of(given, x), x, create_graph=True)
+        return loss_of(given, x + 0.1 * x.grad.sign()) + slope.square().sum()
+
+    assert not any(guard.step(torch.randn(8, 3), loss).skipped for _ in range(3))
+
+
+def test_gradients_that_were_filled_before_the_first_step_are_not_lost_in_silence(tmp_path):
+    """A backward outside before the first step is H210; what an earlier run has left is no error."""
+    given = parts()
+    guard = guarded(tmp_path / "a", **given)
+    loss_of(given, torch.randn(8, 3)).backward()
+    with pytest.raises(holdfast.BatchError, match="loss_a \\+ loss_b") as caught:
+        guard.step(torch.randn(8, 3), lambda x: loss_of(given, x))
+    assert caught.value.rule == "H210"
+    guard.step(torch.randn(8, 3), lambda x: loss_of(given, x))
+    guarded(tmp_path / "b", **given).step(torch.randn(8, 3), lambda x: loss_of(given, x))
+
+
+def test_hooks_that_step_in_backward_are_named_and_others_are_free(tmp_path):
+    """An optimizer that a hook steps cannot be taken back: H211 in the first step. A hook that only looks is free."""
+    given, seen = parts(), []
+    for parameter in given["model"].parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))
+    assert not guarded(tmp_path / "a", **given).step(torch.randn(8, 3), lambda x: loss_of(given, x)).skipped
+    assert seen
+    weight = next(given["model"].parameters())
+    of_hook = torch.optim.SGD([weight], lr=0.1)
+    weight.register_post_accumulate_grad_hook(lambda _: of_hook.step())
+    with pytest.raises(holdfast.BatchError, match="moved 1 parameter") as caught:
+        guarded(tmp_path / "b", **given).step(torch.randn(8, 3), lambda x: loss_of(given, x))
+    assert caught.value.rule == "H211"
+
+
+# --- which ones are the same ----------------------------------------------------------------------------------------
+
+
+def reduced(batch: Any, model: nn.Module, reduction: str) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1], reduction=reduction)
+
+
+class Criterion(nn.Module):
+    def __init__(self, model: nn.Module, reduction: str) -> None:
+        super().__init__()
+        self.model, self.reduction = [model], reduction
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return reduced(batch, self.model[0], self.reduction)
+
+
+def made(model: nn.Module, reduction: str) -> Callable[[Any], torch.Tensor]:
+    return lambda batch: reduced(batch, model, reduction)
+
+
+PAIRS: list[Callable[[nn.Module, str], Any]] = [
+    lambda model, reduction: functools.partial(reduced, model=model, reduction=reduction),
+    Criterion,
+    made,
+    lambda model, reduction: Criterion(model, reduction).forward,
+]
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_two_losses_of_one_code_are_weighted_each_by_its_own(tmp_path, kind):
+    """A mean and a sum made by the same code: split into parts, both steps have the gradient of the whole batch."""
+    model = nn.Linear(10, 1)
+    losses = [kind(model, reduction) for reduction in ("mean", "sum")]
+    guard = guarded(tmp_path, model, torch.optim.SGD(model.parameters(), lr=1e-4), micro_batch_size=4)
+    for number in range(8):
+        batch = torch.randn(16, 10), torch.randn(16, 1)
+        fn = losses[number // 2 % 2]
+        (expected,) = torch.autograd.grad(fn(batch), [model.weight])
+        before = model.weight.detach().clone()
+        guard.step(batch, fn)
+        torch.testing.assert_close((before - model.weight.detach()) / 1e-4, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_what_makes_a_new_function_and_what_does_not():
+    """Other code does, also in one line; a new object, a number, a tensor or the next process does not."""
+    assert len({description_of(lambda batch, n=number: batch * n) for number in range(50)}) == 1
+    assert len({description_of(functools.partial(torch.add, other=torch.tensor(n))) for n in (1.0, 2.0)}) == 1
+    first, second = (lambda batch: batch.sum()), (lambda batch: batch.mean())
+    assert description_of(first) != description_of(second)
+    assert description_of(TwoPass(first, second)) != description_of(TwoPass(second, first))
+    for kind in PAIRS:
+        found = description_of(kind(nn.Linear(2, 2), "mean"))
+        assert found == description_of(kind(nn.Linear(2, 2), "mean")) != description_of(kind(nn.Linear(2, 2), "sum"))
+        assert "0x" not in found
+
+
+def test_texts_that_change_all_the_time_make_no_new_functions_for_ever(tmp_path):
+    """A loss function that is bound to the name of each batch is not tried out for ever."""
+    model, tries = nn.Linear(3, 1), []
+    guard = guarded(tmp_path, model, diagnose=False)
+
+    def loss(x: torch.Tensor, name: str) -> torch.Tensor:
+        return model(x).square().mean()
+
+    for number in range(80):
+        guard.step(torch.randn(4, 3), functools.partial(loss, name=f"batch {number}"))
+    tries = events(guard, "promises")
+    assert len(tries) <= 65
+
+
+# --- what one leaves behind -----------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Keeps everything that a module should not, and some things that it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.calls = 0
+        self.history: list[float] = []
+        self.recent: deque[int] = deque(maxlen=3)
+        self.seen: dict[str, int] = {"batches": 0}
+        self.state = torch.zeros(4)
+        self.last: torch.Tensor | None = None
+        self.table: torch.Tensor | None = None
+        self.name = "constant"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.history.append(float(x.sum()))
+        self.recent.append(self.calls)
+        self.seen["batches"] += 1
+        self.state = 0.5 * self.state + x.detach().mean(0)
+        if self.table is None:
+            self.table = torch.arange(4.0)
+        self.last = self.inner(x)
+        return self.last + self.table
+
+
+def test_what_each_forward_pass_changes_is_named_and_what_it_only_overwrites_is_not(tmp_path, caplog):
+    """Counters, lists and carried state are one loud event at the first step; caches and last values are none."""
+    model = nn.ModuleDict({"a": Counting(), "b": nn.Linear(4, 1)})
+    guard = guarded(tmp_path, model)
+    for _ in range(2):
+        guard.step(torch.randn(8, 4), lambda x: model["b"](model["a"](x)).square().mean())
+    said = the_event(guard, "side_effects").data["attributes"]
+    assert said == ["a.calls", "a.history", "a.recent", "a.seen", "a.state"]
+    assert "side_effects" in caplog.text
+    assert the_event(guard, "promises").data["side_effects"] == said
+    assert (model["a"].calls, len(model["a"].history)) == (2, 2)
+
+
+class Centered(nn.Module):
+    """A center that training passes alone move, as in DINO: it stays under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+        self.center = torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        if torch.is_grad_enabled():
+            self.center = 0.9 * self.center + 0.1 * out.detach().mean(0)
+        return out - self.center
+
+
+class First(nn.Module):
+    def forward(self, x: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return x[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (Centered, ["center"]),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.GRU(4, 2), First()), []),
+    ],
+)
+def test_what_changes_only_while_gradients_are_on_is_named_and_a_clean_model_says_nothing(tmp_path, make, found):
+    """Dropout, batch normalisation and recurrent layers have no side effect of this kind."""
+    model = make()
+    guard = guarded(tmp_path, model)
+    guard.step(torch.randn(8, 4), square_of(model))
+    assert the_event(guard, "promises").data["side_effects"] == found
+    assert len(events(guard, "side_effects")) == bool(found)
