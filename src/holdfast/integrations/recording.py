@@ -2,8 +2,6 @@
 
 It sees a loop only at the points where a framework calls it: a step cannot be retried, cut or taken back. The
 callbacks of Lightning and of the Trainer differ in where they are called; what they do there is here.
-
-Does not: know any framework, or look at gradients.
 """
 
 from __future__ import annotations
@@ -18,10 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.core.clock import SystemClock
-from holdfast.core.errors import NonFiniteError, PolicyError
+from holdfast.core.errors import NonFiniteError
 from holdfast.core.policy import Policy
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.record import RunRecord
+from holdfast.integrations.protocol import check_one_process
 from holdfast.learning.watch import Watch, watch
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.run_files import announce_recording
@@ -59,7 +58,7 @@ class Recording:
         """Begin to record.
 
         Args:
-            usual: Directory of the run; the recording goes into ``holdfast`` there unless it was told otherwise.
+            usual: Directory of the run; the recording goes into ``holdfast`` there unless a directory was given.
             by: Whose loop it is.
             world_size: Processes that train together.
             global_step: Where training stands.
@@ -67,18 +66,12 @@ class Recording:
         Raises:
             PolicyError: H108, for several processes. RunDirectoryError: H30x.
         """
-        if world_size > 1:
-            raise PolicyError(
-                f"world_size={world_size}",
-                limit="this version watches one process; a rank that skips or stops alone leaves the others waiting",
-                fix="leave the callback out, and start the job under `holdfast run`.",
-                rule="H108",
-            )
+        check_one_process(world_size, "world_size")
         self.close()
         directory = RunDirectory(self._run_dir or Path(usual, "holdfast"))
         left = _open.get(str(directory.path.resolve()))
         if left is not None:
-            left.close()  # of a training that ended with an exception, which its framework tells no callback
+            left.close()  # of a training that ended with an exception, of which no callback hears
         directory.acquire()
         self._directory = directory  # not before: what was left may be this object
         _open[str(directory.path.resolve())] = self
@@ -126,7 +119,7 @@ class Recording:
             self._record.happened(kind, **facts)
 
     def saved(self, checkpoint: Path) -> None:
-        """Record that the framework has saved, so that later lives miss what is gone."""
+        """Record that the framework has saved, so that later restarts miss what is gone."""
         self.note("saved", checkpoint=checkpoint.name)
         if self._directory is not None:
             self._directory.note_saved(str(checkpoint.parent))
@@ -177,7 +170,7 @@ class Recording:
             raise self.given_up(reason)
 
     def given_up(self, reason: str) -> NonFiniteError:
-        """Return the error that ends a training which only another state could mend."""
+        """Return the error that ends a training which only another state could save."""
         return NonFiniteError(
             reason,
             limit=f"{self.skipped_in_a_row} step(s) in a row were left out; a callback cannot go back to better ones",

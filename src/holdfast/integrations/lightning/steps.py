@@ -21,8 +21,8 @@ from holdfast.guard.hosted import HostedGuard
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.step.accumulation import Accumulation, divided
-from holdfast.integrations.frameworks import load
-from holdfast.integrations.lightning_logs import StepLogs
+from holdfast.integrations.lightning.logs import StepLogs
+from holdfast.integrations.protocol import load
 from holdfast.loader.splitting import Split, batch_size
 
 load("lightning.pytorch")
@@ -283,7 +283,7 @@ class TrainerSteps:
             wrappers[i]._on_after_step()
         return result
 
-    def tell_of_own_steps(self) -> None:
+    def note_own_steps(self) -> None:
         """Say it once if the first batch of manual optimization went past the guard."""
         if not self._module.automatic_optimization and self._manual is None:
             self._manual = False

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.health import nonfinite_tensors
-from holdfast.checkpoint.sealing import check, seal, set_aside
+from holdfast.checkpoint.newest import move_aside
+from holdfast.checkpoint.seal import check, seal
 from holdfast.guard.step.buffers import BufferKeeper
 from holdfast.guard.stop import StopRequest
 from holdfast.integrations.recording import Recording
-from holdfast.integrations.transformers_checkpoints import check_best
+from holdfast.integrations.transformers.checkpoints import check_best
 
 
 class CallbackParts:
@@ -152,7 +153,7 @@ class CallbackParts:
         bad, count = nonfinite_tensors([*named["model"].named_parameters(), *moments])
         if count:
             reason = f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}"
-            self._recording.note("save_refused", why=reason, kept=set_aside(folder).name)
+            self._recording.note("save_refused", why=reason, kept=move_aside(folder).name)
             raise self._recording.given_up(reason)
         try:
             seal(folder, global_step=state.global_step, unix_seconds=time.time())

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from holdfast.guard.step.buffers import BufferKeeper
-from holdfast.integrations.frameworks import load
-from holdfast.integrations.lightning_files import VerifiedCheckpointIO, save_when_stopped
+from holdfast.integrations.lightning.files import VerifiedCheckpointIO, save_when_stopped
+from holdfast.integrations.protocol import load
 from holdfast.integrations.recording import Recording
 from holdfast.loader.random_state import RandomState, capture, restore
 from holdfast.numerics.gradients import Group, inspect, nonfinite_gradients
