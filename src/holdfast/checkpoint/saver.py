@@ -110,7 +110,7 @@ def encode(components: Mapping[str, Any]) -> Encoded:
                 raise CheckpointError(
                     f"{component}: {name} is a tensor of {tensor.dtype}",
                     limit=f"a checkpoint holds tensors of {', '.join(_DTYPES.values())}",
-                    fix="let state_dict() return it as one of these, for instance as bytes: tensor.view(torch.uint8).",
+                    fix="let state_dict() return one of these, for instance its bytes: tensor.view(torch.uint8).",
                     rule="H310",
                 )
     return Encoded(tensors=tensors, state=state)

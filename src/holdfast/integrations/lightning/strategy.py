@@ -84,22 +84,9 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self.holdfast_guard: HostedGuard | None = None
         """The guard, while ``fit`` trains: `statistics`, `events`, `request_stop`."""
 
-    # --- what the trainer settles ---------------------------------------------------------------------------
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """Return what writes checkpoints: a plugin of the trainer, or one that verifies."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = VerifiedCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, files: Any) -> None:
-        self._checkpoint_io = files
-
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """Return no device: this is where Lightning tells a strategy those that the trainer was given."""
+        """Return no device: here Lightning puts those that the trainer was given."""
         return []
 
     @parallel_devices.setter
@@ -109,6 +96,12 @@ class HoldfastStrategy(SingleDeviceStrategy):
             self._root_device = torch.device(devices[0])
 
     # --- open and close -------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Have checkpoints verified, unless the trainer has a plugin for them."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = VerifiedCheckpointIO()
+        super().setup_environment()
 
     def on_train_start(self) -> None:
         """Open the run directory: everything was restored by now."""
@@ -144,7 +137,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         if carried is not None:
             window = carried_tree(carried, "window")
             if window is not None:
-                self._steps.load_state_dict(window)
+                self._steps.accumulation.load_state_dict(window)
             for each in trainer.checkpoint_callbacks:
                 # Lightning keeps no note of the step that was saved last. After the first batch of a longer step it
                 # would replace the file of that step's beginning by one with a later place in the data.
@@ -154,14 +147,14 @@ class HoldfastStrategy(SingleDeviceStrategy):
                 restore_random_state(carried)
 
     def _clips(self, module: Any) -> float | None:
-        """Return to which norm the guard clips: the trainer's; by manual optimization, where it has none, ours."""
+        # By manual optimization the trainer has no limit, and the policy's holds.
         if not module.automatic_optimization:
             return self._policy.max_grad_norm
         limit = float(module.trainer.gradient_clip_val or 0)
         return limit if limit > 0 and not clips_itself(module) else None
 
     def _hold_schedulers(self, module: Any, steps: TrainerSteps) -> None:
-        """Let schedulers stand still where a step was skipped; Lightning calls this hook of the module for each."""
+        """Let schedulers stand still where a step was skipped."""
         advance = module.lr_scheduler_step
         by_step = {id(each.scheduler) for each in self.lr_scheduler_configs if each.interval == "step"}
 
@@ -177,7 +170,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self._close(None)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Close the run directory, with the name of the exception in it; after SIGTERM with a checkpoint."""
+        """Close the run directory, with the exception in it; after SIGTERM with a checkpoint."""
         super().on_exception(exception)
         if self.holdfast_guard is not None and self.lightning_module is not None:
             save_when_stopped(self.lightning_module.trainer, exception)
@@ -197,8 +190,6 @@ class HoldfastStrategy(SingleDeviceStrategy):
             if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
                 self.checkpoint_io.note = None
             guard.__exit__(None if error is None else type(error), error, None)
-
-    # --- steps ----------------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
         """Take the loader as it is; after the end of an epoch, random numbers come back before it draws its order."""
@@ -242,7 +233,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
     def guarded_step(
         self, batch: Any, loss_fn: LossFunction, *, optimizer: Any = None, split: Split | None = None
     ) -> StepResult:
-        """Make one step in the ``training_step`` of manual optimization: instead of zero_grad, manual_backward, step.
+        """Make one step in the ``training_step`` of manual optimization, instead of zero_grad, backward and step.
 
         Args:
             batch: What `loss_fn` takes; after out-of-memory, parts of it.
@@ -259,13 +250,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
         assert self._steps is not None, "only while fit trains"
         return self._steps.manual(batch, loss_fn, optimizer, split)
 
-    # --- checkpoints ----------------------------------------------------------------------------------------
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save, with the state of the guard and of random numbers; weights that are not finite are not saved.
-
-        The run then returns to the last good state, or ends.
-        """
+        """Save, with the state of the guard and of random numbers; a state that is not finite is refused."""
         guard = self.holdfast_guard
         if not may_save(guard):
             return
@@ -273,7 +259,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
             done = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # type: ignore[union-attr]
             devices = [] if self.root_device.type == "cpu" else [self.root_device]
             # Lightning may save in the middle of a step: after so much time, a validation, a signal.
-            window = None if self._steps is None else self._steps.state_dict()
+            window = None if self._steps is None else self._steps.accumulation.state_dict()
             checkpoint[_KEY] = {**carried_by(guard, devices, window=window), "between_epochs": bool(done)}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
@@ -289,8 +275,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
 def _begin_next_epoch(loop: Any) -> None:
     """Let an epoch that follows a checkpoint of the last batch begin as any other.
 
-    Lightning leaves out its beginning, as it does where it goes on in the middle of one. It then takes checkpoints of
-    this epoch for such of its end, and a later resume begins the epoch again.
+    Lightning leaves out its beginning, and then takes checkpoints of this epoch for such of its end.
     """
     seen = loop.epoch_progress.current
     if loop.restarted_mid_epoch and seen.ready == seen.processed:

@@ -92,9 +92,7 @@ class HoldfastMixin:
         self._holdfast_run_dir = holdfast_run_dir or getattr(hparams, "holdfast_run_dir", None)
         self._holdfast_steps: Accumulation | None = None
         self._holdfast_carried: dict[str, Any] | None = None
-        self._holdfast_within_epoch: dict[str, Any] | None = (
-            None  # what its first batch needs
-        )
+        self._holdfast_within_epoch: dict[str, Any] | None = None  # what its first batch needs
         self._holdfast_loader: DataLoader | None = None
         self._holdfast_position: dict[str, Any] | None = None  # that the loader goes on from
         self._holdfast_batches: int | None = None  # of an epoch
