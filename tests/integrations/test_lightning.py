@@ -5,6 +5,7 @@ Memory is really refused: 1 PiB is beyond the address space. NaN comes from the 
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -20,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import holdfast
-from holdfast.core.errors import CheckpointError, NonFiniteError, PolicyError
+from holdfast.core.errors import CheckpointError, NonFiniteError, PolicyError, RunDirectoryError
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.reader import read_events, read_steps
 from holdfast.testing import flip_bit
@@ -657,7 +658,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_not_loaded_but_the_one_before(tmp_pa
     assert trainer.global_step == 7
     for path in (second, third):
         flip_bit(path, 8 * 3000)
-    with pytest.raises(CheckpointError, match="H311"):
+    with pytest.raises(CheckpointError, match="H312"):
         VerifiedCheckpointIO().load_checkpoint(str(fourth))
 
 
@@ -672,21 +673,63 @@ def test_weights_with_nan_are_not_saved_and_the_last_good_file_is_not_removed(tm
     assert files.load_checkpoint(tmp_path / "good.ckpt")["state_dict"]["weight"].tolist() == [1, 1, 1]
     files.save_checkpoint(good, tmp_path / "better.ckpt")
     files.remove_checkpoint(tmp_path / "good.ckpt")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["better.ckpt", "better.ckpt.sha256"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["better.ckpt", "better.ckpt.manifest.json"]
     assert [record.message.split(":")[0] for record in caplog.records] == ["save_refused", "checkpoint_kept"]
 
 
 def test_a_disk_that_refuses_a_save_does_not_end_training(tmp_path):
     """A save into a place that cannot be written is an event, and every step is made."""
-    blocked = tmp_path / "saved"
-    blocked.write_text("a file where the folder should be")
-    saves = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
-    saves.dirpath = str(blocked / "in")
-    options: dict[str, Any] = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 1}
-    saves.setup = lambda *_, **__: None
+    saved = tmp_path / "saved"
+
+    class Breaks(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                saved.write_text("a file where the folder should be")
+
+    saves = ModelCheckpoint(dirpath=saved, every_n_train_steps=2, save_top_k=-1)
+    options: dict[str, Any] = {"callbacks": [Breaks(), saves], "enable_checkpointing": True, "max_epochs": 1}
     trainer, _ = fit(Small(), tmp_path / "run", batches(), strategy=HoldfastStrategy(), **options)
     assert trainer.global_step == 7
     assert "save_failed" in kinds(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("number", "goes_on"), [(errno.ESTALE, False), (errno.EMFILE, False), (errno.EIO, True)])
+def test_only_lost_bytes_lead_back_to_an_older_file(tmp_path, monkeypatch, number, goes_on):
+    """A file that cannot be read now is an H307, and none older is taken; what the disk has lost is damage."""
+    files = VerifiedCheckpointIO()
+    for step in (1, 2):
+        files.save_checkpoint({"state_dict": {"weight": torch.full((3,), float(step))}}, tmp_path / f"{step}.ckpt")
+    really_open = Path.open
+
+    def refuses(path: Path, *given: Any, **named: Any) -> Any:
+        if path.name == "2.ckpt":
+            raise OSError(number, os.strerror(number), str(path))
+        return really_open(path, *given, **named)
+
+    monkeypatch.setattr(Path, "open", refuses)
+    if goes_on:
+        assert files.load_checkpoint(tmp_path / "2.ckpt")["state_dict"]["weight"].tolist() == [1, 1, 1]
+    else:
+        with pytest.raises(RunDirectoryError, match="H307"):
+            files.load_checkpoint(tmp_path / "2.ckpt")
+    files.remove_checkpoint(tmp_path / "1.ckpt")
+    assert (tmp_path / "1.ckpt").exists(), "the only one of which it is known that it is whole"
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_new_start(tmp_path):
+    """A link that leads nowhere is an H312, where it is named and where the training would begin anew beside it."""
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "last.ckpt").symlink_to(tmp_path / "not mounted" / "last.ckpt")
+    with pytest.raises(CheckpointError, match="H312"):
+        VerifiedCheckpointIO().load_checkpoint(saved / "last.ckpt")
+    saves = ModelCheckpoint(dirpath=saved, save_last=True)
+    with pytest.raises(CheckpointError, match="H312"):
+        fit(
+            Small(), tmp_path / "run", batches(), strategy=HoldfastStrategy(), ckpt_path="last",
+            callbacks=[saves], enable_checkpointing=True,
+        )  # fmt: skip
 
 
 # --- what cannot be -------------------------------------------------------------------------------------------

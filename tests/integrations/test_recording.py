@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from holdfast.core.events import Event
 from holdfast.integrations.recording import Recording
@@ -13,7 +14,7 @@ from holdfast.recorder.reader import read_events
 
 def events_after(run_dir: Path, error: BaseException | None) -> list[Event]:
     recording = Recording({"diagnose": False}, run_dir, instead="the mixin")
-    recording.open(run_dir, by="a test", world_size=1, global_step=3)
+    recording.open(run_dir, by="a test", world_size=1, global_step=3, model=torch.nn.Linear(1, 1))
     recording.close(error)
     (process,) = (run_dir / "recorder").iterdir()
     return read_events(process)

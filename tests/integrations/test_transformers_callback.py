@@ -14,7 +14,7 @@ from tests.integrations.hugging_face import LENGTH, digest, logged, make_gpt2, m
 from tests.integrations.test_transformers import Poisoned, with_poison
 
 from holdfast import CheckpointError, NonFiniteError, PolicyError
-from holdfast.checkpoint.sealing import verify
+from holdfast.checkpoint.seal import verify
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.reader import read_events, read_steps
 from holdfast.testing import flip_bit

@@ -14,7 +14,7 @@ import torch
 from tests.integrations.hugging_face import digest, make_gpt2, make_trainer, samples
 
 from holdfast import CheckpointError, NonFiniteError, OutOfMemoryError
-from holdfast.checkpoint.sealing import verify
+from holdfast.checkpoint.seal import verify
 from holdfast.recorder.reader import read_events
 from holdfast.testing import flip_bit
 

@@ -135,6 +135,6 @@ def test_any_tree_comes_back_bit_for_bit(tree: Any) -> None:
 def test_any_tree_goes_through_a_checkpoint_bit_for_bit(tree: dict[str, Any]) -> None:
     """What is read from a verified checkpoint on disk is what was saved, NaN payloads included."""
     with tempfile.TemporaryDirectory() as directory:
-        entry = write(Store(Path(directory)), snapshot({"part": tree}, 1), unix_seconds=0.0, written_by="")
+        entry = write(Store(Path(directory)), snapshot({"part": tree}, 1), unix_seconds=0.0)
         entry.verify()
         assert _bits(read_components(entry, ["part"])["part"]) == _bits(tree)

@@ -27,7 +27,7 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> Entry:
         "empty": torch.zeros(0, 2),
     }
     shot = snapshot({"model": tree, "run": {"step": 7, "seen": [1, 2]}}, 7)
-    return write(Store(tmp_path_factory.mktemp("run")), shot, unix_seconds=1.0, written_by="1")
+    return write(Store(tmp_path_factory.mktemp("run")), shot, unix_seconds=1.0)
 
 
 def _verifies(entry: Entry) -> bool:

@@ -153,7 +153,7 @@ def parse_failures(text: str, *, gpus: int) -> float:
         raise _unreadable(
             text,
             "failures are a count above 0, a slash and a time",
-            "write 419/54d of the whole job, or 1/50000 gpu-hours; --mtbf 3.1h if you know the time between failures.",
+            "write 419/54d of the whole job, or 1/50000 gpu-hours; or pass --mtbf 3.1h.",
         )
     return float(found[2] or 1) * unit / float(found[1]) / (gpus if found[3] else 1)
 

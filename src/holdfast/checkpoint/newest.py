@@ -1,4 +1,4 @@
-"""The search for the newest checkpoint that can be trusted, in our own folders and in those of frameworks. No torch."""
+"""The search for the newest checkpoint that can be trusted, our own and those of frameworks. No torch."""
 
 from __future__ import annotations
 

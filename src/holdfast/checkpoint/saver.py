@@ -98,11 +98,21 @@ def encode(components: Mapping[str, Any]) -> Encoded:
         try:
             state[component] = encoder.encode(tree)
         except RecursionError as error:
-            raise _endless(component) from error
+            raise CheckpointError(
+                f"{component} holds itself, or is nested too deeply",
+                limit="a checkpoint holds trees",
+                fix="let state_dict() return a tree in which nothing contains itself.",
+                rule="H310",
+            ) from error
         tensors[component] = encoder.tensors
         for name, tensor in encoder.tensors.items():
             if tensor.dtype not in _DTYPES:
-                raise _unknown_type(f"{component}: {name}", tensor.dtype)
+                raise CheckpointError(
+                    f"{component}: {name} is a tensor of {tensor.dtype}",
+                    limit=f"a checkpoint holds tensors of {', '.join(_DTYPES.values())}",
+                    fix="let state_dict() return one of these, for instance its bytes: tensor.view(torch.uint8).",
+                    rule="H310",
+                )
     return Encoded(tensors=tensors, state=state)
 
 
@@ -134,7 +144,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def write(store: Store, shot: Snapshot, *, unix_seconds: float, written_by: str) -> Entry:
+def write(store: Store, shot: Snapshot, *, unix_seconds: float) -> Entry:
     """Write a snapshot as a checkpoint that has been read back and verified.
 
     Raises:
@@ -142,8 +152,7 @@ def write(store: Store, shot: Snapshot, *, unix_seconds: float, written_by: str)
         CheckpointError: H311, if what was read back is not what was written.
     """
     store.directory.mkdir(parents=True, exist_ok=True)
-    needed = shot.size_bytes() + _SPARE_BYTES
-    free = free_bytes(store.directory)
+    needed, free = shot.size_bytes() + _SPARE_BYTES, free_bytes(store.directory)
     if free < needed:
         raise OSError(f"No space left on device: the checkpoint needs {needed} bytes and {free} are free")
     draft, save_id = store.begin(shot.global_step)
@@ -157,14 +166,8 @@ def write(store: Store, shot: Snapshot, *, unix_seconds: float, written_by: str)
         files[STATE_FILE] = {"json": Extent(begin=0, end=len(body), sha256=hashlib.sha256(body).hexdigest())}
         for name, extents in files.items():
             verify_file(draft, name, extents)
-        manifest = Manifest(
-            save_id=save_id,
-            global_step=shot.global_step,
-            unix_seconds=unix_seconds,
-            files=files,
-            written_by=written_by,
-        )
-        return store.commit(draft, manifest)
+        about = Manifest(save_id=save_id, global_step=shot.global_step, unix_seconds=unix_seconds, files=files)
+        return store.commit(draft, about)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -209,24 +212,6 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         for begin in range(0, len(content), _PIECE_BYTES):
             yield content[begin : begin + _PIECE_BYTES]
-
-
-def _endless(component: str) -> CheckpointError:
-    return CheckpointError(
-        f"{component} holds itself, or is nested too deeply",
-        limit="a checkpoint holds trees",
-        fix="let state_dict() return a tree in which nothing contains itself.",
-        rule="H310",
-    )
-
-
-def _unknown_type(what: str, dtype: torch.dtype) -> CheckpointError:
-    return CheckpointError(
-        f"{what} is a tensor of {dtype}",
-        limit=f"a checkpoint holds tensors of {', '.join(_DTYPES.values())}",
-        fix="let state_dict() return it as one of these, for instance as bytes: tensor.view(torch.uint8).",
-        rule="H310",
-    )
 
 
 def read_components(entry: Entry, names: Iterable[str], into: Groups | None = None) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Manifest:
     global_step: int
     unix_seconds: float
     files: dict[str, dict[str, Extent]] = field(default_factory=dict)
-    written_by: str = ""
+    written_by: str = __version__
     format: int = FORMAT
 
     def size_bytes(self) -> int:
@@ -88,10 +88,13 @@ class Manifest:
 
 
 def manifest_of(checkpoint: Path) -> Path:
-    """Return where the manifest of a checkpoint lies: inside a folder, beside a file."""
-    if checkpoint.is_file():
-        return checkpoint.with_name(f"{checkpoint.name}.{FILE_NAME}")
-    return checkpoint / FILE_NAME
+    """Return where the manifest of a checkpoint that exists lies: inside a folder, beside a file."""
+    return manifest_beside(checkpoint) if checkpoint.is_file() else checkpoint / FILE_NAME
+
+
+def manifest_beside(file: Path) -> Path:
+    """Return where the manifest of a checkpoint that is a file lies."""
+    return file.with_name(f"{file.name}.{FILE_NAME}")
 
 
 # --- verify -------------------------------------------------------------------------------------------------------
@@ -267,13 +270,7 @@ def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
     for path in paths:
         fsync_path(path)
         files[path.relative_to(checkpoint).as_posix()] = _extents_of(path)
-    sealed = Manifest(
-        save_id=global_step,
-        global_step=global_step,
-        unix_seconds=unix_seconds,
-        files=files,
-        written_by=__version__,
-    )
+    sealed = Manifest(save_id=global_step, global_step=global_step, unix_seconds=unix_seconds, files=files)
     replace_file(manifest, sealed.to_bytes())  # half of one would look like a damaged checkpoint
     for folder in {path.parent for path in paths} | {manifest.parent, checkpoint.parent}:
         fsync_path(folder)

@@ -1,1 +1,1 @@
-"""Guarded training inside the frameworks that people already use: one thin module for each, imported by name."""
+"""Guarded training inside the frameworks that people already use, each imported by its name."""

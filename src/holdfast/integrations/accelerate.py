@@ -32,8 +32,7 @@ from holdfast.guard.hosted import agreed
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.guard.splitting.window import Window
-from holdfast.integrations.frameworks import excluded, load
-from holdfast.integrations.transformers_limits import check_one_process, precision_of
+from holdfast.integrations.protocol import check_accelerator, excluded, load
 from holdfast.loader.loader import DataLoader
 
 
@@ -187,14 +186,14 @@ def accelerate_guard(
     """
     if not hasattr(accelerator, "gradient_accumulation_steps"):
         raise _wrong(f"accelerator is a {type(accelerator).__name__}", "an accelerate.Accelerator is needed")
-    check_one_process(accelerator)
+    check_accelerator(accelerator)
     for name, given in (("model", model), ("optimizer", optimizer)):
         if given is None:
             raise _wrong(f"{name}=None", "a guard steps a model by an optimizer")
     if loader is not None and not isinstance(loader, Iterable):
         raise _wrong(f"loader is a {type(loader).__name__}", "it is iterated for batches")
     own = {name: overrides.pop(name) for name in ("split", "clock") if name in overrides}
-    found = agreed(Policy.of(policy, **overrides), "Accelerator", {"precision": precision_of(accelerator)})
+    found = agreed(Policy.of(policy, **overrides), "Accelerator", {"precision": check_accelerator(accelerator)})
     if run_dir is None and accelerator.project_dir is None:
         raise PolicyError(
             "run_dir=None, and the accelerator has no project_dir",

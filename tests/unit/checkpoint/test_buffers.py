@@ -93,7 +93,7 @@ def test_a_snapshot_in_buffers_is_written_as_it_was(tmp_path: Path) -> None:
     weight.zero_()
     moments.zero_()
     history.append(3)
-    entry = write(Store(tmp_path), shot, unix_seconds=0.0, written_by="")
+    entry = write(Store(tmp_path), shot, unix_seconds=0.0)
     entry.verify()
     found = read_components(entry, ["model", "state"])
     assert torch.equal(found["model"]["w"], torch.ones(4, 3))

@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def _save(store: Store, step: int = 1, **components: Any) -> Entry:
-    return write(store, snapshot(components, step), unix_seconds=7.5, written_by="0.0.1")
+    return write(store, snapshot(components, step), unix_seconds=7.5)
 
 
 def _saved(store: Store, tree: Any) -> Any:
@@ -213,7 +213,7 @@ def test_too_little_room_is_said_before_the_write(store: Store) -> None:
     shot = Snapshot(global_step=1, tensors={"model": {"huge": huge}}, state={})
     assert shot.size_bytes() > free
     with pytest.raises(OSError, match=r"needs \d+ bytes and \d+ are free"):
-        write(store, shot, unix_seconds=0.0, written_by="")
+        write(store, shot, unix_seconds=0.0)
     assert list(store.directory.iterdir()) == []
 
 
@@ -230,7 +230,7 @@ def test_an_interrupt_leaves_no_draft(store: Store) -> None:
     shot = snapshot({"a": {"x": torch.ones(2)}, "b": {"x": torch.ones(2)}}, 1)
     interrupted = Snapshot(global_step=1, tensors=_Interrupted(shot.tensors), state=shot.state)
     with pytest.raises(KeyboardInterrupt):
-        write(store, interrupted, unix_seconds=0.0, written_by="")
+        write(store, interrupted, unix_seconds=0.0)
     assert list(store.directory.iterdir()) == []
 
 

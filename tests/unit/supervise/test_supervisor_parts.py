@@ -17,8 +17,8 @@ import pytest
 from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.run_files import ProcessInfo, write_process
 from holdfast.supervise import process_tree
-from holdfast.supervise.launch.kernel import count_oom_kills, memory_limits, lines_of_death
 from holdfast.supervise.launch.commands import CommandError, find_launcher, find_program, make_environment
+from holdfast.supervise.launch.kernel import count_oom_kills, lines_of_death, memory_limits
 from holdfast.supervise.launch.run_folder import RunFolder, choose_folder
 from holdfast.supervise.process_tree import MARK_VARIABLE, Process, Tree, descendants, kill_all, marked_processes
 

@@ -24,7 +24,6 @@ from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.clock import Clock
 from holdfast.core.errors import HoldfastError, NonFiniteError, RunDirectoryError
 from holdfast.core.policy import Policy
-from holdfast.core.version import __version__
 from holdfast.guard.directory import RunDirectory
 from holdfast.guard.phase import RunState
 from holdfast.guard.record import RunRecord, described
@@ -260,7 +259,7 @@ class Saving:
             bad, count = find_nonfinite(save.must_be_finite)
             if count:
                 return self._refuse(save, bad, count)
-            entry = write(self._store, save.shot, unix_seconds=self._clock.unix_seconds(), written_by=__version__)
+            entry = write(self._store, save.shot, unix_seconds=self._clock.unix_seconds())
         except Exception as error:  # noqa: BLE001 - an event, and the caller's to judge
             save.error = error
             self._end(save)

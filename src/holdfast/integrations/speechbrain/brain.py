@@ -1,66 +1,34 @@
-"""SpeechBrain: a ``Brain`` whose optimizer steps are transactions and whose checkpoints verify.
-
-    class ASR(HoldfastMixin, sb.Brain): ...
-
-``compute_forward``, ``compute_objectives``, the hooks, ``freeze_optimizers``, precision, the options of the recipe
-(``max_grad_norm``, ``nonfinite_patience``, ``grad_accumulation_factor``, ``precision``) and the checkpointer stay
-SpeechBrain's. While nothing goes wrong, a training is SpeechBrain's own, bit for bit, but for three things:
-
-- the norm of each optimizer is over all its parameter groups, where SpeechBrain clips the first group only;
-- the last window of an epoch is stepped although it is not full, where SpeechBrain drops its gradients;
-- an optimizer that ``freeze_optimizers`` leaves out gathers no gradients, where SpeechBrain adds them up until it is
-  stepped again.
-
-``nonfinite_patience`` is how many losses of NaN or Inf in a row are passed over before training returns to a good
-state or ends. ``check_loss_isfinite`` and ``check_gradients`` are not called: such a step is never made.
-
-``on_fit_batch_end`` is told ``should_step=False`` for a step that was skipped, and ``optimizer_step`` counts steps
-that were made. Checkpoints within an epoch wait for the end of a window. After SIGTERM there is one, and the process
-ends. A Brain with a ``fit_batch`` of its own (a GAN) calls `HoldfastMixin.guarded_step` there; where it calls
-``optimizers_step``, that clips all groups and leaves out steps with NaN or Inf, and no more.
-
-SpeechBrain needs torchaudio, whose compiled part fits one version of torch, and which it does not use for a Brain.
-Where ``import torchaudio`` fails with "Could not load this library", as beside a CPU build of torch, take that part
-out; torchaudio then imports without it.
-
-    pip install --no-deps --target audio torchaudio==2.11.0 && rm audio/torchaudio/lib/*.so
-    PYTHONPATH=audio python train.py
-
-``make speechbrain`` does so, and runs the tests of this module. One process; several are refused.
-"""
+"""`HoldfastMixin`: SpeechBrain's loop, with the steps of a guard."""
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors.torch import load as tensors_from_bytes
-from safetensors.torch import save as tensors_to_bytes
 
-from holdfast.checkpoint.codec import Encoder, decode
-from holdfast.core.durable import write_file
-from holdfast.core.errors import NonFiniteError, PolicyError, did_you_mean
+from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.policy import Policy
 from holdfast.core.policy_sources import from_speechbrain
 from holdfast.guard.accumulation import Accumulation, divided
 from holdfast.guard.directory import check_found
-from holdfast.guard.guard import take_scale
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.integrations.frameworks import load
-from holdfast.integrations.speechbrain_batches import detached, joined, samples_in, split_of
-from holdfast.integrations.speechbrain_checkpoints import sealed
+from holdfast.integrations.protocol import (
+    carried_by,
+    carried_tree,
+    check_one_process,
+    load,
+    may_save,
+    open_guard,
+    restore_random_state,
+)
+from holdfast.integrations.speechbrain.batches import detached, joined, samples_in, split_of
+from holdfast.integrations.speechbrain.checkpoints import NAME, sealed
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.random_state import RandomState, capture, restore
-from holdfast.numerics.gradients import Group, clip, inspect
-
-__all__ = ["HoldfastMixin"]
 
 _RECOVERABLE = "holdfast"
 _OWN_KEYS = ("holdfast_policy", "holdfast_run_dir")
@@ -124,7 +92,7 @@ class HoldfastMixin:
         self._holdfast_run_dir = holdfast_run_dir or getattr(hparams, "holdfast_run_dir", None)
         self._holdfast_steps: Accumulation | None = None
         self._holdfast_carried: dict[str, Any] | None = None
-        self._holdfast_random: RandomState | None = None  # to be put back before the first batch
+        self._holdfast_within_epoch: dict[str, Any] | None = None  # what its first batch needs
         self._holdfast_loader: DataLoader | None = None
         self._holdfast_position: dict[str, Any] | None = None  # that the loader goes on from
         self._holdfast_batches: int | None = None  # of an epoch
@@ -148,48 +116,44 @@ class HoldfastMixin:
         finally:
             guard, self.holdfast_guard, self._holdfast_steps = self.holdfast_guard, None, None
             if self.checkpointer is not None:
-                self.checkpointer.note, self.checkpointer.why_not = None, lambda: None
+                self.checkpointer.note, self.checkpointer.may_save = None, lambda: True
             if guard is not None:
                 guard.__exit__(None if error is None else type(error), error, None)
 
     def on_fit_start(self) -> None:
         """Do as ``Brain`` does, which restores everything, and open the run directory."""
         super().on_fit_start()  # type: ignore[misc]
-        if getattr(self, "distributed_launch", False) or getattr(self, "data_parallel_backend", False):
-            raise PolicyError(
-                "this Brain runs in several processes, or on several devices",
-                limit="this version guards one",
-                fix="leave HoldfastMixin out, and start the job under `holdfast run`.",
-                rule="H108",
-            )
+        for several in ("distributed_launch", "data_parallel_backend"):
+            check_one_process(2 if getattr(self, several, False) else 1, f"{several}: processes or devices")
         optimizers = self._holdfast_optimizers()
         if not optimizers:
             return  # gradients are only looked at
-        resumed = self.checkpointer is not None and bool(self.checkpointer._folders())
+        resumed = self.checkpointer is not None and bool(self.checkpointer.folders())
         if self.checkpointer is not None and not resumed:
             check_found(self._holdfast_directory(), anew="")
-        guard = HostedGuard(
-            self._holdfast_directory(), model=self.modules, optimizer=optimizers, policy=self._holdfast_settings()
+        carried, self._holdfast_carried = self._holdfast_carried, None
+        guard = open_guard(
+            self._holdfast_directory(),
+            policy=self._holdfast_settings(),
+            scaler=self.scaler,
+            saves_in=None if self.checkpointer is None else (Path(self.checkpointer.checkpoints_dir), NAME),
+            carried=carried,
+            resumed=resumed,
+            model=self.modules,
+            optimizer=optimizers,
         )
-        take_scale(guard, self.scaler)
         self.holdfast_guard, self._holdfast_steps = guard, Accumulation(guard, self._holdfast_seen.clear)
         if self.checkpointer is not None:
-            guard.saves_in(self.checkpointer.checkpoints_dir, resumed=resumed)
-            self.checkpointer.note, self.checkpointer.why_not = guard.note, guard.nonfinite_state
+            self.checkpointer.note, self.checkpointer.may_save = guard.note, lambda: may_save(guard)
         if type(self).fit_batch is not HoldfastMixin.fit_batch:
             guard.note("own_fit_batch", why="it is not guarded, but for what goes through guarded_step")
-        carried, self._holdfast_carried = self._holdfast_carried, None
         if carried is None:
-            guard.replaced_state()
             return
-        guard.load_state_dict(carried["guard"])
-        tensors = tensors_from_bytes(base64.b64decode(carried["tensors"]))
-        self._holdfast_position = decode(carried.get("loader"), tensors)
-        state = RandomState.from_tree(decode(carried["random_state"], tensors))
+        self._holdfast_position = carried_tree(carried, "loader")
         if carried["in_epoch"]:
-            self._holdfast_random = state  # the loader draws from it until then
+            self._holdfast_within_epoch = carried  # the loader draws from the random state until its first batch
         else:
-            restore(state)
+            restore_random_state(carried)
 
     def _holdfast_optimizers(self) -> dict[str, Any]:
         if self.optimizers_dict is not None:
@@ -277,9 +241,9 @@ class HoldfastMixin:
         raise SystemExit(0)
 
     def _holdfast_begin(self) -> None:
-        state, self._holdfast_random = self._holdfast_random, None
-        if state is not None:
-            restore(state)
+        carried, self._holdfast_within_epoch = self._holdfast_within_epoch, None
+        if carried is not None:
+            restore_random_state(carried)
 
     def _holdfast_loss(self, part: Any) -> torch.Tensor:
         stage = _train_stage()
@@ -316,52 +280,6 @@ class HoldfastMixin:
         self.optimizer_step += not result.skipped
         return result
 
-    def optimizers_step(self) -> None:
-        """Step the optimizers in a ``fit_batch`` of one's own: every group is clipped, NaN and Inf are left out.
-
-        Raises:
-            NonFiniteError: H501, if it happened more often in this epoch than ``nonfinite_patience`` allows.
-        """
-        guard = self.holdfast_guard
-        if guard is None:
-            super().optimizers_step()  # type: ignore[misc]
-            return
-        active = self._holdfast_active()
-        optimizers = {name: each for name, each in self._holdfast_optimizers().items() if name in active}
-        for each in optimizers.values():
-            self.scaler.unscale_(each)
-        groups = [
-            Group(f"{name}.{index}", name, [p for p in group["params"] if p.grad is not None])
-            for name, each in optimizers.items()
-            for index, group in enumerate(each.param_groups)
-        ]
-        if any(group.parameters for group in groups):
-            self._holdfast_clip_and_step(guard, optimizers, groups)
-        for each in optimizers.values():
-            each.zero_grad(set_to_none=True)
-
-    def _holdfast_clip_and_step(self, guard: HostedGuard, optimizers: dict[str, Any], groups: list[Group]) -> None:
-        first = next(p for group in groups for p in group.parameters)
-        facts, norms = inspect(groups, first.new_zeros(()))
-        if facts.nonfinite and not self.scaler.is_enabled():  # fp16 finds its scale by trying
-            self.nonfinite_count += 1
-            guard.note("skip_step", reason="the gradient holds NaN or Inf", promise="changes training")
-            if self.nonfinite_count > self.nonfinite_patience:
-                raise NonFiniteError(
-                    f"the gradient of {self.nonfinite_count} steps held NaN or Inf",
-                    limit=f"nonfinite_patience={self.nonfinite_patience} is spent",
-                    fix="lower the learning rate, check the data; or use guarded_step, which says where it is from.",
-                    rule="H501",
-                )
-            return
-        limit = guard.policy.max_grad_norm
-        if limit is not None and not facts.nonfinite:
-            clip(groups, norms, limit, guard.policy.clip_by)
-        for each in optimizers.values():
-            self.scaler.step(each)
-        self.scaler.update()
-        self.optimizer_step += 1
-
 
 # --- what a checkpoint holds besides SpeechBrain's own --------------------------------------------------------
 
@@ -382,26 +300,18 @@ class _Begun:
 
 
 def _save(brain: HoldfastMixin, path: Any) -> None:
-    guard = brain.holdfast_guard
-    if guard is None:
-        write_file(Path(path), b"null")
-        return
-    encoder = Encoder(_RECOVERABLE)
-    random_state = encoder.encode(capture(guard.steps.parts.devices()).to_tree())
-    loader = None if brain._holdfast_loader is None else brain._holdfast_loader.state_dict()
-    carried = {
-        "guard": guard.state_dict(),
-        "random_state": random_state,
-        "loader": encoder.encode(loader, ("loader",)),
-        "tensors": base64.b64encode(tensors_to_bytes(encoder.tensors)).decode(),
-        "in_epoch": bool(brain.step) and brain.modules.training,
-    }
-    write_file(Path(path), json.dumps(carried).encode())
+    guard, loader = brain.holdfast_guard, brain._holdfast_loader
+    carried = None
+    if guard is not None:
+        position = None if loader is None else loader.state_dict()
+        carried = carried_by(guard, guard.steps.parts.devices(), loader=position)
+        carried["in_epoch"] = bool(brain.step) and brain.modules.training
+    torch.save(carried, path)
 
 
 def _load(brain: HoldfastMixin, path: Any, end_of_epoch: Any) -> None:
     del end_of_epoch
-    brain._holdfast_carried = json.loads(Path(path).read_bytes())
+    brain._holdfast_carried = torch.load(path, weights_only=True)
 
 
 def _train_stage() -> Any:

@@ -7,46 +7,44 @@ is renamed to ``damaged-CKPT+...``, where SpeechBrain does not look.
 
 from __future__ import annotations
 
+import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.sealing import begin, check, is_unfinished, newest_good, remove_draft, seal, set_aside
-from holdfast.checkpoint.store import paths_in
-from holdfast.integrations.frameworks import tell
+from holdfast.checkpoint.seal import begin, check, is_unfinished, seal
+from holdfast.integrations.protocol import Note, attempt_save, checkpoints_in, newest_checkpoint
+
+NAME = re.compile(r"CKPT.*")
 
 
 class SealedCheckpoints:
     """What is put before ``speechbrain.utils.checkpoints.Checkpointer`` among the bases."""
 
     checkpoints_dir: Path
-    why_not: Callable[[], str | None] = staticmethod(lambda: None)
-    """Says why the present state must not be saved, or None."""
-    note: Callable[..., None] | None = None
+    may_save: Callable[[], bool] = staticmethod(lambda: True)
+    """Whether the present state may be saved."""
+    note: Note | None = None
     """Takes events."""
     _refused = False
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save and seal; a state that is not finite is refused, and a disk that refuses does not end training."""
-        why = self.why_not()
-        self._refused = why is not None
-        if why is not None:
-            tell(self.note, "save_refused", why=why)
-            return None
-        there = set(self._folders())
-        try:
-            found = super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-            seal(Path(found.path), global_step=len(there), unix_seconds=time.time())
-        except (OSError, RuntimeError) as error:  # torch's writer wraps what the disk said
-            self._refused = True
-            for draft in set(self._folders()) - there:
-                remove_draft(draft)
-            tell(self.note, "save_failed", error=f"{type(error).__name__}: {error}"[:500])
-            return None
-        if self.note is not None:
-            self.note("saved", checkpoint=Path(found.path).name)
-        return found
+        there, found = set(self.folders()), []
+        plain = super().save_checkpoint  # type: ignore[misc]
+
+        def write() -> None:
+            found.append(plain(*args, **kwargs))
+            seal(Path(found[0].path), global_step=len(there), unix_seconds=time.time())
+
+        def undo() -> None:
+            for draft in set(self.folders()) - there:
+                shutil.rmtree(draft, ignore_errors=True)
+
+        self._refused = not self.may_save() or not attempt_save(write, "CKPT", self.note, undo)
+        return None if self._refused else found[0]
 
     def delete_checkpoints(self, **kwargs: Any) -> None:
         """Delete as asked, unless the save that this makes room for came to nothing; of those to keep, two at least.
@@ -58,16 +56,15 @@ class SealedCheckpoints:
             super().delete_checkpoints(**kwargs)  # type: ignore[misc]
 
     def find_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the best checkpoint that verifies; those before it that do not are set aside.
+        """Return the best checkpoint that verifies; those before it that do not are moved aside.
 
         Raises:
-            CheckpointError: H312, if one was whole and none verifies.
+            CheckpointError: H312, if one was whole and none verifies, or if one is a link that leads nowhere.
+            RunDirectoryError: H307, if one cannot be read now.
         """
-        unfinished = [path for path in self._folders() if is_unfinished(path)]
+        others = [path for path in self.folders() if is_unfinished(path) or not path.exists()]
         candidates = {Path(each.path): each for each in self.find_checkpoints(*args, **kwargs)}  # type: ignore[attr-defined]
-        good, refused = newest_good([*unfinished, *candidates])
-        for path, why in refused:
-            tell(self.note, "checkpoint_damaged", why=why, kept=set_aside(path).name)
+        good = newest_checkpoint([*others, *candidates], self.note)
         return None if good is None else candidates[good]
 
     def load_checkpoint(self, checkpoint: Any) -> None:
@@ -93,10 +90,9 @@ class SealedCheckpoints:
         # Half of a ``CKPT.yaml`` cannot be read, and would end every search.
         return [path for path in super()._list_checkpoint_dirs() if not is_unfinished(path)]  # type: ignore[misc]
 
-    def _folders(self) -> list[Path]:
-        return [
-            path for path in paths_in(Path(self.checkpoints_dir)) if path.name.startswith("CKPT") and path.is_dir()
-        ]
+    def folders(self) -> list[Path]:
+        """Return the folders of checkpoints, whatever is in them."""
+        return checkpoints_in(Path(self.checkpoints_dir), NAME)
 
 
 def sealed(checkpointer: Any) -> Any:

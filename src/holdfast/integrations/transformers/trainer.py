@@ -1,19 +1,4 @@
-"""Guarded training in Hugging Face's Trainer: each optimizer step is a transaction, each checkpoint is verified.
-
-    from holdfast.integrations.transformers import HoldfastTrainer      # or HoldfastSeq2SeqTrainer
-    trainer = HoldfastTrainer(model, args, train_dataset=..., holdfast_policy={"drop_nonfinite_samples": True})
-    trainer.train(resume_from_checkpoint=True)
-
-    class MyTrainer(HoldfastMixin, SFTTrainer): ...                     # any other Trainer
-    Trainer(..., callbacks=[HoldfastCallback()])                        # where none can be subclassed
-
-A ``get_train_dataloader`` of your own may return a `holdfast.DataLoader`, which is not to be prepared: it heals and
-sets samples aside, they are named by their index in the dataset, and training resumes in its order.
-
-The Trainer keeps its loop, data, evaluation, logs, schedule and checkpoints. What happens between the first forward
-pass of a step and its optimizer is the guard's. The micro-batches of ``gradient_accumulation_steps`` are gathered,
-and trained at the last of them: ``on_substep_end`` comes before, ``on_pre_optimizer_step`` after the step is made.
-"""
+"""`HoldfastMixin`, and what it puts into the Trainer's loop: a loader at its place, a step that was made, a stop."""
 
 from __future__ import annotations
 
@@ -24,36 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
-from holdfast.core.errors import CheckpointError, OutOfMemoryError
+from holdfast.core.errors import OutOfMemoryError
 from holdfast.core.policy import Policy
-from holdfast.guard.guard import take_scale
 from holdfast.guard.hosted import HostedGuard, hosted_policy
-from holdfast.integrations.frameworks import load
-from holdfast.integrations.transformers_callback import CallbackParts
-from holdfast.integrations.transformers_checkpoints import (
-    SealedSave,
-    carried_in,
-    check_best,
-    is_of_the_disk,
-    last_good_checkpoint,
-    resumable,
-)
-from holdfast.integrations.transformers_limits import check_supported, late_callbacks, precision_of
-from holdfast.integrations.transformers_loader import PlacedLoader
-from holdfast.integrations.transformers_loss import TrainerLoss
-from holdfast.integrations.transformers_parts import StepMade, StopWhenAsked
+from holdfast.integrations.protocol import check_accelerator, excluded, load, may_save, open_guard
+from holdfast.integrations.transformers.checkpoints import NAME, carried_in, check_best, resumable, save_sealed
+from holdfast.integrations.transformers.loss import TrainerLoss
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.splitting import Split
 from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, release_memory
 
-__all__ = ["HoldfastCallback", "HoldfastMixin", "HoldfastSeq2SeqTrainer", "HoldfastTrainer", "last_good_checkpoint"]
-
-
 _log = logging.getLogger("holdfast")
-HoldfastTrainer: Any  # made when they are asked for, since their bases take seconds to import
-HoldfastSeq2SeqTrainer: Any
-HoldfastCallback: Any
+_STEPS_IN_BACKWARD = ("lomo", "layerwise")
 
 
 class HoldfastMixin:
@@ -93,7 +62,7 @@ class HoldfastMixin:
         **named: Any,
     ) -> None:
         super().__init__(*positional, **named)
-        check_supported(self)
+        _check_supported(self)
         self._holdfast_given = Policy.of(holdfast_policy)
         self._holdfast_settings()  # a contradiction is an error before anything else is made
         self._holdfast_run_dir, self._holdfast_split = holdfast_run_dir, holdfast_split
@@ -108,18 +77,17 @@ class HoldfastMixin:
         self._holdfast_resumed: Any = None
         self._holdfast_trial: Any = None
         self._holdfast_step_before: Any = None
-        self._holdfast_saves = 0
         self._holdfast_saved_at: int | None = None  # step of the newest checkpoint that holds the weights as they are
         self.args.logging_nan_inf_filter = False
         base = load("transformers").TrainerCallback
-        self.add_callback(type("HoldfastStop", (StopWhenAsked, base), {})(self))  # type: ignore[attr-defined]
+        self.add_callback(type("HoldfastStop", (_StopWhenAsked, base), {})(self))  # type: ignore[attr-defined]
 
     def _holdfast_settings(self) -> Policy:
         """Return the policy under the arguments as they are now: a hyperparameter search changes them."""
         return hosted_policy(
             self._holdfast_given,
             max_grad_norm=self.args.max_grad_norm if self.args.max_grad_norm > 0 else None,
-            precision=precision_of(self.accelerator),
+            precision=check_accelerator(self.accelerator),
             host="TrainingArguments",
         )
 
@@ -133,7 +101,7 @@ class HoldfastMixin:
         Raises:
             OutOfMemoryError: H401 or H402. NonFiniteError: H501. DivergenceError: H503. CheckpointError: H312.
         """
-        check_supported(self)
+        _check_supported(self)
         resume_from_checkpoint = resumable(resume_from_checkpoint, self.args.output_dir, self._holdfast_run_dir)
         self._holdfast_resumed, self._holdfast_trial = resume_from_checkpoint, trial
         self._holdfast_loader, self._holdfast_position, self._holdfast_indices = None, None, []
@@ -149,31 +117,33 @@ class HoldfastMixin:
         return done
 
     def _holdfast_open(self, model: torch.nn.Module) -> HostedGuard:
-        default = Path(self._get_output_dir(self._holdfast_trial), "holdfast")  # type: ignore[attr-defined]
-        guard = HostedGuard(
-            self._holdfast_run_dir or default,
-            model=model,
-            optimizer=self.optimizer.optimizer,
-            scheduler=self.lr_scheduler,
-            loader=self._holdfast_loader,
-            policy=self._holdfast_settings(),
-            split=self._holdfast_split,
-        )
-        late = late_callbacks(self)
+        folder = Path(self._get_output_dir(self._holdfast_trial))  # type: ignore[attr-defined]
+        plain = load("transformers").TrainerCallback.on_pre_optimizer_step
+        callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]
+        late = [type(each).__name__ for each in callbacks if type(each).on_pre_optimizer_step is not plain]
         if late:
             _log.warning(
                 "on_pre_optimizer_step of %s comes after the step: gradients changed there move nothing", late
             )
-        take_scale(guard, self.accelerator.scaler)
-        guard.saves_in(default.parent, resumed=bool(self._holdfast_resumed))
         carried = carried_in(self._holdfast_resumed)
-        if carried is not None:
-            guard.load_state_dict(carried)
-        else:
+        guard = open_guard(
+            self._holdfast_run_dir or folder / "holdfast",
+            policy=self._holdfast_settings(),
+            scaler=self.accelerator.scaler,
+            saves_in=(folder, NAME),
+            carried=carried,
+            resumed=bool(self._holdfast_resumed),
+            model=model,
+            optimizer=self.optimizer.optimizer,
+            scheduler=self.lr_scheduler,
+            loader=self._holdfast_loader,
+            split=self._holdfast_split,
+        )
+        if carried is None:
             guard.count_from(self.state.global_step)  # of a checkpoint that was written without holdfast
         self._holdfast_loss, self._holdfast_window = TrainerLoss(self, model, self._holdfast_split), []
         self._holdfast_step_before = vars(self.optimizer).get("step")
-        self.optimizer.step = StepMade(self.optimizer)  # the guard steps the optimizer inside this one
+        self.optimizer.step = _StepMade(self.optimizer)  # the guard steps the optimizer inside this one
         self.holdfast_guard = guard
         return guard
 
@@ -198,7 +168,7 @@ class HoldfastMixin:
             skipped = named["steps_trained_in_current_epoch"] if resumes else 0
             carried = carried_in(self._holdfast_resumed) if skipped else None
             state = None if carried is None else carried.get("loader")
-            named["train_dataloader"] = PlacedLoader(loader, named["epoch"], skipped, state)
+            named["train_dataloader"] = _PlacedLoader(loader, named["epoch"], skipped, state)
             if self.holdfast_guard is None:
                 self._holdfast_open(named["model"])  # before the first batch is made, so that its events are recorded
         return super()._run_epoch(*rest, **named)  # type: ignore[misc]
@@ -218,7 +188,8 @@ class HoldfastMixin:
         return super().get_batch_samples(noted(), *rest, **named)  # type: ignore[misc]
 
     def _holdfast_carried(self, guard: HostedGuard) -> dict[str, Any]:
-        carried = guard.state_dict() | {"losses": [float(self._holdfast_total), self._holdfast_counted]}
+        losses = [float(self._holdfast_total), self._holdfast_counted]
+        carried: dict[str, Any] = {"guard": guard.state_dict(), "losses": losses}
         if self._holdfast_loader is not None:
             carried["loader"] = self._holdfast_position or self._holdfast_loader.state_dict()
         return carried
@@ -290,28 +261,15 @@ class HoldfastMixin:
     # --- checkpoints ----------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Save as the Trainer does, and seal; a save that fails is an event and does not stop training."""
+        """Save as the Trainer does, and seal; a disk that refuses is an event and does not stop training."""
         guard, step = self.holdfast_guard, self.state.global_step
-        bad = None if guard is None else guard.nonfinite_state()
-        if guard is not None and bad is not None:
-            guard.note("save_refused", why=bad)
-            guard.return_from(bad)
-            return
-        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{step}")  # type: ignore[attr-defined]
-        with SealedSave(self, folder) as save:
-            try:
-                save.begin()
-                super()._save_checkpoint(model, trial)  # type: ignore[misc]
-                save.seal(None if guard is None else self._holdfast_carried(guard))
-            except (OSError, RuntimeError, CheckpointError, load("safetensors").SafetensorError) as error:
-                save.give_up()
-                if guard is None or not (self._holdfast_saves or is_of_the_disk(error)):
-                    raise  # a state that can never be saved is for the caller to know
-                guard.note("save_failed", checkpoint=folder.name, why=f"{type(error).__name__}: {error}"[:500])
-                return
-        if guard is not None:
-            self._holdfast_saves, self._holdfast_saved_at = self._holdfast_saves + 1, step
-            guard.note("saved", checkpoint=folder.name)
+        if may_save(guard):
+            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{step}")  # type: ignore[attr-defined]
+            write = super()._save_checkpoint  # type: ignore[misc]
+            carried = None if guard is None else self._holdfast_carried(guard)
+            note = None if guard is None else guard.note
+            if save_sealed(self, folder, lambda: write(model, trial), carried, note):
+                self._holdfast_saved_at = step
 
     def _holdfast_keep(self, model: torch.nn.Module) -> None:
         """Save before training ends, unless these weights were saved or nothing shall be."""
@@ -361,17 +319,109 @@ class HoldfastMixin:
         super()._load_best_model()  # type: ignore[misc]
 
 
-_BUILT: dict[str, tuple[type, str]] = {
-    "HoldfastTrainer": (HoldfastMixin, "Trainer"),
-    "HoldfastSeq2SeqTrainer": (HoldfastMixin, "Seq2SeqTrainer"),
-    "HoldfastCallback": (CallbackParts, "TrainerCallback"),
-}
+def _check_supported(trainer: Any) -> None:
+    """Refuse a Trainer that cannot be guarded: H108 or H111, naming the setting."""
+    check_accelerator(trainer.accelerator)
+    args = trainer.args
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if args.n_gpu > 1:
+        raise excluded(
+            f"n_gpu={args.n_gpu}",
+            "the Trainer would spread each batch by DataParallel, whose copies a step cannot take back",
+            "set CUDA_VISIBLE_DEVICES to one device.",
+        )
+    if args.auto_find_batch_size:
+        raise excluded(
+            "auto_find_batch_size=True",
+            "it starts the loop again with a smaller batch; a guarded step keeps the batch and survives inside it",
+            "leave it out.",
+        )
+    if any(word in optimizer for word in _STEPS_IN_BACKWARD):
+        raise excluded(
+            f"optim={optimizer}", "it moves weights during backward, which cannot be taken back", "use another one."
+        )
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise excluded(
+            "enable_jit_checkpoint=True",
+            "it saves in the middle of a step; SIGTERM is honoured by holdfast at the end of one",
+            "leave it out.",
+        )
+    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
+        raise excluded("a parallelism_config", "it spreads a step over devices", "leave it out.")
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _BUILT:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    ours, theirs = _BUILT[name]
-    about = {"__module__": __name__, "__doc__": ours.__doc__}
-    globals()[name] = type(name, (ours, getattr(load("transformers"), theirs)), about)
-    return globals()[name]
+class _StopWhenAsked:
+    """A callback that ends a training when that was asked for, with a checkpoint, and passes evaluations on."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._look(args, state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        self._look(args, state, control)  # again, since an evaluation lasts
+        guard, loss = self._trainer.holdfast_guard, (metrics or {}).get("eval_loss")
+        if guard is not None and loss is not None:
+            guard.validated(loss)
+
+    def _look(self, args: Any, state: Any, control: Any) -> None:
+        guard = self._trainer.holdfast_guard
+        if guard is not None and guard.stop_reason is not None and not control.should_training_stop:
+            guard.note("stop_requested", reason=guard.stop_reason, at=state.global_step)
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
+
+
+class _StepMade:
+    """Stands in for the step of an optimizer that was stepped already."""
+
+    _wrapped_by_lr_sched = True  # as torch's schedulers want to see it
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def __call__(self, _closure: Any = None) -> None:
+        self._optimizer._opt_called = True  # they want to see this too
+
+
+class _Placed(IterableDataset[Any]):
+    """The rest of an epoch, behind placeholders: a loader that the Trainer lets skip batches has another order."""
+
+    def __init__(self, loader: DataLoader, placeholders: int) -> None:
+        self._loader = loader
+        self._placeholders = placeholders
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (None for _ in range(self._placeholders))
+        yield from self._loader
+
+
+class _PlacedLoader:
+    """What the Trainer iterates for a `holdfast.DataLoader`, with what ``accelerate.skip_first_batches`` needs.
+
+    Args:
+        loader: The user's.
+        epoch: Of the Trainer.
+        skipped: Batches that the Trainer will skip.
+        state: Where the loader stood when the checkpoint was written; None: not known, so batches are read over.
+    """
+
+    drop_last = pin_memory = persistent_workers = False
+    batch_size = prefetch_factor = worker_init_fn = multiprocessing_context = generator = None
+    num_workers = timeout = 0
+
+    def __init__(self, loader: DataLoader, epoch: int, skipped: int, state: dict[str, Any] | None) -> None:
+        if state is not None and skipped:
+            loader.load_state_dict(state)
+        else:
+            loader.go_to(epoch)
+        self.dataset = _Placed(loader, skipped if state is not None else 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+    @staticmethod
+    def collate_fn(batch: Any) -> Any:
+        """Return a batch as it is."""
+        return batch

@@ -10,12 +10,9 @@ from typing import Any
 
 import torch
 
-from holdfast.guard.state.buffers import BufferKeeper
-from holdfast.integrations.frameworks import load
-from holdfast.integrations.lightning_files import VerifiedCheckpointIO, save_when_stopped
+from holdfast.integrations.lightning.files import VerifiedCheckpointIO, save_when_stopped
+from holdfast.integrations.protocol import load
 from holdfast.integrations.recording import Recording
-from holdfast.loader.random_state import RandomState, capture, restore
-from holdfast.numerics.gradients import Group, inspect, nonfinite_gradients
 
 load("lightning.pytorch")
 from lightning.pytorch.callbacks import Callback  # noqa: E402
@@ -40,11 +37,7 @@ class HoldfastCallback(Callback):
 
     def __init__(self, holdfast_policy: Any = None, holdfast_run_dir: str | os.PathLike[str] | None = None) -> None:
         self._recording = Recording(holdfast_policy, holdfast_run_dir, instead="HoldfastStrategy")
-        self._buffers: BufferKeeper | None = None
-        self._random: RandomState | None = None  # before the first batch of the step
-        self._seen: torch.Tensor | None = None  # loss of the batch, not read yet
-
-    # --- begin and end --------------------------------------------------------------------------------------
+        self._loss: torch.Tensor | None = None  # of the batch, not read yet
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Let checkpoints be verified, before one is loaded."""
@@ -59,39 +52,33 @@ class HoldfastCallback(Callback):
             PolicyError: H108, for several processes. RunDirectoryError: H30x.
         """
         self._recording.open(
-            trainer.default_root_dir, by="Lightning", world_size=trainer.world_size, global_step=trainer.global_step
+            trainer.default_root_dir,
+            by="Lightning",
+            world_size=trainer.world_size,
+            global_step=trainer.global_step,
+            model=pl_module,
         )
-        self._buffers = BufferKeeper({"model": pl_module})
         if pl_module.automatic_optimization:
-            self._recording.look_at(pl_module, trainer.optimizers[0])
+            self._recording.watch(pl_module, trainer.optimizers[0])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Tell the findings, and close the recording."""
-        self._close(None)
+        """Record the findings, and close the recording."""
+        self._recording.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Close the recording, with the name of the exception in it; after SIGTERM there is a checkpoint."""
-        if self._buffers is not None:
+        if self._recording.is_open:
             save_when_stopped(trainer, exception)
-        self._close(exception)
-
-    def _close(self, error: BaseException | None) -> None:
-        self._recording.close(error)
-        self._buffers = None
-
-    # --- steps ----------------------------------------------------------------------------------------------
+        self._recording.close(exception)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Mark that a batch has begun, and keep the buffers that it may change."""
-        self._recording.begin_step()
-        if self._buffers is not None and batch_idx % trainer.accumulate_grad_batches == 0:
-            self._buffers.keep()
-            self._random = capture([] if pl_module.device.type == "cpu" else [pl_module.device])
+        """Mark that a batch has begun."""
+        self._recording.begin_batch(first=batch_idx % trainer.accumulate_grad_batches == 0)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         """Take the loss of the batch, which Lightning has divided by the batches of a step."""
         if pl_module.automatic_optimization:
-            self._seen = loss.detach() * trainer.accumulate_grad_batches
+            self._loss = loss.detach() * trainer.accumulate_grad_batches
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Empty gradients that hold NaN or Inf.
@@ -99,26 +86,9 @@ class HoldfastCallback(Callback):
         Raises:
             NonFiniteError: H501, after too many such steps in a row.
         """
-        recording = self._recording
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if not held:
-            return
-        loss, self._seen = self._seen, None
-        facts, _ = inspect([Group("optimizer.0", "optimizer", held)], held[0].new_zeros(()) if loss is None else loss)
-        recording.loss, recording.norm = None if loss is None else facts.loss, facts.total
-        scales = getattr(trainer.precision_plugin, "scaler", None) is not None
-        if not facts.nonfinite or scales:  # fp16 finds its scale by trying, and skips by itself
-            recording.skipped = facts.nonfinite
-            recording.skipped_in_a_row = 0
-            if self._buffers is not None and not facts.nonfinite:
-                self._buffers.learn()
-            return
-        names, count = nonfinite_gradients(pl_module.named_parameters())
-        if self._buffers is not None and self._random is not None and pl_module.automatic_optimization:
-            self._buffers.put_back()
-            restore(self._random)
-        reason = f"loss {facts.loss:g}; {count} gradient(s) hold NaN or Inf: {', '.join(names)}"
-        recording.leave_out(optimizer, reason)
+        loss, self._loss = self._loss, None
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        self._recording.before_step(optimizer, loss, scaled=scaled, undo=pl_module.automatic_optimization)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Mark how the batch has ended."""

@@ -5,8 +5,6 @@ automatic optimization    the closure that Lightning gives to the optimizer is t
 accumulation              the batches before the last one have a closure without an optimizer: their part of the step
                           is made inside its ``training_step``
 manual optimization       `TrainerSteps.manual`
-
-Does not: open or close anything (see ``lightning``).
 """
 
 from __future__ import annotations
@@ -16,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from holdfast.guard.accumulation import Accumulation, divided
 from holdfast.guard.hosted import HostedGuard
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.integrations.frameworks import load
-from holdfast.integrations.lightning_logs import StepLogs
+from holdfast.integrations.protocol import load
 from holdfast.loader.splitting import Split, batch_size
 
 load("lightning.pytorch")
@@ -30,18 +28,13 @@ from lightning.pytorch.loops.optimization.closure import AbstractClosure  # noqa
 from lightning.pytorch.trainer import call  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
+from torchmetrics import Metric  # noqa: E402
+
+_KEPT = ("_computed", "_forward_cache", "_update_count", "_update_called", "has_reset")  # of a metric
 
 
 class TrainerSteps:
-    """Makes the steps of one trainer.
-
-    Args:
-        module: The LightningModule, attached to its trainer.
-        guard: Makes the steps.
-        optimizers: As the module has configured them.
-        split: Where the batch dimension is.
-        forward: Runs ``training_step`` as Lightning's own strategy does.
-    """
+    """Makes the steps of one trainer; `forward` runs ``training_step`` as Lightning's own strategy does."""
 
     def __init__(
         self,
@@ -57,7 +50,7 @@ class TrainerSteps:
         self._split = split
         self._forward = forward
         self._optimizers = optimizers
-        self._steps = Accumulation(guard, self._attempt_begins)
+        self.accumulation = Accumulation(guard, self._attempt_begins)
         self._logs = StepLogs(module, self._trainer)
         self._hooks = [each.register_step_pre_hook(self._before_optimizer) for each in optimizers]
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -90,48 +83,29 @@ class TrainerSteps:
         for hook in self._hooks:
             hook.remove()
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return what the earlier batches of a step have left, where it is not made yet."""
-        return self._steps.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the middle of a step."""
-        self._steps.load_state_dict(state)
-
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
         """Keep the batch: a step may need it several times."""
         self._batch, self._rest = batch, (batch_idx,) if self._takes_index else ()
         if batch_idx % self._divisor == 0:
-            self._steps.forget()  # as Lightning empties gradients; an optimizer_step of the module's may leave some
+            self.accumulation.forget()  # as Lightning empties gradients; a module's own optimizer_step may leave some
 
     # --- automatic optimization -----------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step``; of a batch that only adds to a step, with the backward pass.
-
-        Returns:
-            What it returned, with a loss that has no graph.
-        """
+        """Run ``training_step``, with the backward pass of a batch that only adds to a step; free the graph."""
         if self._passing:
             found = self._forward(self._part, *args[1:], **kwargs)
             self._loss = found.get("loss") if isinstance(found, Mapping) else found
             return _without_graph(found)
-        result = self._make(self._steps.add)
+        result = self._make(self.accumulation.add)
         kept, self._result = self._result, None
         return kept if result is None else _with_loss(kept, result.loss)
 
     def optimizer_step(self, closure: Callable[[], Any]) -> Any:
-        """Make the step that ends with this batch.
-
-        Args:
-            closure: Lightning's: ``training_step``, the hooks around it, and no backward pass, since that is ours.
-
-        Returns:
-            The loss, as the closure would.
-        """
+        """Make the step that ends with this batch; the closure runs ``training_step`` and hooks, and no backward."""
         self._closure = closure
         try:
-            result = self._make(self._steps.step)
+            result = self._make(self.accumulation.step)
         finally:
             self._closure = None
         kept, self._result = self._result, None
@@ -184,7 +158,7 @@ class TrainerSteps:
         """Return the loss; without one, one that adds nothing to the gradients of earlier batches of the step."""
         if self._loss is not None:
             return self._loss
-        kept = self._steps.kept() if self._closure is not None else []
+        kept = self.accumulation.kept() if self._closure is not None else []
         if not kept:
             raise _NoLoss
         self._guard.note("batch_without_loss", why="training_step returned None; its step is that of the others")
@@ -192,8 +166,8 @@ class TrainerSteps:
 
     @contextlib.contextmanager
     def _logged(self, part: Any) -> Iterator[bool]:
-        """Count what is logged of a part; what a trial or a replay logs is taken back, and nobody is told of it."""
-        if self._steps.attempting:
+        """Count what is logged of a part; what a trial or a replay logs is taken back."""
+        if self.accumulation.attempting:
             self._logs.begin_part(part, self._batch)
             yield True
             self._logs.end_part(self._samples(part))
@@ -232,7 +206,7 @@ class TrainerSteps:
         if self._passing:
             self._call_hooks("on_before_backward", self._loss)
         else:
-            self._steps.show()
+            self.accumulation.show()
             self._call_hooks("on_after_backward")
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -255,14 +229,7 @@ class TrainerSteps:
     # --- manual optimization --------------------------------------------------------------------------------
 
     def manual(self, batch: Any, loss_fn: LossFunction, optimizer: Any, split: Split | None) -> StepResult:
-        """Make one step of these optimizers.
-
-        Args:
-            batch: What `loss_fn` takes.
-            loss_fn: As ``Guard.step`` takes it; it may use ``self.log``.
-            optimizer: One of ``self.optimizers()``, or several; None: all.
-            split: As ``Guard.step`` takes it.
-        """
+        """Make one step; see `HoldfastStrategy.guarded_step`."""
         wrappers = self._trainer.strategy._lightning_optimizers
         wanted = wrappers if optimizer is None else [optimizer] if not isinstance(optimizer, Sequence) else optimizer
         raw = [getattr(each, "optimizer", each) for each in wanted]
@@ -283,8 +250,8 @@ class TrainerSteps:
             wrappers[i]._on_after_step()
         return result
 
-    def tell_of_own_steps(self) -> None:
-        """Say it once if the first batch of manual optimization went past the guard."""
+    def note_own_steps(self) -> None:
+        """Record once that the first batch of manual optimization went past the guard."""
         if not self._module.automatic_optimization and self._manual is None:
             self._manual = False
             self._guard.note(
@@ -304,7 +271,7 @@ class _NoLoss(Exception):  # noqa: N818 - a signal, never seen by users
 
 
 class _Watched:
-    """A loss function of manual optimization; told apart from others by the one that it holds."""
+    """A loss function of manual optimization; the guard knows it again by the one that it holds."""
 
     def __init__(self, steps: TrainerSteps, loss_fn: LossFunction) -> None:
         self._steps = steps
@@ -334,3 +301,101 @@ def clips_itself(module: Any) -> bool:
     """Return whether the clipping is left to Lightning: by value, or as the module says."""
     by_value = module.trainer.gradient_clip_algorithm == "value"
     return by_value or is_overridden("configure_gradient_clipping", module)
+
+
+class StepLogs:
+    """What ``self.log`` and torchmetrics hold during a step, so that a step is logged once, as a whole.
+
+    An attempt that is taken back leaves nothing in them. Of a batch that was cut, the values logged for each step are
+    the mean over its parts, weighted by their samples; those that Lightning gathers over an epoch weigh each part by
+    its own samples, as Lightning does with whole batches.
+    """
+
+    def __init__(self, module: nn.Module, trainer: Any) -> None:
+        self._trainer = trainer
+        self._metrics = [each for each in module.modules() if isinstance(each, Metric)]
+        self._before: list[tuple[str | None, Metric, dict[str, Any]]] = []
+        self._parts: list[tuple[int, dict[str, torch.Tensor]]] = []
+        self._touched = False
+
+    @property
+    def parts(self) -> int:
+        """Return in how many parts the batch has gone through the model, in this attempt."""
+        return len(self._parts)
+
+    def keep(self) -> None:
+        """Note what is logged before a step."""
+        self._before, self._parts, self._touched = self._now(), [], False
+
+    def put_back(self) -> None:
+        """Return to what was noted."""
+        if self._touched:
+            self._return_to(self._before)
+        self._parts, self._touched = [], False
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Take back what is logged inside."""
+        now = self._now()
+        try:
+            yield
+        finally:
+            self._return_to(now)
+
+    def _now(self) -> list[tuple[str | None, Metric, dict[str, Any]]]:
+        logged = self._trainer._results or {}
+        metrics = [*logged.items(), *((None, each) for each in self._metrics)]
+        return [(key, metric, _state_of(metric)) for key, metric in metrics]
+
+    def _return_to(self, noted: list[tuple[str | None, Metric, dict[str, Any]]]) -> None:
+        logged, keys = self._trainer._results, {key for key, _, _ in noted}
+        for key in set(logged or ()) - keys:
+            del logged[key]
+        for _, metric, state in noted:
+            vars(metric).update({name: _copied(value) for name, value in state.items()})
+
+    def begin_part(self, part: Any, batch: Any) -> None:
+        """Let the values to come count by the samples of this part of the batch."""
+        self._touched = True
+        logged = self._trainer._results
+        if logged is not None and (part is not batch or self._parts):
+            logged.batch, logged.batch_size = part, None
+
+    def end_part(self, samples: int) -> None:
+        """Take in what was logged of a part of so many samples."""
+        logged = self._trainer._results or {}
+        seen = {key: value for key, item in logged.items() if (value := _step_value(item)) is not None}
+        self._parts.append((samples, seen))
+
+    def whole(self, batch: Any) -> None:
+        """Replace the values of the last part by those of the whole batch."""
+        logged = self._trainer._results
+        if logged is None:
+            return
+        logged.batch, logged.batch_size = batch, None
+        if len(self._parts) > 1:
+            for key, item in logged.items():
+                values = [(samples, seen[key]) for samples, seen in self._parts if key in seen]
+                if values and _step_value(item) is not None:
+                    total = sum(samples for samples, _ in values)
+                    item._forward_cache = sum(value * (samples / total) for samples, value in values)
+
+
+def _step_value(item: Any) -> torch.Tensor | None:
+    """Return what is logged for this step, if a mean of it says something."""
+    value = item._forward_cache if item.meta.on_step and item.is_tensor and item.meta.is_mean_reduction else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _state_of(metric: Metric) -> dict[str, Any]:
+    names = [*metric._defaults, *(name for name in _KEPT if name in vars(metric))]
+    found = {name: _copied(getattr(metric, name)) for name in names}
+    if "value" in vars(metric) and "value" not in found:
+        found["value"] = vars(metric)["value"]  # of a logged metric: the metric itself
+    return found
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return list(value) if isinstance(value, list) else value

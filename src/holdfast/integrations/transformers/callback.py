@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.health import nonfinite_tensors
-from holdfast.checkpoint.sealing import check, seal, set_aside
-from holdfast.guard.state.buffers import BufferKeeper
+from holdfast.checkpoint.newest import move_aside
+from holdfast.checkpoint.seal import check, seal
 from holdfast.guard.stop import StopRequest
+from holdfast.integrations.protocol import attempt_save
 from holdfast.integrations.recording import Recording
-from holdfast.integrations.transformers_checkpoints import check_best
+from holdfast.integrations.transformers.checkpoints import check_best
 
 
 class CallbackParts:
     """A ``TrainerCallback`` that records every step, leaves out those with NaN or Inf, and seals checkpoints.
 
-    A step whose gradients are not finite moves no weight or buffer: they are emptied before the optimizer sees them
-    (the schedule goes on all the same), and after ``nonfinite_patience`` of them in a row training ends. SIGTERM ends
-    it after the step, with a checkpoint. What is saved gets digests; resuming from a checkpoint in the output
-    directory, or loading the best one, is refused if bytes have changed, and `last_good_checkpoint` finds the one
-    before. No callback is told that the Trainer is about to write: where nothing was sealed yet, a process that is
-    killed in the first save leaves a folder that is taken for a whole one. ``logging_nan_inf_filter`` is switched
-    off.
+    A step whose gradients are not finite moves no weight, buffer or random number: they are emptied before the
+    optimizer sees them (the schedule goes on), and after ``nonfinite_patience`` of them in a row training ends.
+    SIGTERM ends it after the step, with a checkpoint. What is saved gets digests; resuming from a checkpoint in the
+    output directory, or loading the best one, is refused if bytes have changed, and `last_good_checkpoint` finds the
+    one before. No callback hears that the Trainer is about to write: where nothing was sealed yet, a process that is
+    killed in the first save leaves a folder that is taken for a whole one. ``logging_nan_inf_filter`` is off.
 
     Args:
         holdfast_policy: As for `HoldfastMixin`; used are ``nonfinite_patience``, ``diagnose``, ``objective``,
@@ -39,10 +39,7 @@ class CallbackParts:
     def __init__(self, holdfast_policy: Any = None, holdfast_run_dir: str | os.PathLike[str] | None = None) -> None:
         self._recording = Recording(holdfast_policy, holdfast_run_dir, instead="HoldfastMixin")
         self._stop = StopRequest()
-        self._buffers: BufferKeeper | None = None
         weakref.finalize(self, self._stop.uninstall)
-
-    # --- begin and end --------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:  # noqa: ARG002
         """Open the recording, and look at the checkpoint that was resumed from.
@@ -51,30 +48,23 @@ class CallbackParts:
             PolicyError: H108, for several processes. RunDirectoryError: H30x.
             CheckpointError: H311, if the checkpoint does not hold what was saved.
         """
-        resumed = _folder(args, state)
         if state.global_step:
-            check(resumed)
+            check(_folder(args, state))
         self._stop.uninstall()
-        self._recording.open(
-            args.output_dir, by="the Trainer", world_size=args.world_size, global_step=state.global_step
-        )
+        given = {"world_size": args.world_size, "global_step": state.global_step, "model": model}
+        self._recording.open(args.output_dir, by="the Trainer", **given)
         args.logging_nan_inf_filter = False
         self._stop.install()
-        self._buffers = BufferKeeper({"model": model})
-        self._recording.look_at(model, getattr(named["optimizer"], "optimizer", named["optimizer"]))
+        self._recording.watch(model, getattr(named["optimizer"], "optimizer", named["optimizer"]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Tell the findings, and close the recording."""
+        """Record the findings, and close the recording."""
         self._stop.uninstall()
         self._recording.close()
 
-    # --- steps ----------------------------------------------------------------------------------------------
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Mark that a step has begun, and keep the buffers that it may change."""
-        self._recording.begin_step()
-        if self._buffers is not None:
-            self._buffers.keep()
+        """Mark that a step has begun."""
+        self._recording.begin_batch(first=True)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:  # noqa: ARG002
         """Empty gradients that hold NaN or Inf.
@@ -83,23 +73,7 @@ class CallbackParts:
             NonFiniteError: H501, after too many such steps in a row.
         """
         optimizer = named["optimizer"]
-        if getattr(optimizer, "scaler", None) is not None:
-            return  # fp16 finds its scale by trying, and skips by itself
-        gradients = [
-            (name, parameter.grad)
-            for name, parameter in named["model"].named_parameters()
-            if parameter.grad is not None
-        ]
-        bad, count = nonfinite_tensors(gradients)
-        if count:
-            if self._buffers is not None:
-                self._buffers.put_back()
-            reason = f"{count} gradient(s) hold NaN or Inf, after clipping: {', '.join(bad)}"
-            self._recording.leave_out(optimizer, reason)
-        else:
-            self._recording.skipped_in_a_row = 0
-            if self._buffers is not None:
-                self._buffers.learn()
+        self._recording.before_step(optimizer, None, scaled=getattr(optimizer, "scaler", None) is not None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Mark that it has ended; stop if that was asked for."""
@@ -132,10 +106,8 @@ class CallbackParts:
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
 
-    # --- checkpoints ----------------------------------------------------------------------------------------
-
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:  # noqa: ARG002
-        """Seal what the Trainer has written; set it aside if its weights are not finite.
+        """Seal what the Trainer has written; move it aside if its weights are not finite.
 
         Raises:
             NonFiniteError: H501, for weights or moments with NaN or Inf: training on is of no use.
@@ -152,14 +124,14 @@ class CallbackParts:
         bad, count = nonfinite_tensors([*named["model"].named_parameters(), *moments])
         if count:
             reason = f"{count} tensor(s) hold NaN or Inf: {', '.join(bad)}"
-            self._recording.note("save_refused", why=reason, kept=set_aside(folder).name)
+            self._recording.note("save_refused", why=reason, kept=move_aside(folder).name)
             raise self._recording.given_up(reason)
-        try:
+
+        def write() -> None:
             seal(folder, global_step=state.global_step, unix_seconds=time.time())
-        except OSError as error:
-            self._recording.note("save_failed", checkpoint=folder.name, why=f"{type(error).__name__}: {error}"[:500])
-            return
-        self._recording.saved(folder)
+
+        if attempt_save(write, folder.name, self._recording.note, lambda: None):
+            self._recording.note_saved_in(folder.parent)
 
 
 def _folder(args: Any, state: Any) -> Path:

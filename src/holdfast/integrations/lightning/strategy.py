@@ -1,22 +1,4 @@
-"""Lightning: a strategy whose optimizer steps are transactions, a callback that only looks, files that verify.
-
-    Trainer(strategy=HoldfastStrategy())          everything; also strategy="holdfast", once this module is imported
-    Trainer(callbacks=[HoldfastCallback()])       a black box, non-finite steps left out, files that verify
-    Trainer(plugins=[VerifiedCheckpointIO()])     the files only
-
-With the strategy ``training_step``, ``self.log``, hooks, accumulation, schedules, precision and clipping are
-Lightning's, in its order and with its results, bit for bit, as long as nothing goes wrong. What is not:
-
-- the gradients of the last step are gone when ``on_before_zero_grad`` is called;
-- ``on_before_optimizer_step`` sees gradients that are clipped already, unless ``configure_gradient_clipping`` is
-  overridden or the algorithm is ``"value"``;
-- a scheduler with ``interval="step"`` stands still where a step was skipped; ``global_step`` counts it all the same;
-- a batch that was cut calls ``training_step`` once for each part; what it logs is the mean over the parts.
-
-One device. A window of ``accumulate_grad_batches`` is one step; each of its batches is a transaction of its own.
-Checkpoints hold random state, so that training goes on with the same dropout. Which batches follow is up to the
-loader: exactly the same with a `holdfast.DataLoader`; with torch's, shuffled or not, from the end of an epoch only.
-"""
+"""`HoldfastStrategy`: Lightning on one device, with each optimizer step as a transaction of a guard."""
 
 from __future__ import annotations
 
@@ -27,26 +9,28 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.codec import Encoder, decode
-from holdfast.core.errors import PolicyError
 from holdfast.core.policy import Policy
-from holdfast.guard.guard import take_scale
 from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.integrations.frameworks import excluded, load
-from holdfast.integrations.lightning_callback import HoldfastCallback
-from holdfast.integrations.lightning_files import VerifiedCheckpointIO, save_when_stopped
-from holdfast.integrations.lightning_steps import TrainerSteps, clips_itself, names_of
-from holdfast.loader.random_state import RandomState, capture, restore
+from holdfast.integrations.lightning.files import NAME, VerifiedCheckpointIO, folder_of, save_when_stopped
+from holdfast.integrations.lightning.steps import TrainerSteps, clips_itself, names_of
+from holdfast.integrations.protocol import (
+    carried_by,
+    carried_tree,
+    check_one_process,
+    excluded,
+    load,
+    may_save,
+    open_guard,
+    restore_random_state,
+)
 from holdfast.loader.splitting import Split
 
 load("lightning.pytorch")
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
-
-__all__ = ["HoldfastCallback", "HoldfastStrategy", "VerifiedCheckpointIO"]
 
 _PRECISION = {"16-mixed": "fp16", "bf16-mixed": "bf16"}
 _KEY = "holdfast"  # of what a checkpoint holds besides Lightning's own
@@ -100,37 +84,24 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self.holdfast_guard: HostedGuard | None = None
         """The guard, while ``fit`` trains: `statistics`, `events`, `request_stop`."""
 
-    # --- what the trainer settles ---------------------------------------------------------------------------
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """Return what writes checkpoints: a plugin of the trainer, or one that verifies."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = VerifiedCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, files: Any) -> None:
-        self._checkpoint_io = files
-
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """Return no device: this is where Lightning tells a strategy those that the trainer was given."""
+        """Return no device: here Lightning puts those that the trainer was given."""
         return []
 
     @parallel_devices.setter
     def parallel_devices(self, devices: Any) -> None:
-        if devices is not None and len(devices) > 1:
-            raise PolicyError(
-                f"devices={len(devices)}",
-                limit="this version guards one process on one device",
-                fix="pass Trainer(devices=1), or another strategy and start the job under `holdfast run`.",
-                rule="H108",
-            )
+        check_one_process(len(devices or ()), "devices")
         if devices and self._chooses_device:
             self._root_device = torch.device(devices[0])
 
     # --- open and close -------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Have checkpoints verified, unless the trainer has a plugin for them."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = VerifiedCheckpointIO()
+        super().setup_environment()
 
     def on_train_start(self) -> None:
         """Open the run directory: everything was restored by now."""
@@ -140,51 +111,50 @@ class HoldfastStrategy(SingleDeviceStrategy):
         _check_supported(module)
         _begin_next_epoch(trainer.fit_loop)
         schedulers = {f"scheduler_{i}": each.scheduler for i, each in enumerate(self.lr_scheduler_configs)}
-        self.holdfast_guard = guard = HostedGuard(
+        carried, self._carried = self._carried, None
+        folder = folder_of(trainer)
+        self.holdfast_guard = guard = open_guard(
             self._run_dir or Path(trainer.default_root_dir, "holdfast"),
-            model=module,
-            optimizer=dict(zip(names_of(self.optimizers), self.optimizers, strict=True)),
-            scheduler=schedulers or None,
             policy=hosted_policy(
                 self._policy,
                 max_grad_norm=self._clips(module),
                 precision=_PRECISION.get(str(trainer.precision), "fp32"),
                 host="the Trainer",
             ),
+            scaler=getattr(self.precision_plugin, "scaler", None),
+            saves_in=(folder or Path(trainer.default_root_dir), NAME),
+            carried=carried,
+            resumed=trainer.ckpt_path is not None,
+            model=module,
+            optimizer=dict(zip(names_of(self.optimizers), self.optimizers, strict=True)),
+            scheduler=schedulers or None,
             split=self._split,
         )
-        take_scale(guard, getattr(self.precision_plugin, "scaler", None))
         self._steps = TrainerSteps(module, guard, self.optimizers, self._split, super().training_step)
         if isinstance(self.checkpoint_io, VerifiedCheckpointIO):
             self.checkpoint_io.note = guard.note
         self._hold_schedulers(module, self._steps)
-        folders = [each.dirpath for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)]
-        guard.saves_in(folders[0] if folders else trainer.default_root_dir, resumed=trainer.ckpt_path is not None)
-        carried, self._carried = self._carried, None
-        if carried is None:
-            guard.replaced_state()
-        else:
-            guard.load_state_dict(carried["guard"])
-            window = decode(carried.get("window"), carried["tensors"])
+        if carried is not None:
+            window = carried_tree(carried, "window")
             if window is not None:
-                self._steps.load_state_dict(window)
+                self._steps.accumulation.load_state_dict(window)
             for each in trainer.checkpoint_callbacks:
                 # Lightning keeps no note of the step that was saved last. After the first batch of a longer step it
                 # would replace the file of that step's beginning by one with a later place in the data.
                 if getattr(each, "_every_n_train_steps", 0):
                     each._last_global_step_saved = trainer.global_step
-            if not carried.get("between_epochs"):
-                _restore_random_state(carried)
+            if not carried["between_epochs"]:
+                restore_random_state(carried)
 
     def _clips(self, module: Any) -> float | None:
-        """Return to which norm the guard clips: the trainer's; by manual optimization, where it has none, ours."""
+        # By manual optimization the trainer has no limit, and the policy's holds.
         if not module.automatic_optimization:
             return self._policy.max_grad_norm
         limit = float(module.trainer.gradient_clip_val or 0)
         return limit if limit > 0 and not clips_itself(module) else None
 
     def _hold_schedulers(self, module: Any, steps: TrainerSteps) -> None:
-        """Let schedulers stand still where a step was skipped; Lightning calls this hook of the module for each."""
+        """Let schedulers stand still where a step was skipped."""
         advance = module.lr_scheduler_step
         by_step = {id(each.scheduler) for each in self.lr_scheduler_configs if each.interval == "step"}
 
@@ -200,7 +170,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         self._close(None)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Close the run directory, with the name of the exception in it; after SIGTERM with a checkpoint."""
+        """Close the run directory, with the exception in it; after SIGTERM with a checkpoint."""
         super().on_exception(exception)
         if self.holdfast_guard is not None and self.lightning_module is not None:
             save_when_stopped(self.lightning_module.trainer, exception)
@@ -221,13 +191,11 @@ class HoldfastStrategy(SingleDeviceStrategy):
                 self.checkpoint_io.note = None
             guard.__exit__(None if error is None else type(error), error, None)
 
-    # --- steps ----------------------------------------------------------------------------------------------
-
     def process_dataloader(self, dataloader: object) -> object:
         """Take the loader as it is; after the end of an epoch, random numbers come back before it draws its order."""
         carried, module = self._carried, self.lightning_module
-        if carried is not None and carried.get("between_epochs") and module is not None and module.trainer.training:
-            _restore_random_state(carried)
+        if carried is not None and carried["between_epochs"] and module is not None and module.trainer.training:
+            restore_random_state(carried)
         return super().process_dataloader(dataloader)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -243,7 +211,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
         if self._steps is None or not self._steps.automatic:
             found = super().training_step(*args, **kwargs)
             if self._steps is not None:
-                self._steps.tell_of_own_steps()
+                self._steps.note_own_steps()
             return found
         return self._steps.training_step(*args, **kwargs)
 
@@ -265,7 +233,7 @@ class HoldfastStrategy(SingleDeviceStrategy):
     def guarded_step(
         self, batch: Any, loss_fn: LossFunction, *, optimizer: Any = None, split: Split | None = None
     ) -> StepResult:
-        """Make one step in the ``training_step`` of manual optimization: instead of zero_grad, manual_backward, step.
+        """Make one step in the ``training_step`` of manual optimization, instead of zero_grad, backward and step.
 
         Args:
             batch: What `loss_fn` takes; after out-of-memory, parts of it.
@@ -282,31 +250,17 @@ class HoldfastStrategy(SingleDeviceStrategy):
         assert self._steps is not None, "only while fit trains"
         return self._steps.manual(batch, loss_fn, optimizer, split)
 
-    # --- checkpoints ----------------------------------------------------------------------------------------
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save, with the state of the guard and of random numbers; weights that are not finite are not saved.
-
-        The run then returns to the last good state, or ends.
-        """
+        """Save, with the state of the guard and of random numbers; a state that is not finite is refused."""
         guard = self.holdfast_guard
+        if not may_save(guard):
+            return
         if guard is not None:
-            why = guard.nonfinite_state()
-            if why is not None:
-                guard.note("save_refused", why=why)
-                guard.return_from(why)
-                return
-            encoder = Encoder(_KEY)
             done = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # type: ignore[union-attr]
             devices = [] if self.root_device.type == "cpu" else [self.root_device]
-            checkpoint[_KEY] = {
-                "guard": guard.state_dict(),
-                "random_state": encoder.encode(capture(devices).to_tree()),
-                # Lightning may save in the middle of a step: after so much time, a validation, a signal.
-                "window": encoder.encode(None if self._steps is None else self._steps.state_dict(), ("window",)),
-                "tensors": encoder.tensors,
-                "between_epochs": bool(done),
-            }
+            # Lightning may save in the middle of a step: after so much time, a validation, a signal.
+            window = None if self._steps is None else self._steps.accumulation.state_dict()
+            checkpoint[_KEY] = {**carried_by(guard, devices, window=window), "between_epochs": bool(done)}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
@@ -318,15 +272,10 @@ class HoldfastStrategy(SingleDeviceStrategy):
         return found
 
 
-def _restore_random_state(carried: dict[str, Any]) -> None:
-    restore(RandomState.from_tree(decode(carried["random_state"], carried["tensors"])))
-
-
 def _begin_next_epoch(loop: Any) -> None:
     """Let an epoch that follows a checkpoint of the last batch begin as any other.
 
-    Lightning leaves out its beginning, as it does where it goes on in the middle of one. It then takes checkpoints of
-    this epoch for such of its end, and a later resume begins the epoch again.
+    Lightning leaves out its beginning, and then takes checkpoints of this epoch for such of its end.
     """
     seen = loop.epoch_progress.current
     if loop.restarted_mid_epoch and seen.ready == seen.processed:

@@ -1,0 +1,178 @@
+"""Checkpoint files of Lightning that are whole or not there, that verify, and of which a good one is always left.
+
+Beside ``name.ckpt`` lies ``name.ckpt.manifest.json`` with its digest, which is written last.
+
+Does not: decide when to save or what (Lightning's ``ModelCheckpoint`` and ``Trainer`` do).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.health import nonfinite_tensors
+from holdfast.checkpoint.newest import newest_good
+from holdfast.checkpoint.seal import is_sealed, manifest_beside, seal, verify
+from holdfast.core.durable import fsync_path
+from holdfast.core.errors import HoldfastError
+from holdfast.integrations.protocol import Note, attempt_save, emit, load
+
+load("lightning.pytorch")
+from lightning.pytorch.plugins.io import TorchCheckpointIO  # noqa: E402
+from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
+
+NAME = re.compile(r"[^.].*\.ckpt")
+
+
+def folder_of(trainer: Any) -> Path | None:
+    """Return where the trainer's ``ModelCheckpoint`` saves; None without one."""
+    folders = [each.dirpath for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)]
+    return Path(folders[0]) if folders else None
+
+
+def save_when_stopped(trainer: Any, exception: BaseException) -> None:
+    """Save a checkpoint if this exception is Lightning's way to end after SIGTERM; the batch was finished by then.
+
+    It is saved beside those of the trainer's ``ModelCheckpoint``, as ``stopped-step=N.ckpt``.
+    """
+    if isinstance(exception, SIGTERMException):
+        folder = folder_of(trainer) or Path(trainer.default_root_dir, "checkpoints")
+        trainer.save_checkpoint(folder / f"stopped-step={trainer.global_step}.ckpt")
+
+
+class VerifiedCheckpointIO(TorchCheckpointIO):
+    """Writes and reads Lightning's checkpoints; local files only, others are Lightning's own affair.
+
+    A save of weights or optimizer state with NaN or Inf is refused, and one that the disk refuses does not end
+    training: both are said in the log. A file that does not verify is not loaded; the newest one beside it that does
+    is taken instead. The last file that verifies is never removed.
+
+    Args:
+        note: Called with each event, such as ``guard.note``.
+
+    Example:
+        ``Trainer(plugins=[VerifiedCheckpointIO()])``; a `HoldfastStrategy` has one already.
+    """
+
+    def __init__(self, note: Note | None = None) -> None:
+        self.note = note
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a file, flush it, and seal it.
+
+        Args:
+            checkpoint: As Lightning gathered it.
+            path: Where to.
+            storage_options: As Lightning has it.
+        """
+        target = _local(path)
+        if target is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
+        bad = _spoiled(checkpoint)
+        if bad:
+            why = f"{len(bad)} tensor(s) hold NaN or Inf: {', '.join(bad[:5])}"
+            emit(self.note, "save_refused", checkpoint=target.name, why=why)
+            return
+        draft, plain = target.with_name(f".tmp-{target.name}-{os.getpid()}"), super().save_checkpoint
+        step = int(checkpoint.get("global_step", 0))
+
+        def write() -> None:
+            plain(checkpoint, draft)
+            seal(draft, global_step=step, unix_seconds=time.time())
+            manifest_beside(target).unlink(missing_ok=True)  # without one it was never finished
+            for source, final in ((draft, target), (manifest_beside(draft), manifest_beside(target))):
+                source.replace(final)
+                fsync_path(target.parent)
+
+        def undo() -> None:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+                manifest_beside(draft).unlink(missing_ok=True)
+
+        attempt_save(write, target.name, None if target.name.startswith(".") else self.note, undo)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a file that verifies, or the newest beside it that does.
+
+        Raises:
+            CheckpointError: H312, if there is none, or if it is a link to a disk that is not there.
+            RunDirectoryError: H307, if one cannot be read now.
+        """
+        target = _local(path)
+        if target is not None and (target.is_file() or target.is_symlink()):
+            given = target.resolve() if target.is_file() else target
+
+            def refused(each: Path, why: str) -> None:
+                emit(self.note, "checkpoint_damaged", checkpoint=each.name, why=why)
+
+            good = newest_good([given, *_others(given)], refused)
+            if good is not None and good != given:
+                emit(self.note, "checkpoint_instead", checkpoint=good.name, of=target.name)
+            path = good
+        found: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+        return found
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a file, unless it is the last one that verifies; hidden ones are for the moment and always go."""
+        target = _local(path)
+        if target is None or not target.is_file() or target.is_symlink():
+            super().remove_checkpoint(path)
+            return
+        passing = target.name.startswith(".")  # of Lightning's Tuner, which goes back to it once
+        if not passing and is_sealed(target) and not any(map(_verifies, _others(target))):
+            emit(self.note, "checkpoint_kept", checkpoint=target.name, why="no other in its folder verifies")
+            return
+        super().remove_checkpoint(path)
+        manifest_beside(target).unlink(missing_ok=True)
+
+
+def _others(path: Path) -> list[Path]:
+    """Return the other sealed checkpoints in a folder, newest first."""
+    found = [
+        each
+        for each in path.parent.iterdir()
+        if NAME.fullmatch(each.name) and each != path and not each.is_symlink() and is_sealed(each)
+    ]
+    return sorted(found, key=lambda each: each.stat().st_mtime_ns, reverse=True)
+
+
+def _verifies(path: Path) -> bool:
+    try:
+        verify(path)
+    except HoldfastError:
+        return False
+    return True
+
+
+def _local(path: Any) -> Path | None:
+    text = os.fspath(path)
+    return None if "://" in text else Path(text)
+
+
+def _spoiled(checkpoint: dict[str, Any]) -> list[str]:
+    """Return what must not be saved: moments that are not finite, weights and buffers with NaN.
+
+    A state dict does not say which are buffers, and masks and minima among them may be infinite on purpose.
+    """
+    weights = {
+        name: each for name, each in checkpoint.get("state_dict", {}).items() if isinstance(each, torch.Tensor)
+    }
+    bad, _ = nonfinite_tensors(weights.items(), most=len(weights))
+    moments, _ = nonfinite_tensors(_moments_of(checkpoint))
+    return [*(name for name in bad if bool(torch.isnan(weights[name]).any())), *moments]
+
+
+def _moments_of(checkpoint: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
+        for parameter, state in optimizer.get("state", {}).items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    yield f"optimizer {number}: {key} of parameter {parameter}", value

@@ -1,0 +1,263 @@
+"""What every integration does, whatever the framework.
+
+    refuse     what a guarded step cannot keep its promises with: `excluded`, `check_one_process`, `check_accelerator`
+    open       a guard in the framework's loop, at its place in the framework's checkpoint: `open_guard`
+    carry      what later steps need of earlier ones, in the framework's checkpoint: `carried_by`, `carried_tree`
+    save       only a state that is finite, and go on where the disk refuses: `may_save`, `attempt_save`
+    resume     from the newest checkpoint that verifies: `newest_checkpoint`
+
+Does not: name any framework, but for its import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.codec import Encoder, decode
+from holdfast.checkpoint.newest import move_aside, newest_good, out_of_reach, paths_in
+from holdfast.core.errors import PolicyError
+from holdfast.core.policy import Policy
+from holdfast.guard.directory import check_found
+from holdfast.guard.guard import take_scale
+from holdfast.guard.hosted import HostedGuard
+from holdfast.loader.random_state import RandomState, capture, restore
+
+_log = logging.getLogger("holdfast")
+_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_MOST_TEXT = 500
+Note = Callable[..., None]  # takes the kind of an event and its facts, such as `Guard.note`
+
+
+# --- refuse -------------------------------------------------------------------------------------------------------
+
+
+def load(name: str) -> Any:
+    """Import a module of a framework.
+
+    Raises:
+        PolicyError: H111, with the extra to install.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise excluded(
+            f"{name.partition('.')[0]} cannot be imported ({error})",
+            "this integration works inside it",
+            'install the extra: pip install "holdfast[integrations]".',
+        ) from error
+
+
+def excluded(what: str, why: str, fix: str) -> PolicyError:
+    """Return the error about a setting of a framework that a guarded step cannot keep its promises with."""
+    return PolicyError(what, limit=why, fix=fix, rule="H111")
+
+
+def check_one_process(count: int, what: str) -> None:
+    """Refuse several processes or devices.
+
+    Args:
+        count: How many there are.
+        what: What the framework calls the number.
+
+    Raises:
+        PolicyError: H108.
+    """
+    if count > 1:
+        raise PolicyError(
+            f"{what}={count}",
+            limit="this version guards one process on one device; ranks that retry, skip or stop alone would diverge",
+            fix="start one process on one device, for instance with CUDA_VISIBLE_DEVICES=0 and without torchrun; or "
+            "leave holdfast out of the script and start the job under `holdfast run`, which watches any number.",
+            rule="H108",
+        )
+
+
+def check_accelerator(accelerator: Any) -> str:
+    """Return the precision of an ``accelerate.Accelerator``, as the policy spells it.
+
+    Asked for fp16 on a CPU it computes in fp32, without a word.
+
+    Raises:
+        PolicyError: H108 for several processes, H111 for an engine that owns the optimizer or another precision.
+    """
+    check_one_process(accelerator.num_processes, "num_processes")
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind != "NO":
+        raise excluded(
+            f"distributed_type={kind}",
+            "such an engine runs backward and the optimizer itself, so that a step cannot be taken back",
+            "train without it, or under `holdfast run` instead.",
+        )
+    found = str(accelerator.mixed_precision)
+    if found not in _PRECISIONS:
+        raise excluded(f"mixed_precision={found!r}", "a guarded step knows fp32, bf16 and fp16", "use one of these.")
+    return _PRECISIONS[found] if accelerator.native_amp else "fp32"
+
+
+# --- open ---------------------------------------------------------------------------------------------------------
+
+
+def emit(note: Note | None, kind: str, **facts: Any) -> None:
+    """Record an event by what a guard gave for it, or log it where no guard is there yet."""
+    if note is not None:
+        note(kind, **facts)
+    else:
+        _log.warning("%s: %s", kind, ", ".join(f"{name}={value}" for name, value in facts.items()))
+
+
+def open_guard(
+    run_dir: str | os.PathLike[str],
+    *,
+    policy: Policy,
+    scaler: Any,
+    saves_in: tuple[Path, re.Pattern[str]] | None,
+    carried: Mapping[str, Any] | None,
+    resumed: bool,
+    **parts: Any,
+) -> HostedGuard:
+    """Return a guard inside a framework's loop, which stands where the framework stands.
+
+    Args:
+        run_dir: Where it is recorded.
+        policy: From `hosted_policy`.
+        scaler: The framework's loss scaler, or None.
+        saves_in: The framework's folder of checkpoints, and what their names match; None: it saves nothing.
+        carried: `carried_by` of the checkpoint that was loaded; None: none was, or one without holdfast.
+        resumed: Whether the framework goes on from a checkpoint.
+        **parts: As `HostedGuard` takes them.
+
+    Raises:
+        CheckpointError: H312, for a new start beside a checkpoint that is a link to a disk which is not there.
+        PolicyError, RunDirectoryError: as of `Guard`.
+    """
+    if saves_in is not None and not resumed:
+        for path in paths_in(saves_in[0]):
+            if saves_in[1].fullmatch(path.name) and path.is_symlink() and not path.exists():
+                raise out_of_reach(path, "the link leads nowhere")
+    guard = HostedGuard(run_dir, policy=policy, **parts)
+    take_scale(guard, scaler)
+    if saves_in is not None:
+        guard.saves_in(saves_in[0], resumed=resumed)
+    if carried is None:
+        guard.replaced_state()
+    else:
+        guard.load_state_dict(carried["guard"])
+    return guard
+
+
+# --- carry --------------------------------------------------------------------------------------------------------
+
+
+def carried_by(guard: HostedGuard, devices: list[torch.device], **trees: Any) -> dict[str, Any]:
+    """Return what a checkpoint of the framework must hold, in types that ``torch.load(weights_only=True)`` takes.
+
+    Args:
+        guard: Of this training.
+        devices: Other than the CPU whose random state matters.
+        **trees: More to carry, by name; see `carried_tree`.
+    """
+    encoder = Encoder("holdfast")
+    trees["random_state"] = capture(devices).to_tree()
+    encoded = {name: encoder.encode(tree, (name,)) for name, tree in trees.items()}
+    return {"guard": guard.state_dict(), "trees": encoded, "tensors": encoder.tensors}
+
+
+def carried_tree(carried: Mapping[str, Any], name: str) -> Any:
+    """Return one of the trees that `carried_by` was given; None, if it was not given."""
+    return decode(carried["trees"].get(name), dict(carried["tensors"]))
+
+
+def restore_random_state(carried: Mapping[str, Any]) -> None:
+    """Go back to the random numbers of the moment when `carried_by` was called."""
+    restore(RandomState.from_tree(carried_tree(carried, "random_state")))
+
+
+# --- save ---------------------------------------------------------------------------------------------------------
+
+
+def may_save(guard: HostedGuard | None) -> bool:
+    """Return whether the state is finite; if it is not, the run has returned to the last good one.
+
+    Raises:
+        NonFiniteError: H501, if there is none to return to.
+    """
+    why = None if guard is None else guard.nonfinite_state()
+    if guard is None or why is None:
+        return True
+    guard.note("save_refused", why=why)
+    guard.return_from(why)
+    return False
+
+
+def attempt_save(write: Callable[[], None], name: str, note: Note | None, undo: Callable[[], None]) -> bool:
+    """Save, and record what came of it; a disk that refuses does not end training.
+
+    Args:
+        write: Writes and seals the checkpoint.
+        name: Of the checkpoint.
+        note: Takes events; None: failures are logged.
+        undo: Removes what was written of a save that failed.
+
+    Returns:
+        Whether it was saved.
+
+    Raises:
+        Exception: from `write`, for what has another cause than the disk: the next save would fail too.
+    """
+    try:
+        write()
+    except Exception as error:
+        undo()
+        # torch and safetensors wrap what the system said.
+        text = str(error).lower()
+        if not isinstance(error, OSError) and "pytorchstreamwriter" not in text and "os error" not in text:
+            raise
+        emit(note, "save_failed", checkpoint=name, error=f"{type(error).__name__}: {error}"[:_MOST_TEXT])
+        return False
+    if note is not None:
+        note("saved", checkpoint=name)
+    return True
+
+
+# --- resume -------------------------------------------------------------------------------------------------------
+
+
+def newest_checkpoint(
+    candidates: Iterable[Path], note: Note | None = None, run_dir: Path | None = None
+) -> Path | None:
+    """Return the newest checkpoint that verifies; those before it that do not are moved aside, with an event.
+
+    Args:
+        candidates: Newest first.
+        note: Takes events; None: they are logged.
+        run_dir: Where holdfast records; given, it must not say that there was a checkpoint where none is found.
+
+    Raises:
+        CheckpointError: H312, if one was whole, or is said to have been saved, and none verifies or can be reached.
+        RunDirectoryError: H307, if one cannot be read now.
+    """
+
+    def refused(path: Path, why: str) -> None:
+        emit(note, "checkpoint_damaged", checkpoint=path.name, why=why, kept=move_aside(path).name)
+
+    good = newest_good(candidates, refused)
+    if good is None and run_dir is not None:
+        check_found(run_dir, anew="ask for a new start, ")
+    return good
+
+
+def checkpoints_in(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    """Return the folders in a folder whose names match, in no order; links that lead nowhere are among them.
+
+    Raises:
+        CheckpointError: H312, if it cannot be reached.
+    """
+    return [path for path in paths_in(folder) if name.fullmatch(path.name) and not path.is_file()]
