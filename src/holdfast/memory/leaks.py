@@ -35,6 +35,7 @@ class Growth:
     high: float  # its 90th percentile
     bytes_per_second: float  # the same by time
     grown_bytes: int  # how much it was over what was looked at
+    steps: int  # over how many steps
 
     def minutes_until(self, bytes_left: int) -> float:
         """Return when so many bytes are used up, at this slope."""
@@ -78,6 +79,7 @@ def find_growth(readings: Sequence[Reading]) -> Growth | None:
         high=slopes[len(slopes) * 9 // 10],
         bytes_per_second=slope / seconds_per_step,
         grown_bytes=lowest[-1].used_bytes - lowest[0].used_bytes,
+        steps=lowest[-1].step - lowest[0].step,
     )
 
 
