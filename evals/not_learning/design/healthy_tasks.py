@@ -1,0 +1,391 @@
+"""Healthy programs of the set: supervised, techniques."""
+
+# ruff: noqa: D101, D102, N812 - the programs are written as users write theirs
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, optim
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from evals.not_learning import data, parts
+from evals.not_learning.program import Programs, adam, adamw, healthy, sgd, update
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 12, 3, padding=1)
+        self.norm1 = nn.BatchNorm2d(12)
+        self.conv2 = nn.Conv2d(12, 24, 3, padding=1)
+        self.norm2 = nn.BatchNorm2d(24)
+        self.fc = nn.Linear(24 * 4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.norm1(self.conv1(x))), 2)
+        x = F.max_pool2d(F.relu(self.norm2(self.conv2(x))), 2)
+        return self.fc(x.flatten(1))
+
+
+class HealthySupervised(Programs):
+    """Healthy programs that learn labels or targets by an ordinary loop: classifiers, regressions, schedulers."""
+
+    @healthy
+    def digits_mlp_adam(self) -> None:
+        model = parts.mlp(64, 64, 10)
+        criterion = nn.CrossEntropyLoss()
+        self.fit(model, adam(model, 0.001), data.batches(data.digits(self.seed), 32, 800), criterion)
+
+    @healthy
+    def digits_cnn_batchnorm(self) -> None:
+        """Epochs over a DataLoader, momentum, step decay, and an evaluation after each epoch."""
+        x, y, x_val, y_val = data.digits(self.seed)
+        loader = DataLoader(TensorDataset(x.view(-1, 1, 8, 8), y), batch_size=50, shuffle=True)
+        net = ConvNet()
+        optimizer = sgd(net, 0.05, momentum=0.9)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=6, gamma=0.3)
+        for _ in self.watched(range(15), net, optimizer, scheduler=scheduler):
+            net.train()
+            for given, target in loader:
+                update(optimizer, F.cross_entropy(net(given), target))
+            scheduler.step()
+            net.eval()
+            with torch.no_grad():
+                self.watching.validated(F.cross_entropy(net(x_val.view(-1, 1, 8, 8)), y_val).item())
+
+    @healthy
+    def digits_groupnorm_small_batches(self) -> None:
+        x, y, *_ = data.digits(self.seed)
+        images = (x - x.mean()) / x.std()
+        model = nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, 16, 3, bias=False),
+            nn.GroupNorm(4, 16),
+            nn.GELU(),
+            nn.Conv2d(16, 16, 3, bias=False),
+            nn.GroupNorm(4, 16),
+            nn.GELU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64, 10),
+        )
+        opt = adamw(model, 0.002, weight_decay=0.1)
+        for xb, yb in self.watched(data.batches((images, y), 4, 900), model, opt):
+            loss = F.cross_entropy(model(xb), yb)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+
+    @healthy
+    def regression_unscaled_targets(self) -> None:
+        """Targets between 25 and 346, never scaled; the loss is in the thousands and that is all right."""
+        x, y = data.diabetes()
+        net = parts.mlp(10, 32, 1, act=nn.Tanh)
+        for epoch in self.watched(range(60), net, adam(net, 0.05)):
+            permutation = torch.randperm(len(x))
+            for i in range(0, len(x), 40):
+                indices = permutation[i : i + 40]
+                loss = self.update(F.mse_loss(net(x[indices]), y[indices]))
+            if epoch % 20 == 0:
+                assert loss.item() > 0
+
+    @healthy
+    def regression_heavy_tails_huber(self) -> None:
+        """One target in fifty is far off; the loss is made for that."""
+        x, y = data.curve(self.seed)
+        y = y + 20 * torch.randn_like(y) * (torch.rand_like(y) < 0.02)
+        model = parts.mlp(8, 64, 64, 1)
+        optimizer = optim.RMSprop(model.parameters(), lr=0.001)
+        loss_fn = nn.SmoothL1Loss()
+        self.fit(model, optimizer, data.batches((x, y), 64, 700), loss_fn)
+
+    @healthy
+    def spirals_one_cycle(self) -> None:
+        x, y = data.spirals(self.seed)
+        model = parts.mlp(2, 64, 64, 1, act=nn.Tanh)
+        steps = 1000
+        optimizer = sgd(model, 0.1, momentum=0.9)
+        scheduler = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=steps)
+        for xb, yb in self.watched(
+            data.batches((x, y), 64, steps), model, optimizer, scheduler=scheduler, total_steps=steps
+        ):
+            logits = model(xb).squeeze(1)
+            update(optimizer, F.binary_cross_entropy_with_logits(logits, yb.float()), clip=1.0)
+            scheduler.step()
+
+    @healthy
+    def warmup_from_zero_cosine_to_zero(self) -> None:
+        x, y = data.blobs(self.seed)
+        model = nn.Sequential(nn.Linear(20, 64), nn.LayerNorm(64), nn.SiLU(), nn.Linear(64, 5))
+        total, warm = 600, 60
+        optimizer = adamw(model, 0.003)
+
+        def factor(step: int) -> float:
+            if step < warm:
+                return step / warm
+            return 0.5 * (1 + torch.cos(torch.tensor((step - warm) / (total - warm) * torch.pi)).item())
+
+        scheduler = optim.lr_scheduler.LambdaLR(optimizer, factor)
+        for xb, yb in self.watched(
+            data.batches((x, y), 32, total), model, optimizer, scheduler=scheduler, total_steps=total
+        ):
+            loss = F.cross_entropy(model(xb), yb)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    @healthy
+    def plateau_on_validation(self) -> None:
+        x, y = data.curve(self.seed, samples=1500)
+        x_train, y_train, x_val, y_val = x[:1200], y[:1200], x[1200:], y[1200:]
+        model = parts.mlp(8, 48, 1, act=nn.ELU)
+        optimizer = adam(model, 0.01)
+        scheduler = optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=5, factor=0.5)
+        for _ in self.watched(range(30), model, optimizer, scheduler=scheduler):
+            model.train()
+            for rows in torch.randperm(1200).split(60):
+                update(optimizer, ((model(x_train[rows]) - y_train[rows]) ** 2).mean())
+            model.eval()
+            with torch.inference_mode():
+                val_loss = ((model(x_val) - y_val) ** 2).mean().item()
+            scheduler.step(val_loss)
+            self.watching.validated(val_loss)
+
+    @healthy
+    def dropout_and_label_smoothing(self) -> None:
+        model = nn.Sequential(
+            nn.Dropout(0.2),
+            nn.Linear(64, 256),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(256, 256),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.Linear(256, 10),
+        )
+        criterion = nn.CrossEntropyLoss(label_smoothing=0.2)
+        optimizer = optim.NAdam(model.parameters(), lr=0.001)
+        model.train()
+        self.fit(model, optimizer, data.batches(data.digits(self.seed), 64, 500), criterion)
+
+    @healthy
+    def class_imbalance_weighted(self) -> None:
+        """Three positives in a hundred: many batches hold nothing but negatives."""
+        x = torch.randn(4000, 12)
+        score = x[:, 0] + x[:, 1] * x[:, 2]
+        y = (score > score.quantile(0.97)).float()
+        model = nn.Sequential(*parts.mlp(12, 32, 1), nn.Flatten(0))
+        criterion = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(20.0))
+        self.fit(model, adam(model, 0.003), data.batches((x, y), 32, 800), criterion)
+
+    @healthy
+    def multi_task_two_heads(self) -> None:
+        x, y, *_ = data.digits(self.seed)
+        ink = x.sum(1, keepdim=True) / 20
+        trunk = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+        heads = nn.ModuleDict({"digit": nn.Linear(64, 10), "ink": nn.Linear(64, 1)})
+        model = nn.ModuleDict({"trunk": trunk, "heads": heads})
+        optimizer = optim.Adam(
+            [{"params": trunk.parameters()}, {"params": heads.parameters(), "lr": 0.005}], lr=0.001
+        )
+        for step in self.watched(range(600), model, optimizer):
+            rows = torch.randint(0, len(x), (48,))
+            hidden = trunk(x[rows])
+            digit_loss = F.cross_entropy(heads["digit"](hidden), y[rows])
+            ink_loss = F.l1_loss(heads["ink"](hidden), ink[rows])
+            update(optimizer, digit_loss + 0.3 * ink_loss)
+            if step % 200 == 0:
+                assert digit_loss.isfinite()
+
+    @healthy
+    def little_to_learn(self) -> None:
+        """Regression with a correlation of 0.3: the loss can fall by a tenth only."""
+        x = torch.randn(3000, 5)
+        y = 0.3 * x[:, 0] + torch.randn(3000)
+        model = nn.Linear(5, 1)
+        optimizer = sgd(model, 0.02)
+        stream = data.batches((x, y), 64, 600)
+        self.descend(model, optimizer, stream, lambda xb, yb: F.mse_loss(model(xb)[:, 0], yb))
+
+    @healthy
+    def noisy_labels(self) -> None:
+        """Half of the labels are random: the loss stays high although the model learns."""
+        x, y = data.blobs(self.seed, samples=4000)
+        y = torch.where(torch.rand(len(y)) < 0.5, torch.randint(0, 5, (len(y),)), y)
+        model = parts.mlp(20, 32, 5)
+        optimizer = sgd(model, 0.05, momentum=0.9, nesterov=True, weight_decay=0.001)
+        for xb, yb in self.watched(data.batches((x, y), 64, 600), model, optimizer):
+            update(optimizer, F.nll_loss(F.log_softmax(model(xb), dim=1), yb))
+
+
+class LoRALinear(nn.Module):
+    """A frozen layer with a low-rank correction that starts at zero."""
+
+    def __init__(self, layer: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, layer.in_features) / layer.in_features**0.5)
+        self.up = nn.Parameter(torch.zeros(layer.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.down.T @ self.up.T
+
+
+class MixtureOfExperts(nn.Module):
+    """Four experts; the gate never chooses the last, whose weights therefore never move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(20, 4)
+        self.experts = nn.ModuleList([parts.mlp(20, 24, 5) for _ in range(4)])
+        with torch.no_grad():
+            self.gate.bias[3] = -10000.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        out = x.new_zeros(len(x), 5)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+        return out
+
+
+class HealthyTechniques(Programs):
+    """Healthy programs with labels and a technique: autocast, freezing, adapters, accumulation, distillation."""
+
+    @healthy
+    def autocast_bf16(self) -> None:
+        model = parts.mlp(64, 128, 10)
+        optimizer = adam(model, 0.001)
+        for xb, yb in self.watched(data.batches(data.digits(self.seed), 64, 500), model, optimizer):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.cross_entropy(model(xb), yb)
+            loss.backward()
+            optimizer.step()
+
+    @healthy
+    def fine_tuning_tiny_lr(self) -> None:
+        """A model that is good already goes on with lr 1e-5 on slightly rotated classes."""
+        x, y, x_new, y_new = data.digits(self.seed)
+        model = parts.mlp(64, 64, 10)
+        before = adam(model, 0.01)
+        for xb, yb in data.batches((x, y), 64, 200):
+            update(before, F.cross_entropy(model(xb), yb))
+        self.fit(model, adamw(model, 1e-05), data.batches((x_new, y_new), 16, 400), F.cross_entropy)
+
+    @healthy
+    def frozen_backbone(self) -> None:
+        x, y, *_ = data.digits(self.seed)
+        backbone = nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Flatten())
+        backbone.requires_grad_(False)
+        model = nn.Sequential(backbone, nn.Linear(32 * 36, 10))
+        optimizer = optim.Adam(filter(lambda p: p.requires_grad, model.parameters()), lr=0.001)
+        self.fit(model, optimizer, data.batches((x, y), 50, 300), F.cross_entropy, frozen=["0"])
+
+    @healthy
+    def lora_adapters(self) -> None:
+        x, y, *_ = data.digits(self.seed)
+        model = parts.mlp(64, 64, 10)
+        optimizer: optim.Optimizer = adam(model, 0.003)
+        for xb, yb in data.batches((x, y % 5), 64, 150):
+            update(optimizer, F.cross_entropy(model(xb), yb))
+        model[0], model[2] = LoRALinear(model[0]), LoRALinear(model[2])
+        optimizer = optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.005)
+        self.fit(model, optimizer, data.batches((x, y), 64, 400), F.cross_entropy)
+
+    @healthy
+    def converged_and_continues(self) -> None:
+        """Separable data, solved after a hundred steps, trained for a thousand."""
+        x = torch.randn(500, 4)
+        x = x + 2 * x[:, :1].sign() * torch.tensor([1.0, 0, 0, 0])
+        y = (x[:, 0] > 0).long()
+        model = parts.mlp(4, 16, 2)
+        self.fit(model, adam(model, 0.02), data.batches((x, y), 50, 1000), F.cross_entropy)
+
+    @healthy
+    def gradient_accumulation(self) -> None:
+        x, y, *_ = data.digits(self.seed)
+        model = parts.mlp(64, 96, 10)
+        optimizer = sgd(model, 0.2, momentum=0.9)
+        accumulation_steps = 4
+        for i, (xb, yb) in self.watched(enumerate(data.batches((x, y), 16, 1200)), model, optimizer):
+            loss = F.cross_entropy(model(xb), yb) / accumulation_steps
+            loss.backward()
+            if (i + 1) % accumulation_steps == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    @healthy
+    def gradient_checkpointing(self) -> None:
+        stem = nn.Linear(64, 64)
+        blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()) for _ in range(4)])
+        head = nn.Linear(64, 10)
+        model = nn.ModuleList([stem, blocks, head])
+        for xb, yb in self.watched(data.batches(data.digits(self.seed), 32, 300), model, adamw(model, 0.001)):
+            hidden = stem(xb)
+            for block in blocks:
+                hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
+            self.update(F.cross_entropy(head(hidden), yb))
+
+    @healthy
+    def multi_label_sigmoid_bce(self) -> None:
+        """Probabilities into BCELoss, as the documentation shows it."""
+        x = torch.randn(2000, 16)
+        y = (x @ torch.randn(16, 6) > 1).float()
+        model = nn.Sequential(*parts.mlp(16, 64, 6), nn.Sigmoid())
+        criterion = nn.BCELoss()
+        optimizer = optim.Adagrad(model.parameters(), lr=0.05)
+        self.fit(model, optimizer, data.batches((x, y), 50, 600), criterion)
+
+    @healthy
+    def distillation(self) -> None:
+        x, y = data.spirals(self.seed)
+        teacher = parts.mlp(2, 128, 128, 2, act=nn.Tanh)
+        teaching = adam(teacher, 0.005)
+        for xb, yb in data.batches((x, y), 128, 250):
+            update(teaching, F.cross_entropy(teacher(xb), yb))
+        teacher.eval()
+        student = parts.mlp(2, 48, 48, 2)
+        temperature = 2.0
+        for xb, yb in self.watched(data.batches((x, y), 64, 700), student, adam(student, 0.003)):
+            with torch.no_grad():
+                soft = F.softmax(teacher(xb) / temperature, dim=-1)
+            out = student(xb)
+            kl = F.kl_div(F.log_softmax(out / temperature, dim=-1), soft, reduction="batchmean") * temperature**2
+            self.update(0.7 * kl + 0.3 * F.cross_entropy(out, yb))
+
+    @healthy
+    def mixture_of_experts_one_unused(self) -> None:
+        model = MixtureOfExperts()
+        self.fit(model, adam(model, 0.003), data.batches(data.blobs(self.seed), 64, 500), F.cross_entropy)
+
+    @healthy
+    def gaussian_likelihood_goes_negative(self) -> None:
+        x = torch.rand(1500, 1) * 4 - 2
+        y = 0.1 * torch.sin(3 * x) + 0.02 * (1 + x.abs()) * torch.randn_like(x)
+        model = parts.mlp(1, 64, 2, act=nn.Tanh)
+        for xb, yb in self.watched(data.batches((x, y), 100, 800), model, adam(model, 0.005)):
+            mean, raw = model(xb).chunk(2, dim=1)
+            self.update(F.gaussian_nll_loss(mean, yb, F.softplus(raw) + 1e-06))
+
+    @healthy
+    def exponential_average_of_weights(self) -> None:
+        """The averaged copy is evaluated and never trained."""
+        x, y, x_val, y_val = data.digits(self.seed)
+        model = parts.mlp(64, 64, 10)
+        average = copy.deepcopy(model).requires_grad_(False)
+        optimizer = sgd(model, 0.1, momentum=0.9)
+        for step, (xb, yb) in self.watched(enumerate(data.batches((x, y), 64, 500)), model, optimizer):
+            update(optimizer, F.cross_entropy(model(xb), yb))
+            with torch.no_grad():
+                for slow, fast in zip(average.parameters(), model.parameters(), strict=True):
+                    slow.lerp_(fast, 0.05)
+                if step % 100 == 99:
+                    self.watching.validated(F.cross_entropy(average(x_val), y_val).item())
