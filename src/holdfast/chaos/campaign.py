@@ -31,17 +31,9 @@ _WITHOUT_BATCH = "bit-identical to a plain loop without this batch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one scenario has shown.
+    """What one scenario has shown: what was done to the run, what it recorded, and whether the promise held.
 
-    Args:
-        fault: What was done to the run.
-        happened: What the run recorded about it.
-        remedy: What holdfast did.
-        promise: What that remedy promises.
-        held: Whether the promise held.
-        evidence: How that was found out.
-        lost_steps: Steps that were made again or left out.
-        seconds: What it cost in time, noise included.
+    `lost_steps` were made again or left out; `seconds` are what it cost in time, noise included.
     """
 
     fault: str
@@ -55,12 +47,10 @@ class Row:
 
 
 class Campaign:
-    """All scenarios of the demo.
+    """All scenarios of the demo, whose runs, traces and outputs lie in a directory.
 
-    Args:
-        directory: Where runs, traces and outputs lie.
-        small_disk: An empty disk of some MiB that may be filled, or None if there is none.
-        seed: Decides the step of the SIGKILL and the bit that is flipped.
+    `small_disk` is an empty disk of some MiB that may be filled, None if there is none; `seed` decides the step of
+    the SIGKILL and the bit that is flipped.
     """
 
     def __init__(self, directory: Path, *, small_disk: Path | None, seed: int) -> None:

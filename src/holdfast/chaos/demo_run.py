@@ -26,16 +26,10 @@ _STANDSTILL_SECONDS = 150.0
 
 @dataclass(slots=True, kw_only=True)
 class DemoRun:
-    """A run of the training, over all its processes.
+    """A run of the training, over all its processes: where they write, and what they wrote.
 
-    Args:
-        run_dir: Of the run.
-        trace: What the processes write after each step.
-        weights: Where they keep the weights of each step, or None.
-        output: What they print.
-        digests: Step and digest of all state, in the order in which the steps were made.
-        losses: Of a plain loop.
-        accuracy: On the test images, once the training has ended.
+    `digests` are step and digest of all state, in the order in which the steps were made; `losses` those of a plain
+    loop; `accuracy` that on the test images, once the training has ended.
     """
 
     run_dir: Path
