@@ -73,7 +73,7 @@ class RunOptions:
     if there is none."""
 
     max_steps: int = 1000
-    """Optimizer steps, counted over all lives of the run."""
+    """Optimizer steps, counted over all restarts of the run."""
 
     seed: int = 0
     """Of weights, order, augmentation and dropout."""
@@ -191,8 +191,8 @@ def insist_on_a_batch(batch_size: int, there: int, what: str) -> None:
         )
 
 
-def most_set_aside(quarantine: float, samples: int) -> int:
-    """Return how many of so many samples `holdfast.DataLoader` sets aside at most."""
+def most_quarantined(quarantine: float, samples: int) -> int:
+    """Return how many of so many samples `holdfast.DataLoader` quarantines at most."""
     return Ledger(quarantine, samples, time.time).limit
 
 

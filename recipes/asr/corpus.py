@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.options import most_set_aside
+from recipes.options import most_quarantined
 from recipes.wav import other_sample_rate
 
 _NAMED = 5  # names that a message tells
@@ -91,7 +91,7 @@ def insist_on_sample_rate(recordings: Sequence[Sequence[Path]], sample_rate: int
     Args:
         recordings: Of each sample.
         sample_rate: That they need, Hz.
-        quarantine: What may be set aside, as `holdfast.DataLoader` takes it: so many may have another one.
+        quarantine: What may be quarantined, as `holdfast.DataLoader` takes it: so many may have another one.
 
     Raises:
         CorpusError: More have another one, or most of those that were looked at.
@@ -101,7 +101,7 @@ def insist_on_sample_rate(recordings: Sequence[Sequence[Path]], sample_rate: int
     first = (next(((rate, path) for rate, path in each if rate is not None), None) for each in rates)
     others = [each for each in first if each is not None]
     are_most = 2 * len(others) > len(looked_at)
-    if not are_most and len(others) <= most_set_aside(quarantine, len(recordings)):
+    if not are_most and len(others) <= most_quarantined(quarantine, len(recordings)):
         return
     counted = Counter(rate for rate, _ in others).most_common(_NAMED)
     change = f"--sample-rate {counted[0][0]}, or resample" if are_most else "resample"

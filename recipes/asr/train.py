@@ -32,7 +32,7 @@ class Options(SpeechOptions):
     """Directory of the run: checkpoints, records, report.html and result.json, and the speech that is made."""
 
     max_steps: int = 600
-    """Optimizer steps, counted over all lives of the run."""
+    """Optimizer steps, counted over all restarts of the run."""
 
     data: Path | None = None
     """Corpus to learn: a folder as LibriSpeech's or LJSpeech's with WAV or FLAC files, or a CSV file as
@@ -66,7 +66,7 @@ class Options(SpeechOptions):
     """Whether speed, noise and masks are drawn anew for each sample in each epoch."""
 
     quarantine: float = 0.01
-    """Most samples that may be set aside because they cannot be read: a share below 1, or a number."""
+    """Most samples that may be quarantined because they cannot be read: a share below 1, or a number."""
 
     eval_interval_steps: int = 100
     """Steps between tests on what is held out."""

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from recipes.options import most_set_aside
+from recipes.options import most_quarantined
 
 _PARTS = {True: ("train", "train"), False: ("test", "t10k")}
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif"}
@@ -97,7 +97,7 @@ def shape_of_all(source: Source, quarantine: float, needed: tuple[int, ...] | No
 
     Args:
         source: Of the images.
-        quarantine: What may be set aside, as `holdfast.DataLoader` takes it: so many may have another size.
+        quarantine: What may be quarantined, as `holdfast.DataLoader` takes it: so many may have another size.
         needed: Height and width that they must have; None: those that most of them have.
 
     Raises:
@@ -109,7 +109,7 @@ def shape_of_all(source: Source, quarantine: float, needed: tuple[int, ...] | No
         raise DataError(f"none of the images such as {source.name(0)} can be read.\nFix: look at one of them.")
     needed = needed or counted[0][0]
     others = [index for index, shape in enumerate(shapes) if shape not in (None, needed)]
-    allowed = most_set_aside(quarantine, len(shapes))
+    allowed = most_quarantined(quarantine, len(shapes))
     if len(others) > allowed:
         sizes = ", ".join(f"{many} of {_pixels(shape)}" for shape, many in counted[:_NAMED])
         more = f" and {len(counted) - _NAMED} more sizes" if len(counted) > _NAMED else ""

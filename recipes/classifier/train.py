@@ -91,7 +91,7 @@ class ClassifierOptions(RunOptions):
     """Whether each epoch has an order of its own."""
 
     quarantine: float = 0.001
-    """Most images that may be set aside because they cannot be read: a share below 1, or a number."""
+    """Most images that may be quarantined because they cannot be read: a share below 1, or a number."""
 
     def settle(self, given: Given) -> tuple[Self, Policy]:
         """Return options and policy with what the fault sets; what the command line or a variable says stays."""

@@ -40,7 +40,7 @@ class GanOptions(RunOptions):
     """Directory of the run: checkpoints, records, images, report.html and result.json."""
 
     max_steps: int = 4000
-    """Optimizer steps, counted over all lives of the run; each batch makes two, one of each player."""
+    """Optimizer steps, counted over all restarts of the run; each batch makes two, one of each player."""
 
     data_dir: Path | None = None
     """Images in grey, of one size: train/<class>/*.png and test/<class>/*.png, or the IDX files of MNIST. None: the
@@ -80,7 +80,7 @@ class GanOptions(RunOptions):
     """Optimizer steps between grids of drawn images."""
 
     quarantine: float = 0.001
-    """Most images that may be set aside because they cannot be read: a share below 1, or a number."""
+    """Most images that may be quarantined because they cannot be read: a share below 1, or a number."""
 
     def check(self) -> None:
         """Look at each option.

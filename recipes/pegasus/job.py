@@ -34,7 +34,7 @@ class PegasusOptions(RunOptions):
     """Directory of the run: checkpoints, records, vocabulary, report.html and result.json."""
 
     max_steps: int = 2000
-    """Optimizer steps, counted over all lives of the run."""
+    """Optimizer steps, counted over all restarts of the run."""
 
     loop: Literal["plain", "trainer"] = "plain"
     """A loop of our own, or that of transformers' Seq2SeqTrainer."""
@@ -74,7 +74,7 @@ class PegasusOptions(RunOptions):
     """Where the docstrings are kept, for other runs too."""
 
     quarantine: float = 0.001
-    """Most records that may be set aside because they cannot be used: a share below 1, of which at least 1 may, or a
+    """Most records that may be quarantined because they cannot be used: a share below 1, of which at least 1 may, or a
     number."""
 
     vocab_size: int = 4000

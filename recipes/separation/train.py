@@ -32,7 +32,7 @@ class Options(SpeechOptions):
     """Directory of the run: checkpoints, records, report.html, result.json, examples, and the speech that is made."""
 
     max_steps: int = 500
-    """Optimizer steps, counted over all lives of the run."""
+    """Optimizer steps, counted over all restarts of the run."""
 
     data: Path | None = None
     """Mixtures to learn: a folder as WSJ0-2mix's or LibriMix's (mix, s1, s2), or a CSV file as SpeechBrain's (ID,
@@ -80,7 +80,7 @@ class Options(SpeechOptions):
     """R; the paper has 3."""
 
     quarantine: float = 0.01
-    """Most samples that may be set aside because they cannot be read: a share below 1, or a number."""
+    """Most samples that may be quarantined because they cannot be read: a share below 1, or a number."""
 
     eval_interval_steps: int = 100
     """Steps between tests on what is held out."""

@@ -46,7 +46,7 @@ class TacotronOptions(RunOptions):
     """Directory of the run: checkpoints, records, features.h5, samples/, report.html and result.json."""
 
     max_steps: int = 400
-    """Optimizer steps, counted over all lives of the run."""
+    """Optimizer steps, counted over all restarts of the run."""
 
     data: Path | None = None
     """Folder with metadata.csv and wavs/, as LJSpeech. none: one that espeak-ng speaks into the run directory, or the
@@ -108,7 +108,7 @@ class TacotronOptions(RunOptions):
     """Sentence that is said at the end, into samples/sentence.wav."""
 
     quarantine: float = 0.001
-    """Most utterances that may be set aside because they cannot be read: a share below 1, or a number."""
+    """Most utterances that may be quarantined because they cannot be read: a share below 1, or a number."""
 
     def check(self) -> None:
         """Look at each option by itself and beside the others.

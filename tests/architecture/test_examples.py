@@ -13,7 +13,7 @@ import holdfast
 MODULES = [
     found.name
     for found in pkgutil.walk_packages(holdfast.__path__, "holdfast.")
-    if found.name not in ("holdfast.chaos.digits", "holdfast.chaos.life")
+    if found.name not in ("holdfast.chaos.digits", "holdfast.chaos.attempt")
 ]
 
 

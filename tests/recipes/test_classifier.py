@@ -98,15 +98,6 @@ def test_every_fault_is_named(fault, digits, undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_momentum_that_is_too_high_is_named_in_large_batches_too(digits, tmp_path):
-    """Clipped steps of few, large batches hardly leave the scale of the weights at a smaller rate."""
-    options = ("--fault", "momentum-too-high", "--seed", 5, "--batch-size", 64, "--warmup-steps", 50)
-    assert "H825" in {
-        event.data["rule"] for event in Ended(tmp_path, digits, *options, "--max-steps", 220).events("finding")
-    }
-
-
-@pytest.mark.slow
 def test_the_healthy_run_is_left_in_peace(digits, tmp_path):
     """Beyond the first window of the diagnosis nothing is found, skipped or healed, and digits are learnt."""
     ended = Ended(tmp_path / "run", digits, "--max-steps", 420)
@@ -133,15 +124,9 @@ def test_a_bad_sample_is_named_with_its_file(digits, tmp_path):
     assert ended.result["statistics"]["skipped_steps"] > 0
 
 
-def test_without_a_warm_up_the_learning_rate_is_the_one_that_was_given(digits, tmp_path):
-    """From the first step on, and not the tenth that a warm-up begins with."""
-    ended = Ended(tmp_path / "run", digits, "--warmup-steps", 0, "--lr", 0.03, "--max-steps", 2)
-    assert ended.result["figures"]["learning_rate"] == 0.03
-
-
 @pytest.mark.slow
 def test_schedules_count_real_steps_over_skips_and_resumes(digits, tmp_path):
-    """The warm-up passes over a skipped step, the plateau reacts to validations, and both go on in a later life."""
+    """The warm-up passes over a skipped step, the plateau reacts to validations, and both go on after a restart."""
     options = ("--fault", "nan-inputs", "--validate-steps", 3, "--patience", 0, "--lr", 0.4)
     early = Ended(tmp_path / "cut", digits, *options, "--max-steps", 10)
     begun = early.result
@@ -232,19 +217,6 @@ def picture(place: Path, shade: int, size: int = 8) -> Path:
     return place
 
 
-def test_classes_have_one_number_in_training_and_test(tmp_path):
-    """Also where the test images lack a class, or a folder holds no pictures; a class to test alone is refused."""
-    for name in ("cat", "dog", "owl"):
-        picture(tmp_path / "train" / name / "1.png", 5)
-    (tmp_path / "train" / ".hidden").mkdir()
-    picture(tmp_path / "test" / "owl" / "1.png", 5)
-    assert list(find_source(tmp_path, train=True).labels) == [0, 1, 2]
-    assert list(find_source(tmp_path, train=False).labels) == [2]
-    picture(tmp_path / "test" / "rat" / "1.png", 5)
-    with pytest.raises(DataError, match=r"rat is a class that .* has no pictures of"):
-        find_source(tmp_path, train=False)
-
-
 def of_sizes(part: Path, sizes: dict[int, int]) -> None:
     """Write pictures of two classes: of each size so many, the first size first."""
     for number, size in enumerate(size for size, many in sizes.items() for _ in range(many)):
@@ -269,29 +241,6 @@ def test_pictures_of_several_sizes_are_refused_at_once(part, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_as_many_pictures_as_quarantine_allows_may_have_another_size(tmp_path):
-    """They are set aside one by one, though they come first; the size that is needed is that of most."""
-    of_sizes(tmp_path / "train", {11: 2, 8: 10})
-    of_sizes(tmp_path / "test", {8: 2})
-    ended = Ended(tmp_path / "run", tmp_path, "--max-steps", 5, "--batch-size", 4, "--quarantine", 2)
-    assert ended.code == 0
-    ledger = read_ledger(tmp_path / "run" / FILE_NAME)
-    assert ledger
-    assert all("has shape (11, 11)" in entry.evidence for entry in ledger.values())
-
-
-def test_a_run_that_has_ended_says_so_and_shows_no_bar(digits, tmp_path, capsys, monkeypatch):
-    """Started again with fewer steps than it made: one line, the same weights, and code 0."""
-    whole = Ended(tmp_path / "run", digits, "--max-steps", 4)
-    monkeypatch.setenv("FORCE_COLOR", "1")  # stderr is as a terminal to the bar
-    capsys.readouterr()
-    again = Ended(tmp_path / "run", digits, "--max-steps", 2)
-    told = capsys.readouterr().err
-    assert told.count("already at step 4 of 2: nothing is left to train") == 1
-    assert "4/2" not in told
-    assert (again.code, again.result["weights"]) == (0, whole.result["weights"])
-
-
 @pytest.mark.parametrize("kind", ["png", "jpg", "bmp", "gif"])
 def test_a_damaged_picture_is_read_or_refused_and_nothing_else(kind, tmp_path):
     """With any byte changed or the end cut off, whatever Pillow raises is a ValueError, which sets it aside."""
@@ -306,16 +255,6 @@ def test_a_damaged_picture_is_read_or_refused_and_nothing_else(kind, tmp_path):
             except ValueError:
                 refused += 1
     assert refused > len(whole)
-
-
-def test_test_images_that_cannot_be_read_do_not_end_a_training(digits, tmp_path):
-    """As many as --quarantine allows are set aside in a validation too."""
-    shutil.copytree(digits, tmp_path / "digits")
-    for path in sorted((tmp_path / "digits" / "test").glob("*/*.png"))[:2]:
-        path.write_bytes(path.read_bytes()[:50])
-    options = ("--max-steps", 4, "--validate-steps", 2, "--quarantine")
-    assert Ended(tmp_path / "two", tmp_path / "digits", *options, 2).result["global_step"] == 4
-    assert Ended(tmp_path / "one", tmp_path / "digits", *options, 1).code == 1
 
 
 @pytest.mark.parametrize(

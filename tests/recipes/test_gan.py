@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from recipes.classifier.images import find_source, write_idx
 from recipes.gan import forecast
 from recipes.gan.data import Images
 from recipes.gan.players import Players, play
 from recipes.gan.quality import frechet_distance
-from recipes.gan.train import POLICY, GanOptions, grid_of, main, make_job, train
+from recipes.gan.train import POLICY, GanOptions, main, make_job, train
 from recipes.training import Training, digest, open_guard
 from tests.own_process import in_own_process
 from tests.unit.forecast.allocations import real_allocations
@@ -185,26 +184,6 @@ def test_recomputed_blocks_lower_the_peak_and_change_nothing(tmp_path, regulariz
     assert ends[0] == ends[1]
 
 
-def test_another_batch_takes_the_published_rule_with_it(tmp_path, digits):
-    """Half the batch multiplies Adam's rate by the root of a half, and decay rates and eps follow."""
-    options = options_of(tmp_path, digits, lr=0.01, base_batch_size=32)
-    job = make_job(options)
-    for optimizer in job.players.optimizers.values():
-        (group,) = optimizer.param_groups
-        assert group["lr"] == pytest.approx(0.01 * 0.5**0.5)
-        assert group["betas"] == pytest.approx((0.75, 0.995))
-        assert group["eps"] == pytest.approx(1e-8 * 2**0.5)
-    assert job.facts["learning_rate_rule"] == "square root"
-    assert "2205.10287" in job.facts["learning_rate_source"]
-
-
-@pytest.mark.parametrize("width", [1, 3, 12, 20])
-def test_any_width_makes_networks(width):
-    """Also one whose channels do not fall into eight equal groups."""
-    players = make_players(width=width)
-    assert players.draw(2).shape == (2, 1, 8, 8)
-
-
 def test_what_a_forecast_is_made_of_trains_both_players(tmp_path):
     """The step that `holdfast plan` is given commits a step of each player on its sample batch."""
     built = forecast.build(4, size=8, width=4)
@@ -229,45 +208,6 @@ def test_images_are_padded_to_a_power_of_two_and_carry_their_noise(tmp_path):
     other = Images(find_source(tmp_path, train=True), 5, (28, 27))
     with pytest.raises(ValueError, match=r"image 0 of .* has shape \(28, 28\)"):
         other[0]
-
-
-@pytest.mark.parametrize(("count", "size", "shape"), [(50, 32, (165, 330)), (3, 8, (9, 27)), (50, 512, (513, 5130))])
-def test_a_grid_fits_what_there_is_and_what_the_report_takes(tmp_path, count, size, shape):
-    """Few images make one row, large ones fewer rows; the run takes each as it is."""
-    grid = grid_of(torch.zeros(count, 1, size, size))
-    assert tuple(grid.shape) == shape
-    with guard_of(tmp_path, make_players()) as guard:
-        guard.add_image("drawn", grid)
-        assert guard.events()[-1].kind == "image_added"
-
-
-def test_what_is_needed_at_the_end_is_looked_at_before_training(tmp_path, digits, capsys):
-    """Test images of another shape end the process at once, with code 2 and the reason."""
-    for path in digits.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", np.zeros((20, 7, 8)))
-    with pytest.raises(SystemExit) as ended:
-        main(["--run-dir", str(tmp_path / "run"), "--data-dir", str(tmp_path)])
-    assert ended.value.code == 2
-    assert "image 0 of" in (told := capsys.readouterr().err)
-    assert "has shape (7, 8)" in told
-
-
-def test_pictures_of_several_sizes_end_before_there_is_a_run(tmp_path, capsys):
-    """The size that is needed is that of most pictures, and not that of the first."""
-    for number in range(6):
-        for part in ("train", "test"):
-            place = tmp_path / part / "ab"[number % 2] / f"{number}.png"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("L", (9, 7) if part == "train" and number < 2 else (8, 10)).save(place)
-    with pytest.raises(SystemExit) as ended:
-        main(["--run-dir", str(tmp_path / "run"), "--data-dir", str(tmp_path)])
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert "2 of 6 images have another size than 8x10 (width x height)" in told
-    assert "There are 4 of 8x10, 2 of 9x7.\nLimit: " in told
-    assert "\nFix: resize them" in told
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_frechet_distance_is_that_of_two_normal_distributions():

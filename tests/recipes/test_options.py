@@ -84,21 +84,6 @@ def test_values_that_make_no_training_end_with_a_message(option, value, said, ca
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (("--max-stpes", 3), "'--max-stpes' is not an option; did you mean '--max-steps'?"),
-        (("--quux=3",), "'--quux=3' is not an option"),
-        (("--x", 3), "'--x' is not an option"),
-        (("--max-steps", "many"), "argument --max-steps: 'many': one of INT is needed"),
-    ],
-)
-def test_a_mistyped_option_is_told_without_all_others(argv, said, capsys):
-    """What is wrong and where the options stand, in two lines; nothing is suggested that is not alike."""
-    _, message = refused(capsys, *argv).split(": ", 1)
-    assert message == f"{said}\nRun with --help for all options.\n"
-
-
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("rat: 1", "did you mean 'rate'"),

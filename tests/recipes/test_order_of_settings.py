@@ -113,15 +113,6 @@ def test_argument_over_variable_over_file_over_preset_over_default(entrance, tmp
         assert found.keep_latest_k == 3
 
 
-def test_a_dict_is_an_argument_and_the_preset_in_it_is_none(monkeypatch):
-    """Wherever a preset is named, its values lie below a variable; what stands beside it does not."""
-    monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "2.0")
-    assert Policy.of({"preset": PRESET}).max_grad_norm == 2.0
-    assert Policy.of({"preset": PRESET, "max_grad_norm": 3.0}).max_grad_norm == 3.0
-    assert Policy.of({"max_grad_norm": 3.0}, preset=PRESET).max_grad_norm == 3.0
-    assert Policy.of({"max_grad_norm": 3.0}, max_grad_norm=4.0).max_grad_norm == 4.0
-
-
 def test_two_names_of_one_field_at_the_same_place_are_refused(capsys):
     """--clip-grad-norm is as strong as --max-grad-norm; both are no order."""
     argv = ["--clip-grad-norm", "2", "--max-grad-norm", "3"]
@@ -164,14 +155,6 @@ def test_a_variable_that_contradicts_a_framework_is_an_error(name, value, host, 
     assert caught.value.rule == "H109"
 
 
-def test_a_variable_that_says_the_same_as_a_framework_is_fine(monkeypatch):
-    """There is nothing to decide; and what the host has no setting for is taken."""
-    monkeypatch.setenv("HOLDFAST_MAX_GRAD_NORM", "1.0")
-    monkeypatch.setenv("HOLDFAST_NONFINITE_PATIENCE", "9")
-    found = hosted_policy(None, host="the host", max_grad_norm=1.0, precision="fp32")
-    assert (found.max_grad_norm, found.nonfinite_patience) == (1.0, 9)
-
-
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
@@ -190,26 +173,3 @@ def test_a_misspelt_key_of_a_hyperparameter_file_is_an_error(key, meant, tmp_pat
         ("lr", "max_key", "eval_precision", "ckpt_interval", "number_of_epochs", "norm", "patience"), 1
     )
     read_options(options_of("asr"), ["--hparams", str(written(path, own))])
-
-
-def test_the_minutes_between_checkpoints_are_read_from_a_hyperparameter_file(tmp_path):
-    """ckpt_interval_minutes is an upper limit beside the steps; 0 switches it off, as in SpeechBrain."""
-    found = Policy.from_speechbrain({"ckpt_interval_minutes": 15, "ckpt_interval_steps": 0})
-    assert (found.save_interval_minutes, found.save_interval_steps) == (15, "auto")
-    assert Policy.from_speechbrain({"ckpt_interval_minutes": 0}).save_interval_minutes is None
-
-
-@pytest.mark.parametrize("entrance", [each for each in ENTRANCES if each not in ("--hparams", "--config")])
-@pytest.mark.parametrize("place", ["file", "variable"])
-def test_a_name_that_is_no_field_is_an_error_at_every_entrance(entrance, place, tmp_path, monkeypatch, capsys):
-    """H101, with the nearest name."""
-    file: dict[str, Any] = {"max_grad_norm": 3.0}
-    if place == "file":
-        file["max_grad_nrom"] = 3.0
-    else:
-        monkeypatch.setenv("HOLDFAST_MAX_GRAD_NROM", "1")
-    with pytest.raises((holdfast.PolicyError, SystemExit)) as caught:
-        ENTRANCES[entrance](tmp_path, file, {})
-    told = str(caught.value) + capsys.readouterr().err
-    assert "H101" in told
-    assert "did you mean 'max_grad_norm'" in told

@@ -79,13 +79,13 @@ def checkpoints(run_dir: Path) -> list[int]:
 def test_ctrl_c_saves_and_says_how_to_go_on(start, tmp_path, times):
     """To the whole group, as a terminal sends it, or twice at once, as `timeout` does: code 130, no traceback."""
     options = ("-m", "recipes.classifier", "--run-dir", tmp_path, *SMALL, "--save-interval-steps", 5)
-    life = start(*options, "--max-steps", 100_000, "--num-workers", 2)
-    wait_until(lambda: max(checkpoints(tmp_path), default=0) >= 5, life)
+    process = start(*options, "--max-steps", 100_000, "--num-workers", 2)
+    wait_until(lambda: max(checkpoints(tmp_path), default=0) >= 5, process)
     for _ in range(times):
-        os.killpg(life.pid, signal.SIGINT)
+        os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.01)
-    out, err = life.communicate(timeout=120)
-    assert life.returncode == 130, err
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
     assert "Traceback" not in err
     assert err.count("SIGINT: stops at the next boundary; a second one ends the process at once") == 1
     step = int(re.search(r"interrupted at step (\d+): the same command, or with --resume, goes on", err)[1])
@@ -106,11 +106,11 @@ def test_ctrl_c_saves_and_says_how_to_go_on(start, tmp_path, times):
 def test_ctrl_c_while_data_are_made_ends_a_recipe_with_a_line(start, tmp_path):
     """No loop runs yet that could end: code 130, no traceback, and the next start makes the rest."""
     options = ("-m", "recipes.tacotron2", "--run-dir", tmp_path, "--clips", 2000)
-    life = start(*options)
-    wait_until(lambda: any(tmp_path.rglob("*.wav")), life)
-    os.killpg(life.pid, signal.SIGINT)
-    _, err = life.communicate(timeout=120)
-    assert life.returncode == 130, err
+    process = start(*options)
+    wait_until(lambda: any(tmp_path.rglob("*.wav")), process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
     assert err.endswith("interrupted: the same command begins anew, or goes on from the newest checkpoint\n")
     assert "Traceback" not in err
 
@@ -120,24 +120,24 @@ def test_a_second_ctrl_c_ends_a_recipe_that_is_stuck(start, tmp_path):
     """No boundary comes and no Python runs any more: the process ends at once, and its checkpoints are there."""
     mark = tmp_path / "mark"
     options = ("--run-dir", tmp_path / "run", *SMALL, "--save-interval-steps", 1, "--max-steps", 100_000)
-    life = start("-c", STUCK.format(mark=str(mark)), *options)
-    wait_until(lambda: max(checkpoints(tmp_path / "run"), default=0) >= 3, life)
+    process = start("-c", STUCK.format(mark=str(mark)), *options)
+    wait_until(lambda: max(checkpoints(tmp_path / "run"), default=0) >= 3, process)
     mark.touch()
-    wait_until(mark.with_suffix(".waits").exists, life)
-    os.killpg(life.pid, signal.SIGINT)
-    wait_until(mark.with_suffix(".stuck").exists, life)
+    wait_until(mark.with_suffix(".waits").exists, process)
+    os.killpg(process.pid, signal.SIGINT)
+    wait_until(mark.with_suffix(".stuck").exists, process)
     time.sleep(0.5)
-    assert life.poll() is None
-    os.killpg(life.pid, signal.SIGINT)
-    assert life.wait(60) == -signal.SIGINT
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == -signal.SIGINT
 
 
 @pytest.mark.slow
 def test_an_error_of_holdfast_ends_with_its_text_and_leaves_page_and_findings(start, tmp_path):
     """The example of the README: what was found stands in the page, in result.json and at the end; exit code 1."""
-    life = start("-m", "recipes.classifier", "--fault", "lr-too-high", "--run-dir", tmp_path)
-    out, err = life.communicate(timeout=120)
-    assert life.returncode == 1, err
+    process = start("-m", "recipes.classifier", "--fault", "lr-too-high", "--run-dir", tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, err
     assert "Traceback" not in err
     assert err.count("[H503] run `holdfast explain H503`\n") == 1
     assert err.endswith(f"What was found meanwhile: holdfast explain {tmp_path}\n")

@@ -22,7 +22,7 @@ from holdfast.recorder.reader import read_events, read_steps
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-PROGRAM = Path(__file__).parent / "programs" / "lives.py"
+PROGRAM = Path(__file__).parent / "programs" / "attempts.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +30,14 @@ class Tiny:
     """How a recipe is made small.
 
     Args:
-        options: Of every life.
-        steps: Optimizer steps of a life; an epoch or more, so that every sample is met.
-        wide: Further options of the two lives that differ in the memory that one of their steps may take.
+        options: Of every attempt.
+        steps: Optimizer steps of a attempt; an epoch or more, so that every sample is met.
+        wide: Further options of the two attempts that differ in the memory that one of their steps may take.
         share: Of what that step takes, which is left to it.
         limited_step: Which step that is.
         bad: Sample that cannot be read.
         killing: Sample that kills its worker.
-        data: Makes what all lives share in a folder, and returns the options that name it.
+        data: Makes what all attempts share in a folder, and returns the options that name it.
     """
 
     options: Sequence[str]
@@ -88,7 +88,7 @@ def voices(place: Path) -> Sequence[object]:
 
 
 def clips(place: Path) -> Sequence[object]:
-    """Make a folder of the clips that come with the recipe, each three times; the lives share their spectrograms."""
+    """Make a folder of the clips that come with the recipe, each three times; attempts share their spectrograms."""
     import recipes.tacotron2
 
     ours = Path(recipes.tacotron2.__file__).parent / "clips"
@@ -168,8 +168,8 @@ RECIPES = {
 }
 
 
-class Lives:
-    """What came of the lives of one recipe.
+class Attempts:
+    """What came of the attempts of one recipe.
 
     Args:
         recipe: Its name.
@@ -183,26 +183,26 @@ class Lives:
         at_step = chance.randrange(4, self._tiny.steps - 1)
         worker = {"workers": 2, "killing": self._tiny.killing, "mark": str(place / "worker was killed")}
         command = [
-            self._life("undisturbed"),
-            self._life("killed", **worker, die=[at_step, 0.02 * chance.random()]),
-            self._life("killed", **worker, resume=True),
-            self._life("bad sample", bad=self._tiny.bad),
-            self._life("roomy", wide=True, measure=self._tiny.limited_step),
-            self._life("narrow", wide=True, limit=[self._tiny.limited_step, self._tiny.share, "roomy"]),
+            self._attempt("undisturbed"),
+            self._attempt("killed", **worker, die=[at_step, 0.02 * chance.random()]),
+            self._attempt("killed", **worker, resume=True),
+            self._attempt("bad sample", bad=self._tiny.bad),
+            self._attempt("roomy", wide=True, measure=self._tiny.limited_step),
+            self._attempt("narrow", wide=True, limit=[self._tiny.limited_step, self._tiny.share, "roomy"]),
         ]
         ended = subprocess.run(
             [sys.executable, str(PROGRAM), recipe, json.dumps(command)],
             capture_output=True, text=True, timeout=400, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         assert ended.returncode == 0, ended.stderr[-3000:]
-        told = [json.loads(line) for line in ended.stdout.splitlines()]
-        print(*told, sep="\n")  # noqa: T201
-        self.statuses = [each["status"] for each in told]
-        bad = [life for life, each in zip(command, told, strict=True) if each["status"] not in (0, -9)]
-        logs = "\n".join(f"{life['name']}: {Path(life['log']).read_text()[-6000:]}" for life in bad)
+        ended_as = [json.loads(line) for line in ended.stdout.splitlines()]
+        print(*ended_as, sep="\n")  # noqa: T201
+        self.statuses = [each["status"] for each in ended_as]
+        bad = [attempt for attempt, each in zip(command, ended_as, strict=True) if each["status"] not in (0, -9)]
+        logs = "\n".join(f"{attempt['name']}: {Path(attempt['log']).read_text()[-6000:]}" for attempt in bad)
         assert self.statuses == [0, -9, 0, 0, 0, 0], logs  # a string, which pytest shows whole
 
-    def _life(
+    def _attempt(
         self,
         name: str,
         *,
@@ -245,37 +245,37 @@ class Lives:
 
 
 @pytest.fixture(scope="module", params=RECIPES)
-def lives(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lives:
-    return Lives(request.param, tmp_path_factory.mktemp(request.param))
+def attempts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Attempts:
+    return Attempts(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_killed_with_a_dead_worker_and_started_again_it_ends_as_undisturbed(lives):
+def test_killed_with_a_dead_worker_and_started_again_it_ends_as_undisturbed(attempts):
     """A worker dies, then SIGKILL meets the run at a random moment: the weights are those of the undisturbed run."""
-    assert len(lives.events("killed", "resumed")) == 1
-    (healed,) = lives.events("killed", "loader_healed")
-    assert "SIGKILL" in healed.data["cause"]
+    assert len(attempts.events("killed", "resumed")) == 1
+    (recovered,) = attempts.events("killed", "loader_healed")
+    assert "SIGKILL" in recovered.data["cause"]
     for name in ("weights", "global_step"):
-        assert lives.result("killed")[name] == lives.result("undisturbed")[name]
+        assert attempts.result("killed")[name] == attempts.result("undisturbed")[name]
 
 
-def test_a_sample_that_cannot_be_read_is_set_aside_by_name(lives):
+def test_a_sample_that_cannot_be_read_is_quarantined_by_name(attempts):
     """The event and the ledger name it, with what was raised, and the run makes all its steps without it."""
-    (event,) = lives.events("bad sample", "sample_quarantined")
-    assert lives.quarantined("bad sample") == [event.data["sample"]]
+    (event,) = attempts.events("bad sample", "sample_quarantined")
+    assert attempts.quarantined("bad sample") == [event.data["sample"]]
     assert "damaged on purpose" in event.data["evidence"]
-    assert lives.result("bad sample")["global_step"] == lives.result("undisturbed")["global_step"]
+    assert attempts.result("bad sample")["global_step"] == attempts.result("undisturbed")["global_step"]
 
 
-def test_a_step_that_does_not_fit_into_memory_is_made_all_the_same(lives):
+def test_a_step_that_does_not_fit_into_memory_is_made_all_the_same(attempts):
     """Under a real limit the step is that of the whole batch: to the bit, or as the remedy promises."""
-    assert lives.events("narrow", "out_of_memory"), "the limit was real"
-    remedies = lives.events("narrow", "retry", "recompute", "split", "onednn_switched_off")
+    assert attempts.events("narrow", "out_of_memory"), "the limit was real"
+    remedies = attempts.events("narrow", "retry", "recompute", "split", "onednn_switched_off")
     assert remedies
-    assert not lives.events("roomy", "out_of_memory")
+    assert not attempts.events("roomy", "out_of_memory")
     promises = {event.data["promise"] for event in remedies}
-    pairs = list(zip(lives.steps("narrow"), lives.steps("roomy"), strict=True))
+    pairs = list(zip(attempts.steps("narrow"), attempts.steps("roomy"), strict=True))
     if promises == {"bit-exact"}:
-        assert lives.result("roomy")["weights"] == lives.result("narrow")["weights"]
+        assert attempts.result("roomy")["weights"] == attempts.result("narrow")["weights"]
     elif promises <= {"bit-exact", "equal up to rounding"}:
         here, there = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
         assert here == pytest.approx(there, rel=1e-4), "loss and norm of the gradient are those of the whole batch"

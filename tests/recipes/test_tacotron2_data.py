@@ -17,13 +17,9 @@ import soundfile
 import torch
 from recipes.tacotron2 import espeak
 from recipes.tacotron2.audio import MelSettings, griffin_lim, log_mel, mel_filters
-from recipes.tacotron2.data import compute_features, divide
 from recipes.tacotron2.folder import SpeechFolder
-from recipes.tacotron2.text import SYMBOLS, numbers_of
 from recipes.tacotron2.train import CLIPS
 from recipes.wav import check_wav, read_wav, write_wav
-
-from holdfast import LoaderError
 
 # --- sound and text ----------------------------------------------------------------------------------------------
 
@@ -52,27 +48,6 @@ def test_griffin_lim_gives_a_wave_with_this_spectrogram() -> None:
     assert torch.equal(griffin_lim(true, rounds=2), griffin_lim(true, rounds=2))
 
 
-@pytest.mark.parametrize("frames", [1, 2, 3, 4])
-def test_griffin_lim_of_what_ends_at_once_is_as_short(frames: int) -> None:
-    """A gate that opens in the first steps leaves less than a transform needs: the wave is short."""
-    assert griffin_lim(torch.zeros(frames, 80), rounds=2).shape == (256 * max(1, frames - 1),)
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_wav_files_of_every_width_are_read(tmp_path: Path, width: int) -> None:
-    """The same wave comes back from samples of 8, 16, 24 and 32 bits."""
-    loudest = 2 ** (8 * width - 1)
-    values = [0, loudest // 2, -loudest // 2, -loudest]
-    octets = b"".join(
-        (value + 128).to_bytes(1, "little") if width == 1 else value.to_bytes(width, "little", signed=True)
-        for value in values
-    )
-    with wave_files.open(str(tmp_path / "a.wav"), "wb") as file:
-        file.setparams((1, width, 22050, 4, "NONE", ""))
-        file.writeframes(octets)
-    assert read_wav(tmp_path / "a.wav").tolist() == [0.0, 0.5, -0.5, -1.0]
-
-
 def _riff(path: Path, form: bytes, data: bytes, *, length: int | None = None, before: bytes = b"") -> None:
     """Write a WAV file of given bytes, which need not fit together."""
     chunks = b"WAVEfmt " + struct.pack("<L", len(form)) + form + before
@@ -85,29 +60,6 @@ def _form(tag: int, bits: int, *, extensible: bool = False, rate: int = 22050) -
     plain = struct.pack("<HHLLHH", 0xFFFE if extensible else tag, 1, rate, rate * width, width, bits)
     rest = bytes.fromhex("0000 0000 1000 8000 00aa 0038 9b71")  # of the name of a format
     return plain + (struct.pack("<HHLH", 22, bits, 4, tag) + rest if extensible else b"")
-
-
-@pytest.mark.parametrize("extensible", [False, True])
-@pytest.mark.parametrize(
-    ("tag", "bits", "data"),
-    [
-        (3, 32, struct.pack("<3f", 0.0, 0.5, -1.5)),
-        (3, 64, struct.pack("<3d", 0.0, 0.5, -1.5)),
-        (1, 24, bytes([0, 0, 0, 0, 0, 0x40, 0, 0, 0x80])),
-    ],
-)
-def test_floating_point_and_the_extensible_format_are_read(
-    tmp_path: Path, tag: int, bits: int, data: bytes, extensible: bool
-) -> None:
-    """As scipy and soundfile write floats, and SoX and ffmpeg 24 bits; a chunk of odd length may stand before."""
-    path, form = tmp_path / "a.wav", _form(tag, bits, extensible=extensible)
-    expected = [0.0, 0.5, -1.5 if tag == 3 else -1.0]
-    _riff(path, form, data, before=b"LIST" + struct.pack("<L", 3) + b"abc\0")
-    assert read_wav(path).tolist() == expected
-    for length in (0xFFFFFFFF, 0x7FFFF000, 0):  # written into a pipe, by ffmpeg, espeak-ng and GStreamer
-        _riff(path, form, data, length=length)
-        assert read_wav(path).tolist() == expected
-        assert check_wav(path) == 3
 
 
 def test_samples_of_16_bits_are_written_and_read_to_the_bit(tmp_path: Path) -> None:
@@ -188,13 +140,6 @@ def test_a_header_that_lies_takes_no_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_text_becomes_symbols() -> None:
-    """Case, accents, white space and unknown signs are evened out; braces hold pronunciations."""
-    assert "".join(SYMBOLS[number] for number in numbers_of("  Café,\n 42 - _naïve?")) == "cafe,  - naive?"
-    assert [SYMBOLS[number] for number in numbers_of("a {HH AY1}")] == ["a", " ", "@HH", "@AY1"]
-    assert numbers_of("42 ...") == []
-
-
 # --- folders -----------------------------------------------------------------------------------------------------
 
 
@@ -243,55 +188,6 @@ def test_a_folder_with_mistakes_is_refused_with_its_lines(
     with pytest.raises(ValueError, match=said if "the name" not in said else "line 2") as caught:
         SpeechFolder(folder)
     assert str(caught.value).count("Fix: ") == 1
-
-
-def test_a_folder_is_read_as_editors_and_spreadsheets_write_it(folder: Path) -> None:
-    """A byte order mark, CRLF, blank lines, blanks around bars, two columns and an empty third one change nothing."""
-    expected = [(row.name, row.text) for row in SpeechFolder(folder).rows]
-    rows = [f"{name} | {text}{end}" for (name, text), end in zip(expected, ["", "|", "| ", "|x"] * 2, strict=True)]
-    expected = [(name, "x" if row.endswith("|x") else text) for (name, text), row in zip(expected, rows, strict=True)]
-    (folder / "metadata.csv").write_bytes(b"\xef\xbb\xbf" + "\r\n \r\n".join(rows).encode())
-    assert [(row.name, row.text) for row in SpeechFolder(folder).rows] == expected
-
-
-def _divided(folder: SpeechFolder) -> tuple[list[str], list[str]]:
-    path = folder.path / "features.h5"
-    features = compute_features(folder, path, MelSettings(), rebuild=path.exists())
-    both = divide(folder, features, 32)
-    assert torch.isfinite(both[0].mean_frame()).all()
-    return tuple([each.row(place).name for place in range(len(each))] for each in both)  # type: ignore[return-value]
-
-
-def test_files_that_are_no_sound_are_not_held_out_and_count_for_no_length(folder: Path) -> None:
-    """Stereo, cut short, of one sample: the next one is held out, and what a header claims is not believed."""
-    _stereo(folder / "wavs" / "clip-0.wav")
-    _truncated(folder / "wavs" / "clip-1.wav")
-    write_wav(folder / "wavs" / "clip-2.wav", torch.zeros(1))
-    found = SpeechFolder(folder)
-    assert [row.samples for row in found.rows[:3]] == [0, 0, 1]
-    assert ["channels" in found.rows[0].trouble, "ends after" in found.rows[1].trouble] == [True, True]
-    training, held_out = _divided(found)
-    assert held_out == ["clip-3"]
-    assert training == [f"clip-{number}" for number in (0, 1, 2, 4, 5, 6, 7)]
-
-
-def test_features_are_those_of_a_folder_wherever_it_lies(folder: Path) -> None:
-    """A folder that was moved keeps its features; a file that was changed asks for new ones."""
-    path = folder.parent / "features.h5"
-    compute_features(SpeechFolder(folder), path, MelSettings(), rebuild=False)
-    moved = folder.rename(folder.parent / "moved")
-    compute_features(SpeechFolder(moved), path, MelSettings(), rebuild=False)
-    write_wav(moved / "wavs" / "clip-5.wav", torch.zeros(9000))
-    with pytest.raises(LoaderError, match="H620"):
-        compute_features(SpeechFolder(moved), path, MelSettings(), rebuild=False)
-
-
-def test_a_folder_of_which_nothing_can_be_learnt_says_why(folder: Path) -> None:
-    """With one readable file there is nothing to train on; the message has the first reason."""
-    for number in range(7):
-        _stereo(folder / "wavs" / f"clip-{number}.wav")
-    with pytest.raises(ValueError, match=r"too few utterances .*clip-0\.wav has 2 channels; 1 is needed\.\nFix: "):
-        _divided(SpeechFolder(folder))
 
 
 @pytest.mark.skipif(not espeak.is_installed(), reason="espeak-ng is not installed")

@@ -14,11 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.chaos.lives import Lives
+from holdfast.chaos.demo_run import DemoRun
 from holdfast.checkpoint.store import Store
 from holdfast.recorder.black_box import StepMark
 from holdfast.testing import flip_random_bit
@@ -26,77 +26,46 @@ from holdfast.testing import flip_random_bit
 _SAMPLE = {"from_step": 12}
 _WORKER_FAULTS = 3
 _ROUNDING = 1e-4  # fp32 rounds a weight to 6e-8 of itself, and an update here is about 1 % of a weight
+_WITHOUT_BATCH = "bit-identical to a plain loop without this batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one scenario has shown.
+    """What one scenario has shown: what was done to the run, what it recorded, and whether the promise held.
 
-    Args:
-        fault: What was done to the run.
-        happened: What the run recorded about it.
-        remedy: What holdfast did.
-        promise: What that remedy promises.
-        held: Whether the promise held.
-        evidence: How that was found out.
-        lost_steps: Steps that were made again or left out.
-        seconds: What it cost in time, noise included.
+    `lost_steps` were made again or left out; `seconds` are what it cost in time, noise included.
     """
 
     fault: str
     happened: str
     remedy: str
-    promise: str
+    promise: str = "bit-exact"
     held: bool
-    evidence: str
-    lost_steps: int
+    evidence: str = "bit-identical to the plain loop"
+    lost_steps: int = 0
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The result of a campaign.
-
-    Args:
-        rows: One for each scenario.
-        reference: Loss of each step of the plain loop.
-        curve: ``(step, loss)`` of the run that met all faults, in the order in which they were made.
-        marks: ``(step, what)`` of what happened to it.
-        accuracy: Of the reference and of that run, on the test images; None if it did not come to its end.
-        seed: Decided the random step and the random bit.
-    """
-
-    rows: Sequence[Row]
-    reference: Sequence[float]
-    curve: Sequence[tuple[int, float]]
-    marks: Sequence[tuple[int, str]]
-    accuracy: tuple[float | None, float | None]
-    seed: int
-
-    @property
-    def held(self) -> bool:
-        """Return whether every promise held."""
-        return all(row.held for row in self.rows)
-
-
 class Campaign:
-    """All scenarios of the demo.
+    """All scenarios of the demo, whose runs, traces and outputs lie in a directory.
 
-    Args:
-        directory: Where runs, traces and outputs lie.
-        small_disk: An empty disk of some MiB that may be filled, or None if there is none.
-        seed: Decides the step of the SIGKILL and the bit that is flipped.
-        say: Told when a scenario begins and ends.
+    `small_disk` is an empty disk of some MiB that may be filled, None if there is none; `seed` decides the step of
+    the SIGKILL and the bit that is flipped.
     """
 
-    def __init__(self, directory: Path, *, small_disk: Path | None, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, *, small_disk: Path | None, seed: int) -> None:
         self._directory = directory
         self._small_disk = small_disk
         self._seed = seed
-        self._say = say
 
-    def run(self) -> Report:
-        """Run every scenario and return what they have shown."""
+    def run(self) -> dict[str, Any]:
+        """Run every scenario and return what they have shown, as JSON values.
+
+        Returns:
+            ``rows`` as in `Row`; ``reference``: loss of each step of the plain loop; ``curve``: step and loss of the
+            run that met all faults, in the order in which they were made; ``marks``: step and what happened then;
+            ``accuracy`` of both on the test images, None if the training did not come to its end; ``seed``.
+        """
         with ThreadPoolExecutor(max_workers=2) as pool:
             plain = pool.submit(self._reference, "reference")
             without = pool.submit(self._reference, "reference-without-the-damaged-batch", sample=_SAMPLE)
@@ -114,116 +83,102 @@ class Campaign:
             }
             found = [pool.submit(_carried_out, fault, scenario) for fault, scenario in scenarios.items()]
             everything, *rows = [future.result() for future in found]
-        return Report(
-            rows=[row for each in (*rows, everything) for row in each],
-            reference=reference.losses,
-            curve=[(each.global_step, each.loss) for each in last.steps(StepMark.COMMITTED) if each.loss is not None],
-            marks=marks,
-            accuracy=(reference.accuracy, last.accuracy),
-            seed=self._seed,
-        )
+        committed = last.steps(StepMark.COMMITTED)
+        return {
+            "rows": [asdict(row) for each in (*rows, everything) for row in each],
+            "reference": reference.losses,
+            "curve": [(each.global_step, each.loss) for each in committed if each.loss is not None],
+            "marks": marks,
+            "accuracy": (reference.accuracy, last.accuracy),
+            "seed": self._seed,
+        }
 
     def _chance(self, scenario: str) -> random.Random:
         return random.Random(f"{self._seed} {scenario}")  # noqa: S311 - chance, not secrets
 
-    def _new(self, name: str, *, on_small_disk: bool = False, keep_weights: bool = False) -> Lives:
+    def _new(self, name: str, *, on_small_disk: bool = False, keep_weights: bool = False) -> DemoRun:
         base = self._directory / name
         base.mkdir(parents=True)
         disk = self._small_disk if on_small_disk else None
-        return Lives(
+        return DemoRun(
             run_dir=base / "run" if disk is None else disk / name,
             trace=base / "trace.jsonl",
             weights=base / "weights" if keep_weights else None,
             output=base / "output.txt",
         )
 
-    def _reference(self, name: str, **request: Any) -> Lives:
-        self._say(f"{name}: plain PyTorch loop")
+    def _reference(self, name: str, **request: Any) -> DemoRun:
+        say(f"{name}: plain PyTorch loop")
         run = self._new(name, keep_weights=True)
         run.finish(run.start(bare=True, **request))
         return run
 
-    def _memory(self, reference: Lives) -> list[Row]:
-        self._say("memory: RLIMIT_DATA shrinks until the batch has to be split")
+    def _memory(self, reference: DemoRun) -> list[Row]:
+        say("memory: RLIMIT_DATA shrinks until the batch has to be split")
         run = self._new("memory", keep_weights=True)
         run.finish(run.start(memory={"from_step": 12, "until": "split"}))
         recomputed, split = run.events("recompute"), run.events("split")
         if not recomputed or not split:
             raise RuntimeError("memory never ran short: the demo's limit does not fit this machine")
-        before, differs = split[0].global_step, run.first_difference(reference)
+        first, before, differs = recomputed[0].global_step + 1, split[0].global_step, run.first_difference(reference)
         rounding = run.difference_of_update(reference, before + 1)
-        return [
-            _row(
-                run,
-                reference,
-                fault="memory limit",
-                happened=f"allocation failed in step {recomputed[0].global_step + 1}",
-                remedy="recompute activations",
-                promise="bit-exact",
-                held=differs is None or differs > before,
-                evidence=f"bit-identical to the plain loop for {before} steps",
-                lost_steps=0,
-                seconds=run.extra_seconds(recomputed[0].global_step + 1),
-            ),
-            _row(
-                run,
-                reference,
-                fault="tighter memory limit",
-                happened=f"allocation failed in step {before + 1}",
-                remedy=f"split into micro-batches of {split[-1].data['micro_batch_size']}",
-                promise="equal up to rounding",
-                held=rounding <= _ROUNDING and run.digests[-1][0] == reference.digests[-1][0],
-                evidence=f"its update differs from the plain loop's by {rounding:.0e} (relative L2)",
-                lost_steps=0,
-                seconds=run.extra_seconds(before + 1),
-            ),
-        ]
+        recompute = Row(
+            fault="memory limit",
+            happened=f"allocation failed in step {first}",
+            remedy="recompute activations",
+            held=differs is None or differs > before,
+            evidence=f"bit-identical to the plain loop for {before} steps",
+            seconds=run.extra_seconds(first),
+        )
+        splitting = Row(
+            fault="tighter memory limit",
+            happened=f"allocation failed in step {before + 1}",
+            remedy=f"split into micro-batches of {split[-1].data['micro_batch_size']}",
+            promise="equal up to rounding",
+            held=rounding <= _ROUNDING and run.digests[-1][0] == reference.digests[-1][0],
+            evidence=f"its update differs from the plain loop's by {rounding:.0e} (relative L2)",
+            seconds=run.extra_seconds(before + 1),
+        )
+        return [_judged(recompute, run, reference), _judged(splitting, run, reference)]
 
-    def _nan(self, skipping: Lives) -> list[Row]:
-        self._say("sample: NaN pixels")
+    def _nan(self, skipping: DemoRun) -> list[Row]:
+        say("sample: NaN pixels")
         run = self._new("nan")
         run.finish(run.start(sample=_SAMPLE))
         skipped = run.events("skip_step")
-        return [
-            _row(
-                run,
-                skipping,
-                fault="NaN pixels in a sample",
-                happened=f"non-finite loss in step {skipped[0].global_step + 1}" if skipped else "nothing",
-                remedy="skip the step",
-                promise="changes training, by this batch",
-                held=len(skipped) == 1 and run.same_as(skipping),
-                evidence="bit-identical to a plain loop without this batch",
-                lost_steps=len(skipped),
-                seconds=sum(record.seconds for record in run.steps(StepMark.SKIPPED)),
-            )
-        ]
+        row = Row(
+            fault="NaN pixels in a sample",
+            happened=f"non-finite loss in step {skipped[0].global_step + 1}" if skipped else "nothing",
+            remedy="skip the step",
+            promise="changes training, by this batch",
+            held=len(skipped) == 1 and run.same_as(skipping),
+            evidence=_WITHOUT_BATCH,
+            lost_steps=len(skipped),
+            seconds=sum(record.seconds for record in run.steps(StepMark.SKIPPED)),
+        )
+        return [_judged(row, run, skipping)]
 
-    def _kill(self, reference: Lives) -> list[Row]:
+    def _kill(self, reference: DemoRun) -> list[Row]:
         chance = self._chance("kill")
         step = chance.randrange(20, 50)
-        self._say(f"SIGKILL: after step {step}")
+        say(f"SIGKILL: after step {step}")
         run = self._new("kill")
         killed_at = self._kill_one(run, step, chance)
         run.finish(run.start())
         lost, seconds = run.cost_of_restart()
-        return [
-            _row(
-                run,
-                reference,
-                fault="SIGKILL",
-                happened=f"killed in step {killed_at + 1}, {self._lives(run)} lives",
-                remedy="resume from the newest checkpoint",
-                promise="bit-exact",
-                held=run.same_as(reference),
-                evidence="bit-identical to the plain loop in both lives",
-                lost_steps=lost,
-                seconds=seconds,
-            )
-        ]
+        row = Row(
+            fault="SIGKILL",
+            happened=f"killed in step {killed_at + 1}, {_attempts(run)} attempts",
+            remedy="resume from the newest checkpoint",
+            held=run.same_as(reference),
+            evidence="bit-identical to the plain loop in both attempts",
+            lost_steps=lost,
+            seconds=seconds,
+        )
+        return [_judged(row, run, reference)]
 
-    def _kill_one(self, run: Lives, step: int, chance: random.Random, **request: Any) -> int:
-        """Start a life, kill it at a random moment after a step, and return the last step that it recorded."""
+    def _kill_one(self, run: DemoRun, step: int, chance: random.Random, **request: Any) -> int:
+        """Start an attempt, kill it at a random moment after a step, and return the last step that it recorded."""
         process = run.start(**request)
         run.wait_for_step(process, step)
         time.sleep(chance.random() * 0.2)
@@ -232,116 +187,96 @@ class Campaign:
         run.read()
         return run.digests[-1][0]
 
-    @staticmethod
-    def _lives(run: Lives) -> int:
-        return len(run.events("loop"))
-
-    def _flip(self, reference: Lives) -> list[Row]:
-        self._say("flipped bit: in the newest checkpoint")
-        run = self._new("flip")
-        chance = self._chance("flip")
+    def _flip(self, reference: DemoRun) -> list[Row]:
+        say("flipped bit: in the newest checkpoint")
+        run, chance = self._new("flip"), self._chance("flip")
         self._kill_one(run, 35, chance)
-        newest = Store(run.run_dir / "checkpoints").entries()[0]
-        file, bit = flip_random_bit(newest.path, chance)
+        newest = Store(run.run_dir / "checkpoints").entries()[0].path
+        file, bit = flip_random_bit(newest, chance)
         run.finish(run.start())
         lost, seconds = run.cost_of_restart()
         found = [event.data["checkpoint"] for event in run.events("checkpoint_damaged")]
-        return [
-            _row(
-                run,
-                reference,
-                fault="flipped bit, then SIGKILL",
-                happened=f"bit {bit} of {file.name} in {newest.path.name}",
-                remedy="fall back to the checkpoint before",
-                promise="bit-exact",
-                held=found == [newest.path.name] and run.same_as(reference),
-                evidence="damage found; bit-identical to the plain loop",
-                lost_steps=lost,
-                seconds=seconds,
-            )
-        ]
+        row = Row(
+            fault="flipped bit, then SIGKILL",
+            happened=f"bit {bit} of {file.name} in {newest.name}",
+            remedy="fall back to the checkpoint before",
+            held=found == [newest.name] and run.same_as(reference),
+            evidence="damage found; bit-identical to the plain loop",
+            lost_steps=lost,
+            seconds=seconds,
+        )
+        return [_judged(row, run, reference)]
 
-    def _disk(self, reference: Lives) -> list[Row]:
+    def _disk(self, reference: DemoRun) -> list[Row]:
         disk = "a small disk" if self._small_disk else "RLIMIT_FSIZE, since no small disk may be mounted here"
-        self._say(f"full disk: {disk}")
+        say(f"full disk: {disk}")
         run = self._new("disk", on_small_disk=True)
         run.finish(run.start(disk=self._disk_fault("disk", 25, 45)))
         failed = run.events("save_failed")
-        seconds = sum(event.data.get("seconds", 0.0) for event in failed)
-        return [
-            _row(
-                run,
-                reference,
-                fault="full disk" if self._small_disk else "writes refused (RLIMIT_FSIZE)",
-                happened=f"{len(failed)} saves failed in steps 26 to 45",
-                remedy="train on, save again later",
-                promise="bit-exact, older checkpoints intact",
-                held=bool(failed) and run.events("checkpoint_saved")[-1].global_step > 45 and run.same_as(reference),
-                evidence="old checkpoints verified meanwhile; bit-identical to the plain loop",
-                lost_steps=0,
-                seconds=seconds,
-            )
-        ]
+        row = Row(
+            fault="full disk" if self._small_disk else "writes refused (RLIMIT_FSIZE)",
+            happened=f"{len(failed)} saves failed in steps 26 to 45",
+            remedy="train on, save again later",
+            promise="bit-exact, older checkpoints intact",
+            held=bool(failed) and run.events("checkpoint_saved")[-1].global_step > 45 and run.same_as(reference),
+            evidence="old checkpoints verified meanwhile; bit-identical to the plain loop",
+            seconds=sum(event.data.get("seconds") or 0.0 for event in failed),
+        )
+        return [_judged(row, run, reference)]
 
-    def _workers(self, reference: Lives) -> list[Row]:
-        self._say("workers: one is killed, one hangs, one raises what cannot be pickled")
+    def _workers(self, reference: DemoRun) -> list[Row]:
+        say("workers: one is killed, one hangs, one raises what cannot be pickled")
         run = self._new("workers")
         marks = self._directory / "workers" / "marks"
         run.finish(run.start(workers=str(marks)))
-        healed = run.events("loader_healed")  # one, if both workers were lost at the same batch
-        struck = len(list(marks.iterdir()))
-        return [
-            _row(
-                run,
-                reference,
-                fault="killed and stuck workers",
-                happened="; ".join(str(event.data["cause"]) for event in healed),
-                remedy="new workers go on where the last batch was handed out",
-                promise="bit-exact",
-                held=struck == _WORKER_FAULTS and len(healed) > 0 and run.same_as(reference),
-                evidence="bit-identical to the plain loop, which loads without workers",
-                lost_steps=0,
-                seconds=sum(float(event.data["seconds"]) for event in healed),
-            )
-        ]
+        recovered = run.events("loader_healed")  # one, if both workers were lost at the same batch
+        row = Row(
+            fault="killed and stuck workers",
+            happened="; ".join(str(event.data["cause"]) for event in recovered),
+            remedy="new workers go on where the last batch was given out",
+            held=len(list(marks.iterdir())) == _WORKER_FAULTS and bool(recovered) and run.same_as(reference),
+            evidence="bit-identical to the plain loop, which loads without workers",
+            seconds=sum(float(event.data["seconds"]) for event in recovered),
+        )
+        return [_judged(row, run, reference)]
 
     def _disk_fault(self, name: str, first: int, last: int) -> Mapping[str, Any]:
         filler = None if self._small_disk is None else str(self._small_disk / f"{name}-filler")
         return {"first_step": first, "last_step": last, "filler": filler}
 
-    def _all_faults(self, run: Lives, skipping: Lives, marks: list[tuple[int, str]]) -> list[Row]:
-        self._say("all of them in one run")
+    def _all_faults(self, run: DemoRun, skipping: DemoRun, marks: list[tuple[int, str]]) -> list[Row]:
+        say("all of them in one run")
         chance = self._chance("all")
         memory = {"from_step": 14, "until": "recompute"}
         killed_at = self._kill_one(run, chance.randrange(32, 42), chance, sample=_SAMPLE, memory=memory)
-        newest = Store(run.run_dir / "checkpoints").entries()[0]
-        flip_random_bit(newest.path, chance)
+        flip_random_bit(Store(run.run_dir / "checkpoints").entries()[0].path, chance)
         run.finish(run.start(sample=_SAMPLE, disk=self._disk_fault("all", 45, 57)))
         lost, seconds = run.cost_of_restart()
-        skipped, failed = run.events("skip_step"), run.events("save_failed")
+        skipped, failed, recomputed = (run.events(kind) for kind in ("skip_step", "save_failed", "recompute"))
         marks += [(event.global_step, "NaN batch skipped") for event in skipped]
-        marks += [(run.events("recompute")[0].global_step, "out of memory")]
+        marks += [(event.global_step, "out of memory") for event in recomputed[:1]]
         marks += [(killed_at, "SIGKILL, flipped bit")]
         marks += [(event.global_step, "disk full") for event in failed]
-        row = _row(
-            run,
-            skipping,
+        row = Row(
             fault="all of these in one run",
-            happened=f"{self._lives(run)} lives, {len(skipped)} NaN batch, {len(failed)} failed saves",
+            happened=f"{_attempts(run)} attempts, {len(skipped)} NaN batch, {len(failed)} failed saves",
             remedy="all of the above",
             promise="changes training, by the NaN batch",
-            held=bool(run.events("recompute") and failed) and len(skipped) == 1 and run.same_as(skipping),
-            evidence="bit-identical to a plain loop without this batch",
+            held=bool(recomputed and failed) and len(skipped) == 1 and run.same_as(skipping),
+            evidence=_WITHOUT_BATCH,
             lost_steps=lost + len(skipped),
             seconds=seconds,
         )
-        return [row]
+        return [_judged(row, run, skipping)]
 
 
-def _row(run: Lives, reference: Lives, *, held: bool, evidence: str, **facts: Any) -> Row:
-    """Return the row of a scenario; one that has not held says what was found, and then what was checked."""
-    told = evidence if held else f"{run.compared_with(reference)}; checked: {evidence}"
-    return Row(held=held, evidence=told, **facts)
+def _attempts(run: DemoRun) -> int:
+    return len(run.events("loop"))
+
+
+def _judged(row: Row, run: DemoRun, reference: DemoRun) -> Row:
+    """Return a row; one that has not held says what was found, and then what was checked."""
+    return row if row.held else replace(row, evidence=f"{run.compared_with(reference)}; checked: {row.evidence}")
 
 
 def _carried_out(fault: str, scenario: Callable[[], Sequence[Row]]) -> Sequence[Row]:
@@ -350,18 +285,12 @@ def _carried_out(fault: str, scenario: Callable[[], Sequence[Row]]) -> Sequence[
     try:
         return scenario()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer, and the others still count
+        evidence, seconds = f"{type(error).__name__}: {error}"[:300], time.monotonic() - started
+        happened = "the scenario could not be carried out"
         return [
-            Row(
-                fault=fault,
-                happened="the scenario could not be carried out",
-                remedy="none",
-                promise="none",
-                held=False,
-                evidence=f"{type(error).__name__}: {error}"[:300],
-                lost_steps=0,
-                seconds=time.monotonic() - started,
-            )
-        ]
+            Row(fault=fault, happened=happened, remedy="none", promise="none", held=False, evidence=evidence,
+                seconds=seconds)
+        ]  # fmt: skip
 
 
 def say(text: str) -> None:
@@ -371,8 +300,8 @@ def say(text: str) -> None:
 
 def main(directory: Path, small_disk: Path | None, seed: int) -> None:
     """Run the campaign and write ``report.json``; progress goes to standard output, a line each."""
-    report = Campaign(directory, small_disk=small_disk, seed=seed, say=say).run()
-    (directory / "report.json").write_text(json.dumps(asdict(report)))
+    report = Campaign(directory, small_disk=small_disk, seed=seed).run()
+    (directory / "report.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

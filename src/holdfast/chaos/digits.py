@@ -28,10 +28,9 @@ _TEST_SAMPLES = 360
 
 
 class Digits(Dataset[Any]):
-    """Images of 8 x 8 pixels from 0 to 1, shifted at random by up to one pixel, with their labels.
+    """Images of 8 x 8 pixels from 0 to 1 with their labels: 1,437, shifted at random by up to one pixel, to train.
 
-    Args:
-        train: The first 1,437 samples, else the last 360, which are not shifted.
+    The last 360, which are not shifted, are for the test.
     """
 
     def __init__(self, *, train: bool) -> None:
@@ -111,13 +110,9 @@ def train(
     wrap: Callable[[Any], Any] = lambda samples: samples,
     **loading: Any,
 ) -> Job:
-    """Train under a guard, from wherever the run directory stands.
+    """Train under a guard, from wherever the run directory stands; `after_step` may look, and inject faults.
 
-    Args:
-        run_dir: Of the run.
-        after_step: Called in the loop, to look and to inject faults.
-        wrap: Puts something around the dataset.
-        **loading: Further arguments of the loader.
+    `wrap` puts something around the dataset, and the loader gets further arguments.
     """
     job = Job()
     guard = Guard(
@@ -136,13 +131,9 @@ def train(
 
 
 def train_bare(after_step: Callable[[Job, int, bool], None]) -> tuple[Job, list[float]]:
-    """Train without a guard; batches that hold NaN are passed over.
+    """Train without a guard; batches that hold NaN are passed over. Returns the job, and the loss of each step.
 
-    Args:
-        after_step: Called in the loop with the number of steps and whether this batch was passed over.
-
-    Returns:
-        The job, and the loss of each step.
+    `after_step` gets the number of steps, and whether this batch was passed over.
     """
     job, losses = Job(), []
     loader = DataLoader(job.data, batch_size=BATCH_SIZE, shuffle=True, seed=0)

@@ -103,21 +103,12 @@ class Grow(Decision):
 class SkipStep(Decision):
     """Leave no trace of this batch."""
 
-    epoch: int | None = None
-    batch: int | None = None
-
 
 class RollBack(Decision):
     """Return to the last good checkpoint; `rewind_data` replays the batches since then, else they are passed over."""
 
     rewind_data: bool
-    epoch: int | None = None
-    batch: int | None = None
 
 
 class Stop(Decision):
-    """End the run: no remedy is left. `rule` is that of the error."""
-
-    rule: str | None = None
-    epoch: int | None = None
-    batch: int | None = None
+    """End the run: no remedy is left."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.text import as_json_value, sanitise
+from holdfast.core.text import as_json_value, duration, sanitise
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,11 @@ def test_any_value_becomes_strict_json(value):
 def test_numbers_that_are_not_finite_have_names():
     """They are the texts that ``float`` reads."""
     assert as_json_value([math.nan, math.inf, -math.inf]) == ["NaN", "Infinity", "-Infinity"]
+
+
+def test_a_duration_has_its_two_largest_units():
+    """Nothing is said of units that are 0, and less than a tenth of a second is milliseconds."""
+    shown = [duration(seconds) for seconds in (0, 0.0042, 0.5, 8.2, 45, 60, 185, 11_135, 7200, 187_200)]
+    assert shown == [
+        "0.0 s", "4.2 ms", "0.5 s", "8.2 s", "45 s", "1 min", "3 min 5 s", "3 h 5 min", "2 h", "2 d 4 h",
+    ]  # fmt: skip

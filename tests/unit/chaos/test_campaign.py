@@ -1,13 +1,16 @@
-"""Tests of following the processes of the demo."""
+"""The demo's processes are followed, and a promise that did not hold says why."""
 
+from __future__ import annotations
+
+import dataclasses
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from holdfast.chaos import campaign, lives
-from holdfast.chaos.lives import Lives
+from holdfast.chaos import campaign, demo_run
+from holdfast.chaos.demo_run import DemoRun
 from holdfast.guard.guard import Guard
 
 _TRAINS = """
@@ -22,10 +25,10 @@ with open(sys.argv[1], "w", buffering=1) as trace:
 
 
 @pytest.fixture
-def life(tmp_path, monkeypatch):
+def started(tmp_path, monkeypatch):
     """Return a run, and what starts a process of it that makes some steps, stands still and ends."""
-    monkeypatch.setattr(lives, "_STANDSTILL_SECONDS", 3.0)
-    run = Lives(run_dir=tmp_path, trace=tmp_path / "trace", weights=None, output=tmp_path / "output")
+    monkeypatch.setattr(demo_run, "_STANDSTILL_SECONDS", 3.0)
+    run = DemoRun(run_dir=tmp_path, trace=tmp_path / "trace", weights=None, output=tmp_path / "output")
 
     def start(steps, seconds):
         return subprocess.Popen([sys.executable, "-c", _TRAINS, str(run.trace), str(steps), str(seconds)])
@@ -34,9 +37,9 @@ def life(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_training_may_take_as_long_as_it_likes_but_not_stand_still(life):
+def test_a_training_may_take_as_long_as_it_likes_but_not_stand_still(started):
     """A slow machine is no broken promise of the demo; a process that makes no step is killed."""
-    run, start = life
+    run, start = started
     run.finish(start(45, 0))
     assert (run.accuracy, run.losses, len(run.digests)) == (0.5, [1.0], 45)
     run.trace.unlink()
@@ -47,9 +50,9 @@ def test_a_training_may_take_as_long_as_it_likes_but_not_stand_still(life):
     assert stuck.returncode < 0
 
 
-def test_a_training_that_ends_too_soon_is_told(life):
+def test_a_training_that_ends_too_soon_is_an_error(started):
     """Neither a step that never came nor an end without a result is taken for one."""
-    run, start = life
+    run, start = started
     with pytest.raises(RuntimeError, match="did not reach step 5"):
         run.wait_for_step(start(2, 0), 5)
     run.trace.unlink()
@@ -59,15 +62,15 @@ def test_a_training_that_ends_too_soon_is_told(life):
         run.finish(subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]))
 
 
-def test_a_broken_promise_says_where_the_state_differs_and_what_the_run_decided(life):
+def test_a_broken_promise_says_where_the_state_differs_and_what_the_run_decided(started):
     """Without it nobody can tell a defect of the retry from a remedy that promises less."""
-    run, _ = life
+    run, _ = started
     model = torch.nn.Linear(1, 1)
     guard = Guard(run.run_dir, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     for scale in (1.0, float("nan"), 1.0):
         guard.step(torch.ones(2, 1), lambda x, scale=scale: scale * model(x).mean())
     guard.close()
-    reference = Lives(run_dir=run.run_dir, trace=run.trace, weights=None, output=run.output)
+    reference = DemoRun(run_dir=run.run_dir, trace=run.trace, weights=None, output=run.output)
     reference.digests = [(1, "a"), (2, "b"), (3, "c")]
     run.digests = [(1, "a"), (1, "a"), (2, "b")]
     assert run.first_difference(reference) is None
@@ -76,6 +79,7 @@ def test_a_broken_promise_says_where_the_state_differs_and_what_the_run_decided(
     run.digests = [(1, "a"), (2, "x"), (2, "b"), (3, "y")]
     assert run.first_difference(reference) == 2
     assert run.compared_with(reference) == "step 2 differs first; skip_step in step 2"
-    facts = {"fault": "", "happened": "", "remedy": "", "promise": "", "lost_steps": 0, "seconds": 0.0}
-    for held, told in ((True, "digests"), (False, "step 2 differs first; skip_step in step 2; checked: digests")):
-        assert campaign._row(run, reference, held=held, evidence="digests", **facts).evidence == told
+    row = campaign.Row(fault="", happened="", remedy="", held=True, evidence="digests", seconds=0.0)
+    assert campaign._judged(row, run, reference) is row
+    broken = campaign._judged(dataclasses.replace(row, held=False), run, reference)
+    assert broken.evidence == "step 2 differs first; skip_step in step 2; checked: digests"

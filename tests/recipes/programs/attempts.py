@@ -1,11 +1,11 @@
-"""Lives of a recipe, each as ``python -m recipes.NAME OPTIONS`` in a copy of one process that has imported it once.
+"""Attempts of a recipe: ``python -m recipes.NAME OPTIONS`` in copies of one process that has imported it once.
 
-    python lives.py NAME '[{"name": ..., "options": [...], "log": ..., ...}, ...]'
+    python attempts.py NAME '[{"name": ..., "options": [...], "log": ..., ...}, ...]'
 
-What may be done to a life: ``measure`` (find out what memory the n-th step takes), ``limit`` (let the n-th step have
-only a share of what it takes in an earlier life), ``die`` (SIGKILL so many seconds after the n-th step), ``bad`` (a
-sample that cannot be read), ``killing`` (one that kills the worker that reads it first, unless ``mark`` is there).
-One line of JSON is printed for each.
+What may be done to an attempt: ``measure`` (find out what memory the n-th step takes), ``limit`` (let the n-th step
+have only a share of what it takes in an earlier attempt), ``die`` (SIGKILL so many seconds after the n-th step),
+``bad`` (a sample that cannot be read), ``killing`` (one that kills the worker that reads it first, unless ``mark`` is
+there). One line of JSON is printed for each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import holdfast
 from holdfast.testing import memory_limited
 
 torch.set_num_threads(1)
-_OF_EVERY_LIFE = ("torch._dynamo", "plotly.offline")  # take seconds where each life imports them anew
+_OF_EVERY_ATTEMPT = ("torch._dynamo", "plotly.offline")  # take seconds where each attempt imports them anew
 _LAZY = {"pegasus": ("DataCollatorForSeq2Seq", "PegasusForConditionalGeneration", "PegasusTokenizer")}
 _step, _init = holdfast.Guard.step, holdfast.Guard.__init__
 
@@ -58,63 +58,67 @@ def peak_bytes() -> int:
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
 
 
-def live(recipe: str, life: dict[str, Any]) -> None:
+def make_attempt(recipe: str, attempt: dict[str, Any]) -> None:
     """Run the recipe with something done to it."""
     calls = 0
 
     def step(guard: Any, *args: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
-        if life.get("limit", [0])[0] == calls:
-            with memory_limited(life["limit"][1]):
+        if attempt.get("limit", [0])[0] == calls:
+            with memory_limited(attempt["limit"][1]):
                 return _step(guard, *args, **named)
-        if life.get("measure") == calls:
+        if attempt.get("measure") == calls:
             Path("/proc/self/clear_refs").write_text("5")
             before = peak_bytes()
             result = _step(guard, *args, **named)
-            Path(life["log"]).with_suffix(".bytes").write_text(str(peak_bytes() - before))
+            Path(attempt["log"]).with_suffix(".bytes").write_text(str(peak_bytes() - before))
             return result
         result = _step(guard, *args, **named)
-        if life.get("die", [0])[0] == calls:  # a thread that is waited for: the life cannot end before
-            threading.Timer(life["die"][1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if attempt.get("die", [0])[0] == calls:  # a thread that is waited for: the attempt cannot end before
+            threading.Timer(attempt["die"][1], os.kill, (os.getpid(), signal.SIGKILL)).start()
         return result
 
     def init(guard: Any, *args: Any, **named: Any) -> None:
-        if "bad" in life or "killing" in life:
-            mark = Path(life.get("mark", os.devnull))
-            hurting = Hurting(named["loader"].dataset, life.get("bad"), life.get("killing"), mark)
+        if "bad" in attempt or "killing" in attempt:
+            mark = Path(attempt.get("mark", os.devnull))
+            hurting = Hurting(named["loader"].dataset, attempt.get("bad"), attempt.get("killing"), mark)
             object.__setattr__(named["loader"], "dataset", hurting)
         _init(guard, *args, **named)
 
     holdfast.Guard.step, holdfast.Guard.__init__ = step, init  # type: ignore[method-assign]
-    sys.argv = [recipe, *life["options"]]
+    sys.argv = [recipe, *attempt["options"]]
     runpy.run_module(f"recipes.{recipe}", run_name="__main__", alter_sys=True)
 
 
-def main(recipe: str, lives: list[dict[str, Any]]) -> None:
-    """Live one life after the other."""
-    for name in (f"recipes.{recipe}.train", *_OF_EVERY_LIFE):
+def main(recipe: str, attempts: list[dict[str, Any]]) -> None:
+    """Make one attempt after the other."""
+    for name in (f"recipes.{recipe}.train", *_OF_EVERY_ATTEMPT):
         importlib.import_module(name)
     for name in _LAZY.get(recipe, ()):
         getattr(importlib.import_module("transformers"), name)
     needed: dict[str, int] = {}
-    for life in lives:
-        if "limit" in life:
-            step, share, measured_in = life["limit"]
-            life["limit"] = [step, int(share * needed.get(measured_in, 0))]
+    for attempt in attempts:
+        if "limit" in attempt:
+            step, share, measured_in = attempt["limit"]
+            attempt["limit"] = [step, int(share * needed.get(measured_in, 0))]
         pid = os.fork()
         if pid == 0:
-            log = os.open(life["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            log = os.open(attempt["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            live(recipe, life)
+            make_attempt(recipe, attempt)
             return
         _, status, used = os.wait4(pid, 0)
-        if (measured := Path(life["log"]).with_suffix(".bytes")).exists():
-            needed[life["name"]] = int(measured.read_text())
-        told = {"name": life["name"], "status": os.waitstatus_to_exitcode(status), "bytes": needed.get(life["name"])}
-        told["cpu_seconds"] = round(used.ru_utime + used.ru_stime, 2)
-        print(json.dumps(told), flush=True)  # noqa: T201
+        if (measured := Path(attempt["log"]).with_suffix(".bytes")).exists():
+            needed[attempt["name"]] = int(measured.read_text())
+        facts = {
+            "name": attempt["name"],
+            "status": os.waitstatus_to_exitcode(status),
+            "bytes": needed.get(attempt["name"]),
+        }
+        facts["cpu_seconds"] = round(used.ru_utime + used.ru_stime, 2)
+        print(json.dumps(facts), flush=True)  # noqa: T201
 
 
 main(sys.argv[1], json.loads(sys.argv[2]))

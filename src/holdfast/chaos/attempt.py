@@ -1,10 +1,10 @@
-"""One life of the demo's training, in a process of its own, with the faults that must be injected from inside.
+"""One attempt of the demo's training, in a process of its own, with the faults that must be injected from inside.
 
-    python -m holdfast.chaos.life '{"run_dir": ..., "trace": ..., "memory": {...}, "sample": {...}, "disk": {...},
-                                   "workers": "folder for marks"}'
+    python -m holdfast.chaos.attempt '{"run_dir": ..., "trace": ..., "memory": {...}, "sample": {...}, "disk": {...},
+                                      "workers": "folder for marks"}'
 
-After each step it appends step, loss and a digest of all weights and momenta to the trace, so that two runs can be
-compared step by step, also when one of them was killed.
+After each step it appends step and a digest of all weights and momenta to the trace, so that two runs can be compared
+step by step, also when one of them was killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import save_file
@@ -36,6 +36,8 @@ _LESS_EACH_STEP_BYTES = 2 * 2**20
 _GIVEN_BACK_BYTES = 32 * 2**20  # a save's threads come and go: stacks of mostly 8 MiB, and arenas
 _SMALL_FILE_BYTES = 64 * 1024
 _TIMEOUT_SECONDS = 2
+
+Write = Callable[..., None]
 
 
 def digest(job: Job) -> str:
@@ -57,7 +59,7 @@ class DamagedSample:
         self._sound = self._images[_DAMAGED].clone()
 
     def after_step(self, step: int, *, skipped: bool) -> None:
-        """Damage or mend the sample."""
+        """Damage the sample, or put it right."""
         self._over = self._over or skipped
         if self._over:
             self._images[_DAMAGED] = self._sound
@@ -65,12 +67,24 @@ class DamagedSample:
             self._images[_DAMAGED] = float("nan")
 
 
-class OnceFaulty:
-    """A dataset of which some samples do something to the worker that reads them, each the first time only.
+class _UnpicklableError(Exception):
+    def __init__(self) -> None:
+        super().__init__("what raised cannot be pickled")
+        self.reader = lambda: None
 
-    Args:
-        samples: The sound dataset.
-        marks: Folder in which it is noted what has happened.
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise() -> NoReturn:
+    raise _UnpicklableError
+
+
+class OnceFaulty:
+    """A dataset of which three samples do something to the worker that reads them, each the first time only.
+
+    `marks` is the folder in which it is noted what has happened.
     """
 
     def __init__(self, samples: Any, marks: Path) -> None:
@@ -83,28 +97,12 @@ class OnceFaulty:
 
     def __getitem__(self, index: int) -> Any:
         """Return a sample, unless it is the first time for one of three."""
-        fault = {100: self._kill, 200: self._hang, 300: self._raise}.get(index)
-        if fault is not None and multiprocessing.parent_process() is not None:
-            mark = self._marks / str(index)
-            if not mark.exists():
-                mark.touch()
-                fault()
+        faults: dict[int, Callable[[], object]] = {100: _kill, 200: threading.Event().wait, 300: _raise}
+        mark = self._marks / str(index)
+        if index in faults and multiprocessing.parent_process() is not None and not mark.exists():
+            mark.touch()
+            faults[index]()
         return self._samples[index]
-
-    def _kill(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _hang(self) -> None:
-        threading.Event().wait()
-
-    def _raise(self) -> None:
-        raise _UnpicklableError
-
-
-class _UnpicklableError(Exception):
-    def __init__(self) -> None:
-        super().__init__("what raised cannot be pickled")
-        self.reader = lambda: None
 
 
 class ShrinkingMemory:
@@ -130,51 +128,27 @@ class ShrinkingMemory:
             limit_memory(self._base + self._headroom - now)
 
 
-def full_disk(first_step: int, last_step: int, store: Store, filler: Path | None) -> Callable[[Guard], None]:
-    """Return a fault: no file can be written from one step to another.
+def full_disk(guard: Guard, store: Store, first_step: int, last_step: int, filler: str | None) -> None:
+    """Let no file be written from one step to another, at whose end the older checkpoints must verify.
 
-    Args:
-        first_step: When the disk becomes full.
-        last_step: When there is room again.
-        store: Whose checkpoints must verify while the disk is full.
-        filler: File that fills a small disk; None: the system refuses files above 64 KiB instead, where nobody
-            may mount a small disk.
+    `filler` is the file that fills a small disk; None: the system refuses files above 64 KiB instead, where nobody
+    may mount a small disk.
     """
-
-    def fill(guard: Guard) -> None:
-        if guard.global_step == first_step:
-            if filler is None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (_SMALL_FILE_BYTES, resource.RLIM_INFINITY))
-            else:
-                fill_disk(filler, leave_bytes=_SMALL_FILE_BYTES)
-        elif guard.global_step == last_step:
-            for entry in store.entries():
-                entry.verify()  # raises, and the life ends without a last line in its trace
-            if filler is None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            else:
-                filler.unlink()
-
-    return fill
+    if guard.global_step == first_step:
+        if filler is None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (_SMALL_FILE_BYTES, resource.RLIM_INFINITY))
+        else:
+            fill_disk(Path(filler), leave_bytes=_SMALL_FILE_BYTES)
+    elif guard.global_step == last_step:
+        for entry in store.entries():
+            entry.verify()  # raises, and the attempt ends without a last line in its trace
+        if filler is None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        else:
+            Path(filler).unlink()
 
 
-def main(request: dict[str, Any]) -> None:
-    """Live one life."""
-    torch.set_num_threads(1)  # the same number everywhere, or sums are rounded differently
-    trace = os.open(request["trace"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def write(job: Job, step: int, **facts: Any) -> None:
-        os.write(trace, json.dumps({"step": step, "digest": digest(job), **facts}).encode() + b"\n")
-        if "weights" in request:
-            save_file(dict(job.model.state_dict()), f"{request['weights']}/{step}.safetensors")
-
-    live = _live_bare if request.get("bare") else _live_guarded
-    job, last_step, losses = live(request, write)
-    limit_memory(None)
-    write(job, last_step, accuracy=job.accuracy(), losses=losses)
-
-
-def _live_bare(request: dict[str, Any], write: Callable[..., None]) -> tuple[Job, int, list[float]]:
+def _train_bare(request: dict[str, Any], write: Write) -> tuple[Job, int, list[float]]:
     sample: DamagedSample | None = None
 
     def after_step(job: Job, step: int, skipped: bool) -> None:  # noqa: FBT001
@@ -188,14 +162,10 @@ def _live_bare(request: dict[str, Any], write: Callable[..., None]) -> tuple[Job
     return job, len(losses), losses
 
 
-def _live_guarded(request: dict[str, Any], write: Callable[..., None]) -> tuple[Job, int, list[float]]:
+def _train_guarded(request: dict[str, Any], write: Write) -> tuple[Job, int, list[float]]:
     run_dir = Path(request["run_dir"])
+    store = Store(run_dir / "checkpoints")
     memory = ShrinkingMemory(**request["memory"]) if "memory" in request else None
-    disk = None
-    if "disk" in request:
-        filler = request["disk"].pop("filler")
-        store = Store(run_dir / "checkpoints")
-        disk = full_disk(**request["disk"], store=store, filler=Path(filler) if filler else None)
     sample: DamagedSample | None = None
     last_step = 0
 
@@ -206,19 +176,33 @@ def _live_guarded(request: dict[str, Any], write: Callable[..., None]) -> tuple[
         if "sample" in request:
             over = sample is None and any(event.kind == "skip_step" for event in guard.events())
             sample = sample or DamagedSample(job, **request["sample"], over=over)
-            sample.after_step(guard.global_step, skipped=result.skipped)
+            sample.after_step(last_step, skipped=result.skipped)
         if memory is not None:
             memory.after_step(guard)
-        if disk is not None:
-            disk(guard)
+        if "disk" in request:
+            full_disk(guard, store, **request["disk"])
 
     options: dict[str, Any] = {}
     if "workers" in request:
         marks = Path(request["workers"])
         marks.mkdir(exist_ok=True)
         options = {"wrap": lambda samples: OnceFaulty(samples, marks), "num_workers": 2, "timeout": _TIMEOUT_SECONDS}
-    job = train(run_dir, after_step, **options)
-    return job, last_step, []
+    return train(run_dir, after_step, **options), last_step, []
+
+
+def main(request: dict[str, Any]) -> None:
+    """Train, and meet the faults of the request."""
+    torch.set_num_threads(1)  # the same number everywhere, or sums are rounded differently
+    trace = os.open(request["trace"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(job: Job, step: int, **facts: Any) -> None:
+        os.write(trace, json.dumps({"step": step, "digest": digest(job), **facts}).encode() + b"\n")
+        if "weights" in request:
+            save_file(dict(job.model.state_dict()), f"{request['weights']}/{step}.safetensors")
+
+    job, last_step, losses = (_train_bare if request.get("bare") else _train_guarded)(request, write)
+    limit_memory(None)
+    write(job, last_step, accuracy=job.accuracy(), losses=losses)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The lives of one run of the demo: start them, follow their trace, compare it with that of another run."""
+"""One run of the demo over all its attempts: start them, follow their trace, compare it with that of another run."""
 
 from __future__ import annotations
 
@@ -25,17 +25,11 @@ _STANDSTILL_SECONDS = 150.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Lives:
-    """A run of the training, over all its processes.
+class DemoRun:
+    """A run of the training, over all its processes: where they write, and what they wrote.
 
-    Args:
-        run_dir: Of the run.
-        trace: What the processes write after each step.
-        weights: Where they keep the weights of each step, or None.
-        output: What they print.
-        digests: Step and digest of all state, in the order in which the steps were made.
-        losses: Of a plain loop.
-        accuracy: On the test images, once the training has ended.
+    `digests` are step and digest of all state, in the order in which the steps were made; `losses` those of a plain
+    loop; `accuracy` that on the test images, once the training has ended.
     """
 
     run_dir: Path
@@ -47,12 +41,12 @@ class Lives:
     accuracy: float | None = None
 
     def start(self, **request: Any) -> subprocess.Popen[bytes]:
-        """Start a life; `request` says which faults it meets."""
+        """Start an attempt; `request` says which faults it meets."""
         paths = {"run_dir": str(self.run_dir), "trace": str(self.trace)}
         if self.weights is not None:
             self.weights.mkdir(exist_ok=True)
             paths["weights"] = str(self.weights)
-        command = [sys.executable, "-m", "holdfast.chaos.life", json.dumps({**paths, **request})]
+        command = [sys.executable, "-m", "holdfast.chaos.attempt", json.dumps({**paths, **request})]
         with self.output.open("ab") as output:
             return subprocess.Popen(  # noqa: S603 - our own interpreter and module
                 command, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -115,7 +109,11 @@ class Lives:
         """Return the recorded steps with one mark."""
         return [record for record in read_steps(self._recorder) if record.mark == mark]
 
-    def difference_of_update(self, reference: Lives, step: int) -> float:
+    @property
+    def _recorder(self) -> Path:
+        return self.run_dir / "recorder" / "rank0"
+
+    def difference_of_update(self, reference: DemoRun, step: int) -> float:
         """Return the relative L2 difference of the updates that two runs made in one step from equal weights."""
         assert self.weights is not None
         assert reference.weights is not None
@@ -129,22 +127,21 @@ class Lives:
         )
         return float((found - expected).norm() / (expected - before).norm())
 
-    def same_as(self, reference: Lives) -> bool:
+    def same_as(self, reference: DemoRun) -> bool:
         """Say whether this run had the state of its reference at every step, and came as far."""
         return self.first_difference(reference) is None and self.digests[-1] == reference.digests[-1]
 
-    def first_difference(self, reference: Lives) -> int | None:
+    def first_difference(self, reference: DemoRun) -> int | None:
         """Return the first step that left another state than the reference had after as many steps, if any did."""
         expected = dict(reference.digests)
         return next((step for step, digest in self.digests if expected.get(step) != digest), None)
 
-    def compared_with(self, reference: Lives) -> str:
-        """Tell where this run differs from its reference, and what it decided: for a promise that did not hold."""
+    def compared_with(self, reference: DemoRun) -> str:
+        """Say where this run differs from its reference, and what it decided: for a promise that did not hold."""
         step = self.first_difference(reference)
         first = f"equal up to step {self.digests[-1][0]}, its last" if step is None else f"step {step} differs first"
         decisions = [event for event in self.events() if "promise" in event.data]
-        decided = [f"{event.kind} in step {event.global_step + 1}" for event in decisions]
-        return "; ".join([first, *decided])
+        return "; ".join([first, *(f"{event.kind} in step {event.global_step + 1}" for event in decisions)])
 
     def extra_seconds(self, step: int) -> float:
         """Return how much longer a step took than the others, failed attempts included."""
@@ -161,7 +158,3 @@ class Lives:
         furthest = max(record.global_step for record in before)
         back = next(record for record in after if record.global_step >= furthest)
         return furthest - resumed.global_step, back.unix_seconds - before[-1].unix_seconds
-
-    @property
-    def _recorder(self) -> Path:
-        return self.run_dir / "recorder" / "rank0"
