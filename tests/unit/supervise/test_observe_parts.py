@@ -32,7 +32,6 @@ from holdfast.recorder.run_files import (
 )
 from holdfast.supervise.launchers import find_launcher_name
 from holdfast.supervise.observe.importing import ImportWatch
-from holdfast.supervise.observe.memory_readings import MemoryReadings
 from holdfast.supervise.observe.steps import Steps
 from holdfast.supervise.observe.values import OnItsWay, ValueReader
 
@@ -250,7 +249,7 @@ class Seen:
         self._samples = SampleRing(self.ring)
         self.roles: list[str] = []
         self.failures: list[BaseException] = []
-        self.told: list[str] = []
+        self.events: list[str] = []
 
     def samples(self) -> SampleRing:
         return self._samples
@@ -261,8 +260,8 @@ class Seen:
     def failed(self, error: BaseException) -> None:
         self.failures.append(error)
 
-    def tell(self, kind: str, **facts: Any) -> None:
-        self.told.append(kind)
+    def emit(self, kind: str, **facts: Any) -> None:
+        self.events.append(kind)
 
 
 class Optimizer:
@@ -280,7 +279,7 @@ def seen(tmp_path: Path) -> Any:
 
 
 def steps_of(seen: Seen, *, optimizer: bool = True) -> Steps:
-    return Steps(seen, ValueReader(torch), MemoryReadings(torch), lambda: optimizer)  # type: ignore[arg-type]
+    return Steps(seen, torch, lambda: optimizer)  # type: ignore[arg-type]
 
 
 def backward(steps: Steps, loss: float = 1.0) -> None:
@@ -305,7 +304,7 @@ def test_the_phases_of_a_loop(seen: Seen) -> None:
 
     for _ in range(2):
         does(steps.wait_begins)
-        does(steps.gets_batch)
+        does(steps.wait_ends, None)
         does(steps.backward_begins, None)
         does(steps.backward_ends)
         does(steps.optimizer_begins)
@@ -314,8 +313,8 @@ def test_the_phases_of_a_loop(seen: Seen) -> None:
     does(steps.aside_ends)
     does(steps.evaluates)
     does(steps.wait_begins)
-    does(steps.gets_batch_without_gradients)
-    does(steps.epoch_ends)
+    does(steps.wait_ends, Phase.EVALUATION)
+    does(steps.wait_ends, Phase.END_OF_EPOCH)
     first, usual = Phase.FIRST_STEP, Phase.FORWARD_BACKWARD
     assert phases == [
         Phase.STARTING,
@@ -454,7 +453,7 @@ def test_compiling_is_a_phase_of_its_own(seen: Seen) -> None:
     steps, one = steps_of(seen), Optimizer()
     backward(steps)
     step(steps, one)
-    steps.gets_batch_without_gradients()
+    steps.wait_ends(Phase.EVALUATION)
     steps.compile_begins()
     assert seen.board.phase is Phase.FIRST_STEP
     steps.compile_ends()

@@ -42,7 +42,7 @@ def _observe(run: str) -> None:
     try:
         _print_whole_lines()
         _import_holdfast()
-        from holdfast.supervise.observe.starting import start
+        from holdfast.supervise.observe.observer import start
 
         start(run)
     except Exception:  # noqa: BLE001 - nothing of ours may stop the script

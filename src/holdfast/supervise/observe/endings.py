@@ -1,4 +1,4 @@
-"""How a process ends, told to its observer: uncaught exceptions, of threads too, ``sys.exit``, and leaving as such.
+"""How a process ends: uncaught exceptions, of threads too, ``sys.exit``, and leaving as such.
 
 Every hook of the script's is called as it would be without us, and one that the script sets later replaces ours:
 then what Python keeps of the last exception is read when the interpreter leaves.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from types import ModuleType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from holdfast.core.raised import describe_exception, printable
 from holdfast.supervise.observe.importing import ImportWatch
@@ -23,41 +23,31 @@ _FIRST = 1_000_000  # before the finalizers of multiprocessing, which wait for q
 _OURS = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - as it stands in a frame
 
 
-class Ending(Protocol):
-    """Who wants to know how the process ends."""
-
-    def tell(self, kind: str, **facts: Any) -> None:
-        """Record an event."""
-
-    def leaves(self, how: str, status: Any, said: str) -> None:
-        """Record that the process leaves; `said` is what ``sys.exit`` was told to print."""
-
-
 class Endings:
     """Watch for the end of this process.
 
     Args:
-        told: Who wants to know.
+        emit: Records an event.
+        leaves: Called with how the process leaves, its status, and what ``sys.exit`` was asked to print.
+        watch: Knows when `threading` and `multiprocessing` are imported.
     """
 
-    def __init__(self, told: Ending) -> None:
-        self._told = told
+    def __init__(
+        self, emit: Callable[..., None], leaves: Callable[[str, int | None, str], None], watch: ImportWatch
+    ) -> None:
+        self._emit, self._leaves = emit, leaves
         self._begin()
-
-    def _begin(self) -> None:
-        self._main_thread = _thread.get_ident()
-        self._fatal: BaseException | None = None
-        self._how = "returned"
-        self._status: int | None = None
-        self._said = ""
-
-    def install(self, watch: ImportWatch) -> None:
-        """Hook in, and into `threading` and `multiprocessing` when they are imported."""
         self._chain_excepthook()
         self._wrap_exit()
         atexit.register(self._leave)
         watch.when_imported("threading", self._on_threading)
         watch.when_imported("multiprocessing.util", self._on_multiprocessing)
+
+    def _begin(self) -> None:
+        self._main_thread = _thread.get_ident()
+        self._fatal: BaseException | None = None
+        self._how, self._said = "returned", ""
+        self._status: int | None = None
 
     def after_fork(self) -> None:
         """Begin anew in a forked process; what its parent met is not its own."""
@@ -65,8 +55,6 @@ class Endings:
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
             self._finalize(util)  # those of the parent do nothing here
-
-    # --- exceptions -------------------------------------------------------------------------------------------
 
     def _chain_excepthook(self) -> None:
         previous = sys.excepthook
@@ -84,11 +72,11 @@ class Endings:
             self._record(error, traceback, thread, fatal=True)
 
     def _record(self, error: BaseException, traceback: TracebackType | None, thread: str, *, fatal: bool) -> None:
-        with suppress(Exception):  # `tell` notes what goes wrong, and the script's own hook must be called
+        with suppress(Exception):  # `emit` notes what goes wrong, and the script's own hook must be called
             facts = describe_exception(error, traceback, without=_OURS)
-            self._told.tell("exception", **facts, thread=thread, fatal=fatal)
+            self._emit("exception", **facts, thread=thread, fatal=fatal)
 
-    def _on_threading(self, threading: ModuleType) -> None:
+    def _on_threading(self, threading: Any) -> None:
         previous = threading.excepthook
 
         @wraps(previous)
@@ -98,13 +86,9 @@ class Endings:
                 self._record(args.exc_value, args.exc_traceback, name, fatal=False)
             previous(args)
 
-        threading.excepthook = excepthook  # type: ignore[attr-defined] # the module is only known as such
+        threading.excepthook = excepthook
         # Before threads are waited for, which may take for ever; where Python has it, it has it under this name.
-        register: Callable[..., None] | None = getattr(threading, "_register_atexit", None)
-        if register is not None:
-            register(self._leave)
-
-    # --- leaving ----------------------------------------------------------------------------------------------
+        getattr(threading, "_register_atexit", lambda _: None)(self._leave)
 
     def _wrap_exit(self) -> None:
         original = sys.exit
@@ -126,7 +110,7 @@ class Endings:
         last = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if isinstance(last, BaseException):  # of a script whose own hook has replaced ours
             self._is_fatal(last, last.__traceback__, "MainThread")
-        self._told.leaves(self._how, self._status, self._said)
+        self._leaves(self._how, self._status, self._said)
 
     def _on_multiprocessing(self, util: ModuleType) -> None:
         self._finalize(util)

@@ -1,7 +1,4 @@
-"""The environment that makes the Python processes of a command observe themselves.
-
-Does not: start anything (``supervise.launching`` does).
-"""
+"""The environment that makes the Python processes of a command observe themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from pathlib import Path
 from holdfast.recorder.run_files import ATTEMPT_VARIABLE, OBSERVE_VARIABLE
 
 INJECTED = Path(__file__).parents[1] / "injected"
-_PATH = "PYTHONPATH"
 
 
 def observing(environment: Mapping[str, str], run: Path, attempt: int) -> dict[str, str]:
@@ -23,13 +19,8 @@ def observing(environment: Mapping[str, str], run: Path, attempt: int) -> dict[s
         run: The run directory, which exists.
         attempt: Which attempt of the supervisor this is, from 0.
     """
-    ours = str(INJECTED)
-    theirs = [entry for entry in environment.get(_PATH, "").split(os.pathsep) if entry != ours]
-    if theirs == [""]:
-        theirs = []  # unset or empty: nothing, whereas an empty entry among others is the current directory
-    return {
-        **environment,
-        _PATH: os.pathsep.join([ours, *theirs]),
-        OBSERVE_VARIABLE: str(run.absolute()),
-        ATTEMPT_VARIABLE: str(attempt),
-    }
+    theirs = environment.get("PYTHONPATH", "")  # if empty nothing, whereas an empty entry is the current directory
+    entries = [entry for entry in theirs.split(os.pathsep) if entry != str(INJECTED)] if theirs else []
+    path = os.pathsep.join([str(INJECTED), *entries])
+    ours = {"PYTHONPATH": path, OBSERVE_VARIABLE: str(run.absolute()), ATTEMPT_VARIABLE: str(attempt)}
+    return {**environment, **ours}

@@ -2,8 +2,6 @@
 
 A finder looks at every import, and wraps the loader of the few modules that somebody waits for, once. The module
 gets its own loader back before it runs, so neither it nor a failing import shows that we were there.
-
-Does not: know what is done with the modules (``hooks`` does).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ Act = Callable[[ModuleType], None]
 
 
 class ImportWatch:
-    """Tells when modules have been imported.
+    """Acts when modules have been imported.
 
     Args:
         failed: Gets what an act raises: an import never fails because of us.
@@ -32,11 +30,10 @@ class ImportWatch:
     def when_imported(self, name: str, act: Act) -> None:
         """Do something with a module once it is imported, now if it is already."""
         module = sys.modules.get(name)
-        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
-            self._do(act, module)
-            return
         self._acts[name] = act
-        if self not in sys.meta_path:
+        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+            self.imported(module, name)
+        elif self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -45,39 +42,26 @@ class ImportWatch:
             return None  # the second: a finder that asks all the others
         self._looking.add(name)
         try:
-            spec = next(filter(None, (self._ask(finder, name, path, target) for finder in sys.meta_path)), None)
+            finders = (each for each in sys.meta_path if each is not self and hasattr(each, "find_spec"))
+            spec = next(filter(None, (each.find_spec(name, path, target) for each in finders)), None)
         finally:
             self._looking.discard(name)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment] # a loader likewise
+            spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment] # a loader as well
         return spec
 
-    def _ask(self, finder: Any, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
-        if finder is self or not hasattr(finder, "find_spec"):
-            return None
-        found: ModuleSpec | None = finder.find_spec(name, path, target)
-        return found
-
-    def imported(self, module: ModuleType) -> None:
+    def imported(self, module: ModuleType, name: str) -> None:
         """Do what was asked for, once: a module that is loaded again is not wrapped."""
-        act = self._acts.pop(module.__name__, None)
-        if act is not None:
-            self._do(act, module)
-
-    def _do(self, act: Act, module: ModuleType) -> None:
+        act = self._acts.pop(name, None)
         try:
-            act(module)
+            if act is not None:
+                act(module)
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the script
             self._failed(error)
 
 
 class _Loader:
-    """Stands for a loader until it is used.
-
-    Args:
-        loader: The real one.
-        watch: Is told when the module has run.
-    """
+    """Stands for a loader until it is used."""
 
     def __init__(self, loader: Any, watch: ImportWatch) -> None:
         self._loader = loader
@@ -93,7 +77,7 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._watch.imported(module)
+        self._watch.imported(module, module.__name__)
 
 
 # Python leaves frames of its own importing out of a traceback, by this name: a failing import reads as without us.

@@ -1,7 +1,7 @@
 """Stacks of all threads, written in C by ``faulthandler``: upon SIGUSR1, and at a signal that kills.
 
-A handler of the script's own for that signal, set at any time, takes the place of ours; that is told, so that nobody
-sends the signal any more.
+A handler of the script's own for that signal, set at any time, takes the place of ours; then the observer shows that
+nobody may send the signal any more.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from typing import Any
 
 from holdfast.recorder.run_files import FAULTHANDLER_FILE
 
-STACKS_SIGNAL = int(signal.SIGUSR1)
-
 
 class Stacks:
     """Write stacks into a file of this process.
@@ -31,8 +29,8 @@ class Stacks:
         self._taken = taken
         self._enable, self._register = faulthandler.enable, faulthandler.register
         self._at_death = not faulthandler.is_enabled()  # else the user wants them elsewhere
-        free = signal.getsignal(STACKS_SIGNAL) == signal.SIG_DFL
-        self.signal = STACKS_SIGNAL if free else None
+        free = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+        self.signal = int(signal.SIGUSR1) if free else None
         """The signal that is answered, None if there is none."""
 
     def open(self, folder: Path) -> None:
@@ -50,29 +48,22 @@ class Stacks:
 
     def watch(self) -> None:
         """Learn when the script handles the signal itself, or wants stacks elsewhere; forked processes follow it."""
-        set_signal, enable, register = signal.signal, faulthandler.enable, faulthandler.register
 
-        @wraps(set_signal)
-        def set_handler(signalnum: Any, handler: Any) -> Any:
-            previous = set_signal(signalnum, handler)
-            self._is_taken(signalnum)
-            return previous
+        def after(original: Callable[..., Any], act: Callable[[Any], None]) -> Callable[..., Any]:
+            @wraps(original)
+            def wrapped(*args: Any, **options: Any) -> Any:
+                result = original(*args, **options)
+                act(args[0] if args else options.get("signum"))
+                return result
 
-        @wraps(enable)
-        def enable_elsewhere(*args: Any, **options: Any) -> None:
-            enable(*args, **options)
-            self._at_death = False
+            return wrapped
 
-        @wraps(register)
-        def register_elsewhere(signum: Any, *args: Any, **options: Any) -> None:
-            register(signum, *args, **options)
-            self._is_taken(signum)
-
-        signal.signal = set_handler
-        faulthandler.enable, faulthandler.register = enable_elsewhere, register_elsewhere
+        signal.signal = after(signal.signal, self._is_taken)
+        faulthandler.register = after(faulthandler.register, self._is_taken)
+        faulthandler.enable = after(faulthandler.enable, lambda _: setattr(self, "_at_death", False))
 
     def _is_taken(self, number: Any) -> None:
-        if number == STACKS_SIGNAL and self.signal is not None:
+        if number == signal.SIGUSR1 and self.signal is not None:
             self.signal = None
             with suppress(OSError):
                 self._taken()

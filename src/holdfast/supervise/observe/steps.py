@@ -16,18 +16,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVarTuple, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 from holdfast.recorder.progress import Phase, SampleRing
-from holdfast.supervise.observe.memory_readings import MemoryReadings
-from holdfast.supervise.observe.observer import Observer
-from holdfast.supervise.observe.values import OnItsWay, ValueReader
+from holdfast.supervise.observe.values import MemoryReadings, OnItsWay, ValueReader
+
+if TYPE_CHECKING:
+    from holdfast.supervise.observe.observer import Observer
 
 P = TypeVarTuple("P")
 # Calls of backward after which they are counted as steps although an optimizer was made: it is compiled, so that its
 # hooks do not run. More than recipes accumulate.
 _PATIENCE = 256
-_NO_MEMORY = (0, 0, 0, 0)
 _Value = float | OnItsWay | None
 
 
@@ -47,24 +48,14 @@ class Steps:
 
     Args:
         observer: Of this process.
-        values: Reads losses and norms.
-        memory: Reads memory.
+        torch: The module.
         finds_optimizer: Whether any optimizer was made so far.
     """
 
-    def __init__(
-        self,
-        observer: Observer,
-        values: ValueReader,
-        memory: MemoryReadings,
-        finds_optimizer: Callable[[], bool],
-    ) -> None:
+    def __init__(self, observer: Observer, torch: ModuleType, finds_optimizer: Callable[[], bool]) -> None:
         self.observer = observer
-        self._values = values
-        self._memory = memory
+        self._values, self._memory = ValueReader(torch), MemoryReadings(torch)
         self._finds_optimizer = finds_optimizer
-        self._tracer: Any = None
-        self._traced = 0
         main = sys.modules["threading"].main_thread().ident
         self._start(main if main is not None else _thread.get_ident())
 
@@ -72,20 +63,19 @@ class Steps:
         """Begin anew in a forked process."""
         self._values.begin([self._loss, self._norm, self._on_their_way])
         self._memory.begin()
-        self._tracer, self._traced = None, 0
         self._start(_thread.get_ident())
 
     @_noted
     def finish(self) -> None:
         """Complete the newest samples, as far as that needs no waiting."""
-        if self._on_their_way and self._samples is not None:
-            self._complete(self._samples)
+        self._complete()
 
     def _start(self, thread: int) -> None:
         self.thread = thread
         self.waits = self.aside = self.in_backward = False
         self._optimizes = False
         self._samples: SampleRing | None = None
+        self._cannot_record = False
         self._training = Phase.FIRST_STEP  # what a forward and a backward are a part of
         self._step = self._micro_step = self._micro_before = 0
         self._ended = 0  # number of the newest sample, until there are other gradients
@@ -97,6 +87,8 @@ class Steps:
         self._norm: _Value = None
         self._scaled: tuple[Any, Any] | None = None
         self._on_their_way: deque[tuple[int, str, OnItsWay]] = deque()
+        self._tracer: Any = None
+        self._traced = 0
 
     # --- loader -----------------------------------------------------------------------------------------------
 
@@ -104,31 +96,18 @@ class Steps:
     def wait_begins(self) -> None:
         """The loop asks a loader for something."""
         self._wait_began = time.monotonic_ns()
-        if self._began == 0:
-            self._began = self._wait_began
+        self._began = self._began or self._wait_began
         self.observer.board.enter(Phase.DATA_WAIT)
 
     @_noted
-    def gets_batch(self) -> None:
-        """The loop has a batch to train with."""
+    def wait_ends(self, phase: Phase | None) -> None:
+        """The loop has a batch, or there is none; None: to train with."""
         self._waited += time.monotonic_ns() - self._wait_began
-        self.observer.board.enter(self._training)
-
-    @_noted
-    def gets_batch_without_gradients(self) -> None:
-        """The loop has a batch, and gradients are off: it evaluates."""
-        self._waited += time.monotonic_ns() - self._wait_began
-        self.observer.board.enter(Phase.EVALUATION)
-
-    @_noted
-    def epoch_ends(self) -> None:
-        """The loader has no more batches."""
-        self._waited += time.monotonic_ns() - self._wait_began
-        self.observer.board.enter(Phase.END_OF_EPOCH)
+        self.observer.board.enter(self._training if phase is None else phase)
 
     @_noted
     def evaluates(self) -> None:
-        """A module was told to evaluate, which may be all that is seen of an evaluation."""
+        """A module was asked to evaluate, which may be all that is seen of an evaluation."""
         if self._step > 0 and self.observer.board.phase in (Phase.FORWARD_BACKWARD, Phase.END_OF_EPOCH):
             self.observer.board.enter(Phase.EVALUATION)
 
@@ -136,35 +115,23 @@ class Steps:
 
     @_noted
     def scales(self, loss: Any, scaled: Any) -> None:
-        """A gradient scaler has multiplied a loss.
-
-        Args:
-            loss: Without its graph.
-            scaled: Weak reference to what backward will get.
-        """
+        """A gradient scaler has multiplied a loss; `scaled` refers weakly to what backward will get."""
         self._scaled = (loss, scaled)
 
     @_noted
     def backward_begins(self, root: Any) -> None:
-        """Backward is called.
-
-        Args:
-            root: The tensor that it begins with, None if there are several.
-        """
+        """Backward is called with the tensor that it begins with, None if there are several."""
         self.thread = _thread.get_ident()
         self._ended = 0
-        board = self.observer.board
-        if self._began == 0:
-            self._began = time.monotonic_ns()
-        phase = self._training
-        if board.phase is not phase:
-            board.enter(phase)
+        self._began = self._began or time.monotonic_ns()
+        if self.observer.board.phase is not self._training:
+            self.observer.board.enter(self._training)
         if self._scaled is not None:
             loss, scaled = self._scaled
             self._scaled = None
             root = loss if scaled() is root else None  # of a sum of scaled losses, the scale is in it
         if root is not None:
-            self._take(self._loss)
+            self._give_up(self._loss)
             self._loss = self._values.read(root)
 
     @_noted
@@ -186,9 +153,9 @@ class Steps:
         """The script has computed the norm of the gradients."""
         value = self._values.read(norm)
         if self._samples is not None and self._ended:
-            self._amend(self._samples, self._ended, value)
+            self._amend(self._samples, self._ended, "grad_norm", value)
             return
-        self._take(self._norm)
+        self._give_up(self._norm)
         self._norm = value
 
     # --- optimizer --------------------------------------------------------------------------------------------
@@ -225,7 +192,8 @@ class Steps:
         if self._patience is None:  # gradients came by another way than backward
             self._patience = _PATIENCE
             self.observer.becomes("trainer")
-        self._end_step(_learning_rate(optimizer))
+        rate = optimizer.param_groups[0].get("lr")
+        self._end_step(float(rate) if isinstance(rate, (int, float)) else None)  # a tensor may lie on a device
 
     def _makes_state(self, optimizer: Any) -> bool:
         """Return whether a step without a backward before it was only made for the state of its optimizer.
@@ -249,57 +217,50 @@ class Steps:
         if self._step == 1:
             self._training = Phase.FORWARD_BACKWARD
         board.count(step=self._step, micro_step=self._micro_step, phase=self._training)
-        if self._samples is None:
-            self._samples = self._open_samples()
-        number = self._samples.write(
-            self._step,
-            self._micro_step - self._micro_before,
-            loss if type(loss) is float else None,
-            norm if type(norm) is float else None,
-            learning_rate,
-            (now - self._began) / 1e9 if self._began else math.nan,
-            self._waited / 1e9,
-            *(self._memory.look(now) if now >= self._memory.next_at else _NO_MEMORY),
-        )
-        self._ended = number if self._micro_step > self._micro_before else 0  # else gradients come without backward
+        micro_steps = self._micro_step - self._micro_before
+        if (samples := self._open_samples()) is not None:
+            number = samples.write(
+                self._step, micro_steps,
+                loss if type(loss) is float else None, norm if type(norm) is float else None, learning_rate,
+                (now - self._began) / 1e9 if self._began else math.nan, self._waited / 1e9, *self._memory.look(now),
+            )  # fmt: skip
+            self._ended = number if micro_steps else 0  # else gradients come without backward
+            for name, value in (("loss", loss), ("grad_norm", norm)):
+                if isinstance(value, OnItsWay):
+                    self._amend(samples, number, name, value)
+            self._complete()
         self._began, self._waited, self._micro_before = now, 0, self._micro_step
         self._loss = self._norm = None
-        if self._on_their_way or isinstance(loss, OnItsWay) or isinstance(norm, OnItsWay):
-            self._expect(self._samples, number, loss, norm)
         requested = board.trace_requested()
         if requested != self._traced or self._tracer is not None:
             self._trace(requested)
 
-    def _open_samples(self) -> SampleRing:
-        try:
-            return self.observer.samples()
-        except OSError as error:  # a full disk: the steps are counted all the same
-            self.observer.failed(error)
-            self.observer.tell("steps_not_recorded", error=error.strerror or str(error))
-            return cast("SampleRing", _Nowhere())
+    def _open_samples(self) -> SampleRing | None:
+        """Return the ring of samples; None on a full disk: the steps are counted all the same."""
+        if self._samples is None and not self._cannot_record:
+            try:
+                self._samples = self.observer.samples()
+            except OSError as error:
+                self._cannot_record = True
+                self.observer.failed(error)
+                self.observer.emit("steps_not_recorded", error=error.strerror or str(error))
+        return self._samples
 
-    def _amend(self, samples: SampleRing, number: int, norm: _Value) -> None:
-        """Add the norm to a step that has ended."""
-        if isinstance(norm, OnItsWay):
-            self._on_their_way.append((number, "grad_norm", norm))
-        elif norm is not None:
-            samples.amend(number, grad_norm=norm)
+    def _amend(self, samples: SampleRing, number: int, name: str, value: _Value) -> None:
+        """Add a value to a sample, when it has arrived from a device."""
+        if isinstance(value, OnItsWay):
+            self._on_their_way.append((number, name, value))
+        elif value is not None:
+            samples.amend(number, **{name: value})
 
-    def _expect(self, samples: SampleRing, number: int, loss: _Value, norm: _Value) -> None:
-        """Remember what the sample of this number still lacks."""
-        for name, value in (("loss", loss), ("grad_norm", norm)):
-            if isinstance(value, OnItsWay):
-                self._on_their_way.append((number, name, value))
-        self._complete(samples)
-
-    def _complete(self, samples: SampleRing) -> None:
+    def _complete(self) -> None:
         """Put what has arrived from a device into the samples that it belongs to."""
-        while self._on_their_way and self._on_their_way[0][2].arrived():
+        while self._on_their_way and self._samples is not None and self._on_their_way[0][2].arrived():
             number, name, sent = self._on_their_way.popleft()
-            samples.amend(number, **{name: sent.value()})
+            self._samples.amend(number, **{name: sent.value()})
             self._values.give_back(sent)
 
-    def _take(self, value: _Value) -> None:
+    def _give_up(self, value: _Value) -> None:
         """Give up a value that a later one of the same step replaces."""
         if isinstance(value, OnItsWay):
             self._values.give_back(value)  # the copy that comes next follows it in the stream
@@ -310,7 +271,7 @@ class Steps:
         if self._tracer is None:
             from holdfast.supervise.leaks.tracer import LeakTracer
 
-            self._tracer = LeakTracer(self.observer.tell)
+            self._tracer = LeakTracer(self.observer.emit)
         self._tracer.after_step(requested)
 
     # --- saving, compiling ------------------------------------------------------------------------------------
@@ -341,19 +302,3 @@ class Steps:
         if self.observer.board.phase is Phase.FIRST_STEP:
             starts = self._before_compiling is Phase.STARTING
             self.observer.board.enter(Phase.FIRST_STEP if starts else self._before_compiling)
-
-
-class _Nowhere:
-    """Stands for a ring of samples that could not be made."""
-
-    def write(self, *_values: float | None) -> int:
-        """Lose a sample, and return a number that is none."""
-        return 0
-
-    def amend(self, number: int, **values: float) -> None:
-        """Lose what is known of a sample."""
-
-
-def _learning_rate(optimizer: Any) -> float | None:
-    rate = optimizer.param_groups[0].get("lr")
-    return float(rate) if isinstance(rate, (int, float)) else None  # a tensor may lie on a device
