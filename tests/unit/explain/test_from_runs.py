@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from holdfast.core.events import Event
-from holdfast.explain import collecting
 from holdfast.explain.collecting import collect
 from holdfast.explain.evidence import Ending, Facts, Frame, Statement
 from holdfast.explain.judging import judge
@@ -239,7 +238,7 @@ def test_what_a_guard_did_is_told_with_the_newest_reason():
         "a Guard tried again after freeing memory",
         "a Guard skipped the step, 2 times: NaN in the batch; sample 4",
         "a Guard replaced the workers of the loader: worker 1 was killed by SIGKILL",
-        "a Guard set a sample aside that could not be loaded: ValueError: 7.png cannot be read",
+        "a Guard quarantined a sample that could not be loaded: ValueError: 7.png cannot be read",
     ]
 
 
@@ -378,16 +377,6 @@ def test_a_guard_that_closed_is_told_from_one_that_did_not(tmp_path, kinds, caus
     closed = {how: ("closed", {"how": how}) for how in ("finished", "stopped", "left")}
     tell(tmp_path / "recorder" / "rank0", *(closed.get(kind, (kind, {"reason": "SIGTERM"})) for kind in kinds))
     assert judge(collect(tmp_path)).cause == cause
-
-
-def test_of_a_long_output_with_a_good_end_only_the_tail_is_read(tmp_path, monkeypatch):
-    """Lines keep their numbers, and of a run that failed all is read."""
-    monkeypatch.setattr(collecting, "_TAIL_BYTES", 200)
-    text = "Killed\n" + "filler\n" * 100 + "Bus error\nfiller\n"
-    good = collect(a_run(tmp_path / "good", 0, output=text))
-    assert [(each.text, each.source) for each in good.statements] == [("Bus error", f"{OUTPUT_FILE}:103")]
-    bad = collect(a_run(tmp_path / "bad", 1, output=text))
-    assert [each.text for each in bad.statements] == ["Killed", "Bus error"]
 
 
 def test_the_place_is_the_users_own_line_also_where_the_root_has_none():

@@ -143,7 +143,8 @@ def test_the_kernels_counter_makes_a_kill_one_for_memory():
     assert judge(Facts(endings=(Ending(status=-9, oom_kills=0),))).cause == "H1602"
     lost = (thrown("DataLoader worker (pid 4713) is killed by signal: Killed. "),)
     assert judge(Facts(statements=lost, endings=(Ending(status=1, oom_kills=1),))).cause == "H909"
-    assert judge(Facts(statements=lost, endings=(Ending(status=1, oom_kills=0),))).cause == "H930"
+    assert judge(Facts(statements=lost, endings=(Ending(status=1, oom_kills=0),))).cause == "H1602"
+    assert judge(Facts(statements=lost, endings=(Ending(status=1),))).cause == "H930"
 
 
 def test_a_counter_that_rose_does_not_hide_another_failure():

@@ -27,6 +27,7 @@ from holdfast.explain.logs.tracebacks import (
 _MOST_OF_A_KIND = 1_500  # statements that are lines, and that are exceptions: the first third and the newest
 _WENT_ON = 2  # lines of progress after a statement of the same process that show that it went on
 _MOST_MESSAGE = 20_000
+_MOST_LAST_LINE = 300
 _BUFFERED = 12  # lines of progress that other ranks or a summary print after a fatal exception, rather than more
 _BUFFERED_BY_RANKS = 400  # the same after a line of the scheduler: many ranks, 8 KiB of buffered lines each
 
@@ -59,6 +60,7 @@ class LogText:
         losses: Line and value of each training loss that was printed.
         norms: The same of norms of gradients.
         cut_off: Frame with which it ends inside a traceback, or an empty text.
+        last_line: That is no progress bar, cut, or an empty text.
     """
 
     statements: tuple[Statement, ...]
@@ -70,6 +72,7 @@ class LogText:
     losses: tuple[tuple[int, float], ...] = ()
     norms: tuple[tuple[int, float], ...] = ()
     cut_off: str = ""
+    last_line: str = ""
 
 
 def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
@@ -105,7 +108,13 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
         losses=printed_losses(lines),
         norms=printed_norms(lines),
         cut_off=cut_off,
+        last_line=_last_line(lines),
     )
+
+
+def _last_line(lines: Sequence[CleanLine]) -> str:
+    shown = (line.shown.strip() for line in reversed(lines) if not is_progress_bar(line.text))
+    return next((text for text in shown if text and not text.startswith("--- holdfast: ")), "")[:_MOST_LAST_LINE]
 
 
 def _by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
