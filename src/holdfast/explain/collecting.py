@@ -107,10 +107,7 @@ def _of_guard(recordings: Recordings) -> Facts:
         source=str(recordings.run),
         missing=tuple(missing),
         lost=lost_of_run([], folders, (0.0, math.inf))[0],
-        extra={
-            "guard_closed": asdict(closed) if closed else None,
-            "steps": newest.global_step if newest else None,
-        },
+        extra={"guard_closed": asdict(closed) if closed else None, "steps": newest.global_step if newest else None},
     )
 
 
