@@ -274,8 +274,7 @@ def test_a_killed_worker_is_one_for_memory_only_if_the_counter_can_say_so():
     """With a counter that did not rise somebody else killed it; without a counter it is mostly the kernel."""
     lost = (Statement(text=WORKER, kind="exception", exception="RuntimeError", fatal=True),)
     by_hand = judge(Facts(statements=lost, endings=(Ending(status=1, oom_kills=0),)))
-    assert (by_hand.cause, by_hand.family, by_hand.restart) == ("H930", "preempted", "retry")
-    assert "memory" not in by_hand.fix
+    assert (by_hand.cause, by_hand.family, by_hand.restart) == ("H1602", "preempted", "retry")
     unknown = judge(Facts(statements=lost, endings=(Ending(status=1),)))
     assert (unknown.cause, unknown.family) == ("H930", "host out of memory")
 

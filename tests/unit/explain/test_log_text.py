@@ -14,7 +14,9 @@ from collections.abc import Iterable
 
 import pytest
 
+from holdfast.explain.collecting import collect_stream
 from holdfast.explain.evidence import Statement
+from holdfast.explain.judging import judge
 from holdfast.explain.logs.keeping import keep_lines
 from holdfast.explain.logs.text import LogText, read_log
 
@@ -135,13 +137,12 @@ def test_the_nested_traceback_of_a_loader_worker_is_its_root():
     assert found[1].text == "Caught KeyError in DataLoader worker process 0."
 
 
-def test_exceptions_of_a_group_are_its_roots():
-    """The members of an ExceptionGroup come before the group that only holds them."""
+def test_a_member_of_a_group_is_the_verdict():
+    """Of an ExceptionGroup, which says only how many it holds, a member with its own line is named."""
     code = "try:\n  raise KeyError('a')\nexcept KeyError as e:\n  raise ExceptionGroup('two', [e, ValueError('b')])"
-    found = raised(really_printed(code))
-    assert {statement.exception for statement in found} >= {"KeyError", "ExceptionGroup"}
-    assert [statement.cause for statement in found] == [True] * (len(found) - 1) + [False]
-    assert found[-1].exception == "ExceptionGroup"
+    printed = really_printed(code)
+    assert {statement.exception for statement in raised(printed)} >= {"KeyError", "ExceptionGroup", "ValueError"}
+    assert judge(collect_stream(io.BytesIO(printed), name="a.log", status=1)).title == "KeyError: 'a'"
 
 
 def test_a_syntax_error_has_no_header_and_is_found():

@@ -13,8 +13,7 @@ from holdfast.explain.evidence import Ending, Statement
 from holdfast.explain.logs.keeping import Readable, is_relevant, keep_lines
 from holdfast.explain.logs.lines import CleanLine, clean_lines
 from holdfast.explain.logs.losses import printed_losses, printed_norms
-from holdfast.explain.logs.progress import Pulse, is_end, is_progress, is_progress_bar
-from holdfast.explain.logs.torchrun_table import first_exit, read_table
+from holdfast.explain.logs.progress import Pulse, is_end, is_progress_bar
 from holdfast.explain.logs.tracebacks import (
     HEADER,
     Raised,
@@ -41,6 +40,8 @@ _SCHEDULER = re.compile(
     r"|\bsrun: error: |\bPBS: job killed|\bTERM_(?:MEM|RUN)LIMIT\b"
 )
 _TOLD_TO_END = re.compile(r"\bdeath signal, shutting down|\bSIGTERM received at time=")  # logged as a warning
+_FIELD = re.compile(r"\s*(rank|exitcode)\s*:\s*(.*)$")  # of the table of torchrun
+_STATUS = re.compile(r"(-?\d{1,4})\b(?:\s*\(pid:\s*(\d{1,10})\))?")
 _CPLUSPLUS = re.compile(
     r"\s*terminate called (?:after throwing an instance of|without an active exception|recursively)"
 )
@@ -94,8 +95,6 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
         statements += reader.statements()
         endings += reader.endings
         cut_off = cut_off or reader.cut_off
-    if not endings and not done:
-        endings += first_exit(lines, from_number=_newest_progress(lines))
     # Stable: a chain of exceptions keeps its order, and its own lines stay together.
     statements.sort(key=lambda statement: statement.position)
     return LogText(
@@ -197,7 +196,7 @@ class _Process:
             what = [each.text.strip() for each in self._lines[index + 1 : index + 3] if "what():" in each.text]
             return [replace(self._line(line, index), text="\n".join([text.strip(), *what]))], index + 1 + len(what)
         if "Root Cause (first observed failure)" in text:
-            self.endings += read_table([each.text for each in self._lines[index + 1 : index + 16]])
+            self.endings += _first_failure([each.text for each in self._lines[index + 1 : index + 16]])
             return [], index + 1
         bare = split_exception(text)
         if bare is not None:
@@ -247,10 +246,15 @@ class _Process:
         return shown[-1] if shown else self._lines[first].text.strip()
 
 
-def _newest_progress(lines: Sequence[CleanLine]) -> int:
-    """Return the number of the newest line of progress that another follows; 0 if there is none."""
-    numbers = [line.number for line in lines if is_progress(line.text)]
-    return numbers[-_WENT_ON] if len(numbers) >= _WENT_ON else 0
+def _first_failure(lines: Sequence[str]) -> list[Ending]:
+    """Return how the rank ended that torchrun saw fail first, from its table; nothing if that is cut off."""
+    fields = {found[1]: found[2] for found in map(_FIELD.match, lines) if found is not None}
+    status = _STATUS.match(fields.get("exitcode", ""))
+    if status is None:
+        return []
+    rank = re.match(r"\d{1,7}", fields.get("rank", ""))
+    pid = int(status[2]) if status[2] else None
+    return [Ending(status=int(status[1]), pid=pid, rank=int(rank[0]) if rank else None, role="trainer")]
 
 
 def quoted(statement: Statement, *, most_lines: int = 4) -> Iterator[str]:
