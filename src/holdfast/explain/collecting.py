@@ -7,8 +7,7 @@ supervisor saw. Nothing that cannot be read ends it; it is named in `Facts.missi
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,20 +17,16 @@ from holdfast.core.events import Event
 from holdfast.explain.evidence import Ending, Facts, Lost, Statement
 from holdfast.explain.logs.files import opened
 from holdfast.explain.logs.keeping import Readable
-from holdfast.explain.logs.lines import plain_text
-from holdfast.explain.logs.progress import is_progress_bar
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.runs.curves import find_lost, lost_of_run
 from holdfast.explain.runs.guards import how_closed, of_guards
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable
-from holdfast.explain.runs.statements import already_tried, merged, of_exceptions, of_kernel, same
+from holdfast.explain.runs.statements import already_tried, merged, of_exceptions, of_kernel, same, text_of
 from holdfast.recorder.progress import Standing
-from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, ProcessInfo, process_lives
+from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, process_lives
 
 NO_STATUS = "no exit status: only a log"
 _CHUNK = 1 << 20
-_TAIL_BYTES = 1 << 20  # of the output of a command that ended with status 0
-_LAST_BYTES = 4096  # in which the last line is looked for
 _MOST_LAST = 300
 
 
@@ -112,10 +107,7 @@ def _of_guard(recordings: Recordings) -> Facts:
         source=str(recordings.run),
         missing=tuple(missing),
         lost=lost_of_run([], folders, (0.0, math.inf))[0],
-        extra={
-            "guard_closed": asdict(closed) if closed else None,
-            "steps": newest.global_step if newest else None,
-        },
+        extra={"guard_closed": asdict(closed) if closed else None, "steps": newest.global_step if newest else None},
     )
 
 
@@ -138,39 +130,37 @@ class _Attempt:
         self._processes = [pair for pair in recordings.processes() if pair[1].attempt == self._number]
 
     def facts(self) -> Facts:
-        told = {info.pid: self._recordings.events(folder) for folder, info in self._processes}
+        events_of = {info.pid: self._recordings.events(folder) for folder, info in self._processes}
         standings = {info.pid: self._recordings.standing(folder) for folder, info in self._processes}
-        said = _by_time(event for events in told.values() for event in events)
+        recorded = _by_time(event for events in events_of.values() for event in events)
         began, until = self._times()
         of_guard = [
             event
-            for folder in self._recordings.guards(said)
+            for folder in self._recordings.guards(recorded)
             for event in self._recordings.events(folder)
             if began <= event.unix_seconds < until
         ]
         log = self._log()
-        raised = [statement for _, info in self._processes for statement in of_exceptions(told[info.pid], info)]
-        pids = {info.pid for _, info in self._processes} | {
-            _integer(event.data.get("pid")) or 0 for event in self._own
-        }
-        raised += of_kernel(self._own, pids)
-        raised += _told_by_guards_alone(of_guard, raised)
-        endings = self._endings(standings, log)
+        raised = [each for _, info in self._processes for each in of_exceptions(events_of[info.pid], info)]
+        pids = {info.pid for _, info in self._processes}
+        raised += of_kernel(self._own, pids | {_integer(event.data.get("pid")) or 0 for event in self._own})
+        raised += _of_guards_alone(of_guard, raised)
+        endings = [*self._endings(standings), *(log.endings if log else ())]
         return Facts(
             statements=tuple(merged(raised, log.statements if log else ())),
             endings=tuple(endings),
-            events=tuple(_by_time([*self._own, *said, *of_guard])),
+            events=tuple(_by_time([*self._own, *recorded, *of_guard])),
             tried=(*_restarts(self._all, self._number), *already_tried(of_guard)),
             source=str(self._recordings.run),
             missing=tuple(self._missing(log, endings)),
-            lost=self._lost(said, log),
-            extra=self._extra(log, standings, told, endings),
+            lost=self._lost(recorded, log),
+            extra=self._extra(log, standings, events_of, endings),
         )
 
-    def _lost(self, said: list[Event], log: LogText | None) -> Lost | None:
+    def _lost(self, recorded: list[Event], log: LogText | None) -> Lost | None:
         """Return how its training was lost: what was recorded of the steps counts before what was printed."""
         trainers = [pair for pair in self._processes if pair[1].role == "trainer"]
-        lost, known = lost_of_run(trainers, self._recordings.guards(said), self._times())
+        lost, known = lost_of_run(trainers, self._recordings.guards(recorded), self._times())
         return find_lost(log.losses, log.norms, log=OUTPUT_FILE) if log is not None and not known else lost
 
     def _of_attempt(self) -> list[Event]:
@@ -179,8 +169,8 @@ class _Attempt:
         current = self._number if not any(event.kind == "attempt_started" for event in self._all) else -1
         for event in self._all:
             if event.kind == "attempt_started":
-                told = _attempt_of(event)
-                current = current + 1 if told is None else told
+                number = _attempt_of(event)
+                current = current + 1 if number is None else number
             if current == self._number:
                 found.append(event)
         return found
@@ -192,24 +182,20 @@ class _Attempt:
         later = (event.unix_seconds for event in started if (_attempt_of(event) or 0) > self._number)
         return own, min(later, default=math.inf)
 
-    def _endings(self, standings: dict[int, Standing | None], log: LogText | None) -> list[Ending]:
+    def _endings(self, standings: dict[int, Standing | None]) -> Iterator[Ending]:
         infos = {info.pid: info for _, info in self._processes}
-        found = []
+        trainer = next((info for info in infos.values() if info.role == "trainer"), None)
         for event in self._own:
-            status = _integer(event.data.get("status"))
             if event.kind == "process_ended":
                 pid = _integer(event.data.get("pid"))
                 info = infos.get(pid or -1)
-                found.append(replace(_ending(status, event, info, standings.get(pid or -1)), pid=pid))
+                ending = _ending(event, standings.get(pid or -1))
+                yield replace(ending, pid=pid, rank=info.rank if info else None, role=info.role if info else "other")
             elif event.kind == "attempt_ended":
                 by_us = event.data.get("signal_sent_by_us") is not None
                 sender = "user" if event.data.get("asked_by") is not None else "supervisor" if by_us else None
-                trainer = next((info for info in infos.values() if info.role == "trainer"), None)
-                standing = standings.get(trainer.pid) if trainer else None
-                found.append(
-                    replace(_ending(status, event, trainer, standing), role="command", rank=None, sent_by=sender)
-                )
-        return found + list(log.endings if log else ())
+                ending = _ending(event, standings.get(trainer.pid) if trainer else None)
+                yield replace(ending, role="command", sent_by=sender)
 
     def _missing(self, log: LogText | None, endings: Sequence[Ending]) -> list[str]:
         self._recordings.say_lost_steps({at: f"process {p.pid}" for at, p in self._processes if p.role == "trainer"})
@@ -226,57 +212,32 @@ class _Attempt:
         self,
         log: LogText | None,
         standings: dict[int, Standing | None],
-        said: dict[int, list[Event]],
+        events_of: dict[int, list[Event]],
         endings: Sequence[Ending],
     ) -> dict[str, Any]:
         infos = [info for _, info in self._processes]
         main = next((info for info in infos if info.role == "trainer"), None)
         standing = standings.get(main.pid) if main else None
-        lost = self._recordings.lost() if not any(event.kind == "attempt_ended" for event in self._own) else None
-        asked = (_integer(event.data.get("asked_by")) for event in self._own if event.kind == "attempt_ended")
+        ended = [event for event in self._own if event.kind == "attempt_ended"]
         status = next((each.status for each in endings if each.role == "command"), None)
         left = main and status and 0 < status < 126 and any(each.pid == main.pid for each in endings)
         extra: dict[str, Any] = {
-            **(_exit(said.get(main.pid, [])) if main and left else {}),
-            "last_line": self._last_line() if status and status > 0 else None,
+            **(_exit(events_of.get(main.pid, [])) if main and left else {}),
+            "last_line": log.last_line or None if log and status and status > 0 else None,
             "changed": _changed(self._all, self._number),
-            "asked_by": next(asked, None),
-            "supervisor_lost": lost,
+            "asked_by": _integer(ended[0].data.get("asked_by")) if ended else None,
+            "supervisor_lost": self._recordings.lost() if not ended else None,
             "log_says_done": log.ended_well if log else False,
             "alive": [info.pid for info in infos if process_lives(info.pid, info.ticks)],
             "steps": standing.step if standing else None,
-            "phase": standing.phase.name.lower().replace("_", " ") if standing else None,
+            "phase": _phase(standing),
         }
         return {key: value for key, value in extra.items() if value is not None}
 
-    def _ended_alone(self) -> bool:
-        """Return whether the command ended with status 0 and nobody had asked it to."""
-        ended = [event.data for event in self._own if event.kind == "attempt_ended"]
-        return bool(ended) and ended[-1].get("status") == 0 and ended[-1].get("asked_by") is None
-
-    def _last_line(self) -> str | None:
-        """Return the last line of its output that is no progress bar."""
+    def _log(self) -> LogText | None:
         try:
             with (self._recordings.run / OUTPUT_FILE).open("rb") as stream:
-                start, end, _ = _section(stream, self._number)
-                stream.seek(max(start, end - _LAST_BYTES))
-                text = plain_text(stream.read(min(_LAST_BYTES, end - start)).decode(errors="replace"))
-        except OSError:
-            return None
-        lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
-        own = ATTEMPT_LINE.format(number=self._number)
-        newest = next((line for line in reversed(lines) if line and line != own and not is_progress_bar(line)), None)
-        return newest[:_MOST_LAST] if newest else None
-
-    def _log(self) -> LogText | None:
-        path = self._recordings.run / OUTPUT_FILE
-        try:
-            with path.open("rb") as stream:
                 start, end, number = _section(stream, self._number)
-                if self._ended_alone() and end - start > _TAIL_BYTES:
-                    # Nothing failed: what its output is read for stands at its end.
-                    number += _count_lines(stream, start, end - _TAIL_BYTES)
-                    start = end - _TAIL_BYTES
                 stream.seek(start)
                 return read_log(_Part(stream, end - start), name=OUTPUT_FILE, first_number=number)
         except OSError as error:
@@ -284,28 +245,16 @@ class _Attempt:
             return None
 
 
-def _count_lines(stream: BinaryIO, start: int, end: int) -> int:
-    stream.seek(start)
-    part, count = _Part(stream, end - start), 0
-    while chunk := part.read(_CHUNK):
-        count += chunk.count(b"\n")
-    return count
-
-
 def _exit(events: Sequence[Event]) -> dict[str, str]:
     """Return how a process left that had loaded torch, and with which words.
 
-    One that said nothing at all left past its interpreter.
+    One that recorded nothing of it left past its interpreter.
     """
     data = next((event.data for event in reversed(events) if event.kind == "exiting"), None)
     if data is None:
         return {"exit_how": "os._exit"} if any(event.kind == "torch_imported" for event in events) else {}
-    told = {"exit_how": _text(data.get("how")), "exit_said": _text(data.get("said"))}
-    return {key: text for key, text in told.items() if text}
-
-
-def _text(value: Any) -> str:
-    return plain_text(value)[:_MOST_LAST] if isinstance(value, str) else ""
+    found = {"exit_how": text_of(data.get("how")), "exit_said": text_of(data.get("said"))[:_MOST_LAST]}
+    return {key: text for key, text in found.items() if text}
 
 
 def _changed(events: Iterable[Event], attempt: int) -> dict[str, Any]:
@@ -318,17 +267,18 @@ def _changed(events: Iterable[Event], attempt: int) -> dict[str, Any]:
     return found
 
 
-def _ending(status: int | None, event: Event, info: ProcessInfo | None, standing: Standing | None) -> Ending:
+def _ending(event: Event, standing: Standing | None) -> Ending:
     return Ending(
-        status=status,
-        pid=None,
-        rank=info.rank if info else None,
-        role=info.role if info else "other",
+        status=_integer(event.data.get("status")),
         unix_seconds=event.unix_seconds,
         oom_kills=_integer(event.data.get("oom_kills")),
-        phase=standing.phase.name.lower().replace("_", " ") if standing else None,
+        phase=_phase(standing),
         step=standing.step if standing else None,
     )
+
+
+def _phase(standing: Standing | None) -> str | None:
+    return standing.phase.name.lower().replace("_", " ") if standing else None
 
 
 def _restarts(events: Iterable[Event], attempt: int) -> list[str]:
@@ -382,7 +332,7 @@ class _Part:
         return data
 
 
-def _told_by_guards_alone(events: Iterable[Event], raised: Sequence[Statement]) -> list[Statement]:
+def _of_guards_alone(events: Iterable[Event], raised: Sequence[Statement]) -> list[Statement]:
     """Return what guards stopped for, without the errors that their processes have recorded too."""
     known = [each for each in raised if each.kind == "exception"]
     return [each for each in of_guards(_by_time(events)) if not any(same(each, other) for other in known)]

@@ -18,22 +18,13 @@ Does not: read files, print.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.explain.evidence import Facts
 from holdfast.explain.remarks import kills_counted
 from holdfast.explain.runtime_causes import FROM_OUTSIDE, End, find_end
 from holdfast.explain.signature import Signature
-from holdfast.explain.signatures import all_signatures
-from holdfast.explain.signatures.endings import (
-    COLLECTIVE_TIMEOUT,
-    INTERRUPTED,
-    KILLED,
-    OUT_OF_MEMORY_KILL,
-    STATUS_ONLY,
-    TERMINATED,
-    UNKNOWN,
-)
+from holdfast.explain.signatures import all_signatures, endings
 from holdfast.explain.verdict import Verdict
 from holdfast.explain.weighing import CAUGHT, Candidate, find_candidates, in_order
 from holdfast.explain.wording import Judgement, in_words
@@ -49,7 +40,7 @@ _BESIDE_A_SIGNAL = frozenset(
 """Families whose lines can explain an end by a signal."""
 _OF_LOST_PROCESSES = frozenset({"loader", "distributed", "unknown", "preempted", "crash", "host out of memory"})
 """Families that a kill by the kernel for memory explains, where they only say that a process was lost."""
-_NO_CAUSE = frozenset({STATUS_ONLY, KILLED, TERMINATED})
+_NO_CAUSE = frozenset({endings.STATUS_ONLY, endings.KILLED, endings.TERMINATED})
 """Runtime causes that a text which is less certain still beats."""
 
 
@@ -68,7 +59,7 @@ def judge(facts: Facts) -> Verdict:
     candidates = find_candidates(facts)
     roots = in_order((each for each in candidates if each.signature.role == "root"), first_rank=end.first_rank)
     cascades = in_order((each for each in candidates if each.signature.role == "cascade"), first_rank=end.first_rank)
-    chosen = _because_of_a_leak(facts, _choose(facts, end, roots, cascades))
+    chosen = _as_counted(facts, _because_of_a_leak(facts, _choose(facts, end, roots, cascades)))
     confirmations = [each for each in candidates if each.signature.role == "confirmation"]
     return in_words(
         Judgement(
@@ -94,26 +85,26 @@ def _choose(facts: Facts, end: End, roots: Sequence[Candidate], cascades: Sequen
     if began is not None and end.cause is not None and not _failed_before(root, began):
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
     if _killed_for_memory(facts, end) and (root is None or root.tier >= 2 or _says_lost(root)):
-        return _Chosen(signature=known[OUT_OF_MEMORY_KILL], confidence=0.93, candidate=root or cascade)
+        return _Chosen(signature=known[endings.OUT_OF_MEMORY_KILL], confidence=0.93, candidate=root or cascade)
     detailed = _explaining(root, roots) if root is not None else None
     named = detailed or root
     if root is not None and named is not None and _beats_end(named, end):
         confidence = _adjusted(root, end, [root] if detailed else roots)
         return _Chosen(signature=named.signature, confidence=confidence, candidate=named)
-    if cascade is not None and cascade.tier < CAUGHT and (end.cause is None or end.cause == STATUS_ONLY):
+    if cascade is not None and cascade.tier < CAUGHT and (end.cause is None or end.cause == endings.STATUS_ONLY):
         confidence = _adjusted(cascade, end, cascades)
         # A time-out of a collective without any root is all that such a run ever says.
-        alone = not roots and cascade.signature.id == COLLECTIVE_TIMEOUT
+        alone = not roots and cascade.signature.id == endings.COLLECTIVE_TIMEOUT
         confidence = min(confidence, _MOST_OF_A_CASCADE) if alone else confidence - 0.2
         return _Chosen(signature=cascade.signature, confidence=confidence, candidate=cascade)
-    if end.cause is not None and end.cause != STATUS_ONLY:
+    if end.cause is not None and end.cause != endings.STATUS_ONLY:
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
     weak = root or cascade
     if weak is not None and end.status is not None:  # it failed, and this is all that was seen
         return _Chosen(signature=weak.signature, confidence=weak.confidence, candidate=weak)
     if end.cause is not None:
         return _Chosen(signature=known[end.cause], confidence=end.confidence)
-    return _Chosen(signature=known[UNKNOWN], confidence=0.9 if weak is None else 0.6)
+    return _Chosen(signature=known[endings.UNKNOWN], confidence=0.9 if weak is None else 0.6)
 
 
 def _because_of_a_leak(facts: Facts, chosen: _Chosen) -> _Chosen:
@@ -126,6 +117,13 @@ def _because_of_a_leak(facts: Facts, chosen: _Chosen) -> _Chosen:
             leak = all_signatures().get(named) if event.kind == kind and isinstance(named, str) else None
             if leak is not None and leak.family == chosen.signature.family:  # host memory, or that of a device
                 return _Chosen(signature=leak, confidence=chosen.confidence - 0.05, candidate=chosen.candidate)
+    return chosen
+
+
+def _as_counted(facts: Facts, chosen: _Chosen) -> _Chosen:
+    """Return what was chosen, without the kernel where its counter says that it killed nothing for memory."""
+    if chosen.signature.id == endings.WORKER_KILLED and kills_counted(facts.endings) == 0:
+        return replace(chosen, signature=all_signatures()[endings.KILLED])
     return chosen
 
 
@@ -204,7 +202,7 @@ def _adjusted(candidate: Candidate, end: End, group: Sequence[Candidate]) -> flo
         confidence -= 0.15
     else:
         confidence += 0.02
-    if end.cause == candidate.signature.id or (candidate.signature.id == INTERRUPTED and end.signal == 2):
+    if end.cause == candidate.signature.id or (candidate.signature.id == endings.INTERRUPTED and end.signal == 2):
         confidence += 0.04
     rivals = [
         other
@@ -228,7 +226,7 @@ def _runner_up(chosen: _Chosen, end: End, candidates: Sequence[Candidate]) -> tu
     found = [(each.signature, each.confidence * 0.5) for each in candidates if each is not chosen.candidate]
     if chosen.candidate is not None:
         found += [(each, left * 0.5) for each in chosen.candidate.also]
-    if end.cause is not None and end.cause != STATUS_ONLY:
+    if end.cause is not None and end.cause != endings.STATUS_ONLY:
         found.append((all_signatures()[end.cause], end.confidence * 0.5))
     others = [
         (each.id, each.title, round(min(sure, left), 2)) for each, sure in found if each.id != chosen.signature.id

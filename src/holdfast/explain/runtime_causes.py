@@ -15,38 +15,19 @@ from holdfast.core.events import Event
 from holdfast.core.text import size
 from holdfast.explain.evidence import Ending, Facts
 from holdfast.explain.remarks import hang_left_alone, kills_counted, leak_place
-from holdfast.explain.signatures import all_signatures
-from holdfast.explain.signatures.endings import (
-    ABORTED,
-    BUS_ERROR,
-    ENDED_WELL,
-    HUNG_UP,
-    INTERRUPTED,
-    KILLED,
-    NEVER_STARTED,
-    OTHER_SIGNAL,
-    OUT_OF_MEMORY_KILL,
-    PREDICTED_OUT_OF_MEMORY,
-    SEGMENTATION_FAULT,
-    STATUS_ONLY,
-    STILL_RUNNING,
-    STUCK,
-    SUPERVISOR_LOST,
-    TERMINATED,
-    TRAINING_LOST,
-)
+from holdfast.explain.signatures import all_signatures, endings
 from holdfast.explain.verdict import Exhibit
 from holdfast.recorder.run_files import LOST_FILE
 
 _SHELL = 128  # a shell reports signal n as status 128 + n
 _BY_SIGNAL = {
-    signal.SIGKILL: KILLED,
-    signal.SIGTERM: TERMINATED,
-    signal.SIGINT: INTERRUPTED,
-    signal.SIGHUP: HUNG_UP,
-    signal.SIGSEGV: SEGMENTATION_FAULT,
-    signal.SIGABRT: ABORTED,
-    signal.SIGBUS: BUS_ERROR,
+    signal.SIGKILL: endings.KILLED,
+    signal.SIGTERM: endings.TERMINATED,
+    signal.SIGINT: endings.INTERRUPTED,
+    signal.SIGHUP: endings.HUNG_UP,
+    signal.SIGSEGV: endings.SEGMENTATION_FAULT,
+    signal.SIGABRT: endings.ABORTED,
+    signal.SIGBUS: endings.BUS_ERROR,
 }
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that somebody else sends; the others a process brings upon itself."""
@@ -132,11 +113,11 @@ def _without_status(facts: Facts) -> End:
     alive, lost, closed = (facts.extra.get(key) for key in ("alive", "supervisor_lost", "guard_closed"))
     if alive:
         living = Exhibit(text=f"alive: {', '.join(f'process {pid}' for pid in alive)}", source="/proc")
-        return End(cause=STILL_RUNNING, confidence=0.95, why="it is still running", exhibits=(living,))
+        return End(cause=endings.STILL_RUNNING, confidence=0.95, why="it is still running", exhibits=(living,))
     if isinstance(lost, dict):
         left = f"left when it was killed: {len(lost.get('killed') or ())} processes"
         return End(
-            cause=SUPERVISOR_LOST,
+            cause=endings.SUPERVISOR_LOST,
             confidence=0.95,
             why="the supervisor was killed",
             exhibits=(Exhibit(text=left, source=LOST_FILE),),
@@ -146,7 +127,7 @@ def _without_status(facts: Facts) -> End:
         return _unless_lost(_guard_closed(str(closed.get("how")), str(closed.get("reason"))), facts)
     if facts.extra.get("log_says_done"):
         done = Exhibit(text="its last lines say that the training is done", source=facts.source)
-        end = End(cause=ENDED_WELL, confidence=0.8, why="its last lines say so", exhibits=(done,))
+        end = End(cause=endings.ENDED_WELL, confidence=0.8, why="its last lines say so", exhibits=(done,))
         return _unless_lost(end, facts)
     return End()
 
@@ -156,7 +137,7 @@ def _guard_closed(how: str, reason: str) -> End:
     if how == "left":
         why = "the loop over batches was left before its end, by `break` or by an error outside of the Guard"
         return End(why=why, exhibits=(Exhibit(text=why, source="guard"),))
-    cause, why = ENDED_WELL, "a Guard came to its end and closed"
+    cause, why = endings.ENDED_WELL, "a Guard came to its end and closed"
     if how == "stopped":
         cause, why = _of_request(reason), f"a Guard saved and stopped on request ({reason or 'not recorded'})"
     closing = Exhibit(text="its newest events are those of a Guard that closes", source="guard")
@@ -164,7 +145,7 @@ def _guard_closed(how: str, reason: str) -> End:
 
 
 def _of_request(reason: str) -> str:
-    return INTERRUPTED if reason == signal.SIGINT.name else TERMINATED
+    return endings.INTERRUPTED if reason == signal.SIGINT.name else endings.TERMINATED
 
 
 def _lost_at(lost: dict[str, Any]) -> float | None:
@@ -177,7 +158,7 @@ def _with_zero(facts: Facts) -> End:
     stop = next((event for event in reversed(facts.events) if event.kind == "stop_requested"), None)
     asked = facts.extra.get("asked_by")
     if stop is None and not isinstance(asked, int):
-        end = End(cause=ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0")
+        end = End(cause=endings.ENDED_WELL, confidence=0.97, status=0, well=True, why="it ended with status 0")
         return _unless_lost(end, facts)
     reason = str(stop.data.get("reason", "a request to stop")) if stop is not None else ""
     exhibits: tuple[Exhibit, ...] = ()
@@ -185,16 +166,18 @@ def _with_zero(facts: Facts) -> End:
     if stop is not None:
         why = f"a Guard saved and stopped on request ({reason})"
         exhibits = (Exhibit(text=f"stop requested: {reason}", source="guard", unix_seconds=stop.unix_seconds),)
-    cause = INTERRUPTED if asked == signal.SIGINT else _of_request(reason)
+    cause = endings.INTERRUPTED if asked == signal.SIGINT else _of_request(reason)
     return End(cause=cause, confidence=0.85, status=0, well=True, why=why, exhibits=exhibits)
 
 
 def _unless_lost(end: End, facts: Facts) -> End:
     """Return the end, which is no good one if the training was lost before it."""
-    if end.cause != ENDED_WELL or facts.lost is None:
+    if end.cause != endings.ENDED_WELL or facts.lost is None:
         return end
     confidence = min(end.confidence, 0.8 if facts.lost.log else 0.95)
-    return replace(end, cause=TRAINING_LOST, confidence=confidence, why=f"{end.why}, but {facts.lost.sentence()}")
+    return replace(
+        end, cause=endings.TRAINING_LOST, confidence=confidence, why=f"{end.why}, but {facts.lost.sentence()}"
+    )
 
 
 def _by_holdfast(ending: Ending, status: int) -> bool:
@@ -213,23 +196,27 @@ def _of_status(status: int, kills: int | None, facts: Facts, ended: str) -> tupl
     """Return id, confidence and words for a status that is not 0."""
     asked = facts.extra.get("asked_by")
     if isinstance(asked, int):
-        cause = next((cause for each, cause in _BY_SIGNAL.items() if each == asked), TERMINATED)
+        cause = next((cause for each, cause in _BY_SIGNAL.items() if each == asked), endings.TERMINATED)
         how = "was ended by it" if status == -asked else f"ended with {status_text(status)}"
         return cause, 0.95, f"{_signal_name(asked)} was sent by the user, and the command {how}"
     if status > 0:
         started = facts.extra.get("phase") is not None
         if status in _CANNOT_EXECUTE and not started:
-            return NEVER_STARTED, 0.8, f"it ended with status {status}"
-        return STATUS_ONLY, 0.5, f"it ended with status {status}"
+            return endings.NEVER_STARTED, 0.8, f"it ended with status {status}"
+        return endings.STATUS_ONLY, 0.5, f"it ended with status {status}"
     number = -status
     if number == signal.SIGKILL and kills:
-        return OUT_OF_MEMORY_KILL, 0.95, f"{ended}, and the kernel's counter of kills for memory rose by {kills}"
+        return (
+            endings.OUT_OF_MEMORY_KILL,
+            0.95,
+            f"{ended}, and the kernel's counter of kills for memory rose by {kills}",
+        )
     if number == signal.SIGKILL and kills is None and _predicted(facts.events):
-        return PREDICTED_OUT_OF_MEMORY, 0.75, f"{ended} while memory was running out"
+        return endings.PREDICTED_OUT_OF_MEMORY, 0.75, f"{ended} while memory was running out"
     confidence = 0.75
     if number == signal.SIGKILL:
         confidence = 0.7 if kills == 0 else 0.5  # without the counter it may have been the kernel, for memory
-    cause = next((cause for each, cause in _BY_SIGNAL.items() if each == number), OTHER_SIGNAL)
+    cause = next((cause for each, cause in _BY_SIGNAL.items() if each == number), endings.OTHER_SIGNAL)
     return cause, confidence, ended
 
 
@@ -258,7 +245,7 @@ def _of_hang(end: End, event: Event) -> End:
     confidence = float(given) if isinstance(given, (int, float)) else 0.7
     return replace(
         end,
-        cause=named if known else STUCK,
+        cause=named if known else endings.STUCK,
         confidence=min(max(confidence, 0.05), 0.99),
         why=sentence if isinstance(sentence, str) else f"nothing moved in phase {event.data.get('phase')}",
         exhibits=(_hang_exhibit(event),),

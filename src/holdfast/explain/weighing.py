@@ -24,8 +24,7 @@ from holdfast.explain.matching import match_all
 from holdfast.explain.places import is_own_code
 from holdfast.explain.rules import all_rules
 from holdfast.explain.signature import Family, Signature
-from holdfast.explain.signatures import all_signatures
-from holdfast.explain.signatures.endings import UNCAUGHT
+from holdfast.explain.signatures import all_signatures, endings
 
 CAUGHT = 4
 """The last tier."""
@@ -33,7 +32,7 @@ _GENERIC_RANK = 90
 _STRONG_RANK = 30  # hardware, memory, device asserts: they are the root also where they wrap something
 _LOUD_RANK = 20  # lines of the kernel, the driver or a scheduler about hardware and memory
 _BURST_LINES = 150  # tracebacks that stand so close belong to one failure: a child's, then its parent's
-_ONLY_REPEATS = frozenset({"_RemoteTraceback", "RemoteTraceback"})
+_ONLY_REPEATS = frozenset({"_RemoteTraceback", "RemoteTraceback", "ExceptionGroup", "BaseExceptionGroup"})
 _OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
 _CERTAIN = (0.97, 0.93, 0.80, 0.70, 0.40)
 """Confidence by tier. Set so that it agrees with the share that is right in benchmarks/results/verdicts.json."""
@@ -67,7 +66,7 @@ class Candidate:
     @property
     def is_bare(self) -> bool:
         """Return whether it is an exception that no signature knows, of which only the last line was seen."""
-        return self.signature.id == UNCAUGHT and not self.statement.frames
+        return self.signature.id == endings.UNCAUGHT and not self.statement.frames
 
 
 def find_candidates(facts: Facts) -> list[Candidate]:
@@ -140,7 +139,7 @@ def _of_chain(chain: tuple[Statement, ...]) -> Candidate | None:
 def _unknown_exception(statement: Statement) -> Signature:
     """Return the signature of an exception that no entry knows: of the user's code only where its origin shows it."""
     own = bool(statement.frames) and is_own_code(statement.frames[-1])
-    return replace(all_signatures()[UNCAUGHT], family="user code" if own else "unknown")
+    return replace(all_signatures()[endings.UNCAUGHT], family="user code" if own else "unknown")
 
 
 def _of_line(statement: Statement) -> Candidate | None:

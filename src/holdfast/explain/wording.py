@@ -6,38 +6,17 @@ Does not: choose the cause (see ``judging``).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast.core.events import Event
+from holdfast.explain import remarks
 from holdfast.explain.evidence import Facts, Frame, Statement
 from holdfast.explain.logs.text import quoted
 from holdfast.explain.places import is_own_code, library_file, own_frame
-from holdfast.explain.remarks import (
-    exhibits_of_training,
-    fix_of_training,
-    kills_counted,
-    leak_place,
-    newest_leak,
-    not_saved,
-    of_good_end,
-    of_interference,
-    of_interruption,
-    training_faults,
-    way_out,
-)
 from holdfast.explain.rules import all_rules
 from holdfast.explain.runtime_causes import End
 from holdfast.explain.signature import Signature
-from holdfast.explain.signatures.endings import (
-    ENDED_WELL,
-    INTERRUPTED,
-    STATUS_ONLY,
-    TERMINATED,
-    TRAINING_LOST,
-    UNCAUGHT,
-    UNKNOWN,
-    WORKER_KILLED,
-)
+from holdfast.explain.signatures import endings
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.explain.weighing import CAUGHT, Candidate
 
@@ -72,7 +51,6 @@ class Judgement:
 
 def in_words(made: Judgement) -> Verdict:
     """Return the verdict in words."""
-    made = replace(made, signature=_as_counted(made))
     signature, candidate = made.signature, made.candidate
     place = _place(candidate)
     if made.end.hang is not None and candidate is None:
@@ -96,20 +74,6 @@ def in_words(made: Judgement) -> Verdict:
     )
 
 
-def _as_counted(made: Judgement) -> Signature:
-    """Return the signature, without the kernel where its counter says that it killed nothing for memory."""
-    signature = made.signature
-    if signature.id != WORKER_KILLED or kills_counted(made.facts.endings) != 0:
-        return signature
-    return replace(
-        signature,
-        title="a loader worker was killed (SIGKILL) by somebody, not for want of memory",
-        family="preempted",
-        means="Somebody sent SIGKILL to a worker. The kernel did not: its counter of kills for memory did not rise.",
-        fix="Find out who ended it: a person, a clean-up script, or a limit of the scheduler. Then start it again.",
-    )
-
-
 def _changes(made: Judgement) -> tuple[tuple[str, str], ...]:
     """Return what the next attempt is to change, without what this one had already."""
     had = made.facts.extra.get("changed")
@@ -119,17 +83,17 @@ def _changes(made: Judgement) -> tuple[tuple[str, str], ...]:
 
 def _title(made: Judgement) -> str:
     signature, facts = made.signature, made.facts
-    if signature.id == TRAINING_LOST and facts.lost is not None:
+    if signature.id == endings.TRAINING_LOST and facts.lost is not None:
         return f"{'ended with status 0' if made.end.well else 'came to its end'}, but {facts.lost.sentence()}"
-    if signature.id == ENDED_WELL and (unsaved := not_saved(facts)) is not None:
+    if signature.id == endings.ENDED_WELL and (unsaved := remarks.not_saved(facts)) is not None:
         return f"came to its end, but {unsaved.partition(':')[0]}"
-    faults = training_faults(facts)
-    if signature.id == ENDED_WELL and faults:
+    faults = remarks.training_faults(facts)
+    if signature.id == endings.ENDED_WELL and faults:
         rule = all_rules().get(faults[0].data["rule"])
         return "ended well, but its training has a fault" + (f": {rule.title}" if rule is not None else "")
-    if signature.id == STATUS_ONLY and facts.extra.get("exit_how") == "sys.exit":
+    if signature.id == endings.STATUS_ONLY and facts.extra.get("exit_how") == "sys.exit":
         return f"ended itself by sys.exit with status {made.end.status}"
-    if signature.id == UNCAUGHT and made.candidate is not None:
+    if signature.id == endings.UNCAUGHT and made.candidate is not None:
         return _cut(next(quoted(made.candidate.statement, most_lines=1), signature.title), _MOST_QUOTED)
     return signature.title
 
@@ -146,17 +110,17 @@ def _summary(made: Judgement, place: str) -> str:
         phase = made.facts.extra.get("phase")
         stood = f" and stood in phase {phase}" if phase and phase != "ending" else ""
         parts.append(f"It had made {step} step{'' if step == 1 else 's'}{stood}.")
-    if signature.id in (TERMINATED, INTERRUPTED):
-        parts += of_interruption(made.facts)
-    left = way_out(made.facts) if signature.id == STATUS_ONLY else ""
+    if signature.id in (endings.TERMINATED, endings.INTERRUPTED):
+        parts += remarks.of_interruption(made.facts)
+    left = remarks.way_out(made.facts) if signature.id == endings.STATUS_ONLY else ""
     if candidate is None or not _is_of_holdfast(candidate):
         parts.append(_sentence(left) if left else signature.means)
-    if signature.id == ENDED_WELL:
-        parts += of_good_end(made.facts)
-    parts += of_interference(made.facts)
+    if signature.id == endings.ENDED_WELL:
+        parts += remarks.of_good_end(made.facts)
+    parts += remarks.of_interference(made.facts)
     leak = _leak(made)
-    if leak is not None and leak_place(leak):
-        parts.append(_sentence(f"Memory was kept at {leak_place(leak)}"))
+    if leak is not None and remarks.leak_place(leak):
+        parts.append(_sentence(f"Memory was kept at {remarks.leak_place(leak)}"))
     return " ".join(parts)
 
 
@@ -168,7 +132,7 @@ def _failed(candidate: Candidate, place: str) -> str:
         who = "A Guard stopped it" if statement.fatal else "The last that is known of its Guard"
         return f"{who}: {_cut(first, _MOST_WHOLE)}"
     who = f"Rank {statement.rank}" if statement.rank is not None else "It"
-    if candidate.signature.id == UNCAUGHT:
+    if candidate.signature.id == endings.UNCAUGHT:
         raiser = statement.frames[-1] if statement.frames else None
         raised = f" (raised in {library_file(raiser)})" if raiser is not None and not is_own_code(raiser) else ""
         return f"{who} failed with {_cut(first, _MOST_WHOLE)}{f', at {place}' if place else ''}{raised}"
@@ -203,18 +167,18 @@ def _sentence(text: str) -> str:
 
 
 def _fix(made: Judgement) -> str:
-    well = made.signature.id == ENDED_WELL
-    leak = newest_leak(made.facts) if well else _leak(made)
-    place = leak_place(leak) if leak is not None else ""
+    well = made.signature.id == endings.ENDED_WELL
+    leak = remarks.newest_leak(made.facts) if well else _leak(made)
+    place = remarks.leak_place(leak) if leak is not None else ""
     if not place:
-        return (fix_of_training(made.facts) if well else "") or made.signature.fix
+        return (remarks.fix_of_training(made.facts) if well else "") or made.signature.fix
     rest = "A longer run would end for want of memory." if well else made.signature.fix
     return f"Look first at {place}, where memory is kept from step to step. {rest}"
 
 
 def _leak(made: Judgement) -> Event | None:
     """Return the newest leak that was traced, if memory is what the verdict is about."""
-    return newest_leak(made.facts) if "memory" in made.signature.family else None
+    return remarks.newest_leak(made.facts) if "memory" in made.signature.family else None
 
 
 def _exhibits(made: Judgement) -> Iterator[Exhibit]:
@@ -223,7 +187,7 @@ def _exhibits(made: Judgement) -> Iterator[Exhibit]:
     if candidate is not None:
         found.append(_quote(candidate.statement, "root" if candidate.signature.role == "root" else "cascade"))
         found += [_quote(each, "fact") for each in candidate.chain if each is not candidate.statement][:3]
-    found += [*made.end.exhibits, *exhibits_of_training(made.facts)]
+    found += [*made.end.exhibits, *remarks.exhibits_of_training(made.facts)]
     others = [each for each in made.candidates if each is not candidate]
     found += [_quote(each.statement, "confirmation") for each in others if _confirms(made.signature, each)][:3]
     cascades = [each for each in others if each.signature.role == "cascade" and not made.end.well]
@@ -234,7 +198,7 @@ def _exhibits(made: Judgement) -> Iterator[Exhibit]:
 def _confirms(signature: Signature, other: Candidate) -> bool:
     if other.signature.role == "confirmation":
         return True
-    same = other.signature.id != UNCAUGHT and other.signature.family == signature.family
+    same = other.signature.id != endings.UNCAUGHT and other.signature.family == signature.family
     return same and other.signature.role == "root" and other.tier < CAUGHT
 
 
@@ -252,7 +216,7 @@ def _missing(made: Judgement) -> Iterator[str]:
     yield from made.facts.missing
     if made.signature.role == "cascade":
         yield "the failure that this follows from: it is not in what was read"
-    if made.signature.id == UNKNOWN and made.candidate is None and not made.facts.statements:
+    if made.signature.id == endings.UNKNOWN and made.candidate is None and not made.facts.statements:
         yield "no line of an error"
 
 

@@ -119,23 +119,6 @@ def test_an_optimizer_that_runs_out_of_memory_half_way_is_h402(tmp_path, saves):
     assert verdict_of(tmp_path)["fix"] == caught.value.fix
 
 
-def test_an_error_about_memory_after_a_lack_of_memory_is_out_of_memory(tmp_path):
-    """What breaks while the Guard struggles for memory, in words of its own, is told by the Guard's own events."""
-    guard, _ = guard_of(tmp_path)
-    calls = []
-
-    def loss_fn(batch: Any) -> torch.Tensor:
-        calls.append(len(batch[0]))
-        if len(calls) == 1:
-            ask_for_too_much()
-        raise RuntimeError("unable to mmap 54641464 bytes from file <model.safetensors>: Cannot allocate memory (12)")
-
-    with pytest.raises(RuntimeError, match="unable to mmap"):
-        train(guard, loss_fn)
-    assert len(calls) == 3  # the try that ran short, the pass that measures what to recompute, the next try
-    assert said_of(tmp_path) == ("H401", of_family("out of memory"))
-
-
 def test_an_error_of_the_users_after_a_lack_of_memory_is_his(tmp_path):
     """A lack of memory that was helped is not the cause of whatever fails next."""
     guard, _ = guard_of(tmp_path)

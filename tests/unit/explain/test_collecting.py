@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import PolicyError, RunDirectoryError
+from holdfast.core.errors import PolicyError
 from holdfast.core.events import Event
-from holdfast.explain.collecting import collect, collect_log
+from holdfast.explain.collecting import collect
 from holdfast.explain.judging import judge
 from holdfast.recorder.black_box import EVENTS_FILE, BlackBox
 from holdfast.recorder.progress import Phase, ProgressBoard
@@ -156,16 +156,6 @@ def test_a_guard_of_the_next_attempt_is_not_told_of_this_one(run, tmp_path):
     assert [each.text for each in collect(run.path, 1).statements if each.source == "guard"] == ["loss is NaN"]
 
 
-def test_of_two_equal_exceptions_the_newest_text_is_that_of_the_newest_recording(run):
-    """An error that was caught at first and ended the run later is told by the line at which it ended it."""
-    run.output(traceback_of(SHAPES) + "caught, going on\n" + traceback_of(SHAPES))
-    raised = {"type": "RuntimeError", "message": SHAPES, "frames": [["train.py", 9, "step"]], "chain": []}
-    run.process(7, ("exception", {**raised, "fatal": True}))
-    run.supervisor(("attempt_started", {"attempt": 0}), ended(1))
-    first, last = collect(run.path).statements
-    assert (first.fatal, last.fatal) == (None, True)
-
-
 def test_what_a_guard_tried_is_told(run, tmp_path):
     """The events of a guard that a process has opened are part of the facts, from this attempt on."""
     guard = tmp_path / "elsewhere"
@@ -177,15 +167,6 @@ def test_what_a_guard_tried_is_told(run, tmp_path):
         "a Guard skipped the step, 2 times",
         "a Guard replaced the workers of the loader",
     )
-
-
-def test_a_guard_directory_alone_tells_what_it_stopped_for(tmp_path):
-    """A run directory that only a Guard wrote is enough; what it lacks is said."""
-    facts = {"reason": "after 2 rollback(s) again: loss is NaN", "rule": "H501"}
-    SupervisedRun(tmp_path / "x").tell(tmp_path / "g" / "recorder" / "rank0", ("stop", facts))
-    verdict = judge(collect(tmp_path / "g"))
-    assert (verdict.cause, verdict.family) == ("H501", "numerics")
-    assert any("no exit status" in words for words in verdict.missing)
 
 
 def test_an_error_that_the_process_and_its_guard_recorded_is_told_once(run, tmp_path):
@@ -287,21 +268,6 @@ def test_events_of_another_shape_are_survived(run, data):
         ("attempt_ended", {"status": "x", "oom_kills": "y"}),
     )  # fmt: skip
     judge(collect(run.path))
-
-
-def test_directories_without_recordings_and_newer_ones_are_refused(tmp_path):
-    """What is no run directory is H731, a newer one H734, one that is not there H733."""
-    with pytest.raises(RunDirectoryError) as caught:
-        collect(tmp_path)
-    assert caught.value.rule == "H731"
-    (tmp_path / SUPERVISED_FILE).write_text('{"format": 2}')
-    with pytest.raises(RunDirectoryError) as caught:
-        collect(tmp_path)
-    assert caught.value.rule == "H734"
-    for read in (collect, collect_log):
-        with pytest.raises(RunDirectoryError) as caught:
-            read(tmp_path / "nowhere")
-        assert caught.value.rule == "H733"
 
 
 def test_a_marker_that_the_command_prints_itself_does_not_hide_its_output(run):

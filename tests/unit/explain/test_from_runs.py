@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from holdfast.core.events import Event
-from holdfast.explain import collecting
 from holdfast.explain.collecting import collect
 from holdfast.explain.evidence import Ending, Facts, Frame, Statement
 from holdfast.explain.judging import judge
@@ -165,13 +164,6 @@ def test_a_loss_that_is_only_printed_says_that_a_training_was_lost(tmp_path, out
     assert of_run(tmp_path / "seen", 0, output=output, losses=(0.5, 0.4)).cause == "H1601"  # what was seen is surer
 
 
-def test_a_damaged_ring_of_samples_says_nothing(tmp_path):
-    """A ring that cannot be read costs no verdict."""
-    run = a_run(tmp_path / "run", 0, losses=(1.0, *[NAN] * 20))
-    next(run.glob(f"processes/*/{SAMPLES_FILE}")).write_bytes(b"x" * 5000)
-    assert judge(collect(run)).title == "ended well"
-
-
 def test_a_leak_of_a_run_that_ended_well_is_told():
     """Its place stands in the evidence, the summary and the fix; a trend alone in the summary, unless it is over."""
     ending = (Ending(status=0),)
@@ -239,24 +231,8 @@ def test_what_a_guard_did_is_told_with_the_newest_reason():
         "a Guard tried again after freeing memory",
         "a Guard skipped the step, 2 times: NaN in the batch; sample 4",
         "a Guard replaced the workers of the loader: worker 1 was killed by SIGKILL",
-        "a Guard set a sample aside that could not be loaded: ValueError: 7.png cannot be read",
+        "a Guard quarantined a sample that could not be loaded: ValueError: 7.png cannot be read",
     ]
-
-
-def test_a_leak_without_a_place_leaves_no_empty_places():
-    """What is not known is left out, and where memory was made stands in for where it is kept."""
-    failed = Statement(
-        text="DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes.",
-        kind="exception", exception="RuntimeError", fatal=True,
-    )  # fmt: skip
-    nowhere = event("leak", **{**LEAK, "allocated_at": ""}, signature="H1502")
-    verdict = judge(Facts(statements=(failed,), events=(nowhere,), endings=(Ending(status=1),)))
-    assert verdict.cause == "H1502"
-    assert "kept at" not in verdict.summary
-    assert not any(each.text.endswith("at ") for each in verdict.evidence)
-    known = event("leak", **LEAK, signature="H1502")
-    verdict = judge(Facts(statements=(failed,), events=(known,), endings=(Ending(status=1),)))
-    assert "kept at t.py:6 in f." in verdict.summary
 
 
 def test_a_rank_that_was_killed_beats_the_abort_of_another():
@@ -269,16 +245,6 @@ def test_a_rank_that_was_killed_beats_the_abort_of_another():
     assert verdict.summary.startswith("Rank 1 was ended by SIGKILL. ")
     own = Ending(status=-6, pid=8, rank=1, role="trainer", unix_seconds=5.0)
     assert judge(Facts(statements=(aborted,), endings=(own, command))).cause == "H1342"
-
-
-def test_a_killed_worker_is_one_for_memory_only_if_the_counter_can_say_so():
-    """With a counter that did not rise somebody else killed it; without a counter it is mostly the kernel."""
-    lost = (Statement(text=WORKER, kind="exception", exception="RuntimeError", fatal=True),)
-    by_hand = judge(Facts(statements=lost, endings=(Ending(status=1, oom_kills=0),)))
-    assert (by_hand.cause, by_hand.family, by_hand.restart) == ("H930", "preempted", "retry")
-    assert "memory" not in by_hand.fix
-    unknown = judge(Facts(statements=lost, endings=(Ending(status=1),)))
-    assert (unknown.cause, unknown.family) == ("H930", "host out of memory")
 
 
 def test_a_hang_that_was_left_alone_is_told_where_no_step_came_after_it():
@@ -311,20 +277,6 @@ def test_lines_of_the_kernel_about_other_processes_are_no_evidence():
     assert [each.text for each in of_kernel(told, {6023})] == lines
 
 
-def test_the_signal_of_holdfast_itself_is_told_as_its_own():
-    """What the supervisor has ended is said to be ended by holdfast."""
-    verdict = judge(Facts(endings=(Ending(status=-15, role="command", sent_by="supervisor"),)))
-    assert verdict.summary.startswith("It was ended by holdfast with SIGTERM. ")
-    assert verdict.evidence[0].text.startswith("the command was ended by holdfast with SIGTERM")
-
-
-def test_a_sentence_that_has_its_full_stop_gets_no_second():
-    """The sentence of a watchdog is put as it is."""
-    hang = event("hang", sentence="It waits at t.py:3 in <module>.", signature="H1407", remedy="restart")
-    verdict = judge(Facts(events=(hang,), endings=(Ending(status=-15, role="command", sent_by="supervisor"),)))
-    assert ".." not in verdict.summary
-
-
 def test_how_a_process_left_is_told_as_it_was_recorded(tmp_path):
     """The message of sys.exit is quoted, past progress bars; one that never ended in order left as by os._exit."""
     text = "step 1\n\x1b[31mno more data\x1b[0m\n\repoch 1:  34%|###   | 10/29 [00:00<00:00, 282.50it/s]"
@@ -347,47 +299,6 @@ def test_changes_that_the_attempt_had_are_not_offered_again():
     again = judge(Facts(statements=(statement,), endings=facts.endings, extra={"changed": dict(first.changes)}))
     assert again.cause == first.cause
     assert again.changes == ()
-
-
-def test_changes_of_restarts_before_the_attempt_are_collected(tmp_path):
-    """The changes of all restarts up to an attempt are those that it had; a later one is not."""
-    run = a_run(tmp_path / "run", 1)
-    tell(
-        run / SUPERVISOR_FOLDER,
-        ("restart", {"attempt": 1, "changes": {"A": "1"}}),
-        ("attempt_started", {"attempt": 1}),
-        ("attempt_ended", {"attempt": 1, "status": 1, **COMMAND}),
-        ("restart", {"attempt": 2, "changes": {"B": "2"}}),
-    )
-    assert collect(run, 0).extra["changed"] == {}
-    assert collect(run, 1).extra["changed"] == {"A": "1"}
-
-
-@pytest.mark.parametrize(
-    ("kinds", "cause"),
-    [
-        (("loop", "finished"), "H1601"),
-        (("loop", "stop_requested", "checkpoint_saved", "stopped"), "H1603"),
-        (("loop", "left"), "H1600"),
-        (("loop", "checkpoint_saved"), "H1600"),
-        (("loop", "finished", "resumed"), "H1600"),
-    ],
-)
-def test_a_guard_that_closed_is_told_from_one_that_did_not(tmp_path, kinds, cause):
-    """Its newest events say whether a Guard closed, and whether on request; else nothing is claimed."""
-    closed = {how: ("closed", {"how": how}) for how in ("finished", "stopped", "left")}
-    tell(tmp_path / "recorder" / "rank0", *(closed.get(kind, (kind, {"reason": "SIGTERM"})) for kind in kinds))
-    assert judge(collect(tmp_path)).cause == cause
-
-
-def test_of_a_long_output_with_a_good_end_only_the_tail_is_read(tmp_path, monkeypatch):
-    """Lines keep their numbers, and of a run that failed all is read."""
-    monkeypatch.setattr(collecting, "_TAIL_BYTES", 200)
-    text = "Killed\n" + "filler\n" * 100 + "Bus error\nfiller\n"
-    good = collect(a_run(tmp_path / "good", 0, output=text))
-    assert [(each.text, each.source) for each in good.statements] == [("Bus error", f"{OUTPUT_FILE}:103")]
-    bad = collect(a_run(tmp_path / "bad", 1, output=text))
-    assert [each.text for each in bad.statements] == ["Killed", "Bus error"]
 
 
 def test_the_place_is_the_users_own_line_also_where_the_root_has_none():

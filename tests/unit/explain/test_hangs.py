@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import yaml
 
 from holdfast.explain.evidence import Frame
 from holdfast.explain.hangs.blame import Diagnosis, describe_frame, diagnose_hang
-from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, Waits, clean, waits_for
+from holdfast.explain.hangs.evidence import Examined, ProcessLook, ThreadLook, Waits, waits_for
 from holdfast.explain.hangs.standing_still import user_frame
 from holdfast.explain.places import is_own_code
 
@@ -27,6 +25,10 @@ QUEUES = (PYTHON + "multiprocessing/queues.py", 113, "Queue.get")
 BOOTSTRAP = (PYTHON + "multiprocessing/process.py", 314, "BaseProcess._bootstrap")
 ALL_REDUCE = (TORCH + "distributed/distributed_c10d.py", 2810, "all_reduce")
 BACKWARD = (TORCH + "autograd/graph.py", 829, "_engine_run_backward")
+LATER = ("/home/me/train.py", 41, "main")
+LINEAR = (TORCH + "nn/modules/linear.py", 116, "forward")
+SYNCHRONIZE = (TORCH + "cuda/__init__.py", 1040, "synchronize")
+CASES = yaml.safe_load(Path(__file__).with_name("hangs.yaml").read_text(encoding="utf-8"))
 FORKED = [TRAIN, (PYTHON + "multiprocessing/popen_fork.py", 71, "Popen._launch"), BOOTSTRAP]
 
 
@@ -50,91 +52,27 @@ def process(*threads: ThreadLook, second: ThreadLook | None = None, share: float
     )
 
 
+def frames_of(names: list[Any]) -> list[tuple[str, int, str]]:
+    """Return the frames of a case: constants by their names, files of Python's library with a function."""
+    return [globals()[each] if isinstance(each, str) else (PYTHON + each[0], 100, each[1]) for each in names]
+
+
 def judged(*processes: Examined, suspect: int = 1, **more: Any) -> Diagnosis:
     return diagnose_hang(processes, suspect, **more)
 
 
-@pytest.mark.parametrize(
-    ("frames", "waits", "kind"),
-    [
-        ([TRAIN], "futex", "lock"),
-        ([TRAIN, (PYTHON + "threading.py", 320, "Condition.wait")], "futex", "lock"),
-        ([TRAIN, (PYTHON + "queue.py", 171, "Queue.get"), (PYTHON + "threading.py", 320, "wait")], "futex", "queue"),
-        ([TRAIN, QUEUES], "futex", "queue"),
-        ([TRAIN], "openmp", "OpenMP"),
-        ([TRAIN], "sleep", "sleep"),
-        ([TRAIN], "signal", "sleep"),
-        ([TRAIN, (PYTHON + "subprocess.py", 1264, "Popen.wait")], "child", "process"),
-        ([TRAIN, (PYTHON + "multiprocessing/pool.py", 765, "wait")], "futex", "process"),
-        ([TRAIN], "child", "process"),
-        ([TRAIN], "pipe write", "pipe"),
-        ([TRAIN], "pipe read", "pipe"),
-        ([TRAIN, (PYTHON + "multiprocessing/connection.py", 379, "_recv")], "pipe read", "pipe"),
-        ([TRAIN], "socket", "socket"),
-        ([TRAIN, (PYTHON + "selectors.py", 468, "select")], "poll", "socket"),
-        ([TRAIN], "file", "I/O"),
-        ([TRAIN], "file lock", "I/O"),
-        ([TRAIN], "device", "I/O"),
-        ([TRAIN, (PYTHON + "socket.py", 706, "readinto")], "", "socket"),
-        ([TRAIN], "", "unknown"),
-    ],
-)
-def test_what_waits_is_called_by_what_it_waits_for(
-    frames: list[tuple[str, int, str]], waits: Waits, kind: str
-) -> None:
-    """The frames tell where they can, else the kernel; the user's line is blamed, not that of a library."""
-    found = judged(process(thread(frames, waits)))
-    assert found.kind == kind
-    assert describe_frame(found.frame) == "/home/me/train.py:40 in main"
-    assert not found.moving
-
-
-def test_a_lock_of_the_interpreter_that_is_held_while_waiting_is_native_code() -> None:
-    """Nobody waits in Python with that lock held, so who does is in C; once is not enough to say so."""
-    held, free = thread([TRAIN], "sleep", holds_gil=True), thread([TRAIN], "sleep")
-    assert judged(process(held)).kind == "native code"
-    assert judged(process(free, second=held)).kind == "sleep"
-
-
-def test_a_line_that_stays_while_a_processor_is_used_is_native_code_or_a_loop_of_one_line() -> None:
-    """Only a look into native code tells the two apart; without it the doubt is said."""
-    running = thread([TRAIN], "running")
-    assert judged(process(running, share=0.9, native=("sre_ucs1_match",))).kind == "native code"
-    assert judged(process(running, share=0.9, native=())).kind == "Python loop"
-    unsure = judged(process(running, share=0.9))
-    assert (unsure.kind, unsure.confidence) == ("native code", 0.6)
-    assert "or in a loop on one line" in unsure.sentence
-    assert unsure.moving
-
-
-def test_lines_that_move_within_one_function_are_a_loop() -> None:
-    """The newest line of the innermost function that was on each stack is blamed."""
-    moved = thread([(TRAIN[0], 41, "main"), (PYTHON + "random.py", 9, "choice")], "running")
-    found = judged(process(thread([TRAIN], "running"), second=moved, share=0.9))
-    assert (found.kind, describe_frame(found.frame)) == ("Python loop", "/home/me/train.py:41 in main")
-
-
-def test_operations_of_torch_that_move_are_merely_slow() -> None:
-    """A model that computes is no loop of the user's."""
-    inside = thread([TRAIN, (TORCH + "nn/modules/linear.py", 116, "forward")], "running")
-    found = judged(process(thread([TRAIN], "running"), second=inside, share=0.9))
-    assert (found.kind, found.moving) == ("merely slow", True)
-
-
-def test_processor_time_of_another_thread_does_not_excuse_one_that_waits() -> None:
-    """A data thread may burn while the main thread waits for a lock for ever."""
-    assert judged(process(thread([TRAIN], "futex"), share=1.5)).kind == "lock"
-
-
-def test_a_thread_that_gets_little_time_on_a_busy_machine_still_computes() -> None:
-    """It was found running each time, and others compete with it."""
-    assert judged(process(thread([TRAIN], "running"), share=0.1, native=())).kind == "Python loop"
-
-
-def test_reading_from_a_slow_disk_is_merely_slow() -> None:
-    """Bytes that move excuse a process that uses no processor; none moved do not."""
-    assert judged(process(thread([TRAIN], "file"), io=10_000_000)).kind == "merely slow"
-    assert judged(process(thread([TRAIN], "file"), io=100)).kind == "I/O"
+@pytest.mark.parametrize("case", CASES["processes"], ids=str)
+def test_a_process_is_called_by_how_it_stands_still(case: dict[str, Any]) -> None:
+    """Frames say it where they can, else the kernel; the user's line is blamed, not that of a library."""
+    more = {key: case[key] for key in ("share", "io", "uses_gpu") if key in case}
+    if "native" in case:
+        more["native"] = tuple(case["native"])
+    held = case.get("holds_gil", False)
+    second = thread(frames_of(case["second"]), case["waits"]) if "second" in case else None
+    found = judged(process(thread(frames_of(case["frames"]), case["waits"], holds_gil=held), second=second, **more))
+    assert (found.kind, found.moving) == (case["kind"], case.get("moving", False))
+    assert describe_frame(found.frame) == f"/home/me/train.py:{case.get('line', 40)} in main"
+    assert case.get("sentence", "") in found.sentence
 
 
 def test_a_wait_for_another_thread_is_blamed_on_that_thread() -> None:
@@ -241,15 +179,6 @@ def test_who_waits_for_a_process_that_works_is_slow() -> None:
     assert judged(waits, shell).kind == "process"
 
 
-def test_a_gpu_that_is_waited_for_is_told_by_its_calls_or_its_device() -> None:
-    """Polling in the runtime of CUDA, or in native code of a process that uses a GPU, is waiting for the GPU."""
-    sync = [TRAIN, (TORCH + "cuda/__init__.py", 1040, "synchronize")]
-    assert judged(process(thread(sync, "running"), share=1.0)).kind == "GPU sync"
-    assert judged(process(thread([TRAIN], "running"), share=1.0, uses_gpu=True)).kind == "GPU sync"
-    assert judged(process(thread([TRAIN], "running"), share=1.0, uses_gpu=True, native=())).kind == "Python loop"
-    assert judged(process(thread([TRAIN], "running"), share=1.0, native=("cuEventSynchronize",))).kind == "GPU sync"
-
-
 def test_without_any_stack_the_kernel_alone_is_asked() -> None:
     """No py-spy, no handler: a state and a system call still tell something, and less surely where less is known."""
     blind = process(ThreadLook(tid=1, main=True, waits="socket"))
@@ -259,32 +188,7 @@ def test_without_any_stack_the_kernel_alone_is_asked() -> None:
     assert (nothing.kind, nothing.confidence) == ("unknown", 0.3)
 
 
-@given(st.text(max_size=400))
-def test_names_from_a_stranger_hold_no_control_characters(text: str) -> None:
-    """What a process calls its functions and threads cannot steer a terminal, and is not endless."""
-    cleaned = clean(text)
-    assert not any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in cleaned)
-    assert len(cleaned) <= 300
-
-
-@pytest.mark.parametrize(
-    ("facts", "waits"),
-    [
-        ({"syscall": "running"}, "running"),
-        ({"syscall": "futex", "library": "/x/libc.so.6"}, "futex"),
-        ({"syscall": "futex", "library": "/x/torch/lib/libgomp-24e2ab19.so.1.0.0"}, "openmp"),
-        ({"syscall": "read", "target": "pipe:[123]"}, "pipe read"),
-        ({"syscall": "write", "target": "pipe:[123]"}, "pipe write"),
-        ({"syscall": "read", "target": "socket:[9]"}, "socket"),
-        ({"syscall": "read", "target": "/data/x.bin", "channel": "folio_wait_bit_common"}, "file"),
-        ({"syscall": "read", "target": "/tmp/fifo", "channel": "anon_pipe_read"}, "pipe read"),
-        ({"syscall": "", "channel": "hrtimer_nanosleep"}, "sleep"),
-        ({"syscall": "", "channel": "do_wait"}, "child"),
-        ({"syscall": "", "channel": "rpc_wait_bit_killable"}, "file"),
-        ({"syscall": "", "channel": "something_new"}, ""),
-        ({"syscall": ""}, ""),
-    ],
-)
+@pytest.mark.parametrize(("facts", "waits"), CASES["kernel"])
 def test_the_kernel_s_view_is_translated(facts: dict[str, str], waits: str) -> None:
     """System call, channel, descriptor and library together say what a thread waits for."""
     assert waits_for(**facts) == waits

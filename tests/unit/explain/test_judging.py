@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +45,40 @@ def thrown(text: str, exception: str = "RuntimeError", **more: object) -> Statem
     return said(text, kind="exception", exception=exception, frames=frames, **more)
 
 
+CASES = yaml.safe_load(Path(__file__).with_name("logs.yaml").read_text(encoding="utf-8"))
+
+
+def filled(log: str) -> str:
+    """Return the log of a case, with its parts and repeated lines put in."""
+    while names := re.findall(r"\{(\w+)\}", log):
+        for name in names:
+            log = log.replace(f"{{{name}}}", CASES["parts"][name])
+
+    def repeated(match: re.Match[str]) -> str:
+        return "".join(f"{match[2].replace('#', str(number))}\n" for number in range(int(match[1])))
+
+    return re.sub(r"\{(\d+) x ([^}]*)\}", repeated, log)
+
+
+@pytest.mark.parametrize("case", CASES["cases"], ids=lambda case: f"{case['shows'][:50]}: {case['log'][:30]}")
+def test_a_log_that_is_easily_read_wrongly_gets_its_verdict(case):
+    """Ends that sound well, progress without words, retries, launchers, schedulers, buffers: see `logs.yaml`."""
+    verdict = of_log(filled(case["log"]), case.get("status"))
+    if "cause" in case:
+        assert verdict.cause == case["cause"]
+    elif "family" in case:
+        assert verdict.family in (("ended well", "unknown") if case["family"] == "healthy" else (case["family"],))
+    else:
+        assert verdict.family != case["not_family"]
+
+
+@pytest.mark.parametrize("wrap", ["`{}`", "**{}**", '"{}"', "18:46:44  {}"])
+def test_quoted_lines_are_unwrapped(wrap):
+    """A log that somebody quoted in a report, or with bare times, is read like the log itself."""
+    verdict = of_log("\n".join(wrap.format(line) for line in f"{TRACE}RuntimeError: {SHAPES}".splitlines()))
+    assert (verdict.cause, verdict.where) == ("H965", "/home/me/train.py:9 in step")
+
+
 def test_a_plain_failure_is_named_with_its_place():
     """The verdict quotes the exception, names the user's own line and says what to change."""
     verdict = of_log(f"{TRACE}RuntimeError: {SHAPES}\n", status=1)
@@ -51,18 +88,6 @@ def test_a_plain_failure_is_named_with_its_place():
     assert verdict.evidence[0].source == "a.log:4"
     assert verdict.confidence >= 0.9
     assert verdict.fix
-
-
-def test_the_innermost_exception_beats_what_wraps_it():
-    """Of a chain the root wins, and what wraps it is evidence."""
-    verdict = judge(
-        Facts(
-            statements=(thrown(SHAPES, cause=True), thrown("validation failed", "ValueError")),
-            endings=(Ending(status=1),),
-        )
-    )
-    assert verdict.cause == "H965"
-    assert any("validation failed" in exhibit.text for exhibit in verdict.evidence)
 
 
 @pytest.mark.parametrize(
@@ -123,19 +148,6 @@ def test_a_cascade_alone_is_told_as_one():
     assert any("follows from" in words for words in verdict.missing)
 
 
-@pytest.mark.parametrize(
-    ("status", "cause"),
-    [
-        (-9, "H1602"), (137, "H1602"), (-15, "H1603"), (143, "H1603"), (-2, "H1604"), (-11, "H991"), (139, "H991"),
-        (-6, "H1605"), (-7, "H1606"), (-1, "H1613"), (-4, "H1614"), (127, "H1610"), (3, "H1607"), (0, "H1601"),
-        (-64, "H1614"),
-    ],
-)  # fmt: skip
-def test_a_status_without_a_text_is_read_as_shells_report_it(status, cause):
-    """Negative statuses and 128 + n are signals; 0 is a good end; others say nothing more."""
-    assert of_log("step 1 loss 0.5\n", status=status).cause == cause
-
-
 def test_the_kernels_counter_makes_a_kill_one_for_memory():
     """SIGKILL is an OOM kill where the counter rose, a kill from outside where it did not; so for a lost worker."""
     killed = Facts(endings=(Ending(status=-9, oom_kills=1),))
@@ -143,37 +155,14 @@ def test_the_kernels_counter_makes_a_kill_one_for_memory():
     assert judge(Facts(endings=(Ending(status=-9, oom_kills=0),))).cause == "H1602"
     lost = (thrown("DataLoader worker (pid 4713) is killed by signal: Killed. "),)
     assert judge(Facts(statements=lost, endings=(Ending(status=1, oom_kills=1),))).cause == "H909"
-    assert judge(Facts(statements=lost, endings=(Ending(status=1, oom_kills=0),))).cause == "H930"
+    assert judge(Facts(statements=lost, endings=(Ending(status=1, oom_kills=0),))).cause == "H1602"
+    assert judge(Facts(statements=lost, endings=(Ending(status=1),))).cause == "H930"
 
 
 def test_a_counter_that_rose_does_not_hide_another_failure():
     """An OOM kill elsewhere in the control group is no cause of a wrong shape."""
     facts = Facts(statements=(thrown(SHAPES, fatal=True),), endings=(Ending(status=1, oom_kills=1),))
     assert judge(facts).cause == "H965"
-
-
-def test_what_was_survived_is_no_failure():
-    """With status 0 every text before it is history, whatever it says."""
-    text = f"{TRACE}RuntimeError: {SHAPES}\n{GOING_ON}Killed\nloss nan\n"
-    verdict = of_log(text, status=0)
-    assert (verdict.cause, verdict.exit_code) == ("H1601", 0)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        GOING_ON,
-        GOING_ON + "training finished\n",
-        f"{TRACE}RuntimeError: {SHAPES}\n{GOING_ON}",
-        "WARNING killed 3 zombie processes\n" + GOING_ON,
-        "step 4 loss nan, skipped\n" + GOING_ON,
-        "INFO if you see 'CUDA out of memory. Tried to allocate', lower the batch size\n" + GOING_ON,
-        "",
-    ],
-)
-def test_the_log_of_a_healthy_run_is_no_failure_also_without_a_status(text):
-    """Words of errors before progress give no verdict of failure."""
-    assert of_log(text).family in ("ended well", "unknown")
 
 
 def test_unknown_says_what_is_missing_and_the_best_guess():
@@ -183,20 +172,6 @@ def test_unknown_says_what_is_missing_and_the_best_guess():
     assert verdict.missing
     assert verdict.runner_up is not None
     assert verdict.runner_up[0] == "H965"
-
-
-def test_what_was_caught_is_the_cause_where_the_run_failed_without_another():
-    """A status that is not 0 and no other text: what was caught is told, as a guess."""
-    verdict = of_log(f"{TRACE}RuntimeError: {SHAPES}\n{GOING_ON}", status=1)
-    assert verdict.cause == "H965"
-    assert verdict.confidence <= 0.5
-
-
-def test_of_two_tracebacks_far_apart_the_last_ended_the_process():
-    """An exception early in the log, long before the end, is not what ended it; close by it is the root."""
-    first, last = f"{TRACE}RuntimeError: {SHAPES}\n", f"{TRACE}torch.OutOfMemoryError: {OOM}\n"
-    assert of_log(first + "some text\n" * 400 + last, status=1).cause == "H901"
-    assert of_log(first + last, status=1).cause == "H965"
 
 
 def test_a_hang_that_the_supervisor_ended_is_the_cause():
@@ -223,13 +198,6 @@ def test_a_hang_for_which_ranks_of_a_launcher_were_ended_is_the_cause():
     endings = (Ending(status=1, role="command"), Ending(status=-15, role="trainer", pid=7, rank=0))
     assert judge(Facts(events=(hang, ended), endings=endings)).cause == "H1402"
     assert judge(Facts(events=(hang,), endings=endings)).cause != "H1402"
-
-
-def test_a_hang_of_an_unknown_kind_is_still_a_hang():
-    """An event of another version, with a signature that nobody knows, gives H1612."""
-    hang = Event(kind="hang", global_step=0, unix_seconds=1.0, data={"signature": "H1499"})
-    verdict = judge(Facts(events=(hang,), endings=(Ending(status=-9, sent_by="supervisor"),)))
-    assert verdict.cause == "H1612"
 
 
 def test_memory_that_was_running_out_explains_a_kill_without_a_counter():
@@ -294,19 +262,6 @@ def test_what_a_rule_says_to_do_is_told_whole_and_in_one_line(rule):
     assert f"**Fix.** {verdict.fix}".split() == paragraph.split()
     assert "\n" not in verdict.fix + verdict.summary
     assert verdict.summary == "A Guard stopped it: x."
-
-
-def test_a_fix_of_several_lines_in_an_error_is_told_whole():
-    """The text between an error's `Fix:` and its rule is the fix; the rest of the message is not."""
-    text = "a; b.\nFix: first this,\nthen that.\n[H401] run `holdfast explain H401`\nmore"
-    assert of_log(f"{TRACE}holdfast.core.errors.OutOfMemoryError: {text}\n", status=1).fix == "first this, then that."
-
-
-def test_a_guard_that_stopped_on_request_was_preempted():
-    """Status 0 with a request to stop is a preemption, so that a supervisor starts it again."""
-    stop = Event(kind="stop_requested", global_step=9, unix_seconds=1.0, data={"reason": "SIGTERM"})
-    verdict = judge(Facts(events=(stop,), endings=(Ending(status=0),)))
-    assert (verdict.cause, verdict.restart) == ("H1603", "preempted")
 
 
 def test_ctrl_c_is_not_taken_for_what_it_causes():

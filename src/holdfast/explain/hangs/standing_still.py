@@ -288,37 +288,37 @@ def _holds_gil(process: Examined, thread: ThreadLook) -> bool:
     return len(held) > 1 and all(held)
 
 
+_BY_KERNEL: dict[str, tuple[HangKind, float, str]] = {
+    "child": ("process", 0.9, "waits for a process to end"),
+    "pipe read": ("pipe", 0.9, "waits for a pipe that nobody writes to"),
+    "pipe write": ("pipe", 0.9, "waits for a pipe to be read by somebody: it is full"),
+    "socket": ("socket", 0.9, "waits for the other end of a connection"),
+    "file lock": ("I/O", 0.9, "waits for a lock on a file"),
+    "file": ("I/O", 0.9, "waits for a file"),
+    "sleep": ("sleep", 0.9, "sleeps"),
+    "signal": ("sleep", 0.9, "waits for a signal"),
+    "futex": ("lock", 0.85, "waits for a lock"),
+}
+
+
 def _waiting(process: Examined, thread: ThreadLook, below: Sequence[Frame]) -> tuple[HangKind, float, str]:
-    """Return kind, confidence and words for a thread that waits: by its frames if they tell, else by the kernel."""
+    """Return kind, confidence and words for a thread that waits: by its frames if they say it, else by the kernel."""
     waits = thread.waits
+    if process.last.state == "D" and waits in ("", "device"):
+        waits = "file"
     if _any(_CHILD, below) and not _any(_QUEUE, below):
         return "process", 0.9, "waits for a process"
-    if waits == "child":
-        return "process", 0.9, "waits for a process to end"
-    if _any(_QUEUE, below):
+    if _any(_QUEUE, below) and waits != "child":
         return "queue", 0.9, "waits for a queue"
-    if _any(_CONNECTION, below):
+    if _any(_CONNECTION, below) and waits != "child":
         return "pipe", 0.8, "waits for another process to say something"
-    if waits in ("pipe read", "pipe write"):
-        full = "to be read by somebody: it is full" if waits == "pipe write" else "that nobody writes to"
-        return "pipe", 0.9, f"waits for a pipe {full}"
-    if waits == "socket":
-        return "socket", 0.9, "waits for the other end of a connection"
     if waits == "poll":
         return "socket", 0.8 if _any(_NETWORK, below) else 0.5, "waits for a connection or a pipe"
-    if waits == "file lock":
-        return "I/O", 0.9, "waits for a lock on a file"
-    if waits == "file" or process.last.state == "D":
-        return "I/O", 0.9, "waits for a file"
     if waits == "device":
         return ("GPU sync", 0.8, "waits for the GPU") if process.uses_gpu else ("I/O", 0.6, "waits for a device")
-    if waits in ("sleep", "signal"):
-        return "sleep", 0.9, "sleeps" if waits == "sleep" else "waits for a signal"
-    if waits == "futex":
-        if process.uses_gpu and _any(_CUDA, below):
-            return "GPU sync", 0.7, "waits for the GPU"
-        return "lock", 0.85, "waits for a lock"
-    return _by_frames(below)
+    if waits == "futex" and process.uses_gpu and _any(_CUDA, below):
+        return "GPU sync", 0.7, "waits for the GPU"
+    return _BY_KERNEL[waits] if waits in _BY_KERNEL else _by_frames(below)
 
 
 def _by_frames(below: Sequence[Frame]) -> tuple[HangKind, float, str]:

@@ -54,7 +54,6 @@ class CleanLine:
         rank: Or None.
         unix_seconds: Or None.
         level: Of a logger, upper case, or None.
-        margin: Whether it was drawn inside a group of exceptions.
     """
 
     number: int
@@ -63,7 +62,6 @@ class CleanLine:
     rank: int | None = None
     unix_seconds: float | None = None
     level: str | None = None
-    margin: bool = False
 
 
 def clean_lines(lines: Iterable[LogLine]) -> list[CleanLine]:

@@ -13,8 +13,7 @@ from holdfast.explain.evidence import Ending, Statement
 from holdfast.explain.logs.keeping import Readable, is_relevant, keep_lines
 from holdfast.explain.logs.lines import CleanLine, clean_lines
 from holdfast.explain.logs.losses import printed_losses, printed_norms
-from holdfast.explain.logs.progress import Pulse, is_end, is_progress, is_progress_bar
-from holdfast.explain.logs.torchrun_table import first_exit, read_table
+from holdfast.explain.logs.progress import Pulse, is_end, is_progress_bar
 from holdfast.explain.logs.tracebacks import (
     HEADER,
     Raised,
@@ -27,6 +26,7 @@ from holdfast.explain.logs.tracebacks import (
 _MOST_OF_A_KIND = 1_500  # statements that are lines, and that are exceptions: the first third and the newest
 _WENT_ON = 2  # lines of progress after a statement of the same process that show that it went on
 _MOST_MESSAGE = 20_000
+_MOST_LAST_LINE = 300
 _BUFFERED = 12  # lines of progress that other ranks or a summary print after a fatal exception, rather than more
 _BUFFERED_BY_RANKS = 400  # the same after a line of the scheduler: many ranks, 8 KiB of buffered lines each
 
@@ -40,6 +40,8 @@ _SCHEDULER = re.compile(
     r"|\bsrun: error: |\bPBS: job killed|\bTERM_(?:MEM|RUN)LIMIT\b"
 )
 _TOLD_TO_END = re.compile(r"\bdeath signal, shutting down|\bSIGTERM received at time=")  # logged as a warning
+_FIELD = re.compile(r"\s*(rank|exitcode)\s*:\s*(.*)$")  # of the table of torchrun
+_STATUS = re.compile(r"(-?\d{1,4})\b(?:\s*\(pid:\s*(\d{1,10})\))?")
 _CPLUSPLUS = re.compile(
     r"\s*terminate called (?:after throwing an instance of|without an active exception|recursively)"
 )
@@ -59,6 +61,7 @@ class LogText:
         losses: Line and value of each training loss that was printed.
         norms: The same of norms of gradients.
         cut_off: Frame with which it ends inside a traceback, or an empty text.
+        last_line: That is no progress bar, cut, or an empty text.
     """
 
     statements: tuple[Statement, ...]
@@ -70,6 +73,7 @@ class LogText:
     losses: tuple[tuple[int, float], ...] = ()
     norms: tuple[tuple[int, float], ...] = ()
     cut_off: str = ""
+    last_line: str = ""
 
 
 def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
@@ -91,8 +95,6 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
         statements += reader.statements()
         endings += reader.endings
         cut_off = cut_off or reader.cut_off
-    if not endings and not done:
-        endings += first_exit(lines, from_number=_newest_progress(lines))
     # Stable: a chain of exceptions keeps its order, and its own lines stay together.
     statements.sort(key=lambda statement: statement.position)
     return LogText(
@@ -105,7 +107,13 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
         losses=printed_losses(lines),
         norms=printed_norms(lines),
         cut_off=cut_off,
+        last_line=_last_line(lines),
     )
+
+
+def _last_line(lines: Sequence[CleanLine]) -> str:
+    shown = (line.shown.strip() for line in reversed(lines) if not is_progress_bar(line.text))
+    return next((text for text in shown if text and not text.startswith("--- holdfast: ")), "")[:_MOST_LAST_LINE]
 
 
 def _by_rank(lines: Sequence[CleanLine]) -> list[list[CleanLine]]:
@@ -188,7 +196,7 @@ class _Process:
             what = [each.text.strip() for each in self._lines[index + 1 : index + 3] if "what():" in each.text]
             return [replace(self._line(line, index), text="\n".join([text.strip(), *what]))], index + 1 + len(what)
         if "Root Cause (first observed failure)" in text:
-            self.endings += read_table([each.text for each in self._lines[index + 1 : index + 16]])
+            self.endings += _first_failure([each.text for each in self._lines[index + 1 : index + 16]])
             return [], index + 1
         bare = split_exception(text)
         if bare is not None:
@@ -238,10 +246,15 @@ class _Process:
         return shown[-1] if shown else self._lines[first].text.strip()
 
 
-def _newest_progress(lines: Sequence[CleanLine]) -> int:
-    """Return the number of the newest line of progress that another follows; 0 if there is none."""
-    numbers = [line.number for line in lines if is_progress(line.text)]
-    return numbers[-_WENT_ON] if len(numbers) >= _WENT_ON else 0
+def _first_failure(lines: Sequence[str]) -> list[Ending]:
+    """Return how the rank ended that torchrun saw fail first, from its table; nothing if that is cut off."""
+    fields = {found[1]: found[2] for found in map(_FIELD.match, lines) if found is not None}
+    status = _STATUS.match(fields.get("exitcode", ""))
+    if status is None:
+        return []
+    rank = re.match(r"\d{1,7}", fields.get("rank", ""))
+    pid = int(status[2]) if status[2] else None
+    return [Ending(status=int(status[1]), pid=pid, rank=int(rank[0]) if rank else None, role="trainer")]
 
 
 def quoted(statement: Statement, *, most_lines: int = 4) -> Iterator[str]:

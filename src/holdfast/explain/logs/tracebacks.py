@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.explain.evidence import Frame
 from holdfast.explain.logs.lines import CleanLine
@@ -131,7 +131,6 @@ class TracebackReader:
 
     def _one(self, at: int) -> tuple[Raised | None, int]:
         header = self._text[at]
-        group = "Exception Group" in header
         if "─" in header:
             frames, at = self._rich_frames(at + 1)
         else:
@@ -144,35 +143,15 @@ class TracebackReader:
             found = EXCEPTION.match(text)
             known = found is not None and (found[2] is not None or "." in found[1] or found[1] in _BUILTINS)
             if known and found is not None:
-                return self._exception(index, found, frames, group=group)
+                return self._exception(index, found, frames)
         return None, at
 
-    def _exception(
-        self, at: int, found: re.Match[str], frames: tuple[Frame, ...], *, group: bool
-    ) -> tuple[Raised, int]:
+    def _exception(self, at: int, found: re.Match[str], frames: tuple[Frame, ...]) -> tuple[Raised, int]:
         message, nested, after = self.message(at, found[2] or "")
         raised = Raised(
             found[1].rpartition(".")[2], message, frames, self._lines[at].number, [], self._lines[at].unix_seconds
         )
-        if nested is not None:
-            raised.take([nested])
-        members: list[Raised] = []
-        while group and self._depth <= _MOST_NESTED:
-            while after < len(self._text) and not self._text[after].strip():
-                after += 1
-            if after >= len(self._text) or not self._lines[after].margin:
-                break
-            text = self._text[after].strip()
-            bare = EXCEPTION.match(text) if split_exception(text) is not None else None
-            if HEADER.match(text):
-                inner, after = self.read(after)
-                members += [inner] if inner is not None else []
-            elif bare is not None:  # it was never raised by itself, so it has no traceback
-                alone, after = self._exception(after, bare, (), group=False)
-                members.append(alone)
-            else:
-                after += 1
-        raised.take(members)
+        raised.take([nested] if nested is not None else [])
         return raised, after
 
     def message(self, at: int, first: str, *, bare: bool = False) -> tuple[str, Raised | None, int]:
@@ -291,6 +270,6 @@ def without_margins(lines: Sequence[CleanLine]) -> list[CleanLine]:
         inside = (inside and re.match(r"\s*[|+]", text) is not None) or "Exception Group Traceback" in text
         if inside:
             text = "" if _SEPARATOR.match(text) else re.sub(r"^\s*(?:[|] ?|[+] (?=Exception))", "", text)
-            line = CleanLine(line.number, text, text, line.rank, line.unix_seconds, line.level, margin=True)
+            line = replace(line, text=text, shown=text)
         found.append(line)
     return found

@@ -1,6 +1,6 @@
 """How the losses of a run ended: whether they were lost, that is not finite any more or many orders of magnitude up.
 
-Does not: judge (see ``runtime_causes``), or fit trends (see ``supervise.trends``).
+Does not: judge (see ``runtime_causes``), or fit trends (see ``supervise.watch.trends``).
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def _of_samples(path: Path) -> Curves:
         samples = read_samples(path) if path.exists() else []
     except (HoldfastError, OSError, ValueError):
         return [], []  # damaged: then it says nothing
-    losses = [(each.step, each.loss) for each in samples if each.loss is not None]
-    return losses, [(each.step, each.grad_norm) for each in samples if each.grad_norm is not None]
+    return _curves((each.step, each.loss, each.grad_norm) for each in samples)
 
 
 def _of_marks(folder: Path, between: Between) -> Curves:
@@ -71,8 +70,13 @@ def _of_marks(folder: Path, between: Between) -> Curves:
         marks = [mark for mark in read_steps(folder) if between[0] <= mark.unix_seconds < between[1]]
     except (HoldfastError, OSError, ValueError):
         return [], []
-    losses = [(each.global_step, each.loss) for each in marks if each.loss is not None]
-    return losses, [(each.global_step, each.grad_norm) for each in marks if each.grad_norm is not None]
+    return _curves((each.global_step, each.loss, each.grad_norm) for each in marks)
+
+
+def _curves(steps: Iterable[tuple[int, float | None, float | None]]) -> Curves:
+    known = list(steps)
+    losses = [(step, loss) for step, loss, _ in known if loss is not None]
+    return losses, [(step, norm) for step, _, norm in known if norm is not None]
 
 
 def find_lost(losses: Sequence[Point], norms: Sequence[Point] = (), *, log: str = "") -> Lost | None:

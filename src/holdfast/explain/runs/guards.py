@@ -1,11 +1,10 @@
-"""How recordings of guards end: closed in order, left by an error, in the middle of a lack of memory, or cut off.
+"""How recordings of guards end: closed in order, left by an error, or cut off.
 
 A Guard's last event is ``closed``, or ``left_by_exception`` with what it writes while it closes. Does not: judge.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +30,6 @@ _OF_AN_END = frozenset(
     }
 )
 _BEGINS = ("loop", "resumed")
-_OF_MEMORY = re.compile(r"memory|alloc", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,18 +70,13 @@ def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> lis
     """
     ends = _ends(events)
     going = max((index for index, event in enumerate(events) if event.kind not in _OF_AN_END), default=-1)
-    closed, lack = how_closed(events), _lack_of_memory(events, last_step)
-    over = closed is not None and closed.how != "left"
+    closed = how_closed(events)
     if ends:
         at, newest = ends[-1]
-        ended = at > going and not over and events[at].unix_seconds >= (last_step or 0.0)
-        if ended and lack is not None and newest[-1].rule is None and _is_of_memory(newest[-1]):
-            newest[-1] = replace(newest[-1], rule="H401")
+        went_on = at < going or events[at].unix_seconds < (last_step or 0.0)
+        ended = not went_on and (closed is None or closed.how == "left")
         ends[-1] = at, [replace(each, fatal=ended) for each in newest]
     found = [each for _, statements in ends for each in statements]
-    if lack is not None and not over and not any(each.fatal for each in found):
-        text = f"it was short of memory, and no step was made after that: {text_of(lack.data.get('error'))}"
-        found.append(Statement(text=text, source="guard", unix_seconds=lack.unix_seconds, rule="H401"))
     return [replace(each, position=index) for index, each in enumerate(found)]
 
 
@@ -128,16 +121,3 @@ def _left(event: Event) -> list[Statement]:
 def _rule_of(event: Event) -> str | None:
     rule = event.data.get("rule")
     return rule if isinstance(rule, str) else None
-
-
-def _lack_of_memory(events: Sequence[Event], last_step: float | None) -> Event | None:
-    """Return the newest lack of memory, if no step was begun after it; None where that is not known."""
-    newest = next((event for event in reversed(events) if event.kind in ("out_of_memory", *_BEGINS)), None)
-    if newest is None or newest.kind != "out_of_memory" or last_step is None or newest.unix_seconds < last_step:
-        return None
-    return newest
-
-
-def _is_of_memory(statement: Statement) -> bool:
-    words = f"{statement.exception}: {statement.text}"
-    return statement.kind == "exception" and _OF_MEMORY.search(words) is not None

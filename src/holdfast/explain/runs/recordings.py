@@ -69,21 +69,9 @@ class Recordings:
         except (HoldfastError, OSError, ValueError):
             return None  # the events of the same folder say what is wrong with it
 
-    def description(self) -> dict[str, Any]:
-        """Return what the supervisor wrote before it started the command."""
-        try:
-            found = json.loads((self.run / SUPERVISED_FILE).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
     def lost(self) -> dict[str, Any] | None:
         """Return what was left when the supervisor itself was killed, or None: it was not, or nobody noted it."""
-        try:
-            found = json.loads((self.run / SUPERVISOR_FOLDER / LOST_FILE).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return None
-        return found if isinstance(found, dict) else None
+        return _json_object(self.run / SUPERVISOR_FOLDER / LOST_FILE)
 
     def supervisor(self) -> list[Event]:
         """Return the events of the supervisor."""
@@ -127,7 +115,7 @@ def open_recordings(run: Path) -> Recordings:
         raise unreadable(run, error) from error
     if names & {SUPERVISED_FILE, SUPERVISOR_FOLDER, PROCESSES_FOLDER}:
         found = Recordings(run=run, supervised=True)
-        written = found.description().get("format", FORMAT)
+        written = (_json_object(run / SUPERVISED_FILE) or {}).get("format", FORMAT)
         if not isinstance(written, int) or written > FORMAT:
             raise RunDirectoryError(
                 f"{run} has format {written!r}",
@@ -146,6 +134,14 @@ def open_recordings(run: Path) -> Recordings:
     )
 
 
+def _json_object(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def unreadable(path: Path, error: OSError) -> RunDirectoryError:
     """Return the error for a directory or a log that the system does not let us read."""
     is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
@@ -162,12 +158,12 @@ def all_rings(recordings: Recordings) -> Iterator[tuple[str, Path]]:
     run = recordings.run
     if (run / SUPERVISOR_FOLDER / EVENTS_FILE).exists():
         yield "supervisor", run / SUPERVISOR_FOLDER
-    told: list[Event] = []
+    recorded: list[Event] = []
     for folder, info in recordings.processes():
         rank = f" rank {info.rank}" if info.rank is not None else ""
         yield f"{info.role} {info.pid}{rank}", folder
-        told += recordings.events(folder)
-    for folder in recordings.guards(told):
+        recorded += recordings.events(folder)
+    for folder in recordings.guards(recorded):
         yield f"guard {folder.name}", folder
 
 

@@ -36,7 +36,7 @@ _REMEDIES = {
     "learning_rate_lowered": "lowered the learning rate",
     "spike_clipped": "clipped a gradient spike",
     "loader_healed": "replaced the workers of the loader",
-    "sample_quarantined": "set a sample aside that could not be loaded",
+    "sample_quarantined": "quarantined a sample that could not be loaded",
     "samples_dropped": "left out samples with bad values",
     "checkpoint_damaged": "passed over a damaged checkpoint",
 }
@@ -52,9 +52,8 @@ def of_exceptions(events: Iterable[Event], info: ProcessInfo) -> list[Statement]
     for event in events:
         if event.kind not in ("exception", "last_words"):
             continue
-        common: dict[str, Any] = {
-            "source": f"process {info.pid}", "unix_seconds": event.unix_seconds, "rank": info.rank, "pid": info.pid,
-        }  # fmt: skip
+        common: dict[str, Any] = {"source": f"process {info.pid}", "rank": info.rank, "pid": info.pid}
+        common["unix_seconds"] = event.unix_seconds
         if event.kind == "last_words":
             found.append(Statement(text=text_of(event.data.get("text")), position=len(found), **common))
             continue
@@ -125,10 +124,10 @@ def of_kernel(events: Iterable[Event], pids: Collection[int]) -> list[Statement]
     """Return what the kernel wrote meanwhile; of a kill or a crash only if it met one of these processes."""
     found = []
     for event in events:
-        told = event.data.get("lines")
-        if event.kind != "kernel_log" or not isinstance(told, list):
+        recorded = event.data.get("lines")
+        if event.kind != "kernel_log" or not isinstance(recorded, list):
             continue
-        lines = [text_of(line) for line in told]
+        lines = [text_of(line) for line in recorded]
         about = [_pid_of(line) for line in lines]
         killed = any(pid in pids and _KILL.search(line) for pid, line in zip(about, lines, strict=True))
         for pid, line in zip(about, lines, strict=True):
@@ -161,7 +160,7 @@ def already_tried(events: Iterable[Event]) -> list[str]:
 
 
 def merged(recorded: Sequence[Statement], logged: Sequence[Statement]) -> list[Statement]:
-    """Return all statements, those of the log first; an exception that both know is told once.
+    """Return all statements, those of the log first; an exception that both know is one.
 
     The place in the log keeps its order; class, frames, time, rank and whether it was fatal come from the recording.
     """

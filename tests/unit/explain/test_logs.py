@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import json
@@ -11,12 +12,17 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
+from holdfast.core.errors import RunDirectoryError
+from holdfast.explain.collecting import collect_log, collect_stream
 from holdfast.explain.evidence import Statement
+from holdfast.explain.judging import judge
 from holdfast.explain.logs.keeping import keep_lines
 from holdfast.explain.logs.text import LogText, read_log
+from holdfast.explain.verdict import Verdict
 
 PLAIN = """step 1 loss 0.5
 Traceback (most recent call last):
@@ -32,6 +38,10 @@ ValueError: too small
 
 def read(text: str | bytes) -> LogText:
     return read_log(io.BytesIO(text.encode() if isinstance(text, str) else text), name="a.log")
+
+
+def verdict_of(text: str | bytes) -> Verdict:
+    return judge(collect_stream(io.BytesIO(text.encode() if isinstance(text, str) else text), name="a.log"))
 
 
 def raised(text: str | bytes) -> list[Statement]:
@@ -90,13 +100,6 @@ def test_lines_of_json_are_opened():
     assert read('{"error": ' + "[" * 9_000 + "\n").statements[0].kind == "line"
 
 
-def test_labels_of_srun_are_ranks_only_where_most_lines_have_them():
-    """``0: `` before all lines is a rank; before one line it is text."""
-    labelled = "".join(f"1: {line}\n" for line in PLAIN.splitlines())
-    assert raised(labelled)[0].rank == 1
-    assert read("0: error: not a label\nsomething\nelse\nentirely\n").statements[0].rank is None
-
-
 def test_interleaved_ranks_are_read_apart():
     """Lines of two ranks that alternate give two whole tracebacks."""
     lines = PLAIN.splitlines()[1:]
@@ -135,13 +138,12 @@ def test_the_nested_traceback_of_a_loader_worker_is_its_root():
     assert found[1].text == "Caught KeyError in DataLoader worker process 0."
 
 
-def test_exceptions_of_a_group_are_its_roots():
-    """The members of an ExceptionGroup come before the group that only holds them."""
+def test_a_member_of_a_group_is_the_verdict():
+    """Of an ExceptionGroup, which says only how many it holds, a member with its own line is named."""
     code = "try:\n  raise KeyError('a')\nexcept KeyError as e:\n  raise ExceptionGroup('two', [e, ValueError('b')])"
-    found = raised(really_printed(code))
-    assert {statement.exception for statement in found} >= {"KeyError", "ExceptionGroup"}
-    assert [statement.cause for statement in found] == [True] * (len(found) - 1) + [False]
-    assert found[-1].exception == "ExceptionGroup"
+    printed = really_printed(code)
+    assert {statement.exception for statement in raised(printed)} >= {"KeyError", "ExceptionGroup", "ValueError"}
+    assert judge(collect_stream(io.BytesIO(printed), name="a.log", status=1)).title == "KeyError: 'a'"
 
 
 def test_a_syntax_error_has_no_header_and_is_found():
@@ -228,16 +230,6 @@ def test_a_large_log_is_read_in_bounded_memory():
     assert [kept.lines[0].number, kept.lines[-1].number] == [1, kept.total_lines]
 
 
-def test_a_large_log_of_empty_lines_is_read_in_bounded_memory():
-    """Lines count for more than their bytes: of 20 million empty ones few are kept."""
-    tracemalloc.start()
-    kept = keep_lines(Endless(b"\n" * 100_000 for _ in range(200)))
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 60 << 20
-    assert kept.total_lines == 20_000_000
-
-
 def test_long_lines_of_digits_are_read_in_linear_time():
     """Masks of zeros and ones, 8 KiB a line, are judged before this test runs into its time limit."""
     found = read_log(io.BytesIO((b"01" * 4000 + b"\n") * 300), name="run.log")
@@ -284,7 +276,25 @@ def test_hostile_characters_are_taken_out():
     assert statement.text == "error: evil end"
 
 
-def test_empty_logs_are_empty():
-    """No bytes, and only line ends, give no statement."""
-    assert read("").total_lines == 0
-    assert read("\n\r\n\n").statements == ()
+def test_a_log_that_ends_inside_a_traceback_says_so() -> None:
+    """The last frame of a traceback without its exception is named among what is missing."""
+    verdict = verdict_of('Traceback (most recent call last):\n  File "train.py", line 44, in step\n    loss.ba')
+    assert any('File "train.py", line 44, in step' in each for each in verdict.missing)
+
+
+def test_compressed_logs_are_read_or_refused(tmp_path: Path) -> None:
+    """A log packed by gzip is read, also if it is cut off; other packed files are refused with what to do."""
+    log = tmp_path / "log.gz"
+    log.write_bytes(gzip.compress(PLAIN.encode()))
+    assert judge(collect_log(log)).title == "ValueError: too small"
+    log.write_bytes(log.read_bytes()[:-6])
+    assert judge(collect_log(log)).title == "ValueError: too small"
+    log.write_bytes(b"\x28\xb5\x2f\xfd" + bytes(20))
+    with pytest.raises(RunDirectoryError, match=r"(?s)zstd.*zcat"):
+        collect_log(log)
+
+
+def test_what_never_ends_is_refused() -> None:
+    """A device ends with an error instead of never."""
+    with pytest.raises(RunDirectoryError, match="device"):
+        collect_log(Path("/dev/zero"))
