@@ -10,7 +10,6 @@ To reach: a step traced in at most 10 s with at most 1 GiB of host memory on two
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -31,34 +30,20 @@ _ROOT = Path(__file__).parents[1]
 
 def measure_traces(result: Result, factory: str, repetitions: int) -> None:
     """Trace one step in a fresh process, several times."""
-    whole, computed, of_trace, host = [], [], [], []
+    whole, of_trace, host = [], [], []
     for _ in range(repetitions):
-        started, used = time.monotonic(), _cpu_seconds()
+        started = time.monotonic()
         found = trace_job(TraceRequest(factory=factory, sizes=(2,)))
         whole.append(time.monotonic() - started)
-        computed.append(_cpu_seconds() - used)
         of_trace.append(found.trace_seconds[0])
         host.append(found.host_bytes / 2**30)
     trace = found.traces[0]
-    result.parameters |= {
-        "parameters": found.parameters,
-        "route": found.route,
-        "operations": len(trace.operation_name),
-    }
+    result.parameters |= {"parameters": found.parameters, "operations": len(trace.operation_name)}
     result.add_samples("one trace", "s", of_trace, at_most=_MOST_TRACE_SECONDS, digits=2)
     result.add_samples("the same with the start of the process and the build", "s", whole, digits=2)
-    result.add_samples("CPU time of the tracing process, all in all", "s", computed, digits=2)
     result.add_samples("host memory of the tracing process", "GiB", host, at_most=_MOST_HOST_GIB, digits=3)
-    result.samples["GiB at the peak, 2 samples"] = {
-        "all": round(live_peak(trace) / 2**30, 3),
-        **{name: round(held / 2**30, 3) for name, held in owners_at_peak(trace).items()},
-    }
-
-
-def _cpu_seconds() -> float:
-    """Return the CPU time of all children that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    held = {"all": live_peak(trace), **owners_at_peak(trace)}
+    result.samples["GiB at the peak, 2 samples"] = {name: round(size / 2**30, 3) for name, size in held.items()}
 
 
 def measure_table(result: Result, factory: str, repetitions: int) -> None:
@@ -70,15 +55,10 @@ def measure_table(result: Result, factory: str, repetitions: int) -> None:
         started = time.monotonic()
         ended = subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=False)
         seconds.append(time.monotonic() - started)
-        rows = _rows_in(json.loads(ended.stdout)) if ended.stdout.strip() else 0
+        rows = len(json.loads(ended.stdout).get("rows", ())) if ended.stdout.strip() else 0
     result.parameters |= {"device": _DEVICE, "rows of the table": rows}
     result.add_count("table with rows", int(rows > 0), 1, expected=1)
     result.add_samples("the whole table", "s", seconds, at_most=_MOST_TABLE_SECONDS, digits=1)
-
-
-def _rows_in(told: dict[str, object]) -> int:
-    rows = told.get("rows")
-    return len(rows) if isinstance(rows, list) else 0
 
 
 def main() -> None:
@@ -89,15 +69,13 @@ def main() -> None:
     result = Result(options=options, parameters={"factory": factory, "repetitions": repetitions})
     version, why = (None, "") if options.quick else find_transformers()
     result.notes += [f"transformers {version}"] if version is not None else [why] if why else []
-    if why:
-        result.write()
-        return
-    try:
-        measure_traces(result, factory, repetitions)
-        measure_table(result, factory, repetitions)
-    except HoldfastError as error:
-        result.notes.append(str(error))
-        result.add_count("forecast", 0, 1, expected=1)
+    if not why:
+        try:
+            measure_traces(result, factory, repetitions)
+            measure_table(result, factory, repetitions)
+        except HoldfastError as error:
+            result.notes.append(str(error))
+            result.add_count("forecast", 0, 1, expected=1)
     result.write()
 
 

@@ -1,14 +1,14 @@
 """The jobs that the forecast is measured on, each a function that `holdfast plan` takes and that also really trains.
 
-Own networks are in `forecast_networks`, `forecast_generative` and `forecast_speech`; those of transformers, built
-from configs, in `forecast_transformers`. Every job is small enough for one CPU core, and grows with its micro-batch.
+Own networks are in `forecast_networks`; those of transformers, built from configs, in `forecast_transformers`. Every
+job is small enough for one CPU core, and grows with its micro-batch.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,14 +16,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody spells it
 
-from benchmarks import forecast_generative as generative
 from benchmarks import forecast_networks as networks
-from benchmarks.forecast_speech import MELS, Tacotron
 from holdfast.forecast.job.tracing import TraceRequest
 
 Kind = Literal["matrix products", "convolution", "fused RNN", "Tacotron 2"]
 Family = Literal["transformer", "CNN", "RNN", "other"]
 Parts = dict[str, Any]
+Batch = dict[str, torch.Tensor]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,14 +48,9 @@ class Model:
     max_grad_norm: float | None = None
     own_step: bool = False
 
-    @property
-    def factory(self) -> str:
-        """Return what names it on a command line."""
-        return f"{self.module}:{self.name}"
-
     def request(self, **asked: Any) -> TraceRequest:
         """Return the request that has it traced."""
-        return TraceRequest(factory=self.factory, max_grad_norm=self.max_grad_norm, **asked)
+        return TraceRequest(factory=f"{self.module}:{self.name}", max_grad_norm=self.max_grad_norm, **asked)
 
     @property
     def takes_length(self) -> bool:
@@ -92,10 +86,8 @@ def train_step(model: Model, job: Parts, batch: Any, precision: str = "fp32", sc
     job["optimizer"].zero_grad(set_to_none=True)
     with torch.autocast(parameters[0].device.type, kind, enabled=kind is not None):
         loss = job["loss_fn"](batch)
-    if scaler is None:
-        loss.backward()
-    else:
-        scaler.scale(loss).backward()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    if scaler is not None:
         scaler.unscale_(job["optimizer"])
     if model.max_grad_norm is not None:
         nn.utils.clip_grad_norm_(parameters, model.max_grad_norm)
@@ -106,132 +98,113 @@ def train_step(model: Model, job: Parts, batch: Any, precision: str = "fp32", sc
 
 def modules_of(job: Parts) -> list[nn.Module]:
     """Return the models of a job."""
-    model = job["model"]
-    return list(model.values()) if isinstance(model, Mapping) else [model]
+    return list(job["model"].values()) if isinstance(job["model"], Mapping) else [job["model"]]
 
 
 def optimizers_of(job: Parts) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a job."""
-    found = job["optimizer"]
-    return list(found.values()) if isinstance(found, Mapping) else [found]
+    return list(job["optimizer"].values()) if isinstance(job["optimizer"], Mapping) else [job["optimizer"]]
 
 
-def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4)
-
-
-def _classifier(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, classes: int = 10) -> Parts:
-    batch = {"inputs": inputs, "labels": torch.randint(classes, (len(inputs),))}
-
-    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return F.cross_entropy(model(batch["inputs"]), batch["labels"])
-
+def _job(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: Callable[[Batch], torch.Tensor],
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **options: Any,
+) -> Parts:
+    optimizer = kind((p for p in model.parameters() if p.requires_grad), **{"lr": 1e-3, **options})
     return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
+
+
+def _classifier(model: nn.Module, inputs: torch.Tensor, **optimizer: Any) -> Parts:
+    batch = {"inputs": inputs, "labels": torch.randint(10, (len(inputs),))}
+    return _job(model, batch, lambda batch: F.cross_entropy(model(batch["inputs"]), batch["labels"]), **optimizer)
 
 
 def mlp(micro_batch_size: int = 256) -> Parts:
     """Six wide layers with LayerNorm, GELU and dropout; gradients are clipped."""
-    model = networks.Perceptron(1024, 1024, 6, 10)
-    return _classifier(model, _adamw(model.parameters()), torch.randn(micro_batch_size, 1024))
+    return _classifier(networks.Perceptron(1024, 1024, 6, 10), torch.randn(micro_batch_size, 1024))
 
 
 def accumulated(micro_batch_size: int = 128) -> Parts:
     """Two passes forward and backward for one step of the optimizer."""
-    model = networks.Perceptron(512, 1024, 4, 10)
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-4)
+    job = _classifier(
+        networks.Perceptron(512, 1024, 4, 10), torch.randn(micro_batch_size, 512), kind=torch.optim.RMSprop
+    )
+    loss_fn, optimizer = job.pop("loss_fn"), job["optimizer"]
 
-    def step(batch: dict[str, torch.Tensor]) -> None:
+    def step(batch: Batch) -> None:
         optimizer.zero_grad(set_to_none=True)
         for _ in range(2):
-            (F.cross_entropy(model(batch["inputs"]), batch["labels"]) / 2).backward()
+            (loss_fn(batch) / 2).backward()
         optimizer.step()
 
-    batch = _classifier(model, optimizer, torch.randn(micro_batch_size, 512))["batch"]
-    return {"model": model, "optimizer": optimizer, "step": step, "batch": batch}
+    return {**job, "step": step}
 
 
 def contrastive(micro_batch_size: int = 256) -> Parts:
     """One encoder called on two views, every view against every other (InfoNCE): logits of batch by batch."""
     model = networks.Perceptron(512, 1024, 3, 128)
-    optimizer = _adamw(model.parameters())
 
-    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss_fn(batch: Batch) -> torch.Tensor:
         first, second = F.normalize(model(batch["first"])), F.normalize(model(batch["second"]))
         return F.cross_entropy(first @ second.T / 0.1, torch.arange(len(first), device=first.device))
 
-    batch = {name: torch.randn(micro_batch_size, 512) for name in ("first", "second")}
-    return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
+    return _job(model, {name: torch.randn(micro_batch_size, 512) for name in ("first", "second")}, loss_fn)
 
 
 def vae(micro_batch_size: int = 256) -> Parts:
     """A variational autoencoder."""
-    model = generative.VariationalAutoencoder()
+    model = networks.VariationalAutoencoder()
 
-    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss_fn(batch: Batch) -> torch.Tensor:
         images = batch["images"]
         logits, mean, log_variance = model(images)
         divergence = -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum()
         return (F.binary_cross_entropy_with_logits(logits, images, reduction="sum") + divergence) / len(images)
 
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "loss_fn": loss_fn,
-        "batch": {"images": torch.rand(micro_batch_size, 784)},
-    }
+    return _job(model, {"images": torch.rand(micro_batch_size, 784)}, loss_fn, torch.optim.Adam)
 
 
 def resnet(micro_batch_size: int = 16) -> Parts:
     """Residual blocks as in ResNet-18, SGD with momentum."""
-    model = networks.ResNet()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return _classifier(model, optimizer, torch.randn(micro_batch_size, 3, 32, 32))
-
-
-def cnn(micro_batch_size: int = 32) -> Parts:
-    """Plain convolutions as in VGG, in-place ReLU."""
-    model = networks.PlainConvolutions()
-    return _classifier(model, _adamw(model.parameters()), torch.randn(micro_batch_size, 3, 32, 32))
-
-
-def mobile(micro_batch_size: int = 16) -> Parts:
-    """Inverted bottlenecks with an autograd function of our own."""
-    model = networks.MobileBlocks()
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.9)
-    return _classifier(model, optimizer, torch.randn(micro_batch_size, 3, 64, 64))
+    images = torch.randn(micro_batch_size, 3, 32, 32)
+    return _classifier(networks.ResNet(), images, kind=torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def unet(micro_batch_size: int = 4) -> Parts:
     """Segmentation with skips."""
     model = networks.UNet()
-
-    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return F.binary_cross_entropy_with_logits(model(batch["images"]), batch["masks"])
-
     batch = {"images": torch.randn(micro_batch_size, 1, 96, 96), "masks": torch.rand(micro_batch_size, 1, 96, 96)}
-    return {"model": model, "optimizer": _adamw(model.parameters()), "loss_fn": loss_fn, "batch": batch}
+    return _job(
+        model, batch, lambda batch: F.binary_cross_entropy_with_logits(model(batch["images"]), batch["masks"])
+    )
 
 
 def conv_tasnet(micro_batch_size: int = 4) -> Parts:
     """Separation of two speakers in the time domain."""
     model = networks.ConvTasNet()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
-    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss_fn(batch: Batch) -> torch.Tensor:
         return networks.negative_si_snr(model(batch["mixture"]), batch["sources"])
 
     batch = {"mixture": torch.randn(micro_batch_size, 8000), "sources": torch.randn(micro_batch_size, 2, 8000)}
-    return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
+    return _job(model, batch, loss_fn, torch.optim.Adam)
+
+
+def _two_networks(size: int, second: str, critic: nn.Module) -> Parts:
+    models = {"generator": networks.Generator(), second: critic}
+    optimizers = {name: torch.optim.Adam(model.parameters(), lr=2e-4) for name, model in models.items()}
+    return {"model": models, "optimizer": optimizers, "batch": {"images": torch.randn(size, 3, 32, 32)}}
 
 
 def dcgan(micro_batch_size: int = 32) -> Parts:
     """Two networks, two optimizers, one step."""
-    generator, discriminator = generative.Generator(), generative.Discriminator()
-    models = {"generator": generator, "discriminator": discriminator}
-    optimizers = {name: torch.optim.Adam(model.parameters(), lr=2e-4) for name, model in models.items()}
+    job = _two_networks(micro_batch_size, "discriminator", networks.Discriminator())
+    (generator, discriminator), optimizers = job["model"].values(), job["optimizer"]
 
-    def step(batch: dict[str, torch.Tensor]) -> None:
+    def step(batch: Batch) -> None:
         real = batch["images"]
         made = generator(torch.randn(len(real), 64, 1, 1, device=real.device))
         optimizers["discriminator"].zero_grad(set_to_none=True)
@@ -244,17 +217,15 @@ def dcgan(micro_batch_size: int = 32) -> Parts:
         F.binary_cross_entropy_with_logits(fooled, torch.ones_like(fooled)).backward()
         optimizers["generator"].step()
 
-    batch = {"images": torch.randn(micro_batch_size, 3, 32, 32)}
-    return {"model": models, "optimizer": optimizers, "step": step, "batch": batch}
+    return {**job, "step": step}
 
 
 def wgan_gp(micro_batch_size: int = 32) -> Parts:
     """A critic with a gradient penalty, which is differentiated twice."""
-    generator, critic = generative.Generator(), generative.Discriminator(normalised=False)
-    models = {"generator": generator, "critic": critic}
-    optimizers = {name: torch.optim.Adam(model.parameters(), lr=1e-4) for name, model in models.items()}
+    job = _two_networks(micro_batch_size, "critic", networks.Discriminator(normalised=False))
+    (generator, critic), optimizers = job["model"].values(), job["optimizer"]
 
-    def step(batch: dict[str, torch.Tensor]) -> None:
+    def step(batch: Batch) -> None:
         real = batch["images"]
         made = generator(torch.randn(len(real), 64, 1, 1, device=real.device))
         share = torch.rand(len(real), 1, 1, 1, device=real.device)
@@ -268,93 +239,69 @@ def wgan_gp(micro_batch_size: int = 32) -> Parts:
         (-critic(made).mean()).backward()
         optimizers["generator"].step()
 
-    batch = {"images": torch.randn(micro_batch_size, 3, 32, 32)}
-    return {"model": models, "optimizer": optimizers, "step": step, "batch": batch}
+    return {**job, "step": step}
 
 
 def tacotron(micro_batch_size: int = 8) -> Parts:
     """Text to speech, 40 frames from 48 characters."""
-    model = Tacotron()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=1e-6)
+    model = networks.Tacotron()
 
-    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss_fn(batch: Batch) -> torch.Tensor:
         before, after, stops = model(batch["text"], batch["frames"])
         loss = F.mse_loss(before, batch["frames"]) + F.mse_loss(after, batch["frames"])
         return loss + F.binary_cross_entropy_with_logits(stops, batch["stops"])
 
     batch = {
         "text": torch.randint(64, (micro_batch_size, 48)),
-        "frames": torch.randn(micro_batch_size, 40, MELS),
+        "frames": torch.randn(micro_batch_size, 40, networks.MELS),
         "stops": torch.rand(micro_batch_size, 40),
     }
-    return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
+    return _job(model, batch, loss_fn, torch.optim.Adam, weight_decay=1e-6)
 
 
 def encoder(micro_batch_size: int = 8, length: int = 256) -> Parts:
     """The transformer encoder that torch has."""
-    model = networks.Encoder()
-    return _classifier(model, _adamw(model.parameters()), torch.randn(micro_batch_size, length, 256))
+    return _classifier(networks.Encoder(), torch.randn(micro_batch_size, length, 256))
 
 
 def encoder_recomputed(micro_batch_size: int = 8, length: int = 256) -> Parts:
     """The same, every layer checkpointed by its author."""
-    model = networks.Encoder(recomputed=True)
-    return _classifier(model, _adamw(model.parameters()), torch.randn(micro_batch_size, length, 256))
-
-
-def _recurrent(kind: type[nn.LSTM | nn.GRU], size: int, length: int) -> Parts:
-    model = networks.RecurrentClassifier(kind)
-    return _classifier(model, _adamw(model.parameters()), torch.randint(4000, (size, length)))
+    return _classifier(networks.Encoder(recomputed=True), torch.randn(micro_batch_size, length, 256))
 
 
 def lstm(micro_batch_size: int = 16, length: int = 64) -> Parts:
     """A text classifier."""
-    return _recurrent(nn.LSTM, micro_batch_size, length)
+    return _classifier(networks.RecurrentClassifier(nn.LSTM), torch.randint(4000, (micro_batch_size, length)))
 
 
 def gru(micro_batch_size: int = 16, length: int = 64) -> Parts:
     """The same with gated recurrent units."""
-    return _recurrent(nn.GRU, micro_batch_size, length)
+    return _classifier(networks.RecurrentClassifier(nn.GRU), torch.randint(4000, (micro_batch_size, length)))
 
 
 def lora(micro_batch_size: int = 8, length: int = 128) -> Parts:
     """A frozen language model with adapters that learn."""
     model = networks.AdaptedLanguageModel()
-    optimizer = _adamw(parameter for parameter in model.parameters() if parameter.requires_grad)
 
-    def loss_fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss_fn(batch: Batch) -> torch.Tensor:
         logits = model(batch["ids"])
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["ids"][:, 1:].flatten())
 
-    batch = {"ids": torch.randint(2000, (micro_batch_size, length))}
-    return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": batch}
+    return _job(model, {"ids": torch.randint(2000, (micro_batch_size, length))}, loss_fn)
 
 
 def vit(micro_batch_size: int = 16) -> Parts:
     """A vision transformer of our own."""
-    model = networks.VisionTransformer()
-    return _classifier(model, _adamw(model.parameters()), torch.randn(micro_batch_size, 3, 64, 64))
+    return _classifier(networks.VisionTransformer(), torch.randn(micro_batch_size, 3, 64, 64))
 
 
-_OWN: tuple[tuple[Callable[..., Parts], Kind, Family, int], ...] = (
-    (mlp, "matrix products", "other", 256),
-    (accumulated, "matrix products", "other", 128),
-    (contrastive, "matrix products", "other", 256),
-    (vae, "matrix products", "other", 256),
-    (encoder, "matrix products", "transformer", 8),
-    (encoder_recomputed, "matrix products", "transformer", 8),
-    (lora, "matrix products", "transformer", 8),
-    (vit, "convolution", "transformer", 16),
-    (resnet, "convolution", "CNN", 16),
-    (cnn, "convolution", "CNN", 32),
-    (mobile, "convolution", "CNN", 16),
-    (unet, "convolution", "CNN", 4),
-    (conv_tasnet, "convolution", "CNN", 4),
-    (dcgan, "convolution", "CNN", 32),
-    (wgan_gp, "convolution", "CNN", 32),
-    (lstm, "fused RNN", "RNN", 16),
-    (gru, "fused RNN", "RNN", 16),
-    (tacotron, "Tacotron 2", "RNN", 8),
+_OWN: tuple[tuple[Callable[..., Parts], Kind, Family], ...] = (
+    *((build, "matrix products", "other") for build in (mlp, accumulated, contrastive, vae)),
+    *((build, "matrix products", "transformer") for build in (encoder, encoder_recomputed, lora)),
+    (vit, "convolution", "transformer"),
+    *((build, "convolution", "CNN") for build in (resnet, unet, conv_tasnet, dcgan, wgan_gp)),
+    *((build, "fused RNN", "RNN") for build in (lstm, gru)),
+    (tacotron, "Tacotron 2", "RNN"),
 )
 _CLIPPED = {"mlp": 1.0, "conv_tasnet": 5.0, "tacotron": 1.0}
 _OWN_STEPS = {"accumulated", "dcgan", "wgan_gp"}
@@ -367,15 +314,22 @@ _TRANSFORMERS: tuple[tuple[str, Kind, int], ...] = (
 )
 MODELS = (
     *(
-        Model(name=build.__name__, module=__name__, kind=kind, family=family, micro_batch_size=size,
-              max_grad_norm=_CLIPPED.get(build.__name__), own_step=build.__name__ in _OWN_STEPS)
-        for build, kind, family, size in _OWN
+        Model(
+            name=build.__name__,
+            module=__name__,
+            kind=kind,
+            family=family,
+            micro_batch_size=inspect.signature(build).parameters["micro_batch_size"].default,
+            max_grad_norm=_CLIPPED.get(build.__name__),
+            own_step=build.__name__ in _OWN_STEPS,
+        )
+        for build, kind, family in _OWN
     ),
     *(
         Model(name=name, module=_HUGGING_FACE, kind=kind, family="transformer", micro_batch_size=size)
         for name, kind, size in _TRANSFORMERS
     ),
-)  # fmt: skip
+)
 """All jobs. Those of transformers come last and can only be built where it is, see `find_models`."""
 QUICK = ("mlp", "resnet", "lora")
 

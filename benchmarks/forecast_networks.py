@@ -1,18 +1,17 @@
-"""The networks of our own that the forecast is measured on: small, but built as their large relatives are.
-
-Does not: choose optimizers, batches or sizes; see `forecast_models`.
-"""
+"""The networks of our own that the forecast is measured on: small, but built as their large relatives are."""
 
 # ruff: noqa: D102 - the class says what its forward takes
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody spells it
 from torch.utils.checkpoint import checkpoint
+
+MELS = 80
 
 
 class Perceptron(nn.Module):
@@ -27,7 +26,6 @@ class Perceptron(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(width, outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return outputs, shape ``(batch, outputs)``."""
         found: torch.Tensor = self.layers(x)
         return found
 
@@ -71,86 +69,6 @@ class ResNet(nn.Module):
         return found
 
 
-class PlainConvolutions(nn.Module):
-    """Convolutions, normalisation, pooling and a wide classifier, as VGG; takes ``(batch, 3, 32, 32)``."""
-
-    def __init__(self, classes: int = 10) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        channels = 3
-        for width in (32, 64, 128):
-            for _ in range(2):
-                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
-                channels = width
-            layers.append(nn.MaxPool2d(2))
-        self.features = nn.Sequential(*layers)
-        self.head = nn.Sequential(
-            nn.Flatten(), nn.Linear(128 * 16, 512), nn.ReLU(), nn.Dropout(0.5), nn.Linear(512, classes)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.features(x))
-        return found
-
-
-class Swish(torch.autograd.Function):
-    """``x * sigmoid(x)`` that keeps only its input, as EfficientNet implementations have it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return the activation."""
-        ctx.save_for_backward(x)
-        return x * torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the input."""
-        (x,) = ctx.saved_tensors
-        gate = torch.sigmoid(x)
-        return grad * (gate * (1 + x * (1 - gate)))
-
-
-class InvertedBottleneck(nn.Module):
-    """Widen, convolve each channel alone, excite channels, narrow; takes ``(batch, channels, height, width)``."""
-
-    def __init__(self, channels: int, widen: int = 4) -> None:
-        super().__init__()
-        width = widen * channels
-        self.widen = nn.Conv2d(channels, width, 1, bias=False)
-        self.widen_norm = nn.BatchNorm2d(width)
-        self.each = nn.Conv2d(width, width, 3, padding=1, groups=width, bias=False)
-        self.each_norm = nn.BatchNorm2d(width)
-        self.squeeze = nn.Conv2d(width, channels // 4, 1)
-        self.excite = nn.Conv2d(channels // 4, width, 1)
-        self.narrow = nn.Conv2d(width, channels, 1, bias=False)
-        self.narrow_norm = nn.BatchNorm2d(channels)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = Swish.apply(self.widen_norm(self.widen(x)))
-        hidden = Swish.apply(self.each_norm(self.each(hidden)))
-        gate = Swish.apply(self.squeeze(F.adaptive_avg_pool2d(hidden, 1)))
-        hidden = torch.sigmoid(self.excite(gate)) * hidden
-        found: torch.Tensor = x + self.narrow_norm(self.narrow(hidden))
-        return found
-
-
-class MobileBlocks(nn.Module):
-    """A few inverted bottlenecks between a stem and a head; takes ``(batch, 3, height, width)``."""
-
-    def __init__(self, classes: int = 10, channels: int = 32, depth: int = 4) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, channels, 3, stride=2, padding=1)
-        self.blocks = nn.ModuleList(InvertedBottleneck(channels) for _ in range(depth))
-        self.head = nn.Linear(channels, classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.stem(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        found: torch.Tensor = self.head(hidden.mean(dim=(2, 3)))
-        return found
-
-
 class DoubleConvolution(nn.Sequential):
     """Two convolutions, each normalised."""
 
@@ -174,7 +92,6 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, 1, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits, shape as `x`."""
         skips = []
         for number, down in enumerate(self.down):
             x = down(x if number == 0 else F.max_pool2d(x, 2))
@@ -221,7 +138,6 @@ class ConvTasNet(nn.Module):
         self.decoder = nn.ConvTranspose1d(basis, 1, 16, stride=8, bias=False)
 
     def forward(self, mixture: torch.Tensor) -> torch.Tensor:
-        """Return the sources, shape ``(batch, sources, time)``."""
         encoded = F.relu(self.encoder(mixture.unsqueeze(1)))
         hidden = self.narrow(self.norm(encoded))
         total = torch.zeros_like(hidden)
@@ -314,7 +230,6 @@ class AdaptedLanguageModel(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False).requires_grad_(requires_grad=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return logits, shape ``(batch, length, vocabulary)``."""
         hidden = self.embed(ids)
         for block in self.blocks:
             hidden = block(hidden)
@@ -355,3 +270,125 @@ class RecurrentClassifier(nn.Module):
         hidden, _ = self.recurrent(self.embed(ids))
         found: torch.Tensor = self.head(hidden.mean(dim=1))
         return found
+
+
+class Generator(nn.Sequential):
+    """Noise to images by transposed convolutions, as DCGAN; takes ``(batch, noise, 1, 1)``."""
+
+    def __init__(self, noise: int = 64, width: int = 32) -> None:
+        super().__init__(
+            nn.ConvTranspose2d(noise, 4 * width, 4, bias=False), nn.BatchNorm2d(4 * width), nn.ReLU(inplace=True),
+            nn.ConvTranspose2d(4 * width, 2 * width, 4, 2, 1, bias=False), nn.BatchNorm2d(2 * width),
+            nn.ReLU(inplace=True),
+            nn.ConvTranspose2d(2 * width, width, 4, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False), nn.Tanh(),
+        )  # fmt: skip
+
+
+class Discriminator(nn.Sequential):
+    """Images to logits by strided convolutions; takes ``(batch, 3, 32, 32)``.
+
+    Args:
+        width: Channels of the first layer.
+        normalised: With BatchNorm, as DCGAN; a gradient penalty goes without.
+    """
+
+    def __init__(self, width: int = 32, *, normalised: bool = True) -> None:
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 2, 1), nn.LeakyReLU(0.2)]
+        for factor in (1, 2):
+            layers.append(nn.Conv2d(factor * width, 2 * factor * width, 4, 2, 1))
+            layers += [nn.BatchNorm2d(2 * factor * width)] if normalised else []
+            layers.append(nn.LeakyReLU(0.2))
+        super().__init__(*layers, nn.Conv2d(4 * width, 1, 4), nn.Flatten(0))
+
+
+class VariationalAutoencoder(nn.Module):
+    """Perceptrons around a sampled code; takes ``(batch, inputs)``."""
+
+    def __init__(self, inputs: int = 784, width: int = 512, code: int = 32) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        self.mean, self.log_variance = nn.Linear(width, code), nn.Linear(width, code)
+        self.decoder = nn.Sequential(
+            nn.Linear(code, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, inputs)
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden = self.encoder(x)
+        mean, log_variance = self.mean(hidden), self.log_variance(hidden)
+        code = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
+        return self.decoder(code), mean, log_variance
+
+
+def convolutions(channels: list[int], activation: type[nn.Module]) -> nn.Sequential:
+    """Return normalised convolutions of width 5 with dropout, one for each step between the numbers of channels."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(channels):
+        layers += [nn.Conv1d(inputs, outputs, 5, padding=2), nn.BatchNorm1d(outputs), activation(), nn.Dropout(0.5)]
+    return nn.Sequential(*layers)
+
+
+class LocationAttention(nn.Module):
+    """Where the decoder reads, given what it has read (Chorowski et al., 2015)."""
+
+    def __init__(self, queries: int, memory: int, width: int = 64, filters: int = 16) -> None:
+        super().__init__()
+        self.query = nn.Linear(queries, width, bias=False)
+        self.memory = nn.Linear(memory, width, bias=False)
+        self.location = nn.Conv1d(2, filters, 31, padding=15, bias=False)
+        self.located = nn.Linear(filters, width, bias=False)
+        self.energy = nn.Linear(width, 1, bias=False)
+
+    def forward(
+        self, query: torch.Tensor, memory: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        located = self.located(self.location(weights).transpose(1, 2))
+        energies = self.energy(torch.tanh(self.query(query).unsqueeze(1) + keys + located)).squeeze(-1)
+        found = torch.softmax(energies, dim=1)
+        return torch.bmm(found.unsqueeze(1), memory).squeeze(1), found
+
+
+class Tacotron(nn.Module):
+    """Convolutions and a BiLSTM over text, an attentive decoder of two LSTM cells, a post-net.
+
+    Takes token ids ``(batch, characters)`` and the true frames ``(batch, frames, 80)``.
+    """
+
+    def __init__(self, characters: int = 64, width: int = 128, cell: int = 256) -> None:
+        super().__init__()
+        self.cell = cell
+        self.embed = nn.Embedding(characters, width)
+        self.convolutions = convolutions([width] * 4, nn.ReLU)
+        self.recurrent = nn.LSTM(width, width // 2, batch_first=True, bidirectional=True)
+        self.prenet = nn.Sequential(
+            nn.Linear(MELS, width), nn.ReLU(), nn.Dropout(0.5), nn.Linear(width, width), nn.ReLU(), nn.Dropout(0.5)
+        )
+        self.attention_cell = nn.LSTMCell(2 * width, cell)
+        self.attention = LocationAttention(cell, width)
+        self.decoder_cell = nn.LSTMCell(cell + width, cell)
+        self.frame, self.stop = nn.Linear(cell + width, MELS), nn.Linear(cell + width, 1)
+        self.postnet = convolutions([MELS, width, width, MELS], nn.Tanh)
+
+    def forward(self, text: torch.Tensor, frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        memory, _ = self.recurrent(self.convolutions(self.embed(text).transpose(1, 2)).transpose(1, 2))
+        made, stops = self._decode(memory, frames)
+        return made, made + self.postnet(made.transpose(1, 2)).transpose(1, 2), stops
+
+    def _decode(self, memory: torch.Tensor, frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, length, width = memory.shape
+        keys = self.attention.memory(memory)
+        inputs = self.prenet(F.pad(frames[:, :-1], (0, 0, 1, 0)))
+        query = query_cell = hidden = hidden_cell = memory.new_zeros(batch, self.cell)
+        read, weights, total = memory.new_zeros(batch, width), *memory.new_zeros(2, batch, length).unbind(0)
+        made, stops = [], []
+        for step in range(frames.shape[1]):
+            query, query_cell = self.attention_cell(torch.cat([inputs[:, step], read], -1), (query, query_cell))
+            query = F.dropout(query, 0.1, self.training)
+            read, weights = self.attention(query, memory, keys, torch.stack([weights, total], 1))
+            total = total + weights
+            hidden, hidden_cell = self.decoder_cell(torch.cat([query, read], -1), (hidden, hidden_cell))
+            hidden = F.dropout(hidden, 0.1, self.training)
+            both = torch.cat([hidden, read], -1)
+            made.append(self.frame(both))
+            stops.append(self.stop(both))
+        return torch.stack(made, 1), torch.cat(stops, 1)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from benchmarks.gpu.forecast_jobs import OUT_OF_MEMORY, Outcome, Plan, model_named
 from benchmarks.results_file import without_paths
 from holdfast.core.errors import HoldfastError
-from holdfast.forecast.allocator.replay import DEFAULT_ALLOCATOR
 from holdfast.forecast.devices.catalogue import Device
 from holdfast.forecast.job.tracing import trace_job
 from holdfast.forecast.plan.fit import check_fit
@@ -117,7 +116,7 @@ def choose(name: str, precision: str, scaled: ScaledTrace, device: Device, cap_b
     """
     capped = dataclasses.replace(device, usable_bytes=cap_bytes + device.context_bytes)
     rows = plan_rows({precision: Steps(whole=scaled)}, Question(device=capped, global_batch_size=MOST_SAMPLES))
-    best = recommended([row for row in rows if row.allocator == DEFAULT_ALLOCATOR])
+    best = recommended([row for row in rows if not row.allocator])
     return None if best is None else _as_plan(name, best)
 
 

@@ -1,21 +1,11 @@
-"""Jobs of `forecast_models`, really trained on a CUDA device: what they need of its memory, if they fit under a cap.
-
-    python -m benchmarks.gpu.forecast_jobs NAME PRECISION MICRO_BATCH_SIZE {default,expandable} FRACTION
-
-records the allocator of a fresh process and prints, as one JSON line, where the simulated allocator would have asked
-the driver for something else. With expandable segments ``PYTORCH_ALLOC_CONF`` has to say so too. A fraction below 1
-limits the process.
-"""
+"""Jobs of `forecast_models`, really trained on a CUDA device: what they need, and if they fit under a cap."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import json
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -162,34 +152,3 @@ def recomputing_modules(job: Parts, names: tuple[str, ...], device: str) -> Iter
     random = torch.cuda if device == "cuda" else torch
     with recomputing(blocks, random.get_rng_state, random.set_rng_state):
         yield
-
-
-def record(plan: Plan, *, expandable: bool, fraction: float) -> dict[str, Any]:
-    """Train in this process, which must be fresh, and compare what the allocator did with its simulation."""
-    from holdfast.forecast.allocator.recorded_traces import compare, from_snapshot
-    from holdfast.forecast.allocator.replay import AllocatorOptions
-
-    total = torch.cuda.get_device_properties(0).total_memory
-    if fraction < 1:
-        torch.cuda.set_per_process_memory_fraction(fraction)
-    torch.cuda.memory._record_memory_history(max_entries=4_000_000, context=None)
-    with contextlib.suppress(torch.OutOfMemoryError):
-        train(plan, build(plan))
-    recorded = from_snapshot(torch.cuda.memory._snapshot())
-    found = compare(
-        recorded,
-        allocator=AllocatorOptions(expandable_segments=expandable),
-        allowed_bytes=int(fraction * total) if fraction < 1 else None,
-    )
-    return {**asdict(found), "identical": found.identical, "events": len(recorded.events)}
-
-
-def main() -> None:
-    """Record the job that the command line names."""
-    name, precision, size, mode, fraction = sys.argv[1:]
-    plan = Plan(model=name, precision=precision, micro_batch_size=int(size))
-    print(json.dumps(record(plan, expandable=mode == "expandable", fraction=float(fraction))))
-
-
-if __name__ == "__main__":
-    main()

@@ -227,18 +227,9 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 @case
 def the_host_as_the_device() -> Any:
     with forecast_device("cpu") as device:
-        as_fallback = [torch.cuda.is_available(), _actual(nn.Linear(2, 2).cuda().weight), str(device.device)]
-        real = _tied()
-    with forecast_device("cpu", as_cuda=False) as device:
-        tied = nn.Linear(3, 3)
-        tied.half_of_it = nn.Parameter(tied.weight.detach()[0])
-        with device.suspended():
-            real = nn.Linear(3, 3)
-            real.part = nn.Parameter(real.weight.detach()[0])
-        device.place(real)
-        loss = real(torch.zeros(2, 3)).sum()
-        loss.backward()
-        return [*as_fallback, torch.cuda.is_available(), _storages(real), str(real.part.untyped_storage().nbytes())]
+        as_cuda = [torch.cuda.is_available(), _actual(nn.Linear(2, 2).cuda().weight), str(device.device)]
+    with forecast_device("cpu", as_cuda=False):
+        return [*as_cuda, torch.cuda.is_available()]
 
 
 @case
@@ -323,8 +314,8 @@ def test_an_operator_without_a_rule_is_named_with_the_line(results: dict[str, An
 
 
 def test_the_host_can_be_the_device(results: dict[str, Any]) -> None:
-    """Route "cpu" answers for CUDA as a fallback, not in a comparison, and shared storages stay shared there."""
-    assert results["the_host_as_the_device"] == [True, "cpu", "cpu", torch.cuda.is_available(), 2, "36"]
+    """Route "cpu" answers for CUDA if it is asked to, and not in a comparison with a real run."""
+    assert results["the_host_as_the_device"] == [True, "cpu", "cpu", torch.cuda.is_available()]
 
 
 def test_everything_is_put_back(results: dict[str, Any]) -> None:

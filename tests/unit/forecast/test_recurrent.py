@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.forecast.running import run_emulation
 
-from holdfast.forecast.kernels.recurrent import (
-    RecurrentSize,
-    reserve_bytes,
-    reserve_upper_bytes,
-    workspace_bytes,
-    workspace_upper_bytes,
-)
+from holdfast.forecast.kernels.recurrent import RecurrentSize
 
 # pytorch issue 2895: four layers, hidden size 320, input size 123, fp32; 250 steps of 100 sequences fit its figures.
 PER_GATE = 123 * 320 + 7 * 320 * 320
@@ -44,27 +38,27 @@ def published(mode: str, gates: int) -> RecurrentSize:
 def test_the_published_sizes_come_out(mode: str, gates: int, reserve: int, workspace: int) -> None:
     """The formulas give exactly what cuDNN asked for in the one public measurement."""
     size = published(mode, gates)
-    assert reserve_bytes(size) == reserve
-    assert workspace_bytes(size) == workspace
+    assert size.reserve_bytes == reserve
+    assert size.workspace_bytes == workspace
 
 
 def test_upper_bounds_are_above() -> None:
     """The upper bounds are above what is counted, for every kind of layer."""
     for mode, gates in (("lstm", 4), ("gru", 3), ("rnn", 1)):
         size = published(mode, gates)
-        assert reserve_upper_bytes(size) > reserve_bytes(size)
-        assert workspace_upper_bytes(size) > workspace_bytes(size)
+        assert size.reserve_upper_bytes > size.reserve_bytes
+        assert size.workspace_upper_bytes > size.workspace_bytes
 
 
 def test_the_reserve_grows_as_the_layers_do() -> None:
     """Twice the rows, directions or bytes of a value need twice the reserve, and a projection needs more."""
     size = published("lstm", 4)
-    assert reserve_bytes(replace(size, rows=50_000)) == 2 * reserve_bytes(size)
-    assert reserve_bytes(replace(size, directions=2)) == 2 * reserve_bytes(size)
-    assert reserve_bytes(replace(size, element_bytes=2)) * 2 == reserve_bytes(size)
-    assert reserve_bytes(replace(size, layers=1)) == 5 * 25_000 * 320 * 4
-    assert reserve_bytes(replace(size, layers=1, projection=64)) == 6 * 25_000 * 320 * 4
-    assert reserve_upper_bytes(replace(size, dropout=0.1)) > reserve_upper_bytes(size)
+    assert replace(size, rows=50_000).reserve_bytes == 2 * size.reserve_bytes
+    assert replace(size, directions=2).reserve_bytes == 2 * size.reserve_bytes
+    assert replace(size, element_bytes=2).reserve_bytes * 2 == size.reserve_bytes
+    assert replace(size, layers=1).reserve_bytes == 5 * 25_000 * 320 * 4
+    assert replace(size, layers=1, projection=64).reserve_bytes == 6 * 25_000 * 320 * 4
+    assert replace(size, dropout=0.1).reserve_upper_bytes > size.reserve_upper_bytes
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +81,12 @@ def small(mode: str, gates: int, **others: Any) -> RecurrentSize:
 def test_layers_keep_output_states_and_reserve(emulated: dict[str, Any], mode: str, gates: int) -> None:
     """A layer keeps its reserve until the backward pass and needs a workspace in both, as cuDNN's does."""
     seen, size = emulated[mode], small(mode, gates)
-    assert seen["forward"].count(reserve_bytes(size)) >= 1
-    assert seen["forward"].count(workspace_bytes(size)) == 1
-    assert seen["backward"].count(workspace_bytes(size)) == 2  # for the input's gradient, then for the weights'
+    assert seen["forward"].count(size.reserve_bytes) >= 1
+    assert seen["forward"].count(size.workspace_bytes) == 1
+    assert seen["backward"].count(size.workspace_bytes) == 2  # for the input's gradient, then for the weights'
     output, state = 20 * 32 * 4, 4 * 32 * 4
     states = (4 if mode == "lstm" else 2) if mode != "rnn" else 1
-    assert output + reserve_bytes(size) <= seen["kept"] <= output + reserve_bytes(size) + (states + 1) * state
+    assert output + size.reserve_bytes <= seen["kept"] <= output + size.reserve_bytes + (states + 1) * state
 
 
 @pytest.mark.slow
@@ -122,11 +116,11 @@ def test_stacked_and_projected_layers(emulated: dict[str, Any]) -> None:
     stacked = replace(
         small("lstm", 4, weights=2 * (layer + deeper), biases=4 * 2 * 4 * 32), layers=2, directions=2, batch=5
     )
-    assert reserve_bytes(stacked) in emulated["stacked"]["forward"]
-    assert workspace_bytes(stacked) in emulated["stacked"]["forward"]
+    assert stacked.reserve_bytes in emulated["stacked"]["forward"]
+    assert stacked.workspace_bytes in emulated["stacked"]["forward"]
     assert emulated["stacked"]["kept"] > 2 * 2**20  # the generators' states
     assert emulated["projected"]["shape"] == [5, 4, 8]
-    assert reserve_bytes(small("lstm", 4, projection=8)) in emulated["projected"]["forward"]
+    assert small("lstm", 4, projection=8).reserve_bytes in emulated["projected"]["forward"]
 
 
 @pytest.mark.slow

@@ -763,7 +763,7 @@ def test_the_accelerators_route_is_traced_too() -> None:
         from holdfast.forecast.trace.events import OWNERS, PHASES, live_peak, owners_at_peak
         from tests.unit.forecast.test_tracer import Net, classify
 
-        with forecast_device("privateuse1", "bf16") as device, Tracer(device.device, route="privateuse1") as tracer:
+        with forecast_device("privateuse1", "bf16") as device, Tracer(device.device) as tracer:
             with device.device:
                 model = Net(recompute=True)
             optimizer = torch.optim.AdamW(model.parameters())

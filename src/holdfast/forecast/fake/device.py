@@ -1,20 +1,20 @@
 """A device without memory of its own, on which a training step runs in shapes only, and runs as CUDA would run it.
 
 The device stands on torch's slot for foreign backends (PrivateUse1), so its tensors are told apart from the host's,
-and autograd, autocast and every C++ composite treat them as a GPU's. Where the slot cannot be had, the host itself is
-traced (route ``"cpu"``). Registering the slot cannot be undone: do it in a process of its own.
+and autograd, autocast and every C++ composite treat them as a GPU's. On route ``"cpu"`` the host itself is traced, to
+be compared with real runs. Registering the slot cannot be undone: do it in a process of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -34,8 +34,8 @@ from holdfast.forecast.trace.events import Assumption
 
 DEVICE_NAME = "forecast"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NO_RULE = "no fake impl registered"  # what torch.library.custom_op raises in place of a class of its own
 ROUTES = ("privateuse1", "cpu")
+_NO_RULE = "no fake impl registered"  # what torch.library.custom_op raises in place of a class of its own
 
 _registered = False
 # FakeTensorMode's __torch_dispatch__ without the guard against torch.compile around it, which costs as much again.
@@ -81,7 +81,9 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = self._at_home(func, args, kwargs or {})
+        lifted = func in self.lift_fns
+        args = tuple(self._at_home(arg, lifted=lifted) for arg in args)
+        kwargs = {name: self._at_home(arg, lifted=lifted) for name, arg in (kwargs or {}).items()}
         if not isinstance(func, torch._ops.OpOverload):
             return _dispatch(self, func, types, args, kwargs)
         out = data_dependent.answer(self, func, args, kwargs)
@@ -100,28 +102,21 @@ class ForecastMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if _NO_RULE not in str(error):
                 raise
             raise data_dependent.missing_rule(func) from error
-        if func in self.lift_fns and type(args[0]) is torch.Tensor:
+        if lifted and type(args[0]) is torch.Tensor:
             self.facts.know(out, args[0])
         else:
             self.facts.follow(func, args, kwargs, out)
         return out
 
-    def _at_home(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _at_home(self, arg: Any, *, lifted: bool) -> Any:
         """Put CUDA's place and real tensors right: the fake device, and fake tensors with known values."""
-        lifted = func in self.lift_fns
-
-        def put_right(arg: Any) -> Any:
-            if isinstance(arg, torch.device):
-                return stand_ins.redirected(arg, self.fake_device)
-            if isinstance(arg, torch.Tensor):
-                return arg if lifted or isinstance(arg, FakeTensor) else self.adopted(arg)
-            if isinstance(arg, (list, tuple)) and any(_is_real(element) for element in arg):
-                return type(arg)(put_right(element) for element in arg)
-            return arg
-
-        return tuple(map(put_right, args)), {name: put_right(arg) for name, arg in kwargs.items()}
+        if isinstance(arg, torch.device):
+            return stand_ins.redirected(arg, self.fake_device)
+        if isinstance(arg, torch.Tensor):
+            return arg if lifted or isinstance(arg, FakeTensor) else self.adopted(arg)
+        if isinstance(arg, (list, tuple)) and any(_is_real(element) for element in arg):
+            return type(arg)(self._at_home(element, lifted=lifted) for element in arg)
+        return arg
 
     def adopted(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the fake twin of a real tensor, always the same; on the device if it was moved to CUDA before."""
@@ -152,7 +147,7 @@ class ForecastDevice:
     """The fake device while it is there.
 
     Args:
-        device: ``forecast:0`` or, on route ``"cpu"``, ``cpu``. Code outside torch and holdfast is told ``cuda:0``.
+        device: ``forecast:0`` or, on route ``"cpu"``, ``cpu``. Code outside torch and holdfast sees ``cuda:0``.
         mode: The active fake mode.
         route: ``"privateuse1"`` or ``"cpu"``.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
@@ -196,10 +191,7 @@ class ForecastDevice:
 
 @contextlib.contextmanager
 def forecast_device(
-    route: str = "privateuse1",
-    precision: str = "fp32",
-    *,
-    as_cuda: bool = True,
+    route: str = "privateuse1", precision: str = "fp32", *, as_cuda: bool = True
 ) -> Iterator[ForecastDevice]:
     """Run code in shapes only, on a device that stands for CUDA's.
 
@@ -210,20 +202,21 @@ def forecast_device(
             has: for comparisons with real runs on the CPU.
 
     Raises:
-        PolicyError: [H423] this torch has no slot for the device. Use route ``"cpu"``.
+        PolicyError: [H423] this torch has no slot for the device.
     """
     if route not in ROUTES or precision not in PRECISIONS:
         raise ValueError(f"route={route!r}, precision={precision!r}: {ROUTES} and {tuple(PRECISIONS)} are known")
+    on_slot = route == "privateuse1"
     guesses, uncalibrated = Guesses(), Uncalibrated()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_gpu_left_alone())
-        if route == "privateuse1":
+        stack.enter_context(_quiet_and_without_gpus())
+        if on_slot:
             _register()
-        device = torch.device(DEVICE_NAME, 0) if route == "privateuse1" else torch.device("cpu")
+        device = torch.device(DEVICE_NAME, 0) if on_slot else torch.device("cpu")
         mode = ForecastMode(device, guesses)
         stack.enter_context(_foreach_for_fake_tensors())
         stack.enter_context(placement.conversion_in_place())
-        if route == "privateuse1":
+        if on_slot:
             stack.enter_context(autocast_policy.installed(DEVICE_NAME, guesses.assume))
         mode.kernels = stack.enter_context(
             emulated_kernels(
@@ -235,36 +228,25 @@ def forecast_device(
         )
         stack.enter_context(stand_ins.installed(device, guesses, as_cuda=as_cuda))
         stack.enter_context(mode)
-        if route == "privateuse1":
+        if on_slot:
             _probe(device)
         yield ForecastDevice(
-            device=device,
-            mode=mode,
-            route=route,
-            precision=precision,
-            guesses=guesses,
-            uncalibrated=uncalibrated,
+            device=device, mode=mode, route=route, precision=precision, guesses=guesses, uncalibrated=uncalibrated
         )
 
 
 @contextlib.contextmanager
-def _gpu_left_alone() -> Iterator[None]:
-    """Hide GPUs, where there are any; and keep torch from telling of each error that fake tensors raise."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+def _quiet_and_without_gpus() -> Iterator[None]:
+    """Hide GPUs, where there are any; and keep torch from writing down each error that fake tensors raise."""
     log = logging.getLogger(fake_tensor.__name__)
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), mock.patch.dict("os.environ", CUDA_VISIBLE_DEVICES=""):
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # deepcopy does
             yield
     finally:
         log.setLevel(level)
-        if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 @contextlib.contextmanager
@@ -316,11 +298,9 @@ def _register() -> None:
         return
     try:
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup
-    except ImportError as error:
-        raise _no_slot("it has no backends in Python") from error
-    try:
+
         setup(DEVICE_NAME, backend_module=_Backend())
-    except (RuntimeError, AttributeError, TypeError) as error:
+    except (ImportError, RuntimeError, AttributeError, TypeError) as error:
         raise _no_slot(str(error).splitlines()[0]) from error
     _registered = True
 
@@ -339,7 +319,7 @@ def _probe(device: torch.device) -> None:
 def _no_slot(why: str) -> PolicyError:
     return PolicyError(
         f"torch {torch.__version__} gives no slot for a forecast's device: {why}",
-        limit="the step can only be traced on the host then, with the host's kernels",
-        fix='use route="cpu" (taken by itself where none is asked for), or torch 2.11 to 2.15 and no other backend',
+        limit="a step can be traced only on a device that stands for a GPU",
+        fix="use torch 2.11 to 2.15, and no other backend in Python",
         rule="H423",
     )

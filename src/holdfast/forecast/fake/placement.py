@@ -24,31 +24,17 @@ _LEFT_BEHIND = "_holdfast_left_behind"  # marks what a parameter was before it w
 def place(module: nn.Module, device: torch.device) -> None:
     """Bring a module's parameters, gradients and buffers to a device; real ones become fake, without being read.
 
-    On the CPU, where nothing is moved, tensors that share storage go on sharing it.
-
     Args:
         module: Changed in place.
         device: The fake one. The fake mode must be active.
     """
-    storages: dict[int, torch.Tensor] = {}
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor.to(device)
-        if device.type == "cpu":
-            return _twin_with_shared_storage(tensor, storages)
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     module._apply(placed)  # type: ignore[no-untyped-call]
-
-
-def _twin_with_shared_storage(tensor: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    elements = storage.nbytes() // tensor.element_size()
-    whole = storages.get(storage._cdata)
-    if whole is None or whole.dtype is not tensor.dtype:
-        whole = storages[storage._cdata] = torch.empty(elements, dtype=tensor.dtype, device="cpu")
-    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
 
 
 @contextlib.contextmanager

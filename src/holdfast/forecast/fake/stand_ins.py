@@ -1,6 +1,6 @@
 """What user code sees of CUDA while it runs on the fake device: ``torch.cuda``, ``"cuda"``, values of tensors.
 
-Code that asks for ``"cuda"`` gets the fake device, and a tensor there tells code outside torch and holdfast that it
+Code that asks for ``"cuda"`` gets the fake device, and a tensor there says to code outside torch and holdfast that it
 is on ``cuda:0``, so that ``if x.device.type == "cuda"`` goes the way that it goes on a GPU. All of it is put back
 after.
 """
@@ -48,7 +48,6 @@ class OnHost(TorchFunctionMode):
         self._fake = fake
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cpu = torch.device("cpu")
         on_cuda = False
 
         def home(arg: Any) -> Any:
@@ -56,7 +55,7 @@ class OnHost(TorchFunctionMode):
             there = redirected(arg, self._fake)
             if isinstance(there, torch.device) and there == self._fake:
                 on_cuda = True
-                return cpu
+                return torch.device("cpu")
             on_cuda = on_cuda or was_on_cuda(arg)
             return arg
 
@@ -68,7 +67,7 @@ class OnHost(TorchFunctionMode):
 
 
 def was_on_cuda(tensor: Any) -> bool:
-    """Tell whether a real tensor was moved to CUDA or made there, while that meant the CPU."""
+    """Return whether a real tensor was moved to CUDA or made there, while that meant the CPU."""
     return isinstance(tensor, torch.Tensor) and _ON_CUDA in getattr(tensor, "__dict__", ())
 
 
@@ -84,9 +83,10 @@ def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool = True) -> 
     with Patches() as patches:
         _values_of_fake_tensors(patches)
         _compile_as_eager(patches, guesses)
-        _transformers_as_usual(patches)
         _nothing_is_saved(patches, guesses)
         _one_device_only(patches)
+        # Its branch for traced tensors repeats heads and builds masks that no real run has.
+        _when_imported(patches, "transformers.utils.import_utils", _do_not_detect)
         # It draws again until all numbers suit, which fake ones never do.
         patches.replace(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor)
         if as_cuda:
@@ -94,19 +94,23 @@ def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool = True) -> 
             _devices_as_seen(patches, fake)
             install_cuda_module(patches, guesses)
             _when_imported(patches, "bitsandbytes", lambda _: None, cuda_hidden)
-            _autocast(patches, fake)
+            _autocast(patches, fake.type)
         yield
 
 
 def _values_of_fake_tensors(patches: Patches) -> None:
+    def values(tensor: Any) -> list[Any]:
+        if tensor.numel() > 0 and tensor.fake_mode.facts.of(tensor).value is None:
+            # One question for all elements: each takes 80 microseconds.
+            return [tensor.reshape(-1)[0].item()] * tensor.numel()
+        return [element.item() for element in tensor.reshape(-1).unbind()]
+
+    def as_array(tensor: torch.Tensor) -> Any:
+        return np.array(values(tensor), dtype=str(tensor.dtype).removeprefix("torch.")).reshape(tuple(tensor.shape))
+
     def around_numpy(original: Any) -> Any:
         def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(tensor, FakeTensor):
-                return original(tensor, *args, **kwargs)
-            if is_unknown(tensor):  # one question for all elements: each takes 80 microseconds
-                first = tensor.reshape(-1)[0].item()
-                return np.full(tuple(tensor.shape), first, dtype=str(tensor.dtype).removeprefix("torch."))
-            return np.array(tensor.tolist(), dtype=str(tensor.dtype).removeprefix("torch."))
+            return as_array(tensor) if isinstance(tensor, FakeTensor) else original(tensor, *args, **kwargs)
 
         return numpy
 
@@ -119,24 +123,9 @@ def _values_of_fake_tensors(patches: Patches) -> None:
 
         return form
 
-    def is_unknown(tensor: Any) -> bool:
-        return tensor.numel() > 0 and tensor.fake_mode.facts.of(tensor).value is None
-
-    def tolist(tensor: Any) -> Any:
-        if is_unknown(tensor):
-            return _nested([tensor.reshape(-1)[0].item()] * tensor.numel(), list(tensor.shape))
-        return _nested([element.item() for element in tensor.reshape(-1).unbind()], list(tensor.shape))
-
     patches.wrap(torch.Tensor, "numpy", around_numpy)
     patches.wrap(torch.Tensor, "__format__", around_format)
-    patches.replace(FakeTensor, "tolist", tolist)
-
-
-def _nested(values: list[Any], shape: list[int]) -> Any:
-    if not shape:
-        return values[0]
-    step = len(values) // max(1, shape[0])
-    return [_nested(values[i * step : (i + 1) * step], shape[1:]) for i in range(shape[0])] if shape[1:] else values
+    patches.replace(FakeTensor, "tolist", lambda tensor: as_array(tensor).tolist())
 
 
 def _compile_as_eager(patches: Patches, guesses: Guesses) -> None:
@@ -183,7 +172,7 @@ def _generator_class(fake: torch.device) -> Any:
 
 
 def _devices_as_seen(patches: Patches, fake: torch.device) -> None:
-    """Tell ``cuda:0`` to code outside torch and holdfast."""
+    """Say ``cuda:0`` to code outside torch and holdfast."""
     if fake.type == "cpu":
         return
     shown = torch.device("cuda", 0)
@@ -207,10 +196,8 @@ def _asked_by_torch(frame: FrameType | None) -> bool:
     return name.startswith(("torch.", "holdfast.")) or name == "torch"
 
 
-def _autocast(patches: Patches, fake: torch.device) -> None:
-    """Lead autocast on ``"cuda"`` to the fake device."""
-    kind = fake.type
-    mode: Any = torch.amp.autocast_mode
+def _autocast(patches: Patches, kind: str) -> None:
+    """Lead autocast on ``"cuda"`` to the type of the fake device."""
 
     def there(device_type: Any) -> Any:
         return kind if device_type == "cuda" else device_type
@@ -227,30 +214,19 @@ def _autocast(patches: Patches, fake: torch.device) -> None:
         return lambda device_type="cuda": original(there(device_type))
 
     def around_set(original: Any) -> Any:
-        def set_there(*args: Any) -> Any:
-            return original(there(args[0]), args[1]) if len(args) > 1 else original(kind, *args)
-
-        return set_there
+        return lambda *args: original(there(args[0]), args[1]) if len(args) > 1 else original(kind, *args)
 
     def around_cast(original: Any) -> Any:
         return lambda value, device_type, dtype: original(value, there(device_type), dtype)
 
     patches.wrap(torch.autocast, "__init__", around_init)
-    patches.wrap(mode, "_cast", around_cast)
+    patches.wrap(torch.amp.autocast_mode, "_cast", around_cast)
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
         patches.wrap(torch, name, around_query)
     for name in ("set_autocast_enabled", "set_autocast_dtype"):
         patches.wrap(torch, name, around_set)
     patches.replace(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype(kind))
     patches.replace(torch, "set_autocast_gpu_dtype", lambda dtype: torch.set_autocast_dtype(kind, dtype))
-
-
-_TRANSFORMERS = "transformers.utils.import_utils"
-
-
-def _transformers_as_usual(patches: Patches) -> None:
-    """Keep transformers from its branch for traced tensors, which repeats heads and builds masks no real run has."""
-    _when_imported(patches, _TRANSFORMERS, _do_not_detect)
 
 
 def _do_not_detect(module: Any) -> None:
@@ -332,11 +308,11 @@ def cuda_hidden() -> Iterator[None]:
         yield
 
 
+_Around = Callable[[], contextlib.AbstractContextManager[None]]
+
+
 def _when_imported(
-    patches: Patches,
-    name: str,
-    change: Callable[[Any], None],
-    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    patches: Patches, name: str, change: Callable[[Any], None], around: _Around = contextlib.nullcontext
 ) -> None:
     """Change a module now, or when it is imported, in a context."""
     if name in sys.modules:
@@ -348,23 +324,10 @@ def _when_imported(
 
 
 class _WhenImported:
-    """An import hook that changes one module when it has been loaded.
+    """An import hook that changes one module when it has been loaded, in a context."""
 
-    Args:
-        module: Its name.
-        change: Changes it.
-        around: Makes the context in which it is loaded.
-    """
-
-    def __init__(
-        self,
-        module: str,
-        change: Callable[[Any], None],
-        around: Callable[[], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        self._module = module
-        self._change = change
-        self._around = around
+    def __init__(self, module: str, change: Callable[[Any], None], around: _Around) -> None:
+        self._module, self._change, self._around = module, change, around
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self._module:

@@ -35,20 +35,20 @@ from holdfast.forecast.trace.tracer import Tracer
 from holdfast.memory.host_memory import available_bytes
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_SHARE_OF_MEMORY = (
-    0.9  # that real weights may take of what is available, so that it is this process that gets an error
-)
+# That real weights may take of what is available, so that it is this process that gets an error.
+_SHARE_OF_MEMORY = 0.9
 _MOST_QUESTIONS = 3  # of which both answers are traced: each costs two more steps
 _WORTH_TRACING = 0.01  # more of the peak: below that the margin covers it
 _SHARE_OF_GROWTH = 0.01  # of the peak, that a step may leave behind without a word: small histories do
 Say = Callable[[dict[str, Any]], None]
+Points = list[tuple[int, int | None]]
 
 
 def main() -> None:
     """Do what the request asks for."""
-    request, say = _take_over()
+    request, say = _connect()
     try:
-        answer = trace(request, Steps(say, request))
+        answer = _Tracing(request, say).answer()
     except HoldfastError as error:
         words = {"what": error.what, "limit": error.limit, "fix": error.fix, "rule": error.rule}
         say({"error": {"kind": type(error).__name__, **words}})
@@ -58,7 +58,7 @@ def main() -> None:
     os._exit(0)  # what user code has started does not hold it up
 
 
-def _take_over() -> tuple[dict[str, Any], Say]:
+def _connect() -> tuple[dict[str, Any], Say]:
     """Keep stdin and stdout for the parent, and give user code stderr and an empty stdin instead."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -70,8 +70,8 @@ def _take_over() -> tuple[dict[str, Any], Say]:
     request: dict[str, Any] = json.loads(asked.readline())
     threading.Thread(target=_end_with, args=(asked,), daemon=True).start()
 
-    def say(told: dict[str, Any]) -> None:
-        answers.write(json.dumps(told).encode() + b"\n")
+    def say(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message).encode() + b"\n")
         answers.flush()
 
     return request, say
@@ -83,158 +83,120 @@ def _end_with(parent: Any) -> NoReturn:
     os._exit(1)
 
 
-class Steps:
-    """Tells the parent what is being done.
+class _Tracing:
+    """Builds a job, makes steps of it and traces them: the fields of a `TraceRequest`, ``weights`` and ``folder``."""
 
-    Args:
-        say: Sends a line.
-        request: What was asked for.
-    """
+    def __init__(self, request: dict[str, Any], say: Say) -> None:
+        self._request, self._say = request, say
+        self._points: Points = [(size, length) for size, length in request["points"]]
+        self._done, self._total = 0, 3 + len(self._points)
+        self._job: Job
+        self._device: ForecastDevice
+        self._tracer: Tracer
 
-    def __init__(self, say: Say, request: dict[str, Any]) -> None:
-        self._say = say
-        self._done = 0
-        self._total = 3 + len(request["points"])
-        self._precision = request["precision"]
-
-    def begin(self, text: str) -> None:
-        """Say what comes next."""
-        self._say({"text": f"{text} ({self._precision})", "done": self._done, "total": self._total})
+    def _begin(self, text: str) -> None:
+        self._say({"text": f"{text} ({self._request['precision']})", "done": self._done, "total": self._total})
         self._done += 1
 
+    def answer(self) -> dict[str, Any]:
+        """Return the fields of a `TraceResult` that are known here, and the files of the traces in the folder."""
+        request = self._request
+        is_host = request["route"] == "cpu"
+        with forecast_device(request["route"], request["precision"], as_cuda=not is_host) as device:
+            self._device = device
+            device.guesses.give(dict(request["answers"]))
+            begun = time.perf_counter()
+            self._job = job = self._build()
+            build_seconds = time.perf_counter() - begun
+            scratch_of = scratch_cpu.scratch_of if is_host else scratch.scratch_of
+            with Tracer(device.device, scratch=scratch_of, uncalibrated=device.uncalibrated) as self._tracer:
+                job.claim = self._tracer.claim
+                self._tracer.watch(models=job.models, optimizers=job.optimizers.values(), blocks=job.blocks)
+                self._begin("making a first step")
+                self._settle()
+                traces, seconds = self._trace_points()
+                # A single point is a plan that is checked: what its alternatives need was said before.
+                if len(self._points) > 1:
+                    traces = self._with_other_answers(traces)
+        files = [f"{number}.npz" for number in range(len(traces))]
+        for file, traced in zip(files, traces, strict=True):
+            traced.save(Path(request["folder"]) / file)
+        given = {"answers": device.guesses.given, "trace_seconds": seconds, "build_seconds": build_seconds}
+        return {"files": files, **given, **_facts(job)}
 
-def trace(request: dict[str, Any], steps: Steps) -> dict[str, Any]:
-    """Trace a job in this process.
-
-    Args:
-        request: The fields of a `TraceRequest`, its ``points``, and ``weights`` and ``folder``.
-        steps: Says how far it is.
-
-    Returns:
-        The fields of a `TraceResult` that are known here, and the names of the files of the traces in the folder.
-    """
-    options = StepOptions(
-        gradient_accumulation_steps=request["gradient_accumulation_steps"],
-        max_grad_norm=request["max_grad_norm"],
-        recompute=tuple(request["recompute"]),
-    )
-    points = [(size, length) for size, length in request["points"]]
-    with forecast_device(request["route"], request["precision"], as_cuda=request["route"] != "cpu") as device:
-        device.guesses.give(dict(request["answers"]))
-        begun = time.perf_counter()
-        job = _built(request, device, options, points, steps)
-        build_seconds = time.perf_counter() - begun
-        scratch_of = scratch_cpu.scratch_of if device.route == "cpu" else scratch.scratch_of
-        with Tracer(device.device, scratch=scratch_of, uncalibrated=device.uncalibrated) as tracer:
-            job.claim = tracer.claim
-            tracer.watch(models=job.models, optimizers=job.optimizers.values(), blocks=job.blocks)
-            steps.begin("making a first step")
-            points = request["points"] = _settled(job, points)
-            tracing = _Tracing(job, tracer, device, request, steps)
-            traces, seconds = tracing.points()
-            # A single point is a plan that is checked: what its alternatives need was said before.
-            if len(points) > 1:
-                traces = tracing.with_other_answers(traces)
-    files = [f"{number}.npz" for number in range(len(traces))]
-    for file, traced in zip(files, traces, strict=True):
-        traced.save(Path(request["folder"]) / file)
-    told = {"files": files, "answers": device.guesses.given, "trace_seconds": seconds, "build_seconds": build_seconds}
-    return {**_facts(job), **told}
-
-
-def _built(
-    request: dict[str, Any],
-    device: ForecastDevice,
-    options: StepOptions,
-    points: list[tuple[int, int | None]],
-    steps: Steps,
-) -> Job:
-    steps.begin("importing the factory")
-    if request["weights"] == "fake":
-        return Job(*_called(request, points, steps, device), device, options)
-    _limit_memory()
-    try:
-        with device.suspended():
-            built, batches = _called(request, points, steps, device)
-    except HoldfastError as error:
-        if isinstance(error.__cause__, MemoryError) or "can't allocate memory" in error.what:
-            raise _too_large(error) from error
-        raise
-    job = Job(built, batches, device, options)
-    taken = _host_bytes() / 2**30
-    job.assumptions.append(
-        Assumption(what=f"build ran with real weights and took up to {taken:.2f} GiB of host memory")
-    )
-    return job
-
-
-def _called(
-    request: dict[str, Any], points: list[tuple[int, int | None]], steps: Steps, device: ForecastDevice
-) -> tuple[Built, dict[int | None, Any]]:
-    """Return what the factory returned, and its sample batches by the length that it was told.
-
-    A factory that takes a length is called for each, the longest first: that model is kept.
-    """
-    name = request["factory"]
-    factory = building.load_factory(name)
-    steps.begin("building the model")
-    size = points[0][0]
-    asked = sorted({length for _, length in points if length is not None}, reverse=True)
-    lengths: list[int | None] = [*asked] if building.takes_length(factory) and asked else [None]
-    built = building.call_factory(name, factory, size=size, length=lengths[0], loading=device.suspended)
-    batches = {lengths[0]: built.batch} if built.has_batch else {}
-    for length in lengths[1:] if built.has_batch else ():
-        other = building.call_factory(name, factory, size=size, length=length, loading=device.suspended)
-        batches[length] = other.batch
-    return built, batches
-
-
-def _settled(job: Job, points: list[tuple[int, int | None]]) -> list[tuple[int, int | None]]:
-    """Make the first step; one that takes no small batches is made with the sample batch, and its multiples.
-
-    Returns:
-        The points to trace.
-    """
-    smallest = points[0][0]
-    try:
-        job.settle(*points[0])
-    except PolicyError as error:
-        whole = None if job.sample is None else job.sample.size
-        if error.rule != "H414" or len(points) == 1 or whole is None or whole <= smallest:
-            raise
-        larger = [(size * whole // smallest, length) for size, length in points]
+    def _build(self) -> Job:
+        request, device = self._request, self._device
+        options = StepOptions(
+            gradient_accumulation_steps=request["gradient_accumulation_steps"],
+            max_grad_norm=request["max_grad_norm"],
+            recompute=tuple(request["recompute"]),
+        )
+        self._begin("importing the factory")
+        if request["weights"] == "fake":
+            return Job(*self._call_factory(), device, options)
+        _limit_memory()
         try:
-            job.settle(*larger[0])
-        except HoldfastError:
-            raise error from None
-        sizes = " and ".join(str(size) for size in sorted({size for size, _ in larger}))
-        what = f"batches of {sizes} samples were traced, since with {smallest} {' '.join(error.what.split())}"
+            with device.suspended():
+                built, batches = self._call_factory()
+        except HoldfastError as error:
+            if isinstance(error.__cause__, MemoryError) or "can't allocate memory" in error.what:
+                raise _too_large(error) from error
+            raise
+        job = Job(built, batches, device, options)
+        what = f"build ran with real weights and took up to {_host_bytes() / 2**30:.2f} GiB of host memory"
         job.assumptions.append(Assumption(what=what))
-        return larger
-    return points
+        return job
 
+    def _call_factory(self) -> tuple[Built, dict[int | None, Any]]:
+        """Return what the factory returned, and its sample batches by the length that it was called with.
 
-class _Tracing:
-    """Makes steps of a job and traces them."""
+        A factory that takes a length is called for each, the longest first: that model is kept.
+        """
+        name = self._request["factory"]
+        factory = building.load_factory(name)
+        self._begin("building the model")
+        asked = sorted({length for _, length in self._points if length is not None}, reverse=True)
+        lengths: list[int | None] = [*asked] if building.takes_length(factory) and asked else [None]
+        found = [
+            building.call_factory(
+                name, factory, size=self._points[0][0], length=length, loading=self._device.suspended
+            )
+            for length in lengths
+        ]
+        batches = {length: one.batch for length, one in zip(lengths, found, strict=True) if one.has_batch}
+        return found[0], batches
 
-    def __init__(
-        self, job: Job, tracer: Tracer, device: ForecastDevice, request: dict[str, Any], steps: Steps
-    ) -> None:
-        self._job, self._tracer, self._device, self._request, self._steps = job, tracer, device, request, steps
+    def _settle(self) -> None:
+        """Make the first step; one that takes no small batches is made with the sample batch, and its multiples."""
+        job, (smallest, length) = self._job, self._points[0]
+        try:
+            job.settle(smallest, length)
+        except PolicyError as error:
+            whole = None if job.sample is None else job.sample.size
+            if error.rule != "H414" or len(self._points) == 1 or whole is None or whole <= smallest:
+                raise
+            self._points = [(size * whole // smallest, length) for size, length in self._points]
+            try:
+                job.settle(*self._points[0])
+            except HoldfastError:
+                raise error from None
+            sizes = " and ".join(str(size) for size in sorted({size for size, _ in self._points}))
+            what = f"batches of {sizes} samples were traced, since with {smallest} {' '.join(error.what.split())}"
+            job.assumptions.append(Assumption(what=what))
 
-    def points(self) -> tuple[list[Trace], list[float]]:
+    def _trace_points(self) -> tuple[list[Trace], list[float]]:
         """Return a trace of each point that is asked for, and how long it took."""
         traces, seconds = [], []
-        for size, length in self._request["points"]:
-            self._steps.begin(f"tracing a step of {size} samples" + (f" of length {length}" if length else ""))
+        for size, length in self._points:
+            self._begin(f"tracing a step of {size} samples" + (f" of length {length}" if length else ""))
             begun = time.perf_counter()
-            self._job.step(size, length)  # leaves what such a step leaves; the very first in another order
-            traces.append(self._traced(size, length))
+            traces.append(self._trace(size, length))
             seconds.append(time.perf_counter() - begun)
         traces[-1] = dataclasses.replace(traces[-1], assumptions=(*traces[-1].assumptions, *_growth(traces[-1])))
         return traces, seconds
 
-    def _traced(self, size: int, length: int | None) -> Trace:
+    def _trace(self, size: int, length: int | None) -> Trace:
+        self._job.step(size, length)  # leaves what such a step leaves; the very first in another order
         with self._tracer.recording():
             self._job.step(size, length)
         return self._tracer.trace(
@@ -245,12 +207,11 @@ class _Tracing:
             assumptions=(*self._job.assumptions, *self._device.assumptions),
         )
 
-    def with_other_answers(self, traces: list[Trace]) -> list[Trace]:
+    def _with_other_answers(self, traces: list[Trace]) -> list[Trace]:
         """Return the traces to plan with: a plan is to hold whichever way a step goes that depends on values.
 
         The other answer to each ``bool(tensor)`` is tried, and those that need more are given to all traces.
         """
-        size, length = self._request["points"][-1]
         guesses = self._device.guesses
         given, asked = dict(guesses.given), dict(guesses.asked)
         peak = live_peak(traces[-1])
@@ -259,8 +220,7 @@ class _Tracing:
         for line, answer in [each for each in asked.items() if each[0] not in given][:_MOST_QUESTIONS]:
             guesses.give({**given, line: not answer})
             try:
-                self._job.step(size, length)
-                more = live_peak(self._traced(size, length)) / peak - 1
+                more = live_peak(self._trace(*self._points[-1])) / peak - 1
                 how = f"needs {abs(more):.2%} {'less' if more < 0 else 'more'}"
                 if more > _WORTH_TRACING:
                     heavier[line] = not answer
@@ -270,7 +230,7 @@ class _Tracing:
         guesses.give({**given, **heavier})
         if heavier:
             try:
-                traces, _ = self.points()
+                traces, _ = self._trace_points()
                 for line, answer in heavier.items():
                     said[line] = f"{answer}, the answer that needs more ({said[line]})"
             except HoldfastError:  # alone each of them ran; all of them together need not

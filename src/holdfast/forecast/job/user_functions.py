@@ -9,10 +9,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -82,10 +82,9 @@ class OwnPrecision:
     def __init__(self, models: Mapping[str, nn.Module], added: type[torch.autocast]) -> None:
         every = (p for model in models.values() for p in model.parameters() if p.is_floating_point())
         self.parameters = sorted({str(p.dtype).removeprefix("torch.") for p in every if p.itemsize < 4})
-        self.casts = False  # whether a module ran forward under an autocast of the job's own
+        self.casts = False  # whether an autocast of the job's own was entered
         self._added = added
-        self._open = 0
-        self._cleanup = contextlib.ExitStack()
+        self._patch: Any = None
 
     def words(self) -> str:
         """Return what was found; empty if nothing was."""
@@ -93,31 +92,19 @@ class OwnPrecision:
         return " and ".join([*found, "an autocast of its own"] if self.casts else found)
 
     def __enter__(self) -> Self:
-        enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-
-        def counts(context: torch.autocast) -> bool:
-            recomputes = torch._C._current_graph_task_id() != -1  # a checkpoint enters again what was there
-            return bool(context._enabled) and not isinstance(context, self._added) and not recomputes
+        enter = torch.autocast.__enter__
 
         def entered(context: torch.autocast) -> Any:
-            self._open += counts(context)
+            recomputes = torch._C._current_graph_task_id() != -1  # a checkpoint enters again what was there
+            self.casts |= bool(context._enabled) and not isinstance(context, self._added) and not recomputes
             return enter(context)  # type: ignore[no-untyped-call]
 
-        def left(context: torch.autocast, *error: Any) -> Any:
-            self._open -= counts(context)
-            return leave(context, *error)
-
-        def look(*_: Any) -> None:
-            self.casts |= self._open > 0
-
-        for name, replaced in (("__enter__", entered), ("__exit__", left)):
-            self._cleanup.callback(setattr, torch.autocast, name, getattr(torch.autocast, name))
-            setattr(torch.autocast, name, replaced)
-        self._cleanup.callback(register_module_forward_pre_hook(look).remove)
+        self._patch = mock.patch.object(torch.autocast, "__enter__", entered)
+        self._patch.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._cleanup.close()
+        self._patch.stop()
 
 
 def find_loss(returned: Any) -> torch.Tensor | None:

@@ -145,7 +145,7 @@ class Trace:
     def save(self, path: Path) -> None:
         """Write the trace into one file (numpy's ``.npz``, without pickles), whatever the name ends with."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        arrays: dict[str, Any] = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
         rest = {name: value for name, value in values.items() if name not in arrays}
         with path.open("wb") as file:
             np.savez(file, rest=np.array(json.dumps(rest, default=dataclasses.asdict)), **arrays)

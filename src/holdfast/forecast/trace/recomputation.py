@@ -3,10 +3,10 @@
 What torch's checkpoint (and `memory.recompute`) does to a block, and so what is edited:
 
     forward     runs as it did; what only the block's own graph held is then freed, its outputs stay
-    meanwhile   its inputs live until its backward pass is done, even if nothing else needs them
-    backward    its forward pass runs again before it; now the second copies die as the first ones did
+    meanwhile   its inputs are kept until its backward pass is done, even if nothing else needs them
+    backward    its forward pass runs again before it; now the second copies end as the first ones did
 
-Where a trace cannot tell who else holds a storage, it is taken to live as long as it did without recomputation: the
+Where a trace cannot say who else holds a storage, it is taken to stay as long as it did without recomputation: the
 answer may be too high, not too low. Too high it is while a block runs forward (a checkpoint keeps nothing, the events
 keep all up to the end of the block), and after its last saved tensor (a checkpoint stops there, the events go on).
 """
@@ -51,7 +51,7 @@ def with_recompute(trace: Trace, blocks: Iterable[str]) -> Trace:
 
 
 def dropped_bytes(trace: Trace, block: str) -> int:
-    """Return how much less lives between the forward and the backward passes of a block that is recomputed."""
+    """Return how much less is alive between the forward and the backward passes of a block that is recomputed."""
     number = trace.blocks.index(block)
     edit = _Edit(trace)
     runs = (run for run in trace.block_runs if run.block == number and run.backward >= 0)
@@ -71,29 +71,18 @@ def _innermost_first(runs: Sequence[BlockRun], chosen: Sequence[int]) -> list[li
     return [depths[depth] for depth in sorted(depths, reverse=True)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Insertion:
-    """Events that are inserted before one of the step's.
-
-    Args:
-        at: That event.
-        events: As in `Trace.events`.
-        phase: Index into `PHASES`.
-    """
+    """Events of one phase, as in `Trace.events`, that are inserted before event `at` of the step's."""
 
     at: int
     events: Ids
     phase: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Replay(_Insertion):
-    """A forward pass that is made again.
-
-    Args:
-        run: The pass.
-        offsets: Shape ``(events of the pass + 1,)``: how many of `events` come before each of the pass's.
-    """
+    """A forward pass that is made again; `offsets` says how many of `events` come before each of the pass's."""
 
     run: BlockRun
     offsets: Ids
@@ -114,15 +103,15 @@ class _Edit:
         self._trained_bytes = np.unique(trace.size_bytes[trace.owner == _GRADIENTS])
         self._sources: list[Ids] = [np.arange(len(trace.size_bytes))]  # what each storage of the edited step is like
         self._storages = len(trace.size_bytes)
-        self._casts: dict[int, list[tuple[int, Ids]]] = {}  # of weights, by block, and when the cache lets go
+        self._casts: dict[int, list[tuple[int, Ids]]] = {}  # of weights, by block, and when the cache drops them
         self._frees: list[_Insertion] = []
         self._clones: list[_Insertion] = []
         self._replays: list[_Replay] = []
 
     def dropped(self, run: BlockRun) -> Ids:
         """Return the storages that only the graph of a pass holds after it, its outputs not counted."""
-        lives = self._survivors(run)
-        return lives[self._only_own(run, lives) & ~np.isin(lives, run.kept)]
+        left = self._survivors(run)
+        return left[self._only_own(run, left) & ~np.isin(left, run.kept)]
 
     def made(self, numbers: Sequence[int]) -> Trace:
         """Return the trace with these passes recomputed, none of which contains another."""
@@ -141,10 +130,10 @@ class _Edit:
         made = self._made(run)
         return made[self._dies[made] >= run.forward[1]]
 
-    def _only_own(self, run: BlockRun, lives: Ids) -> npt.NDArray[np.bool_]:
+    def _only_own(self, run: BlockRun, left: Ids) -> npt.NDArray[np.bool_]:
         """Return which of them are freed by the pass's own backward pass: its graph was the last to hold them."""
-        own = (self._dies[lives] >= run.backward) & (self._dies[lives] <= self._end_of_backward(run))
-        return own if run.saved is None else own & (~np.isin(lives, run.kept) | np.isin(lives, run.saved))
+        own = (self._dies[left] >= run.backward) & (self._dies[left] <= self._end_of_backward(run))
+        return own if run.saved is None else own & (~np.isin(left, run.kept) | np.isin(left, run.saved))
 
     def _end_of_backward(self, run: BlockRun) -> int:
         """Return the last event of the model's backward pass in which that of a block lies."""
@@ -160,26 +149,26 @@ class _Edit:
 
     def _recompute(self, run: BlockRun) -> int:
         """Edit one pass; return the event before which its checkpoint is gone."""
-        lives = self._survivors(run)
-        own = self._only_own(run, lives)
-        kept = np.isin(lives, run.kept)
-        again = lives[own]  # their second copies take over
+        left = self._survivors(run)
+        own = self._only_own(run, left)
+        kept = np.isin(left, run.kept)
+        again = left[own]  # their second copies take over
         until = 1 + (int(self._dies[again].max()) if len(again) else self._end_of_backward(run))
         casts = self._weight_casts(run)
         scope_ends = self._end_of_forward(run)
         earlier = [ids for end, ids in self._casts.get(run.block, []) if end > run.forward[0]]
         self._casts.setdefault(run.block, []).append((scope_ends, casts))
-        self._released[lives[own & ~kept]] = run.forward[1]
-        self._released[np.intersect1d(lives[own & ~kept], casts)] = scope_ends
-        self._released[lives[own & kept]] = run.backward
-        beyond = self._dies[lives] > self._end_of_backward(run)  # held from elsewhere: the copies by the graph, maybe
+        self._released[left[own & ~kept]] = run.forward[1]
+        self._released[np.intersect1d(left[own & ~kept], casts)] = scope_ends
+        self._released[left[own & kept]] = run.backward
+        beyond = self._dies[left] > self._end_of_backward(run)  # held from elsewhere: the copies by the graph, maybe
         if run.saved is not None:
-            beyond &= ~kept | np.isin(lives, run.saved)
+            beyond &= ~kept | np.isin(left, run.saved)
         # Casts that an earlier pass of the block has made are made again if autocast's cache is gone.
         more = np.concatenate([self._made(run)[:0], *earlier])
         # A backward pass within autocast's scope finds its own in the cache.
-        cached = np.intersect1d(lives[beyond], casts)
-        self._replay(run, until, again=again, beyond=np.setdiff1d(lives[beyond], cached), more=more, not_made=cached)
+        cached = np.intersect1d(left[beyond], casts)
+        self._replay(run, until, again=again, beyond=np.setdiff1d(left[beyond], cached), more=more, not_made=cached)
         return until
 
     def _replay(self, run: BlockRun, until: int, *, again: Ids, beyond: Ids, more: Ids, not_made: Ids) -> None:
@@ -208,10 +197,10 @@ class _Edit:
         events = np.concatenate([before, replay, -left - 1, -second - 1])
         offsets = len(before) + np.concatenate([[0], np.cumsum(inside)])
         self._events[self._dies[again]] = -named[again] - 1
-        self._clones.append(_Insertion(at=run.forward[0], events=first + 1, phase=_FORWARD))
-        self._replays.append(_Replay(at=run.backward, events=events, phase=_BACKWARD, run=run, offsets=offsets))
+        self._clones.append(_Insertion(run.forward[0], first + 1, _FORWARD))
+        self._replays.append(_Replay(run.backward, events, _BACKWARD, run, offsets))
         ends = -np.concatenate([named[beyond], more, first]) - 1
-        self._frees.append(_Insertion(at=until, events=ends, phase=_BACKWARD))
+        self._frees.append(_Insertion(until, ends, _BACKWARD))
 
     def _copy(self, sources: Ids) -> Ids:
         """Return the ids of new storages like these."""
@@ -252,7 +241,7 @@ class _Edit:
         for storage in known:
             at = int(self._released[storage])
             phase = int(self._trace.event_phase[max(0, at - 1)])
-            self._frees.append(_Insertion(at=at, events=np.array([-storage - 1]), phase=phase))
+            self._frees.append(_Insertion(at, np.array([-storage - 1]), phase))
 
     def _assembled(self) -> Trace:
         trace = self._trace
@@ -269,10 +258,7 @@ class _Edit:
             trace,
             events=events[events != 0].astype(np.int32),
             event_phase=phases[events != 0].astype(np.int8),
-            size_bytes=trace.size_bytes[sources],
-            owner=trace.owner[sources],
-            module=trace.module[sources],
-            line=trace.line[sources],
+            **{name: getattr(trace, name)[sources] for name in ("size_bytes", "owner", "module", "line")},
             **_operations(trace, replays, starts, moves),
         )
 
@@ -303,6 +289,10 @@ class _Moves:
         """Return where they are now themselves."""
         return self._remaining[events + np.searchsorted(self._at, events, side="right")]
 
+    def span(self, span: tuple[int, int]) -> tuple[int, int]:
+        """Return where a part of the step is now; what was inserted at its ends is no part of it."""
+        return int(self.after(span[0])), int(self.before(span[1]))
+
 
 def _operations(trace: Trace, replays: Sequence[_Replay], starts: Ids, moves: _Moves) -> dict[str, Any]:
     """Return the fields of the edited trace that count operations or events."""
@@ -320,21 +310,14 @@ def _operations(trace: Trace, replays: Sequence[_Replay], starts: Ids, moves: _M
         for name in ("operation_name", "flops", "moved_bytes", "dtype")
     }
     changed["operation_phase"] = np.insert(trace.operation_phase, at, np.full(len(at), _BACKWARD))
-    changed["operation_event"] = np.insert(moves.after(trace.operation_event), at, np.concatenate(begun)).astype(
-        np.int32
-    )
+    events = np.insert(moves.after(trace.operation_event), at, np.concatenate(begun))
+    changed["operation_event"] = events.astype(np.int32)
     moved = _Moves(at, np.ones(len(trace.operation_name) + len(at), dtype=np.bool_))
     changed["block_runs"] = tuple(_moved_run(run, moves, moved) for run in trace.block_runs)
     changed["variants"] = tuple(
-        replace(one, events=_moved(one.events, moves), operations=_moved(one.operations, moved))
-        for one in trace.variants
+        replace(one, events=moves.span(one.events), operations=moved.span(one.operations)) for one in trace.variants
     )
     return changed
-
-
-def _moved(span: tuple[int, int], moves: _Moves) -> tuple[int, int]:
-    """Return where a part of the step is now; what was inserted at its ends is no part of it."""
-    return int(moves.after(span[0])), int(moves.before(span[1]))
 
 
 def _moved_run(run: BlockRun, events: _Moves, operations: _Moves) -> BlockRun:
@@ -343,5 +326,5 @@ def _moved_run(run: BlockRun, events: _Moves, operations: _Moves) -> BlockRun:
         run,
         forward=(int(events.after(run.forward[0])), int(events.after(run.forward[1]))),
         backward=run.backward if run.backward < 0 else int(events.before(run.backward)),
-        operations=_moved(run.operations, operations),
+        operations=operations.span(run.operations),
     )

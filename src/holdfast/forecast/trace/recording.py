@@ -157,6 +157,10 @@ def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
     events = [dense[event - 1] + 1 if event > 0 else -dense[-event - 1] - 1 for event in recording.events]
     _sort_frees(events, recording)
     columns = zip(*recording.operations, strict=True) if recording.operations else [()] * len(Ran._fields)
+    operations: dict[str, Any] = {
+        name: np.array(column, dtype=_TYPES.get(name, np.int32))
+        for name, column in zip(Ran._fields, columns, strict=True)
+    }
     described["assumptions"] = (*described.get("assumptions", ()), *recording.assumptions)
     return Trace(
         events=np.array(events, dtype=np.int32),
@@ -165,10 +169,7 @@ def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
         owner=np.array(_owners(recording, ledger, numbers), dtype=np.int8),
         module=np.array([ledger.module[number] for number in numbers], dtype=np.int32),
         line=np.array([ledger.line[number] for number in numbers], dtype=np.int32),
-        **{
-            name: np.array(column, dtype=_TYPES.get(name, np.int32))
-            for name, column in zip(Ran._fields, columns, strict=True)
-        },
+        **operations,
         resident=tuple(range(len(recording.resident))),
         carried=carried,
         growth_bytes=growth,
