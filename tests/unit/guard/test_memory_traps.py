@@ -461,7 +461,7 @@ def test_a_buffer_that_a_split_would_move_twice_is_found_before_the_first_step(t
 
     model = Codebook()
     guard = guarded(tmp_path, model, micro_batch_size=2)
-    with pytest.raises(holdfast.HoldfastError, match=r"(?s)'used'.*H206"):
+    with pytest.raises(holdfast.HoldfastError, match=r"(?s)'model.used'.*H206"):
         guard.step(torch.randn(8, 6), square_of(model))
     assert (float(model.used), guard.global_step) == (0, 0)
 
