@@ -115,37 +115,6 @@ def test_a_rollback_keeps_the_strides(
         process.guard.close()
 
 
-def test_the_callers_own_state_lies_as_it_was_saved(tmp_path: Path) -> None:
-    """Also of ``state=``: strides of dense tensors come back, complex ones too; a slice comes back dense."""
-
-    class Own:
-        def __init__(self) -> None:
-            whole = torch.arange(24.0).reshape(2, 3, 4)
-            self.tensors = {
-                "turned": whole.permute(2, 0, 1),
-                "complex": torch.complex(whole, -whole).transpose(0, 2),
-                "slice": whole[:, :, 1],
-                "ambiguous": torch.ones(5, 1, 3, 3).to(memory_format=torch.channels_last),
-            }
-
-        def state_dict(self) -> dict[str, Any]:
-            return dict(self.tensors)
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.tensors = state
-
-    model = nn.Linear(2, 1)
-    for _ in range(2):
-        own = Own()
-        guard = holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), state=own)
-        guard.step(torch.randn(4, 2), lambda x: model(x).mean())
-        guard.close()
-    before = Own().tensors
-    for name, tensor in own.tensors.items():
-        assert torch.equal(tensor, before[name])
-        assert tensor.stride() == ((3, 1) if name == "slice" else before[name].stride()), name
-
-
 class Masked(nn.Module):
     """A mask that is expanded, beside the scalar that it is a view of; another one is replaced by dense values."""
 

@@ -157,12 +157,9 @@ def make(run_dir: Path, **fields: Any) -> tuple[holdfast.Guard, nn.Module, Fails
     return holdfast.Guard(run_dir, model=model, optimizer=optimizer, **made), model, optimizer
 
 
-def kinds(guard: holdfast.Guard) -> list[str]:
-    return kinds_of(guard)
-
-
-def test_a_rollback_that_fails_half_way_gives_back_lock_and_handlers(tmp_path, monkeypatch):
-    """The error comes out, an event says what failed, another guard can open the run, and nothing of it is saved."""
+@pytest.mark.parametrize("how", ["the loop is left", "the next batch"])
+def test_a_rollback_that_fails_half_way_gives_back_lock_and_handlers(tmp_path, monkeypatch, caplog, how):
+    """The error comes out, event and log say what failed, another guard can open the run, nothing of it is saved."""
     handler, loads = signal.getsignal(signal.SIGTERM), []
     guard, model, optimizer = make(tmp_path)
     optimizer.fails_at = 2
@@ -174,20 +171,20 @@ def test_a_rollback_that_fails_half_way_gives_back_lock_and_handlers(tmp_path, m
         components.load(*given)
 
     monkeypatch.setattr(session, "load", load_once)
-
     batches = guard.batches(max_epochs=1)
     assert not guard.step(next(batches), square_of(model)).skipped
     assert guard.step(next(batches), square_of(model)).skipped
-    with pytest.raises(OSError, match="is gone"):
-        batches.close()  # what followed the step in the loop body is to be taken back
+    with pytest.raises(OSError, match="is gone"):  # what followed the step in the loop body is to be taken back
+        batches.close() if how == "the loop is left" else next(batches)
     assert signal.getsignal(signal.SIGTERM) == handler
-    assert "rollback_failed" in kinds(guard)
+    assert "rollback_failed" in kinds_of(guard)
+    assert "rollback_failed: error='OSError: the disk is gone'" in caplog.text
     assert guard._session.state.phase is Phase.BROKEN
-    guard.close()
-    again, _, _ = make(tmp_path)
+    again, _, _ = make(tmp_path)  # the lock is free, although nobody has closed the first guard
     assert again.resumed_from is not None
     assert again.resumed_from.name.endswith("step00000001")
     again.close()
+    guard.close()
 
 
 def test_what_fails_before_a_weight_moves_is_taken_back(tmp_path, monkeypatch):
