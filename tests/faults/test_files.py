@@ -89,7 +89,7 @@ def test_a_full_disk_stops_no_training(start, undisturbed, tmp_path):
     inside = command_with_small_disk(disk, [])
     if inside is None:
         pytest.skip("no small disk may be mounted here, neither as root nor in a user namespace")
-    life = start(
+    run = start(
         command=inside,
         run_dir=str(disk / "run"),
         fill_at=8,
@@ -97,7 +97,7 @@ def test_a_full_disk_stops_no_training(start, undisturbed, tmp_path):
         filler=str(disk / "filler"),
         async_save=False,
     )
-    end = life.end()
+    end = run.end()
     failed = [event for event in end["events"] if event[0] == "save_failed"]
     saved = [event[1] for event in end["events"] if event[0] == "checkpoint_saved"]
     assert [event[1] for event in failed] == [10, 15, 20]

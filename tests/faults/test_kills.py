@@ -29,11 +29,11 @@ def test_sigkill_at_random_moments_is_bit_exact(start, undisturbed, tmp_path, fi
     reached = 0
     for workers in (first, second):
         target = min(reached + chance.randrange(3, 12), 29)
-        life = start(workers=workers, seconds_per_step=0.01, async_save=beside)
-        life.wait_for(lambda line, target=target: line.get("step", 0) >= target)
+        run = start(workers=workers, seconds_per_step=0.01, async_save=beside)
+        run.wait_for(lambda line, target=target: line.get("step", 0) >= target)
         time.sleep(chance.random() * 0.02)
-        life.kill()
-        reached = life.steps()[-1]
+        run.kill()
+        reached = run.steps()[-1]
     last = start(workers=second)
     end = last.end()
     assert beside or last.lines()[0]["start"] >= reached - 5, "at most one save interval is lost"
@@ -44,22 +44,22 @@ def test_sigkill_at_random_moments_is_bit_exact(start, undisturbed, tmp_path, fi
 
 def test_the_black_box_outlives_the_process(start, tmp_path):
     """After SIGKILL every step that the process finished is in the recording, with the one that was under way."""
-    life = start(seconds_per_step=0.01)
-    life.wait_for(lambda line: line.get("step", 0) >= 9)
-    life.kill()
+    run = start(seconds_per_step=0.01)
+    run.wait_for(lambda line: line.get("step", 0) >= 9)
+    run.kill()
     marks = read_steps(tmp_path / "run" / "recorder" / "rank0")
     committed = [record.global_step for record in marks if record.mark == StepMark.COMMITTED]
-    assert committed[: len(life.steps())] == life.steps()
-    assert len(committed) <= len(life.steps()) + 1
+    assert committed[: len(run.steps())] == run.steps()
+    assert len(committed) <= len(run.steps()) + 1
     assert "checkpoint_saved" in {event.kind for event in read_events(tmp_path / "run" / "recorder" / "rank0")}
 
 
 def test_sigterm_saves_at_the_next_boundary_and_exits_with_zero(start, undisturbed):
     """SIGTERM ends the loop after the step under way with a checkpoint of it, the script runs to its end, exit 0."""
-    life = start(seconds_per_step=0.02, save_interval_steps=1000)
-    life.wait_for(lambda line: line.get("step", 0) >= 7)
-    life.send(signal.SIGTERM)
-    end = life.end()
+    run = start(seconds_per_step=0.02, save_interval_steps=1000)
+    run.wait_for(lambda line: line.get("step", 0) >= 7)
+    run.send(signal.SIGTERM)
+    end = run.end()
     assert end["stop_reason"] == "SIGTERM"
     assert 7 <= end["end"] < 32
     rest = start(save_interval_steps=1000)
@@ -72,14 +72,14 @@ def test_sigterm_saves_at_the_next_boundary_and_exits_with_zero(start, undisturb
 )
 def test_sigterm_is_honoured_while_nothing_is_trained(start, undisturbed, place):
     """A stop request ends a long evaluation and a wait for data at once, and loses no step."""
-    life = start(save_interval_steps=1000, **place)
-    life.wait_for(lambda line: "evaluating" in line or "waiting" in line)
+    run = start(save_interval_steps=1000, **place)
+    run.wait_for(lambda line: "evaluating" in line or "waiting" in line)
     if place.get("workers"):
         time.sleep(1.0)  # let the trainer use up what the workers have ready
-    life.send(signal.SIGTERM)
-    life.process.wait(60)
-    assert life.process.returncode == 0
-    reached = life.steps()[-1] if life.steps() else 0
+    run.send(signal.SIGTERM)
+    run.process.wait(60)
+    assert run.process.returncode == 0
+    reached = run.steps()[-1] if run.steps() else 0
     rest = start(save_interval_steps=1000)
     end = rest.end()
     assert rest.lines()[0]["start"] == reached
@@ -90,19 +90,19 @@ def test_sigterm_is_honoured_while_nothing_is_trained(start, undisturbed, place)
 def test_sigterm_in_a_wait_for_torchs_own_loader_is_bit_exact_too(start, slow_read):
     """The random numbers of a fetch that was cut off, the first of an epoch too, are drawn again after the resume."""
     undisturbed = start(loader="torch", run_dir="undisturbed").end()
-    life = start(loader="torch", slow_read=slow_read, save_interval_steps=1000)
-    life.wait_for(lambda line: "waiting" in line)
-    life.send(signal.SIGTERM)
-    assert life.process.wait(60) == 0
+    run = start(loader="torch", slow_read=slow_read, save_interval_steps=1000)
+    run.wait_for(lambda line: "waiting" in line)
+    run.send(signal.SIGTERM)
+    assert run.process.wait(60) == 0
     assert start(loader="torch").end()["digest"] == undisturbed["digest"]
 
 
 def test_sigterm_to_the_whole_process_group_is_a_clean_stop(start, undisturbed):
     """A scheduler signals the loader workers too: their death is no error, and the last step is saved."""
-    life = start(workers=2, seconds_per_step=0.05, save_interval_steps=1000)
-    life.wait_for(lambda line: line.get("step", 0) >= 5)
-    os.killpg(life.process.pid, signal.SIGTERM)
-    end = life.end()
+    run = start(workers=2, seconds_per_step=0.05, save_interval_steps=1000)
+    run.wait_for(lambda line: line.get("step", 0) >= 5)
+    os.killpg(run.process.pid, signal.SIGTERM)
+    end = run.end()
     assert end["stop_reason"] == "SIGTERM"
     rest = start(workers=2, save_interval_steps=1000)
     assert rest.end()["digest"] == undisturbed["digest"]
@@ -111,30 +111,30 @@ def test_sigterm_to_the_whole_process_group_is_a_clean_stop(start, undisturbed):
 
 def test_a_second_sigterm_means_it(start):
     """The first is heard, and says that it waits for the boundary; who asks again gets a process that ends by it."""
-    life = start(seconds_per_step=600)
-    life.wait_for(lambda line: "step" in line)
-    life.send(signal.SIGTERM)
-    assert life.process.stdout is not None
-    late = threading.Timer(60, life.process.kill)  # where nothing is said
+    run = start(seconds_per_step=600)
+    run.wait_for(lambda line: "step" in line)
+    run.send(signal.SIGTERM)
+    assert run.process.stdout is not None
+    late = threading.Timer(60, run.process.kill)  # where nothing is said
     late.start()
-    heard = next((line for line in life.process.stdout if "SIGTERM" in line), None)
+    heard = next((line for line in run.process.stdout if "SIGTERM" in line), None)
     late.cancel()
     assert heard == "holdfast: SIGTERM: stops at the next boundary; a second one ends the process at once\n"
-    assert life.process.poll() is None, "the first one waits for the boundary"
-    life.send(signal.SIGTERM)
-    assert life.process.wait(60) == -signal.SIGTERM
+    assert run.process.poll() is None, "the first one waits for the boundary"
+    run.send(signal.SIGTERM)
+    assert run.process.wait(60) == -signal.SIGTERM
 
 
 def test_a_second_sigterm_ends_a_step_that_no_python_runs_in(start, undisturbed):
     """A process that stands still in native code, where no handler of Python's runs, ends; its checkpoint counts."""
-    life = start(stuck_at=13, save_interval_steps=5, async_save=False)
-    life.wait_for(lambda line: "waits" in line)
-    life.send(signal.SIGTERM)
-    life.wait_for(lambda line: "stuck" in line)
+    run = start(stuck_at=13, save_interval_steps=5, async_save=False)
+    run.wait_for(lambda line: "waits" in line)
+    run.send(signal.SIGTERM)
+    run.wait_for(lambda line: "stuck" in line)
     time.sleep(0.5)
-    assert life.process.poll() is None
-    life.send(signal.SIGTERM)
-    assert life.process.wait(60) == -signal.SIGTERM
+    assert run.process.poll() is None
+    run.send(signal.SIGTERM)
+    assert run.process.wait(60) == -signal.SIGTERM
     rest = start()
     assert rest.end()["digest"] == undisturbed["digest"]
     assert rest.lines()[0]["start"] == 10
@@ -142,12 +142,12 @@ def test_a_second_sigterm_ends_a_step_that_no_python_runs_in(start, undisturbed)
 
 def test_one_sigterm_that_comes_twice_is_one(start, undisturbed):
     """`timeout` signals the process and then its group: that is no second request, and the last step is saved."""
-    life = start(seconds_per_step=0.05, save_interval_steps=1000)
-    life.wait_for(lambda line: line.get("step", 0) >= 5)
-    life.send(signal.SIGTERM)
+    run = start(seconds_per_step=0.05, save_interval_steps=1000)
+    run.wait_for(lambda line: line.get("step", 0) >= 5)
+    run.send(signal.SIGTERM)
     time.sleep(0.01)
-    os.killpg(life.process.pid, signal.SIGTERM)
-    end = life.end()
+    os.killpg(run.process.pid, signal.SIGTERM)
+    end = run.end()
     assert end["stop_reason"] == "SIGTERM"
     rest = start(save_interval_steps=1000)
     assert rest.end()["digest"] == undisturbed["digest"]
@@ -156,20 +156,20 @@ def test_one_sigterm_that_comes_twice_is_one(start, undisturbed):
 
 def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(start, tmp_path):
     """The lock names its holder and falls with the process, and so do its workers, also those that are stopped."""
-    life = start(seconds_per_step=0.05, workers=2, slow_sample=13)
-    life.wait_for(lambda line: "waiting" in line)
+    run = start(seconds_per_step=0.05, workers=2, slow_sample=13)
+    run.wait_for(lambda line: "waiting" in line)
     second = start()
     output, _ = second.process.communicate(timeout=60)
     assert second.process.returncode != 0
-    assert f"process {life.process.pid}" in output
+    assert f"process {run.process.pid}" in output
     assert "[H301]" in output
-    life.send(signal.SIGSTOP)
+    run.send(signal.SIGSTOP)
     workers = [
-        int(child) for child in Path(f"/proc/{life.process.pid}/task/{life.process.pid}/children").read_text().split()
+        int(child) for child in Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
     ]
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)  # one that hangs does not notice that its parent is gone
-    life.kill()
+    run.kill()
     third = start(epochs=1)
     assert third.end()["end"] == 8
     late = time.monotonic() + 3
@@ -185,11 +185,11 @@ def test_a_kill_during_a_save_never_leaves_an_unusable_directory(start, tmp_path
     chance = random.Random(2)
     reached = 0
     for _ in range(8):
-        life = start(save_interval_steps=1, width=2048, epochs=1000, async_save=False)
-        life.wait_for(lambda line: "step" in line)
+        run = start(save_interval_steps=1, width=2048, epochs=1000, async_save=False)
+        run.wait_for(lambda line: "step" in line)
         time.sleep(chance.random() * 0.15)
-        life.kill()
-        begun = life.lines()[0]["start"]
+        run.kill()
+        begun = run.lines()[0]["start"]
         assert begun >= reached - 1, "only the save under way was lost"
-        reached = life.steps()[-1]
+        reached = run.steps()[-1]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["format"] == 1

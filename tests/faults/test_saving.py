@@ -46,7 +46,7 @@ class Program:
         return [json.loads(line) for line in self._trace.read_bytes().split(b"\n")[:-1]]
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return what this life has written."""
+        """Return what this process has written."""
         return self.all_lines()[self._before :]
 
     def wait_for(self, condition: Callable[[dict[str, Any]], bool]) -> None:
@@ -65,29 +65,29 @@ class Program:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Program]]:
-    """Return a function that starts a life of the program; what still runs at the end of the test is killed."""
-    lives: list[Program] = []
+    """Return a function that starts a process of the program; what still runs at the end of the test is killed."""
+    started: list[Program] = []
 
     def start_one(*, new: bool = False, **request: Any) -> Program:
-        lives.append(Program(tmp_path, request, new=new))
-        return lives[-1]
+        started.append(Program(tmp_path, request, new=new))
+        return started[-1]
 
     yield start_one
-    for life in lives:
-        if life.process.poll() is None:
-            os.kill(life.process.pid, signal.SIGKILL)
-            life.process.wait()
-        assert life.process.stdout is not None
-        life.process.stdout.close()
+    for run in started:
+        if run.process.poll() is None:
+            os.kill(run.process.pid, signal.SIGKILL)
+            run.process.wait()
+        assert run.process.stdout is not None
+        run.process.stdout.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "status"), [("return", 0), ("error", 1), ("exit", 3), ("break", 0)])
 def test_a_program_that_ends_finishes_the_save_that_it_began(start, tmp_path, end, status):
     """However an interpreter ends, without `close`: the checkpoint that was under way is there and verifies."""
-    life = start(end=end, new=end == "return")
-    assert life.ended() == status
-    assert {"saving": True} in life.lines()
+    run = start(end=end, new=end == "return")
+    assert run.ended() == status
+    assert {"saving": True} in run.lines()
     entries = Store(tmp_path / "run" / "checkpoints").entries()
     assert entries[0].global_step >= 4
     for entry in entries:
@@ -98,11 +98,11 @@ def test_a_program_that_ends_finishes_the_save_that_it_began(start, tmp_path, en
 @pytest.mark.slow
 def test_sigterm_finishes_the_save_under_way_and_saves_the_last_step(start, tmp_path):
     """A stop that comes in the middle of a write loses neither that checkpoint nor the steps since."""
-    life = start(end="never", seconds_per_step=0.005, save_interval_steps=4)
-    life.wait_for(lambda line: line.get("begun", 0) >= 4)
-    life.process.send_signal(signal.SIGTERM)
-    assert life.ended() == 0
-    last = life.lines()[-1]
+    run = start(end="never", seconds_per_step=0.005, save_interval_steps=4)
+    run.wait_for(lambda line: line.get("begun", 0) >= 4)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.ended() == 0
+    last = run.lines()[-1]
     assert last["stop_reason"] == "SIGTERM"
     (newest, *others) = Store(tmp_path / "run" / "checkpoints").entries()
     assert newest.global_step == last["left"]
@@ -115,12 +115,12 @@ def test_sigkill_at_any_moment_leaves_a_state_that_was_there(start):
     """Killed at random moments of saves beside the training, the run always resumes with the weights of a step."""
     chance = random.Random(5)
     for _ in range(6):
-        life = start(end="never", save_interval_steps=1)
+        run = start(end="never", save_interval_steps=1)
         target = chance.randint(1, 12)
-        life.wait_for(lambda line: line.get("begun", 0) >= life.lines()[0]["start"] + target)  # noqa: B023
+        run.wait_for(lambda line: line.get("begun", 0) >= run.lines()[0]["start"] + target)  # noqa: B023
         time.sleep(chance.random() * 0.05)
-        life.process.send_signal(signal.SIGKILL)
-        life.process.communicate()
+        run.process.send_signal(signal.SIGKILL)
+        run.process.communicate()
     last = start(end="return", steps=1)
     assert last.ended() == 0
     known = {line["digest"] for line in last.all_lines() if "step" in line}

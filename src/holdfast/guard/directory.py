@@ -109,7 +109,7 @@ class RunDirectory:
             raise self._lost("holds no checkpoint")
 
     def resumed_from(self, run_id: str) -> None:
-        """Take note of the run whose checkpoint this one goes on from; one that has none of its own takes another's."""
+        """Take note of the run whose checkpoint this one goes on from; one without its own takes another's."""
         if run_id != self._says["run"]:
             if self.saved_in == CHECKPOINTS and self._says["run"] is not None:
                 raise self._lost("holds those of another run")

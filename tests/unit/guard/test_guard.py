@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.guard.guarded import kinds_of, square_of
+from tests.unit.guard.guarded import guarded, kinds_of, square_of
 from torch import nn
 
 import holdfast
@@ -170,18 +170,18 @@ def test_optimizer_names_train_one_network_and_leak_nothing_into_the_other(tmp_p
                 model.zero_grad()
             loss(batch).backward()
             optimizers[name].step()
-    guarded, guarded_optimizers = make()
-    for_discriminator, for_generator = losses(guarded)
-    guard = guarded(tmp_path, guarded, guarded_optimizers)
+    others, other_optimizers = make()
+    for_discriminator, for_generator = losses(others)
+    guard = guarded(tmp_path, others, other_optimizers)
     for batch in batches:
-        guarded["generator"][0].weight.grad = None
+        others["generator"][0].weight.grad = None
         guard.step(batch, for_discriminator, optimizer="discriminator")
-        assert guarded["generator"][0].weight.grad is None
+        assert others["generator"][0].weight.grad is None
         result = guard.step(batch, for_generator, optimizer="generator")
         assert list(result.grad_norm) == ["generator.0"]
     assert guard.global_step == 16
     for name in models:
-        for a, b in zip(models[name].state_dict().values(), guarded[name].state_dict().values(), strict=True):
+        for a, b in zip(models[name].state_dict().values(), others[name].state_dict().values(), strict=True):
             assert torch.equal(a, b)
 
 

@@ -124,6 +124,6 @@ def test_a_full_disk_and_a_tag_too_many_leave_training_alone(guard, tmp_path, mo
     monkeypatch.setattr(images, "MOST_TAGS", 1)
     guard.add_image("b", np.zeros((2, 2)))
     guard.add_image("a", np.zeros((2, 2)))
-    told = [event.data["reason"] for event in guard.events() if event.kind == "image_left_out"]
-    assert told == ["No space left on device", "1 tags have images already"]
+    said = [event.data["reason"] for event in guard.events() if event.kind == "image_left_out"]
+    assert said == ["No space left on device", "1 tags have images already"]
     assert kept(tmp_path, "a") == [0]

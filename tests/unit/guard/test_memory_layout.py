@@ -42,7 +42,7 @@ MODELS = [convolution, Turned]
 OPTIMIZERS = [adam, sgd]
 
 
-class Life:
+class Process:
     """One process of a run."""
 
     def __init__(self, run_dir: Path, make_model: Callable[[], nn.Module], make_optimizer: Any, **policy: Any):
@@ -85,10 +85,10 @@ def test_a_resumed_run_goes_on_with_the_same_bits_and_strides(
     make_model: Callable[[], nn.Module], make_optimizer: Any, tmp_path: Path
 ) -> None:
     """Moments of channels_last and transposed weights lie as before; a fused optimizer goes on bit for bit."""
-    undisturbed = Life(tmp_path / "undisturbed", make_model, make_optimizer)
+    undisturbed = Process(tmp_path / "undisturbed", make_model, make_optimizer)
     undisturbed.train(9)
-    Life(tmp_path / "run", make_model, make_optimizer).train(4)
-    again = Life(tmp_path / "run", make_model, make_optimizer)
+    Process(tmp_path / "run", make_model, make_optimizer).train(4)
+    again = Process(tmp_path / "run", make_model, make_optimizer)
     assert again.guard.global_step == 4
     assert any(not value.is_contiguous() for state in again.optimizer.state.values() for value in state.values())
     again.train(9)
@@ -100,50 +100,19 @@ def test_a_resumed_run_goes_on_with_the_same_bits_and_strides(
 def test_a_rollback_keeps_the_strides(
     make_model: Callable[[], nn.Module], snapshot_interval_steps: int | None, tmp_path: Path
 ) -> None:
-    """After a rollback, in the first life and in a resumed one, the state has the bits and strides of that step."""
+    """After a rollback, in the first process and in a resumed one, bits and strides are those of that step."""
     policy: dict[str, Any] = {
         "save_interval_steps": 3,
         "async_save": False,
         "nonfinite_patience": 1,
         "snapshot_interval_steps": snapshot_interval_steps,
     }
-    expected = Life(tmp_path / "expected", make_model, adam)
+    expected = Process(tmp_path / "expected", make_model, adam)
     expected.train(3)
     for _ in range(2):
-        life = Life(tmp_path / "run", make_model, adam, **policy)
-        assert_same(life.train_until_a_rollback(bad_at_step=5), expected.state())
-        life.guard.close()
-
-
-def test_the_callers_own_state_lies_as_it_was_saved(tmp_path: Path) -> None:
-    """Also of ``state=``: strides of dense tensors come back, complex ones too; a slice comes back dense."""
-
-    class Own:
-        def __init__(self) -> None:
-            whole = torch.arange(24.0).reshape(2, 3, 4)
-            self.tensors = {
-                "turned": whole.permute(2, 0, 1),
-                "complex": torch.complex(whole, -whole).transpose(0, 2),
-                "slice": whole[:, :, 1],
-                "ambiguous": torch.ones(5, 1, 3, 3).to(memory_format=torch.channels_last),
-            }
-
-        def state_dict(self) -> dict[str, Any]:
-            return dict(self.tensors)
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.tensors = state
-
-    model = nn.Linear(2, 1)
-    for _ in range(2):
-        own = Own()
-        guard = holdfast.Guard(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), state=own)
-        guard.step(torch.randn(4, 2), lambda x: model(x).mean())
-        guard.close()
-    before = Own().tensors
-    for name, tensor in own.tensors.items():
-        assert torch.equal(tensor, before[name])
-        assert tensor.stride() == ((3, 1) if name == "slice" else before[name].stride()), name
+        process = Process(tmp_path / "run", make_model, adam, **policy)
+        assert_same(process.train_until_a_rollback(bad_at_step=5), expected.state())
+        process.guard.close()
 
 
 class Masked(nn.Module):
@@ -166,7 +135,7 @@ class Masked(nn.Module):
         return (self.layer(batch) @ self.mask + self.late) * self.scale * self.frozen
 
 
-def masked_life(run_dir: Path, steps: int, *bad_at: int) -> tuple[holdfast.Guard, Masked, list[str]]:
+def masked_run(run_dir: Path, steps: int, *bad_at: int) -> tuple[holdfast.Guard, Masked, list[str]]:
     torch.manual_seed(5)
     model = Masked()
     guard = holdfast.Guard(
@@ -189,9 +158,9 @@ def masked_life(run_dir: Path, steps: int, *bad_at: int) -> tuple[holdfast.Guard
 
 def test_a_run_with_expanded_buffers_resumes(tmp_path: Path) -> None:
     """Expanded buffers and parameters are saved, load again, stay views of the same memory, and train equally."""
-    _, expected, _ = masked_life(tmp_path / "undisturbed", 9)
-    masked_life(tmp_path / "run", 4)
-    guard, model, _ = masked_life(tmp_path / "run", 9)
+    _, expected, _ = masked_run(tmp_path / "undisturbed", 9)
+    masked_run(tmp_path / "run", 4)
+    guard, model, _ = masked_run(tmp_path / "run", 9)
     assert guard.resumed_from is not None
     assert events(guard, "resumed")
     for name, value in expected.state_dict().items():
@@ -204,7 +173,7 @@ def test_a_run_with_expanded_buffers_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad_at", [0, 3])
 def test_a_step_with_expanded_buffers_is_taken_back(bad_at: int, tmp_path: Path) -> None:
     """In the first step and later: it leaves no trace, and a rollback in place restores every buffer."""
-    guard, model, reasons = masked_life(tmp_path, 5, bad_at)
+    guard, model, reasons = masked_run(tmp_path, 5, bad_at)
     assert "rolled back" in reasons[bad_at]
     assert sum("rolled back" in reason for reason in reasons) == 1
     assert guard.global_step == 5

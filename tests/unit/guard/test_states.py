@@ -274,20 +274,3 @@ def test_equal_and_unequal_trees_are_told_apart():
         assert fingerprint(tree) != fingerprint({**tree, name: other})
     assert same(torch.tensor([1.0]), torch.tensor([1.0001]), tolerance=1e-3)
     assert not same(torch.tensor([1.0]), torch.tensor([1.0001]))
-
-
-def test_the_search_for_a_cause_leaves_registered_state_alone(tmp_path, monkeypatch):
-    """Where causes are tried in this process, as on an accelerator, the state is that of a run without the search."""
-    monkeypatch.setattr("holdfast.learning.probes.backward_works_in_a_copy", lambda: False)
-    found = []
-    for seeks in (False, True):
-        monkeypatch.setattr("holdfast.guard.diagnosis.Diagnosis.seeks_cause", seeks, raising=False)
-        monkeypatch.setattr("holdfast.guard.diagnosis.Diagnosis.__setattr__", _without_seeks_cause)
-        kept, _, _ = train(tmp_path / str(seeks), Plain(), lambda _: None, steps=3)
-        found.append(kept)
-    assert same(*found)
-
-
-def _without_seeks_cause(self: Any, name: str, value: Any) -> None:
-    if name != "seeks_cause":
-        object.__setattr__(self, name, value)

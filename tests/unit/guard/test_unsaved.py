@@ -224,17 +224,6 @@ def test_changes_take_no_older_step_away(tmp_path: Path) -> None:
         assert [entry.global_step for entry in process.store.entries()] == steps
 
 
-def test_a_directory_that_is_in_use_does_not_end_a_training_that_is_over(tmp_path: Path, caplog: Any) -> None:
-    """What changed after its loop is then not saved, which is said."""
-    process = Process(tmp_path)
-    process.epoch(1, validate=False)
-    other = Process(tmp_path)
-    change_rate(process, 1)
-    process.guard.close()
-    assert "changes_not_saved" in caplog.text
-    other.guard.close()
-
-
 def test_what_is_done_with_half_of_a_batch_is_not_saved(tmp_path: Path) -> None:
     """An error before the step, with ``close()`` in a ``finally``: the next process gets that batch anew."""
     process = Process(tmp_path)

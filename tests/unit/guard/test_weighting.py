@@ -103,17 +103,6 @@ def test_what_a_bare_mean_is_over_is_found_out_and_used(tmp_path, case, micro_ba
     assert found.items == expected.items == 10
 
 
-def test_what_is_declared_is_never_guessed(tmp_path):
-    """`Loss(mean, items)` wins over everything that the batch would suggest."""
-    _, _, said = step(
-        tmp_path,
-        (X, Y),
-        lambda m: lambda b: holdfast.Loss(F.cross_entropy(m(b[0]).mT, b[1]), (b[1] != -100).sum()),
-        micro_batch_size=3,
-    )
-    assert (said["weighting"], said["split_check"]["held"]) == ("as declared", [])
-
-
 def test_wrongly_declared_items_are_refused(tmp_path):
     """Items that do not fit the mean are found out, although they were declared."""
     with pytest.raises(holdfast.HoldfastError, match=r"(?s)by \d+\.\d%; .*H207"):

@@ -78,16 +78,16 @@ def test_losses_of_an_added_window_are_not_divided_again(tmp_path: Path, most: i
 
 
 def test_a_bad_sample_of_a_window_is_left_out(tmp_path: Path) -> None:
-    """The sample with NaN is named by its place in the window; `on_cut` is told what is left before it is used."""
+    """The sample with NaN is named by its place in the window; `on_cut` gets what is left before it is used."""
     hurt = [batch.clone() for batch in BATCHES]
     hurt[1][2, 0] = torch.nan
-    told: list[list[int]] = []
-    window = Window(hurt, on_cut=lambda left: told.append([len(batch) for batch in left]))
+    seen: list[list[int]] = []
+    window = Window(hurt, on_cut=lambda left: seen.append([len(batch) for batch in left]))
     whole, _ = trained(tmp_path / "a", torch.cat([BATCHES[0], BATCHES[1][[0, 1, 3]], BATCHES[2]]), mean_of)
     found, results = trained(tmp_path / "b", window, mean_of, drop_nonfinite_samples=True)
     assert torch.allclose(whole, found, atol=1e-6)
     assert results[0].dropped_samples == (6,)
-    assert told[-1] == [4, 3, 3]
+    assert seen[-1] == [4, 3, 3]
 
 
 def test_what_a_window_cannot_be_used_for(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_what_a_window_cannot_be_used_for(tmp_path: Path) -> None:
 
 
 def test_a_hosted_guard_carries_its_state_and_ends_no_process(tmp_path: Path) -> None:
-    """What it has counted and learnt goes on in another life as JSON; a stop request is the host's to honour."""
+    """What it has counted and learnt goes on in another process as JSON; a stop request is the host's to honour."""
     import json
 
     def guard(folder: Path) -> HostedGuard:

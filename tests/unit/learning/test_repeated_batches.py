@@ -101,5 +101,5 @@ def test_a_guard_knows_which_batches_are_new(tmp_path: Path, hosts_loop: bool, r
             given = batch * 1 if hosts_loop else batch
             guard.step(given, lambda batch: loss_of(whole, batch), optimizer=name)
     guard.close()
-    told = [event.data.get("rule") for event in guard.events()]
-    assert ("H846" in told) is repeats
+    said = [event.data.get("rule") for event in guard.events()]
+    assert ("H846" in said) is repeats

@@ -33,7 +33,7 @@ _BEYOND_SPIKES = 100
 
 
 def series_of(names: Sequence[str], loss_fn: Any) -> str:
-    """Return a name for the losses of one loss function and these optimizers, the same after every restart of a run."""
+    """Return a name for the losses of one loss function and these optimizers, the same after every restart."""
     if not callable(loss_fn):
         raise BatchError(
             f"loss_fn is a {type(loss_fn).__name__}",

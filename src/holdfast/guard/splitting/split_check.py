@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from holdfast.core.forked import NoAnswer, in_a_copy_of_this_process
 from holdfast.guard.splitting.loss_functions import Called, CalledInsideError, find_side_effects
@@ -322,21 +321,13 @@ class SplitCheck:
 
     def _find_changed_buffer(self, window: Any) -> str:
         """Return the name of a buffer, other than running statistics, that a forward pass changes, or ""."""
-        buffers = {
-            f"{name}.{key}" if len(self.models) > 1 else key: buffer
-            for name, model in self.models.items()
-            for prefix, module in model.named_modules()
-            if not isinstance(module, _NormBase)
-            for key, buffer in module.named_buffers(prefix, recurse=False)
-        }
-        before = {name: buffer.clone() for name, buffer in buffers.items()}
-        if before:
-            self._forward_once(window)
-        now = {name: buffer for model in self.models.values() for name, buffer in model.named_buffers()}
-        for name, buffer in buffers.items():
-            if now.get(name, buffer) is not buffer or not torch.equal(before[name].nan_to_num(), buffer.nan_to_num()):
-                return name
-        return ""
+        if not any(True for model in self.models.values() for _ in model.buffers()):
+            return ""
+        buffers = BufferKeeper(dict(self.models))
+        buffers.keep()
+        self._forward_once(window)
+        buffers.learn()
+        return next(iter(buffers.mutable_outside_norms()), "")
 
     def _least_tolerance(self) -> float:
         if self.rounds_to_half:
