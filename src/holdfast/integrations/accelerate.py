@@ -185,7 +185,7 @@ def accelerate_guard(
             model, lambda given: accelerator.unwrap_model(given, keep_fp32_wrapper=True, keep_torch_compile=True)
         ),
         optimizer=_each(optimizer, lambda given: getattr(given, "optimizer", given)),
-        scheduler=None if scheduler is None else _each(scheduler, _schedule),
+        scheduler=_each(scheduler, _schedule),
         loader=None if loader is None else _loader(loader, accelerator),
         state=state,
         policy=found,
@@ -200,7 +200,7 @@ def accelerate_guard(
 def _each(given: Any, unwrapped: Any) -> Any:
     if isinstance(given, Mapping):
         return {name: unwrapped(each) for name, each in given.items()}
-    return unwrapped(given)
+    return None if given is None else unwrapped(given)
 
 
 def _loader(loader: Iterable[Any], accelerator: Any) -> Iterable[Any]:

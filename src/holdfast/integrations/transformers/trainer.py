@@ -18,6 +18,7 @@ from holdfast.integrations.transformers.checkpoints import NAME, carried_in, che
 from holdfast.integrations.transformers.loss import TrainerLoss
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.splitting import Split
+from holdfast.memory.oom import find_out_of_memory
 
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
 
@@ -252,6 +253,14 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *rest, **named)
         if self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None:
             self._holdfast_keep(model)
+
+    def _evaluate(self, *rest: Any, **named: Any) -> Any:
+        try:
+            return super()._evaluate(*rest, **named)
+        except Exception as error:
+            if self.holdfast_guard is not None and find_out_of_memory(error) is not None:
+                self._holdfast_keep(self.model_wrapped)  # the weights are those of the last step
+            raise
 
     def _load_best_model(self) -> None:
         # Only if its checkpoint verifies.
