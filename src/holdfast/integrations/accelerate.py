@@ -42,11 +42,6 @@ class PreparedLoader:
     A prepared loader counts epochs by itself and shows a ``state_dict`` that holds nothing, so that a run that goes
     on in a new process would get the order of the first epoch. It also makes each batch before the step of the one
     before it, so that a resume could not give the batch the random numbers it had: the loader inside does not.
-
-    Args:
-        loader: Prepared or not.
-        device: Where batches go.
-        steps: Batches in a window.
     """
 
     def __init__(self, loader: Iterable[Any], device: torch.device, steps: int) -> None:
@@ -58,11 +53,7 @@ class PreparedLoader:
         self.sampler = _Order(loader)
 
     def __len__(self) -> int:
-        """Return the windows of an epoch.
-
-        Raises:
-            TypeError: if the loader does not know.
-        """
+        """Return the windows of an epoch."""
         return -(-len(self._loader) // self._steps)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
@@ -75,7 +66,6 @@ class PreparedLoader:
             yield Window(window)
 
     def _one_by_one(self) -> Iterator[Any]:
-        """Iterate the loader inside a shard, in the shard's order and with its count of epochs."""
         loader: Any = self._loader
         inner = getattr(loader, "base_dataloader", None)
         if inner is None or type(loader).__name__ != "DataLoaderShard" or loader.skip_batches:
@@ -110,12 +100,7 @@ class AcceleratedGuard(Guard):
     _batches_of_a_step = 1
 
     def step(self, batch: Any, loss_fn: LossFunction, **named: Any) -> StepResult:
-        """Make one training step, as `Guard.step`.
-
-        Args:
-            batch: One of ``guard.batches``.
-            loss_fn: As there.
-            **named: As there.
+        """Make one training step of a batch of ``guard.batches``, as `Guard.step`.
 
         Raises:
             BatchError: H203, for a single batch where a step is made of several. H2xx as there.
@@ -169,12 +154,11 @@ def accelerate_guard(
     Args:
         accelerator: Its precision, device and ``gradient_accumulation_steps`` are used.
         model: One, or a dict of named ones.
-        optimizer: Likewise. The guard steps the optimizers inside, so that flags of the accelerator, such as the one
-            for the last batch of an epoch, have no say in it.
+        optimizer: One, or a dict of named ones. The guard steps the optimizers inside.
         loader: A prepared loader, or a `holdfast.DataLoader` that was not prepared, which resumes exactly without
             reading over; it takes its ``device=`` itself, and no accumulation: make its batches larger instead.
-        scheduler: One, or a dict of named ones, prepared or not; advanced once for each optimizer step, or by you,
-            where the accelerator has ``step_scheduler_with_optimizer=False``.
+        scheduler: One, or a dict of named ones; advanced once for each optimizer step, or by you, where the
+            accelerator has ``step_scheduler_with_optimizer=False``.
         run_dir: None: ``holdfast`` in the accelerator's ``project_dir``.
         state: As for `Guard`.
         policy: As for `Guard`; the precision is the accelerator's.
@@ -184,14 +168,6 @@ def accelerate_guard(
         PolicyError: H105 for an object of the wrong kind, H108 for several processes, H111 for an engine or a setting
             that cannot be guarded, H109 for a policy with another precision; H1xx as `Guard`.
     """
-    if not hasattr(accelerator, "gradient_accumulation_steps"):
-        raise _wrong(f"accelerator is a {type(accelerator).__name__}", "an accelerate.Accelerator is needed")
-    check_accelerator(accelerator)
-    for name, given in (("model", model), ("optimizer", optimizer)):
-        if given is None:
-            raise _wrong(f"{name}=None", "a guard steps a model by an optimizer")
-    if loader is not None and not isinstance(loader, Iterable):
-        raise _wrong(f"loader is a {type(loader).__name__}", "it is iterated for batches")
     own = {name: overrides.pop(name) for name in ("split", "clock") if name in overrides}
     found = agreed(Policy.of(policy, **overrides), "Accelerator", {"precision": check_accelerator(accelerator)})
     if run_dir is None and accelerator.project_dir is None:
@@ -201,19 +177,18 @@ def accelerate_guard(
             fix='pass run_dir="runs/a", or Accelerator(project_dir=...).',
             rule="H105",
         )
-    interval: dict[str, Any] = {}
     if not accelerator.step_scheduler_with_optimizer and found.scheduler_interval == "step":
-        interval["scheduler_interval"] = None
+        found = found.replace(scheduler_interval=None)
     guard = AcceleratedGuard(
         Path(accelerator.project_dir, "holdfast") if run_dir is None else run_dir,
         model=_each(
             model, lambda given: accelerator.unwrap_model(given, keep_fp32_wrapper=True, keep_torch_compile=True)
         ),
         optimizer=_each(optimizer, lambda given: getattr(given, "optimizer", given)),
-        scheduler=None if scheduler is None else _each(scheduler, _schedule),
+        scheduler=_each(scheduler, _schedule),
         loader=None if loader is None else _loader(loader, accelerator),
         state=state,
-        policy=found.replace(**interval),
+        policy=found,
         **own,
     )
     if not isinstance(loader, DataLoader):
@@ -222,16 +197,10 @@ def accelerate_guard(
     return guard
 
 
-def _wrong(what: str, limit: str) -> PolicyError:
-    return PolicyError(
-        what, limit=limit, fix="pass the Accelerator, and what its prepare() has returned.", rule="H105"
-    )
-
-
 def _each(given: Any, unwrapped: Any) -> Any:
     if isinstance(given, Mapping):
         return {name: unwrapped(each) for name, each in given.items()}
-    return unwrapped(given)
+    return None if given is None else unwrapped(given)
 
 
 def _loader(loader: Iterable[Any], accelerator: Any) -> Iterable[Any]:

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -29,6 +29,11 @@ from holdfast.guard.directory import check_found
 from holdfast.guard.guard import take_scale
 from holdfast.guard.hosted import HostedGuard
 from holdfast.loader.random_state import RandomState, capture, restore
+
+if TYPE_CHECKING:
+    Framework: TypeAlias = Any  # what a mixin is put before: a class of the framework
+else:
+    Framework = object
 
 _log = logging.getLogger("holdfast")
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -61,11 +66,7 @@ def excluded(what: str, why: str, fix: str) -> PolicyError:
 
 
 def check_one_process(count: int, what: str) -> None:
-    """Refuse several processes or devices.
-
-    Args:
-        count: How many there are.
-        what: What the framework calls the number.
+    """Refuse several processes or devices; `what` is the framework's name of their number.
 
     Raises:
         PolicyError: H108.
@@ -136,7 +137,6 @@ def open_guard(
 
     Raises:
         CheckpointError: H312, for a new start beside a checkpoint that is a link to a disk which is not there.
-        PolicyError, RunDirectoryError: as of `Guard`.
     """
     if saves_in is not None and not resumed:
         for path in paths_in(saves_in[0]):
@@ -161,8 +161,8 @@ def carried_by(guard: HostedGuard, devices: list[torch.device], **trees: Any) ->
 
     Args:
         guard: Of this training.
-        devices: Other than the CPU whose random state matters.
-        **trees: More to carry, by name; see `carried_tree`.
+        devices: Other than the CPU, whose random state matters.
+        **trees: For `carried_tree`, by name.
     """
     encoder = Encoder("holdfast")
     trees["random_state"] = capture(devices).to_tree()
@@ -198,19 +198,16 @@ def may_save(guard: HostedGuard | None) -> bool:
 
 
 def attempt_save(write: Callable[[], None], name: str, note: Note | None, undo: Callable[[], None]) -> bool:
-    """Save, and record what came of it; a disk that refuses does not end training.
+    """Return whether a checkpoint was written and sealed; a disk that refuses does not end training.
 
     Args:
-        write: Writes and seals the checkpoint.
-        name: Of the checkpoint.
+        write: Writes and seals it.
+        name: Of the checkpoint, for the event.
         note: Takes events; None: failures are logged.
         undo: Removes what was written of a save that failed.
 
-    Returns:
-        Whether it was saved.
-
     Raises:
-        Exception: from `write`, for what has another cause than the disk: the next save would fail too.
+        Exception: from `write`, if it has another cause than the disk: the next save would fail too.
     """
     try:
         write()
@@ -238,7 +235,7 @@ def newest_checkpoint(
     Args:
         candidates: Newest first.
         note: Takes events; None: they are logged.
-        run_dir: Where holdfast records; given, it must not say that there was a checkpoint where none is found.
+        run_dir: A recording that must not say that there was a checkpoint where none is found.
 
     Raises:
         CheckpointError: H312, if one was whole, or is said to have been saved, and none verifies or can be reached.

@@ -141,8 +141,6 @@ class Recording:
         if self._watch is not None:
             self._watch.validated(loss)
 
-    # --- steps ----------------------------------------------------------------------------------------------
-
     def begin_batch(self, *, first: bool) -> None:
         """Mark that a batch has begun; at the first one of a step keep what a forward pass may change."""
         self.record_step()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from holdfast.checkpoint.sealing import begin, check, is_sealed, newest_good, seal, set_aside, unseal, verify
+from holdfast.checkpoint.seal import begin, check, is_sealed, newest_good, seal, move_aside, unseal, verify
 from holdfast.core.errors import CheckpointError
 from holdfast.testing import flip_bit
 
@@ -65,7 +65,7 @@ def test_the_newest_that_verifies_is_taken(tmp_path: Path) -> None:
     assert "not finished" in refused[0][1]
     with pytest.raises(CheckpointError, match="H312"):
         newest_good([new, middle])
-    assert set_aside(middle).name == "damaged-checkpoint-2"
+    assert move_aside(middle).name == "damaged-checkpoint-2"
 
 
 def test_a_folder_from_before_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -65,13 +65,7 @@ class VerifiedCheckpointIO(TorchCheckpointIO):
         self.note = note
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a file, flush it, and seal it.
-
-        Args:
-            checkpoint: As Lightning gathered it.
-            path: Where to.
-            storage_options: As Lightning has it.
-        """
+        """Write a file, flush it, and seal it."""
         target = _local(path)
         if target is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)

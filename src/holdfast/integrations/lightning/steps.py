@@ -89,49 +89,40 @@ class TrainerSteps:
         if batch_idx % self._divisor == 0:
             self.accumulation.forget()  # as Lightning empties gradients; a module's own optimizer_step may leave some
 
-    # --- automatic optimization -----------------------------------------------------------------------------
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step``, with the backward pass of a batch that only adds to a step; free the graph."""
         if self._passing:
             found = self._forward(self._part, *args[1:], **kwargs)
             self._loss = found.get("loss") if isinstance(found, Mapping) else found
             return _without_graph(found)
-        result = self._make(self.accumulation.add)
-        kept, self._result = self._result, None
-        return kept if result is None else _with_loss(kept, result.loss)
+        result, kept = self._make(self.accumulation.add)
+        return {**kept, "loss": result.loss} if isinstance(kept, Mapping) else result.loss
 
     def optimizer_step(self, closure: Callable[[], Any]) -> Any:
         """Make the step that ends with this batch; the closure runs ``training_step`` and hooks, and no backward."""
         self._closure = closure
         try:
-            result = self._make(self.accumulation.step)
+            result, kept = self._make(self.accumulation.step)
         finally:
             self._closure = None
-        kept, self._result = self._result, None
         if not isinstance(closure, AbstractClosure):  # wrapped by the module's own optimizer_step
-            return None if result is None else result.loss
-        if result is not None and self._logs.parts > 1:
+            return result.loss
+        if self._logs.parts > 1:
             kept.loss = result.loss / self._divisor
         closure._result = kept
         return kept.loss
 
-    def _make(self, make: Callable[[Any, LossFunction], StepResult]) -> StepResult | None:
-        """Make a step or a part of one; None if ``training_step`` returned None, as Lightning allows."""
+    def _make(self, make: Callable[[Any, LossFunction], StepResult]) -> tuple[StepResult, Any]:
+        """Make a step or a part of one, and return also what ``training_step`` returned last."""
         self._logs.keep()
         self.skipped = True
         try:
             result = make(self._batch, self._pass)
-        except _NoLoss:
-            self._guard.note("step_without_loss", why="training_step returned None")
-            self.skipped = False  # it was asked for: the schedule goes on, as in Lightning
-            for optimizer in self._optimizers:
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # as torch's schedulers want to see it
-            return None
         finally:
             self._logs.whole(self._batch)
         self.skipped = result.skipped
-        return result
+        kept, self._result = self._result, None
+        return result, kept
 
     def _attempt_begins(self) -> None:
         self._result = None
@@ -150,19 +141,9 @@ class TrainerSteps:
                     if attempting:
                         self._result = found
                         self._call_hooks("on_before_backward", self._loss)
-            return divided(self._returned(), self._divisor)
+            return divided(self._loss, self._divisor)  # type: ignore[arg-type]  # the guard refuses None before
         finally:
             self._loss, self._part, self._passing = None, None, False
-
-    def _returned(self) -> torch.Tensor:
-        """Return the loss; without one, one that adds nothing to the gradients of earlier batches of the step."""
-        if self._loss is not None:
-            return self._loss
-        kept = self.accumulation.kept() if self._closure is not None else []
-        if not kept:
-            raise _NoLoss
-        self._guard.note("batch_without_loss", why="training_step returned None; its step is that of the others")
-        return torch.stack([0.0 * parameter.flatten()[:1].sum() for parameter in kept]).sum()
 
     @contextlib.contextmanager
     def _logged(self, part: Any) -> Iterator[bool]:
@@ -199,8 +180,6 @@ class TrainerSteps:
         finally:
             self._module._current_fx_name = before
 
-    # --- hooks ----------------------------------------------------------------------------------------------
-
     def backward_is_called(self) -> None:
         """Call the hooks around a backward pass; it is made by the guard."""
         if self._passing:
@@ -225,8 +204,6 @@ class TrainerSteps:
     def _call_hooks(self, name: str, *args: Any) -> None:
         call._call_callback_hooks(self._trainer, name, *args)
         call._call_lightning_module_hook(self._trainer, name, *args)
-
-    # --- manual optimization --------------------------------------------------------------------------------
 
     def manual(self, batch: Any, loss_fn: LossFunction, optimizer: Any, split: Split | None) -> StepResult:
         """Make one step; see `HoldfastStrategy.guarded_step`."""
@@ -266,10 +243,6 @@ class TrainerSteps:
             return loss_fn(part)
 
 
-class _NoLoss(Exception):  # noqa: N818 - a signal, never seen by users
-    """``training_step`` returned None."""
-
-
 class _Watched:
     """A loss function of manual optimization; the guard knows it again by the one that it holds."""
 
@@ -286,10 +259,6 @@ def _without_graph(found: Any) -> Any:
     if isinstance(found, Mapping):
         return {**found, "loss": found["loss"].detach()} if isinstance(found.get("loss"), torch.Tensor) else found
     return found.detach() if isinstance(found, torch.Tensor) else found
-
-
-def _with_loss(found: Any, loss: torch.Tensor) -> Any:
-    return {**found, "loss": loss} if isinstance(found, Mapping) else loss
 
 
 def names_of(optimizers: Sequence[Any]) -> list[str]:

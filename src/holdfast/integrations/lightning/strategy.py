@@ -44,10 +44,6 @@ class HoldfastStrategy(SingleDeviceStrategy):
             defaults. Clipping and precision are the trainer's; a policy that says otherwise is an error.
         holdfast_run_dir: Where it is recorded; None: ``holdfast`` in the trainer's ``default_root_dir``.
         split: Where the batch dimension is, as `holdfast.Guard` takes it.
-        device: As Lightning has it; ``"auto"``: that of the trainer's ``accelerator`` and ``devices``.
-        accelerator: As Lightning has it.
-        checkpoint_io: As Lightning has it; None: a `VerifiedCheckpointIO`.
-        precision_plugin: As Lightning has it.
 
     Raises:
         PolicyError: H101 or H102 for the policy; when training starts, H109 for one that contradicts the trainer,
@@ -65,17 +61,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
         holdfast_run_dir: str | os.PathLike[str] | None = None,
         *,
         split: Split = 0,
-        device: torch.device | str = "auto",
-        accelerator: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
     ) -> None:
-        self._chooses_device = device == "auto"
-        if device == "auto":
-            device = "cuda:0" if torch.cuda.is_available() else "cpu"  # until the trainer says its own
-        super().__init__(
-            device=device, accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
-        )
+        super().__init__(device="cpu")  # until the trainer says which
         self._policy = Policy.of(holdfast_policy)
         self._run_dir = holdfast_run_dir
         self._split = split
@@ -92,10 +79,8 @@ class HoldfastStrategy(SingleDeviceStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: Any) -> None:
         check_one_process(len(devices or ()), "devices")
-        if devices and self._chooses_device:
+        if devices:
             self._root_device = torch.device(devices[0])
-
-    # --- open and close -------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         """Have checkpoints verified, unless the trainer has a plugin for them."""

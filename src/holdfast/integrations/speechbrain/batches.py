@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from holdfast.loader.splitting import Split
 
@@ -49,50 +50,41 @@ def _cut(value: Any, where: slice) -> Any:
     return type(value)(value.data[where], value.lengths[where])  # PaddedData
 
 
-def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Put together what ``compute_forward`` returned for the parts of a batch: tensors along their first dimension.
+def detached(value: Any) -> Any:
+    """Return tensors in tuples, lists and dicts without their graph."""
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, value)
 
-    Lists with one entry for each sample, such as names or decoded words, are put one after the other.
+
+def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Put together what ``compute_forward`` returned for the parts of a batch.
 
     Args:
         parts: Tuples, lists, dicts and tensors, of one structure.
         sizes: Samples of each part.
 
     Returns:
-        The same structure; what has no such dimension is that of the last part.
+        The same structure: tensors joined along their first dimension, lists with an entry for each sample, such as
+        decoded words, one after the other. What has no such dimension is that of the last part.
     """
-    first = parts[0]
+
+    def flattened(part: Any, size: int) -> tuple[list[Any], Any]:
+        return tree_flatten(part, lambda value: isinstance(value, list) and len(value) == size and _is_plain(value))
+
     if len(parts) == 1:
-        return first
-    if isinstance(first, dict):
-        return {key: joined([part[key] for part in parts], sizes) for key in first}
-    if isinstance(first, (list, tuple)) and not hasattr(first, "_fields"):
-        lengths = [len(part) for part in parts]
-        if lengths == list(sizes) and (len(set(lengths)) > 1 or not any(map(_holds_tensors, parts))):
-            return type(first)(entry for part in parts for entry in part)
-        if len(set(lengths)) > 1:
-            return parts[-1]
-        return type(first)(joined(list(each), sizes) for each in zip(*parts, strict=True))
-    fits = all(isinstance(part, torch.Tensor) and part.ndim for part in parts)
-    if fits and all(len(part) == size for part, size in zip(parts, sizes, strict=True)):
-        return torch.cat(list(parts))
-    return parts[-1]
+        return parts[0]
+    leaves, structures = zip(*map(flattened, parts, sizes), strict=True)
+    if any(structure != structures[0] for structure in structures):
+        return parts[-1]
+    return tree_unflatten([_join(each, sizes) for each in zip(*leaves, strict=True)], structures[0])
 
 
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_tensors, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensors, value))
-    return isinstance(value, torch.Tensor)
+def _join(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if isinstance(leaves[0], list):
+        return [entry for leaf in leaves for entry in leaf]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    fits = [len(tensor) for tensor in tensors] == list(sizes)
+    return torch.cat(tensors) if fits else leaves[-1]
 
 
-def detached(value: Any) -> Any:
-    """Return tensors in tuples, lists and dicts without their graph."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: detached(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(detached(each) for each in value)
-    return value
+def _is_plain(value: Any) -> bool:
+    return not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))

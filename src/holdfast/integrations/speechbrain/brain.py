@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from holdfast.core.errors import PolicyError, did_you_mean
 from holdfast.core.policy import Policy
 from holdfast.core.policy_sources import from_speechbrain
 from holdfast.guard.accumulation import Accumulation, divided
@@ -18,6 +17,7 @@ from holdfast.guard.hosted import HostedGuard, hosted_policy
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
 from holdfast.integrations.protocol import (
+    Framework,
     carried_by,
     carried_tree,
     check_one_process,
@@ -31,10 +31,9 @@ from holdfast.integrations.speechbrain.checkpoints import NAME, sealed
 from holdfast.loader.loader import DataLoader
 
 _RECOVERABLE = "holdfast"
-_OWN_KEYS = ("holdfast_policy", "holdfast_run_dir")
 
 
-class HoldfastMixin:
+class HoldfastMixin(Framework):  # type: ignore[misc]
     """Put before ``sb.Brain`` among the bases, it makes each step a transaction and each checkpoint verified.
 
     Args:
@@ -50,23 +49,6 @@ class HoldfastMixin:
             contradicts the options.
     """
 
-    modules: Any
-    hparams: Any
-    optimizers_dict: dict[str, Any] | None
-    checkpointer: Any
-    training_ctx: Any
-    compute_forward: Any
-    compute_objectives: Any
-    freeze_optimizers: Any
-    on_fit_batch_start: Any
-    on_fit_batch_end: Any
-    scaler: Any
-    step: int
-    optimizer_step: int
-    nonfinite_count: int
-    nonfinite_patience: int
-    grad_accumulation_factor: int
-    max_grad_norm: float
     holdfast_guard: HostedGuard | None = None
     """The guard, while ``fit`` runs: `statistics`, `events`."""
 
@@ -79,20 +61,12 @@ class HoldfastMixin:
     ) -> None:
         super().__init__(*positional, **named)
         hparams = getattr(self, "hparams", None)
-        for name in getattr(hparams, "__dict__", ()):
-            if name.startswith("holdfast_") and name not in _OWN_KEYS:
-                raise PolicyError(
-                    f"{name!r} in hparams",
-                    limit=f"of holdfast's own there are {' and '.join(_OWN_KEYS)}",
-                    fix=did_you_mean(name, _OWN_KEYS, otherwise="take one of these."),
-                    rule="H101",
-                )
         given = getattr(hparams, "holdfast_policy", None) if holdfast_policy is None else holdfast_policy
         self._holdfast_policy = Policy.of(given)
         self._holdfast_run_dir = holdfast_run_dir or getattr(hparams, "holdfast_run_dir", None)
         self._holdfast_steps: Accumulation | None = None
         self._holdfast_carried: dict[str, Any] | None = None
-        self._holdfast_within_epoch: dict[str, Any] | None = None  # what its first batch needs
+        self._holdfast_within_epoch: dict[str, Any] | None = None  # carried, for the first batch
         self._holdfast_loader: DataLoader | None = None
         self._holdfast_position: dict[str, Any] | None = None  # that the loader goes on from
         self._holdfast_batches: int | None = None  # of an epoch
@@ -103,13 +77,11 @@ class HoldfastMixin:
                 _RECOVERABLE, self, custom_save_hook=_save, custom_load_hook=_load, optional_load=True
             )
 
-    # --- open and close -------------------------------------------------------------------------------------
-
     def fit(self, *positional: Any, **named: Any) -> None:
         """Train, as ``Brain.fit``; the run directory is closed afterwards."""
         error: BaseException | None = None
         try:
-            super().fit(*positional, **named)  # type: ignore[misc]
+            super().fit(*positional, **named)
         except BaseException as raised:
             error = raised
             raise
@@ -122,7 +94,7 @@ class HoldfastMixin:
 
     def on_fit_start(self) -> None:
         """Do as ``Brain`` does, which restores everything, and open the run directory."""
-        super().on_fit_start()  # type: ignore[misc]
+        super().on_fit_start()
         for several in ("distributed_launch", "data_parallel_backend"):
             check_one_process(2 if getattr(self, several, False) else 1, f"{several}: processes or devices")
         optimizers = self._holdfast_optimizers()
@@ -178,8 +150,6 @@ class HoldfastMixin:
             output = Path(self.checkpointer.checkpoints_dir).parent
         return Path(output or ".", "holdfast")
 
-    # --- steps ----------------------------------------------------------------------------------------------
-
     def _fit_train(self, train_set: Any, epoch: Any, enable: Any) -> None:
         try:
             self._holdfast_batches = len(train_set)
@@ -190,21 +160,14 @@ class HoldfastMixin:
         if self._holdfast_loader is not None and position is not None:
             self._holdfast_loader.load_state_dict(position)
             self._holdfast_loader.set_epoch(position["epoch"])  # SpeechBrain goes on with it, also if nothing is left
-        train_set = _Begun(train_set, self._holdfast_begin)
-        super()._fit_train(train_set=train_set, epoch=epoch, enable=enable)  # type: ignore[misc]
+        carried, self._holdfast_within_epoch = self._holdfast_within_epoch, None
+        super()._fit_train(train_set=_Begun(train_set, carried), epoch=epoch, enable=enable)
 
     def fit_batch(self, batch: Any) -> torch.Tensor:
-        """Train on a batch, as ``Brain.fit_batch``.
-
-        Args:
-            batch: As the loader gives it.
-
-        Returns:
-            The loss, detached, on the CPU: a batch that was left out returns its NaN.
-        """
+        """Train on a batch, as ``Brain.fit_batch``; one that was left out returns its NaN."""
         steps = self._holdfast_steps
         if steps is None:
-            found: torch.Tensor = super().fit_batch(batch)  # type: ignore[misc]
+            found: torch.Tensor = super().fit_batch(batch)
             return found
         should_step = self.step % self.grad_accumulation_factor == 0 or self.step == self._holdfast_batches
         self.on_fit_batch_start(batch, should_step)
@@ -220,18 +183,17 @@ class HoldfastMixin:
         return result.loss.detach().cpu()
 
     def _should_save_intra_epoch_ckpt(self, last_ckpt_time: Any, steps_since_ckpt: Any) -> bool:
-        """Say whether to save after this batch: never in the middle of a window, and at once after SIGTERM."""
         if self._holdfast_steps is not None and self._holdfast_steps.pending:
             return False  # its gradients would be lost; the save stays due
         if self.holdfast_guard is None or self.holdfast_guard.stop_reason is None:
-            usual: bool = super()._should_save_intra_epoch_ckpt(last_ckpt_time, steps_since_ckpt)  # type: ignore[misc]
+            usual: bool = super()._should_save_intra_epoch_ckpt(last_ckpt_time, steps_since_ckpt)
             return usual
         if self.checkpointer is None:
             self._holdfast_stop()
         return True
 
     def _save_intra_epoch_ckpt(self) -> None:
-        super()._save_intra_epoch_ckpt()  # type: ignore[misc]
+        super()._save_intra_epoch_ckpt()
         if self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None:
             self._holdfast_stop()
 
@@ -240,13 +202,8 @@ class HoldfastMixin:
         self.holdfast_guard.note("stop_requested", reason=self.holdfast_guard.stop_reason)
         raise SystemExit(0)
 
-    def _holdfast_begin(self) -> None:
-        carried, self._holdfast_within_epoch = self._holdfast_within_epoch, None
-        if carried is not None:
-            restore_random_state(carried)
-
     def _holdfast_loss(self, part: Any) -> torch.Tensor:
-        stage = _train_stage()
+        stage = load("speechbrain").Stage.TRAIN
         with self.training_ctx:
             outputs = self.compute_forward(part, stage)
             loss: torch.Tensor = self.compute_objectives(outputs, part, stage)
@@ -281,21 +238,20 @@ class HoldfastMixin:
         return result
 
 
-# --- what a checkpoint holds besides SpeechBrain's own --------------------------------------------------------
-
-
 class _Begun:
     """A loader whose first batch is made under the random state that the checkpoint was left with."""
 
-    def __init__(self, loader: Any, begin: Callable[[], None]) -> None:
-        self._loader, self._begin = loader, begin
+    def __init__(self, loader: Any, carried: dict[str, Any] | None) -> None:
+        self._loader, self._carried = loader, carried
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
         iterator: Iterator[Any] = iter(self._loader)
-        self._begin()
+        carried, self._carried = self._carried, None
+        if carried is not None:
+            restore_random_state(carried)
         return iterator
 
 
@@ -312,7 +268,3 @@ def _save(brain: HoldfastMixin, path: Any) -> None:
 def _load(brain: HoldfastMixin, path: Any, end_of_epoch: Any) -> None:
     del end_of_epoch
     brain._holdfast_carried = torch.load(path, weights_only=True)
-
-
-def _train_stage() -> Any:
-    return load("speechbrain").Stage.TRAIN

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.seal import begin, check, is_unfinished, seal
-from holdfast.integrations.protocol import Note, attempt_save, checkpoints_in, newest_checkpoint
+from holdfast.integrations.protocol import Framework, Note, attempt_save, checkpoints_in, newest_checkpoint
 
 NAME = re.compile(r"CKPT.*")
 
 
-class SealedCheckpoints:
+class SealedCheckpoints(Framework):  # type: ignore[misc]
     """What is put before ``speechbrain.utils.checkpoints.Checkpointer`` among the bases."""
 
     checkpoints_dir: Path
@@ -33,7 +33,7 @@ class SealedCheckpoints:
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Save and seal; a state that is not finite is refused, and a disk that refuses does not end training."""
         there, found = set(self.folders()), []
-        plain = super().save_checkpoint  # type: ignore[misc]
+        plain = super().save_checkpoint
 
         def write() -> None:
             found.append(plain(*args, **kwargs))
@@ -53,7 +53,7 @@ class SealedCheckpoints:
         """
         if not self._refused:
             kwargs["num_to_keep"] = kwargs.get("num_to_keep", 1) and max(2, kwargs.get("num_to_keep", 1))
-            super().delete_checkpoints(**kwargs)  # type: ignore[misc]
+            super().delete_checkpoints(**kwargs)
 
     def find_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Return the best checkpoint that verifies; those before it that do not are moved aside.
@@ -63,7 +63,7 @@ class SealedCheckpoints:
             RunDirectoryError: H307, if one cannot be read now.
         """
         others = [path for path in self.folders() if is_unfinished(path) or not path.exists()]
-        candidates = {Path(each.path): each for each in self.find_checkpoints(*args, **kwargs)}  # type: ignore[attr-defined]
+        candidates = {Path(each.path): each for each in self.find_checkpoints(*args, **kwargs)}
         good = newest_checkpoint([*others, *candidates], self.note)
         return None if good is None else candidates[good]
 
@@ -74,13 +74,13 @@ class SealedCheckpoints:
             CheckpointError: H311.
         """
         check(Path(checkpoint.path))
-        super().load_checkpoint(checkpoint)  # type: ignore[misc]
+        super().load_checkpoint(checkpoint)
 
     def _new_checkpoint_dirpath(self) -> Path:
-        return self._begun(super()._new_checkpoint_dirpath())  # type: ignore[misc]
+        return self._begun(super()._new_checkpoint_dirpath())
 
     def _custom_checkpoint_dirpath(self, name: str) -> Path:
-        return self._begun(super()._custom_checkpoint_dirpath(name))  # type: ignore[misc]
+        return self._begun(super()._custom_checkpoint_dirpath(name))
 
     def _begun(self, folder: Path) -> Path:
         begin(folder)
@@ -88,7 +88,7 @@ class SealedCheckpoints:
 
     def _list_checkpoint_dirs(self) -> list[Path]:
         # Half of a ``CKPT.yaml`` cannot be read, and would end every search.
-        return [path for path in super()._list_checkpoint_dirs() if not is_unfinished(path)]  # type: ignore[misc]
+        return [path for path in super()._list_checkpoint_dirs() if not is_unfinished(path)]
 
     def folders(self) -> list[Path]:
         """Return the folders of checkpoints, whatever is in them."""
@@ -96,14 +96,7 @@ class SealedCheckpoints:
 
 
 def sealed(checkpointer: Any) -> Any:
-    """Let a checkpointer that exists seal and verify from now on, as recipes make theirs in YAML.
-
-    Args:
-        checkpointer: Of ``speechbrain.utils.checkpoints.Checkpointer`` or a class derived from it; it is changed.
-
-    Returns:
-        The same object.
-    """
+    """Let a checkpointer that exists seal and verify from now on, as recipes make theirs in YAML; return it."""
     kind = type(checkpointer)
     if not issubclass(kind, SealedCheckpoints):
         checkpointer.__class__ = type(f"Sealed{kind.__name__}", (SealedCheckpoints, kind), {})

@@ -1,8 +1,7 @@
 """The checkpoint folders of a Hugging Face Trainer: sealed when they are written, verified before one is resumed.
 
-The Trainer writes ``checkpoint-500`` in place. Here the folder is marked as unfinished before that, a manifest with
-digests is written last, and a folder that does not verify is renamed to ``damaged-checkpoint-500``, where neither the
-Trainer nor its rotation looks.
+The Trainer writes ``checkpoint-500`` in place. Here the folder is marked as unfinished before that, and sealed
+afterwards. One that does not verify becomes ``damaged-checkpoint-500``, where the Trainer does not look.
 """
 
 from __future__ import annotations
@@ -57,16 +56,7 @@ def last_good_checkpoint(folder: str | os.PathLike[str], run_dir: str | os.PathL
 
 
 def resumable(asked: Any, output_dir: str, run_dir: str | None = None) -> Any:
-    """Return what the Trainer shall resume from, verified.
-
-    Args:
-        asked: ``resume_from_checkpoint``: a path, True for the newest, or None or False.
-        output_dir: Where the newest is looked for.
-        run_dir: Where holdfast records; None: ``holdfast`` there.
-
-    Raises:
-        CheckpointError, RunDirectoryError: as `last_good_checkpoint`.
-    """
+    """Return what the Trainer shall resume from, verified; it is asked for as ``resume_from_checkpoint``."""
     if not asked:
         return asked
     if asked is True:
@@ -98,7 +88,7 @@ def save_sealed(
         note: Takes events.
 
     Returns:
-        Whether it was saved; what is left of a save that the disk refused is removed.
+        Whether it was saved.
     """
     limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
 
@@ -133,13 +123,6 @@ def carried_in(checkpoint: Any) -> dict[str, Any] | None:
 
 
 def check_best(state: Any) -> None:
-    """Verify the checkpoint of the best model before it is loaded, unless it was written without holdfast.
-
-    Args:
-        state: Of the Trainer.
-
-    Raises:
-        CheckpointError: H311.
-    """
+    """Verify the checkpoint of the best model before it is loaded, unless it was written without holdfast."""
     if state.best_model_checkpoint is not None:
         check(Path(state.best_model_checkpoint))

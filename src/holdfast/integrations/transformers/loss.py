@@ -25,13 +25,7 @@ from holdfast.loader.splitting import Split, batch_size, select
 
 
 class TrainerLoss:
-    """The loss function of one training.
-
-    Args:
-        trainer: A ``transformers.Trainer``.
-        model: As it is given to ``training_step``.
-        split: Where the batch dimension is.
-    """
+    """The loss function of one training, of the model that ``training_step`` is given."""
 
     def __init__(self, trainer: Any, model: torch.nn.Module, split: Split = 0) -> None:
         self._trainer = trainer
@@ -42,13 +36,7 @@ class TrainerLoss:
         self._uses_items: bool | None = None
 
     def window(self, batches: Sequence[Any], items: Any, guard: HostedGuard) -> Window:
-        """Return what one step is made of, and be the loss function of it.
-
-        Args:
-            batches: Of the window, on the device.
-            items: What the Trainer has counted in them, or None.
-            guard: Of this training.
-        """
+        """Return what one step is made of, and be the loss function of it; `items` is what the Trainer counted."""
         self._items, self._batches = items, len(batches)
         if items is not None and self._uses_items is None:
             self._find_out(batches[0], guard)

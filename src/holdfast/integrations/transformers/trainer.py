@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,18 +13,17 @@ from torch.utils.data import IterableDataset
 from holdfast.core.errors import OutOfMemoryError
 from holdfast.core.policy import Policy
 from holdfast.guard.hosted import HostedGuard, hosted_policy
-from holdfast.integrations.protocol import check_accelerator, excluded, load, may_save, open_guard
+from holdfast.integrations.protocol import Framework, check_accelerator, excluded, load, may_save, open_guard
 from holdfast.integrations.transformers.checkpoints import NAME, carried_in, check_best, resumable, save_sealed
 from holdfast.integrations.transformers.loss import TrainerLoss
 from holdfast.loader.loader import DataLoader
 from holdfast.loader.splitting import Split
-from holdfast.memory.oom import clear_exception_frames, find_out_of_memory, release_memory
+from holdfast.memory.oom import find_out_of_memory
 
-_log = logging.getLogger("holdfast")
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
 
 
-class HoldfastMixin:
+class HoldfastMixin(Framework):  # type: ignore[misc]
     """Put before a Trainer class among the bases, it makes each of its steps a transaction.
 
     ``TrainingArguments`` win: ``max_grad_norm``, ``bf16``, ``fp16``, ``save_*`` and the schedule are taken from
@@ -43,13 +41,6 @@ class HoldfastMixin:
         PolicyError: H111 or H108 for what cannot be guarded, H109 for a policy that contradicts the arguments.
     """
 
-    args: Any
-    state: Any
-    accelerator: Any
-    optimizer: Any
-    lr_scheduler: Any
-    _tr_loss: Any
-    _total_loss_scalar: float
     holdfast_guard: HostedGuard | None = None
     """The guard, while a training runs: `statistics`, `events`, `request_stop`."""
 
@@ -80,10 +71,10 @@ class HoldfastMixin:
         self._holdfast_saved_at: int | None = None  # step of the newest checkpoint that holds the weights as they are
         self.args.logging_nan_inf_filter = False
         base = load("transformers").TrainerCallback
-        self.add_callback(type("HoldfastStop", (_StopWhenAsked, base), {})(self))  # type: ignore[attr-defined]
+        self.add_callback(type("HoldfastStop", (_StopWhenAsked, base), {})(self))
 
     def _holdfast_settings(self) -> Policy:
-        """Return the policy under the arguments as they are now: a hyperparameter search changes them."""
+        # Under the arguments as they are now: a hyperparameter search changes them.
         return hosted_policy(
             self._holdfast_given,
             max_grad_norm=self.args.max_grad_norm if self.args.max_grad_norm > 0 else None,
@@ -91,15 +82,13 @@ class HoldfastMixin:
             host="TrainingArguments",
         )
 
-    # --- the training ---------------------------------------------------------------------------------------
-
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **named: Any) -> Any:
         """Train as the Trainer does; ``resume_from_checkpoint`` is verified, and falls back to the one before.
 
         ``resume_from_checkpoint=True`` where there is none yet starts anew, with a warning.
 
         Raises:
-            OutOfMemoryError: H401 or H402. NonFiniteError: H501. DivergenceError: H503. CheckpointError: H312.
+            HoldfastError: H307 or H312 for checkpoints, H401, H402, H501 or H503 for steps.
         """
         _check_supported(self)
         resume_from_checkpoint = resumable(resume_from_checkpoint, self.args.output_dir, self._holdfast_run_dir)
@@ -109,7 +98,7 @@ class HoldfastMixin:
         total, self._holdfast_counted = (carried_in(resume_from_checkpoint) or {}).get("losses", (0.0, 0))
         self._holdfast_total = torch.tensor(total, dtype=torch.float64, device=self.args.device)
         try:
-            done = super().train(resume_from_checkpoint, trial, **named)  # type: ignore[misc]
+            done = super().train(resume_from_checkpoint, trial, **named)
         except BaseException as error:
             self._holdfast_close(type(error))
             raise
@@ -117,14 +106,7 @@ class HoldfastMixin:
         return done
 
     def _holdfast_open(self, model: torch.nn.Module) -> HostedGuard:
-        folder = Path(self._get_output_dir(self._holdfast_trial))  # type: ignore[attr-defined]
-        plain = load("transformers").TrainerCallback.on_pre_optimizer_step
-        callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]
-        late = [type(each).__name__ for each in callbacks if type(each).on_pre_optimizer_step is not plain]
-        if late:
-            _log.warning(
-                "on_pre_optimizer_step of %s comes after the step: gradients changed there move nothing", late
-            )
+        folder = Path(self._get_output_dir(self._holdfast_trial))
         carried = carried_in(self._holdfast_resumed)
         guard = open_guard(
             self._holdfast_run_dir or folder / "holdfast",
@@ -157,8 +139,6 @@ class HoldfastMixin:
         self.optimizer._is_overflow = False
         guard.__exit__(error, None, None)
 
-    # --- data -----------------------------------------------------------------------------------------------
-
     def _run_epoch(self, *rest: Any, **named: Any) -> Any:
         """Let a `holdfast.DataLoader` keep its order, also where the Trainer resumes in the middle of an epoch."""
         loader = named.get("train_dataloader")
@@ -171,13 +151,13 @@ class HoldfastMixin:
             named["train_dataloader"] = _PlacedLoader(loader, named["epoch"], skipped, state)
             if self.holdfast_guard is None:
                 self._holdfast_open(named["model"])  # before the first batch is made, so that its events are recorded
-        return super()._run_epoch(*rest, **named)  # type: ignore[misc]
+        return super()._run_epoch(*rest, **named)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *rest: Any, **named: Any) -> Any:
         """Collect the micro-batches of a window, and note which samples they hold, where the loader knows it."""
         loader = self._holdfast_loader
         if loader is None:
-            return super().get_batch_samples(epoch_iterator, *rest, **named)  # type: ignore[misc]
+            return super().get_batch_samples(epoch_iterator, *rest, **named)
         self._holdfast_position = loader.state_dict()
 
         def noted() -> Iterator[Any]:
@@ -185,7 +165,7 @@ class HoldfastMixin:
                 self._holdfast_indices.append(loader.batch_indices)
                 yield batch
 
-        return super().get_batch_samples(noted(), *rest, **named)  # type: ignore[misc]
+        return super().get_batch_samples(noted(), *rest, **named)
 
     def _holdfast_carried(self, guard: HostedGuard) -> dict[str, Any]:
         losses = [float(self._holdfast_total), self._holdfast_counted]
@@ -194,23 +174,17 @@ class HoldfastMixin:
             carried["loader"] = self._holdfast_position or self._holdfast_loader.state_dict()
         return carried
 
-    # --- the step -------------------------------------------------------------------------------------------
-
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Gather a micro-batch; at the last one of the window make the whole step.
-
-        Returns:
-            The loss of the window at its end, as the Trainer sums it up; 0 before.
-        """
+        """Gather a micro-batch and return 0; at the last one of the window make the step and return its loss."""
         guard = self.holdfast_guard or self._holdfast_open(model)
         assert self._holdfast_loss is not None
         window = self._holdfast_window
-        window.append(self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+        window.append(self._prepare_inputs(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        if len(window) != self.current_gradient_accumulation_steps:  # type: ignore[attr-defined]
+        if len(window) != self.current_gradient_accumulation_steps:
             # The rest of an epoch whose length nobody knew is trained with the first window of the next one.
-            num_items_in_batch = self._get_num_items_in_batch(window, self.args.device)  # type: ignore[attr-defined]
+            num_items_in_batch = self._get_num_items_in_batch(window, self.args.device)
         self._holdfast_window = []
         known, self._holdfast_indices = self._holdfast_indices, []
         guard.next_samples(
@@ -237,10 +211,8 @@ class HoldfastMixin:
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float:  # noqa: ARG002 - likewise
         return self._holdfast_norm
 
-    # --- logs -----------------------------------------------------------------------------------------------
-
     def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
-        """Log as the Trainer does, with what has happened to steps so far."""
+        """Log as the Trainer does, with the counts of steps that were not made as usual."""
         if self.holdfast_guard is not None and ("loss" in logs or "train_loss" in logs):
             found = self.holdfast_guard.statistics()
             for name in ("skipped_steps", "out_of_memory", "rollbacks"):
@@ -248,7 +220,7 @@ class HoldfastMixin:
                     logs[name] = getattr(found, name)
         if not math.isfinite(logs.get("loss", 0.0)):  # the Trainer takes NaN from NaN, and would log it for ever
             self._tr_loss.zero_()
-        super().log(logs, *rest, **named)  # type: ignore[misc]
+        super().log(logs, *rest, **named)
 
     def _finalize_training(self, *rest: Any, **named: Any) -> Any:
         """Let ``train_loss`` be the mean of the steps that were made, in earlier lives too; NaN where none was."""
@@ -256,16 +228,14 @@ class HoldfastMixin:
         if self._holdfast_resumed or counted != steps:  # the Trainer divides the sum of this life by all steps
             self._tr_loss.zero_()
             self._total_loss_scalar = float(self._holdfast_total) / (counted or math.nan) * steps
-        return super()._finalize_training(*rest, **named)  # type: ignore[misc]
-
-    # --- checkpoints ----------------------------------------------------------------------------------------
+        return super()._finalize_training(*rest, **named)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Save as the Trainer does, and seal; a disk that refuses is an event and does not stop training."""
         guard, step = self.holdfast_guard, self.state.global_step
         if may_save(guard):
-            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{step}")  # type: ignore[attr-defined]
-            write = super()._save_checkpoint  # type: ignore[misc]
+            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{step}")
+            write = super()._save_checkpoint
             carried = None if guard is None else self._holdfast_carried(guard)
             note = None if guard is None else guard.note
             if save_sealed(self, folder, lambda: write(model, trial), carried, note):
@@ -280,43 +250,22 @@ class HoldfastMixin:
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: Any, *rest: Any, **named: Any) -> None:
         """Log, evaluate and save as the Trainer does; when training stops, ``save_strategy="best"`` saves too."""
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *rest, **named)  # type: ignore[misc]
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *rest, **named)
         if self.holdfast_guard is not None and self.holdfast_guard.stop_reason is not None:
             self._holdfast_keep(model)
 
     def _evaluate(self, *rest: Any, **named: Any) -> Any:
-        """Evaluate as the Trainer does; out-of-memory there ends training with a checkpoint.
-
-        Raises:
-            OutOfMemoryError: H401.
-        """
         try:
-            return super()._evaluate(*rest, **named)  # type: ignore[misc]
+            return super()._evaluate(*rest, **named)
         except Exception as error:
-            found = find_out_of_memory(error)
-            if found is None or self.holdfast_guard is None:
-                raise
-            failure = error
-        clear_exception_frames(failure)
-        release_memory([] if self.args.device.type == "cpu" else [self.args.device])
-        self._holdfast_keep(self.model_wrapped)  # type: ignore[attr-defined]
-        raise OutOfMemoryError(
-            f"an evaluation with per_device_eval_batch_size={self.args.per_device_eval_batch_size} "
-            f"ran out of memory ({found})",
-            limit="its batches are not cut; the weights are those of the last step",
-            fix="lower per_device_eval_batch_size, or set eval_accumulation_steps or preprocess_logits_for_metrics, "
-            "and go on with train(resume_from_checkpoint=True).",
-            rule="H401",
-        )
+            if self.holdfast_guard is not None and find_out_of_memory(error) is not None:
+                self._holdfast_keep(self.model_wrapped)  # the weights are those of the last step
+            raise
 
     def _load_best_model(self) -> None:
-        """Load the best model as the Trainer does, if its checkpoint verifies.
-
-        Raises:
-            CheckpointError: H311.
-        """
+        # Only if its checkpoint verifies.
         check_best(self.state)
-        super()._load_best_model()  # type: ignore[misc]
+        super()._load_best_model()
 
 
 def _check_supported(trainer: Any) -> None:
@@ -324,30 +273,25 @@ def _check_supported(trainer: Any) -> None:
     check_accelerator(trainer.accelerator)
     args = trainer.args
     optimizer = str(getattr(args.optim, "value", args.optim))
-    if args.n_gpu > 1:
-        raise excluded(
-            f"n_gpu={args.n_gpu}",
-            "the Trainer would spread each batch by DataParallel, whose copies a step cannot take back",
-            "set CUDA_VISIBLE_DEVICES to one device.",
-        )
-    if args.auto_find_batch_size:
-        raise excluded(
-            "auto_find_batch_size=True",
-            "it starts the loop again with a smaller batch; a guarded step keeps the batch and survives inside it",
-            "leave it out.",
-        )
-    if any(word in optimizer for word in _STEPS_IN_BACKWARD):
-        raise excluded(
-            f"optim={optimizer}", "it moves weights during backward, which cannot be taken back", "use another one."
-        )
-    if getattr(args, "enable_jit_checkpoint", False):
-        raise excluded(
+    engine = getattr(trainer.accelerator, "parallelism_config", None)
+    refused = [
+        (args.n_gpu > 1, f"n_gpu={args.n_gpu}", "DataParallel makes copies of the model that cannot be taken back"),
+        (args.auto_find_batch_size, "auto_find_batch_size=True", "it starts the loop again with a smaller batch"),
+        (
+            any(word in optimizer for word in _STEPS_IN_BACKWARD),
+            f"optim={optimizer}",
+            "it moves weights during backward, which cannot be taken back",
+        ),
+        (
+            getattr(args, "enable_jit_checkpoint", False),
             "enable_jit_checkpoint=True",
-            "it saves in the middle of a step; SIGTERM is honoured by holdfast at the end of one",
-            "leave it out.",
-        )
-    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
-        raise excluded("a parallelism_config", "it spreads a step over devices", "leave it out.")
+            "it saves in the middle of a step",
+        ),
+        (engine is not None, "a parallelism_config", "it spreads a step over devices"),
+    ]
+    for is_set, what, why in refused:
+        if is_set:
+            raise excluded(what, why, "leave it out; for n_gpu, set CUDA_VISIBLE_DEVICES to one device.")
 
 
 class _StopWhenAsked:
@@ -400,11 +344,7 @@ class _Placed(IterableDataset[Any]):
 class _PlacedLoader:
     """What the Trainer iterates for a `holdfast.DataLoader`, with what ``accelerate.skip_first_batches`` needs.
 
-    Args:
-        loader: The user's.
-        epoch: Of the Trainer.
-        skipped: Batches that the Trainer will skip.
-        state: Where the loader stood when the checkpoint was written; None: not known, so batches are read over.
+    Where the loader stood when the checkpoint was written may not be known; then batches are read over.
     """
 
     drop_last = pin_memory = persistent_workers = False
@@ -423,5 +363,4 @@ class _PlacedLoader:
 
     @staticmethod
     def collate_fn(batch: Any) -> Any:
-        """Return a batch as it is."""
         return batch
