@@ -35,7 +35,7 @@ SCRIPTS = (
     "spikes",
     "nan_batches",
     "folklore",
-    "not_learning.evaluate",
+    "evals.not_learning.evaluate",
     "oom_recovery",
     "integrations",
     "guided_attention",
@@ -59,7 +59,7 @@ SCRIPTS = (
     "gpu.device_prefetch",
     "gpu.forecast",
 )
-RESULTS = {"not_learning.evaluate": ("not_learning_held_out", "not_learning_held_out_2")}
+RESULTS = {"evals.not_learning.evaluate": ("not_learning_held_out", "not_learning_held_out_2")}
 """Names of the result files of a script, where they are not its own name."""
 _ROOT = Path(__file__).parent.parent
 
@@ -94,7 +94,8 @@ def main() -> None:
     started = time.monotonic()
     for name in SCRIPTS:
         print(f"{name}", flush=True)
-        command = [sys.executable, "-m", f"benchmarks.{name}", *(["--quick"] if quick else [])]
+        module = name if name.startswith("evals.") else f"benchmarks.{name}"
+        command = [sys.executable, "-m", module, *(["--quick"] if quick else [])]
         if subprocess.run(command, cwd=_ROOT, check=False).returncode:
             failed.append(name)
         else:

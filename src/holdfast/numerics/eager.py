@@ -29,10 +29,7 @@ def eager() -> Iterator[None]:
 
 
 def as_written(models: Mapping[str, _Module]) -> tuple[dict[str, Any], bool]:
-    """Return the modules that ``torch.compile`` was given, and whether a part of any is compiled or scripted.
-
-    A module that something else compiles (a function that calls it, a wrapper that was not given) is not known.
-    """
+    """Return the modules that ``torch.compile`` was given, and whether a part of any is compiled or scripted."""
     compiled = any(
         hasattr(part, "_orig_mod")
         or part.__dict__.get("_compiled_call_impl")

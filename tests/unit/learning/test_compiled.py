@@ -17,8 +17,6 @@ from tests.prepared import Prepared
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.core.errors import PolicyError
-from holdfast.core.policy import Policy
 
 # What torch itself warns of while it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:`torch.jit")
@@ -260,18 +258,6 @@ def test_out_of_memory_leaves_compiled_blocks_alone(tmp_path):
     assert [event.kind for event in tried] == ["retry", "recompute_impossible", "split"]
     assert "torch.compile" in tried[1].data["why"]
     assert calls == [8, 8, 8, 4, 4, 4, 4]
-
-
-@pytest.mark.parametrize("make", [_wrapped, _given_wrapped])
-def test_blocks_of_a_compiled_model_cannot_be_named_for_recomputing(make, tmp_path):
-    """What a graph would not do is refused in the first step, also where that is the first to compile."""
-    program = make(Net(), compiling(Graphs()))
-    policy = Policy(recompute=("first",))
-    guard = holdfast.Guard(
-        tmp_path, model=program.given, optimizer=program.optimizer, loader=batches(3), policy=policy
-    )
-    with pytest.raises(PolicyError, match=r"torch\.compile is at work"):
-        guard.step(next(guard.batches(max_epochs=1)), program.loss)
 
 
 LIVES = """

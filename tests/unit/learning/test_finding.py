@@ -27,11 +27,6 @@ def test_a_chain_of_symptoms_is_reported_by_its_root() -> None:
     assert {finding.evidence["follows_from"] for finding in found_all[1:]} <= {"H806", "H801", "H802"}
 
 
-def test_a_symptom_without_a_cause_stays_loud() -> None:
-    """No learning is advice as long as nothing explains it."""
-    assert ordered([found("H828", kind="symptom")])[0].severity == "advice"
-
-
 def test_a_note_explains_nothing() -> None:
     """What is only worth knowing does not silence a symptom."""
     found_all = ordered([found("H818", "note"), found("H828", kind="symptom")])

@@ -149,20 +149,6 @@ def test_the_loss_of_the_best_constant_is_known() -> None:
     assert weighted["cross_entropy#1"].baseline is None
 
 
-def test_ignored_labels_are_not_counted() -> None:
-    """The entropy is that of the labels that the loss looks at."""
-    labels = torch.where(torch.arange(N) < 10, LABELS, -100)
-    assert seen(lambda z: F.cross_entropy(z, labels))["cross_entropy#1"].baseline == pytest.approx(math.log(C))
-
-
-def test_calls_without_gradients_are_not_seen() -> None:
-    """An evaluation inside an observed step leaves no trace in the facts."""
-    places = LossPlaces()
-    with FunctionMode(places, lambda name, output: None, lambda loss: None), torch.no_grad():
-        F.cross_entropy(torch.randn(N, C), LABELS)
-    assert places.facts() == {}
-
-
 def test_the_source_of_a_tensor_is_found_behind_views() -> None:
     """Reshaping keeps the dimension, reordering forgets it, and a clamp is told."""
     scores = torch.randn(N, C, requires_grad=True)
