@@ -39,13 +39,10 @@ _ACTIVATIONS = {"relu": "relu", "relu_": "relu", "tanh": "tanh", "tanh_": "tanh"
 
 
 class FunctionMode(TorchFunctionMode):
-    """Sees calls of loss functions, of activations and of ``backward`` while it is entered.
+    """Sees calls while it is entered.
 
-    Args:
-        places: Where the facts about losses are collected, by the place of the call.
-        on_activation: Called with the name and the output of each relu, tanh and sigmoid.
-        on_backward: Called with the loss before each backward pass.
-        on_weight: Called with each parameter that a layer computes with.
+    Facts about losses go into `places`. Called are `on_activation` with the name and the output of each relu, tanh
+    and sigmoid, `on_backward` with the loss, and `on_weight` with each parameter that a layer computes with.
     """
 
     def __init__(

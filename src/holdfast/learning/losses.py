@@ -196,12 +196,8 @@ def items_of(function: str, given: Tensor, target: Tensor) -> int:
 def source_of(tensor: Tensor) -> tuple[str, int | None, bool]:
     """Return what made a tensor, behind views: the operation, its dimension if it has one, and if it was clamped.
 
-    Args:
-        tensor: Of any shape, with a graph.
-
-    Returns:
-        Such as ``("Softmax", 1, False)``; the name is ``""`` for a tensor without a graph. The dimension is None
-        where something reordered the axes in between.
+    Such as ``("Softmax", 1, False)``; the name is ``""`` for a tensor without a graph, and the dimension None where
+    something reordered the axes in between.
     """
     node, moved, clamped = tensor.grad_fn, False, False
     for _ in range(8):
@@ -219,11 +215,7 @@ def source_of(tensor: Tensor) -> tuple[str, int | None, bool]:
 
 
 def unscaled(loss: Tensor) -> float:
-    """Return the value of a loss, without the factor of a loss scaler; one host sync.
-
-    Args:
-        loss: One element, on which backward is about to be called.
-    """
+    """Return the value of a loss of one element, without the factor of a loss scaler; one host sync."""
     value, node = float(loss.detach()), loss.grad_fn
     factor = getattr(node, "_saved_other", None) if node is not None and node.name() == "MulBackward0" else None
     if isinstance(factor, Tensor) and factor.numel() == 1 and not factor.requires_grad:

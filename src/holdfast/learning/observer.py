@@ -303,7 +303,6 @@ class Observer:
         self._ticks += 1
         sampled, self._sampled, self.mode.loaded = self._sampled, False, False
         self.hooks.end_step()
-        self._layers.forget_step()
         self._observed += sampled
         rounds = self._observed / max(1, len(self._optimizers))
         self.window = self._window_due()

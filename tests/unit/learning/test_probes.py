@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
@@ -344,7 +344,7 @@ def test_the_forked_copy_finds_what_the_probe_in_place_finds(name):
     program = make()
     program.train(steps)
     here = program.probe(in_place=True)
-    assert [finding.as_json() for finding in program.probe()] == [finding.as_json() for finding in here]
+    assert [asdict(finding) for finding in program.probe()] == [asdict(finding) for finding in here]
 
 
 def test_evidence_names_the_place_and_the_numbers():
