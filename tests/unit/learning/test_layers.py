@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.learning.layers import ActivationObserver, Gradients, LayerObserver
-from holdfast.learning.measures import norms_of, sample_of
+from holdfast.learning.measures import norms_of
 from holdfast.learning.optimizers import AccumulationCheck
 
 
@@ -61,18 +61,6 @@ def test_what_is_not_finite_is_named_and_kept_out_of_the_medians() -> None:
     assert before.nonfinite == ["weight"]
     assert layers.facts()["weight"].gradient_rms == pytest.approx(1)
     assert layers.facts()["weight"].nonfinite
-
-
-def test_a_sample_is_small_and_spread_over_the_tensor() -> None:
-    """Large tensors are sampled from end to end, small ones whole, and the sample is a copy."""
-    large = torch.arange(1_000_000.0)
-    sample = sample_of(large.view(1000, 1000))
-    assert sample.numel() <= 4096
-    assert sample[-1] > 990_000
-    small = torch.ones(3)
-    kept = sample_of(small)
-    small.zero_()
-    assert kept.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("to_none", [True, False])

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.learning.facts import LossFacts
-from holdfast.learning.functions import FunctionMode
-from holdfast.learning.losses import LossPlaces, source_of, unscaled
+from holdfast.learning.functions import FunctionMode, LossPlaces, source_of, unscaled
 
 N, C = 16, 5
 LABELS = torch.arange(N) % C

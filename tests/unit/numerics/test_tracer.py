@@ -55,21 +55,6 @@ def test_an_operand_is_described_by_its_finite_range() -> None:
     assert str(facts) == "float32[2x3] (-2 to 7, 1 NaN, 2 Inf)"
 
 
-@pytest.mark.parametrize(
-    ("values", "mask"),
-    [
-        ([0.0, -math.inf], True),
-        ([-math.inf, -math.inf], False),
-        ([0.0, math.inf], False),
-        ([1.0, -math.inf], False),
-        ([0.0, 0.0], False),
-    ],
-)
-def test_an_additive_mask_is_known_by_its_values(values: list[float], mask: bool) -> None:
-    """Only zeros beside -Inf are a mask."""
-    assert measure(torch.tensor(values)).is_mask is mask
-
-
 def test_rows_are_those_of_the_batch_axis() -> None:
     """The batch axis is found wherever it is, flattened too, and a row of everything says nothing."""
     bad = torch.zeros(4, 3, dtype=torch.bool)
@@ -85,16 +70,6 @@ def test_places_tell_interleaved_views_apart() -> None:
     first, second = (find_places(column, torch.isnan(column)) for column in (whole[:, 0], whole[:, 1]))
     assert not first.meet(second)
     assert first.meet(find_places(whole, torch.isnan(whole)))
-
-
-def test_out_variants_are_seen() -> None:
-    """An operation that writes into ``out=`` is the suspect of what stands there."""
-    target = torch.ones(3)
-    with traced() as tracer:
-        torch.log(torch.zeros(3), out=target)
-    assert only(tracer).name == "log"
-    assert tracer.find(target) is tracer.suspects[0]
-    assert [operand.zeros for operand in tracer.suspects[0].operands] == [3]
 
 
 def test_pointwise_links_need_the_same_place() -> None:
