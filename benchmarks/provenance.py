@@ -154,7 +154,8 @@ def cost_of(step: Step, rounds: int) -> float:
 
 def build(case: Case) -> Step:
     torch.manual_seed(_SEED)
-    step = case.build()
+    step = case.make()
+    case.spoil(step)
     if not is_bad(step, range(size_of(step))):
         raise RuntimeError(f"{case.name}: the planted fault does not show")
     return step
@@ -176,7 +177,7 @@ def main() -> None:
         costs.append(cost_of(step, rounds))
         calls.append(runs)
         if not all(verdicts[-1]):
-            result.notes.append(f"{case.architecture}, {case.name}: {origin}; samples {samples}")
+            result.notes.append(f"{case.name}: {origin}; samples {samples}")
             print(f"  wrong: {result.notes[-1]}")
     groups: dict[str, Callable[[Case], bool]] = {
         "all cases": lambda _: True,
@@ -196,8 +197,8 @@ def main() -> None:
     result.add_count("forward hooks: module right (never an operation or a sample)", sum(hooks), len(CASES))
     result.add_samples("CPU time of the traced step over a plain one", "ratio", costs, at_most=30.0)
     result.add_samples("steps run to find the samples", "steps", [float(count) for count in calls])
-    result.samples["case, architecture, held out, operation, module, samples"] = [
-        [case.name, case.architecture, case.held_out, *verdict] for case, verdict in zip(CASES, verdicts, strict=True)
+    result.samples["case, held out, operation, module, samples"] = [
+        [case.name, case.held_out, *verdict] for case, verdict in zip(CASES, verdicts, strict=True)
     ]
     result.write()
 

@@ -35,7 +35,7 @@ SCRIPTS = (
     "spikes",
     "nan_batches",
     "folklore",
-    "not_learning.evaluate",
+    "evals.not_learning.evaluate",
     "oom_recovery",
     "integrations",
     "guided_attention",
@@ -53,15 +53,17 @@ SCRIPTS = (
     "hang_detection",
     "leak_lines",
     "supervised_kills",
-    "verdicts",
+    "evals.verdicts",
     "gpu.step_overhead",
     "gpu.oom_recovery",
     "gpu.device_prefetch",
     "gpu.forecast",
 )
-RESULTS = {"not_learning.evaluate": ("not_learning_held_out", "not_learning_held_out_2")}
+RESULTS = {
+    "evals.not_learning.evaluate": ("not_learning_held_out", "not_learning_held_out_2"),
+    "evals.verdicts": ("verdicts",),
+}
 """Names of the result files of a script, where they are not its own name."""
-ELSEWHERE = {"verdicts": "evals.verdicts"}
 """Modules of scripts that are not in this folder."""
 _ROOT = Path(__file__).parent.parent
 
@@ -96,7 +98,8 @@ def main() -> None:
     started = time.monotonic()
     for name in SCRIPTS:
         print(f"{name}", flush=True)
-        command = [sys.executable, "-m", ELSEWHERE.get(name, f"benchmarks.{name}"), *(["--quick"] if quick else [])]
+        module = name if name.startswith("evals.") else f"benchmarks.{name}"
+        command = [sys.executable, "-m", module, *(["--quick"] if quick else [])]
         if subprocess.run(command, cwd=_ROOT, check=False).returncode:
             failed.append(name)
         else:

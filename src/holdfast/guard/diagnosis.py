@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -14,11 +14,13 @@ from holdfast.core.policy import Policy
 from holdfast.explain.rules import find_rule
 from holdfast.guard.parts import Parts
 from holdfast.guard.record import RunRecord
-from holdfast.guard.result import Outcome
 from holdfast.learning.finding import Finding, demoted, with_origin
 from holdfast.learning.inputs import tensors_in
 from holdfast.learning.layers import flow_summary
 from holdfast.learning.observer import Observer
+
+if TYPE_CHECKING:
+    from holdfast.guard.step.outcome import Outcome
 
 _NO_PROGRESS = ("H826", "H828", "H832")
 _WRECKED = {"H801", "H802", "H825", "H826", "H847"}

@@ -8,6 +8,7 @@ gradient or a weight shows needs none of them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from holdfast.numerics.eager import anything_compiled, is_symbolic, notify_no_more, notify_of_compilation
+from holdfast.numerics.eager import anything_compiled, is_symbolic
 
 LOST = (
     "torch.compile or TorchScript is at work in this process, so the diagnosis does not see activations, inputs and "
@@ -68,9 +69,13 @@ class EagerHooks:
         self._make(hooks, self._of_step)
 
     def _make(self, hooks: Iterable[RemovableHandle], kept: list[RemovableHandle]) -> None:
-        if not self.lost:
-            notify_of_compilation(self._compilation_begins)
-            kept += hooks
+        if self.lost:
+            return
+        from torch._dynamo.callback import callback_handler  # an optimizer has imported it already
+
+        if self._compilation_begins not in callback_handler.start_callbacks:  # torch.compiler.reset() forgets it
+            callback_handler.register_start_callback(self._compilation_begins)
+        kept += hooks
 
     def end_step(self) -> None:
         """Remove the hooks of a step."""
@@ -96,7 +101,9 @@ class EagerHooks:
         """Remove all; may be called again."""
         self.end_step()
         remove_all(self._kept)
-        notify_no_more(self._compilation_begins)
+        handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+        if handler is not None and self._compilation_begins in handler.start_callbacks:
+            handler.remove_start_callback(self._compilation_begins)
 
     def _compilation_begins(self, _what: Any) -> None:
         self._lost = True

@@ -30,7 +30,6 @@ class OptimizerFacts:
     zero_lr_steps: int = 0  # in a row, until now
     low_lr_steps: int = 0
     weight_decay: float = 0.0
-    momentum: float = 0.0
     maximize: bool = False
 
     with_gradient_steps: int = 0
@@ -57,7 +56,6 @@ class ModelFacts:
     """One model: which weights learn, and in which mode it was."""
 
     weights: int = 0
-    frozen_weights: int = 0
     outside: list[str] = field(default_factory=list)  # trainable parameters in no optimizer, the first
     outside_count: int = 0
     outside_weights: int = 0

@@ -44,10 +44,6 @@ class Finding:
         place = f" ({self.where})" if self.where else ""
         return f"{self.what}{place}\nFix: {self.fix}\n[{self.rule}] run `holdfast explain {self.rule}`"
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the finding as plain data, for an event."""
-        return {**dataclasses.asdict(self), "evidence": dict(self.evidence)}
-
 
 _SEVERITIES: tuple[Severity, ...] = ("error", "advice", "note")
 

@@ -1,11 +1,13 @@
-"""Calls of loss functions, activations, layers and ``backward``, seen through a ``TorchFunctionMode``.
+"""Calls of loss functions, activations, layers and ``backward``: what losses are given, their labels and signs.
 
-Nothing is changed: no random number is drawn, and every function returns what it returned without the mode.
+`FunctionMode` sees the calls. Nothing is changed: no random number is drawn, and every function returns what it
+returned without the mode. Rules judge what is collected here by the place of each loss.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,21 +15,26 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from holdfast.learning.losses import (
-    LOGIT_LOSSES,
-    REGRESSION,
-    LossPlaces,
-    are_by_class,
-    are_pairs,
-    beyond_reach,
-    flags_of,
-    items_of,
-    pairs_all,
-    source_of,
-)
+from holdfast.learning.facts import LossFacts
+from holdfast.learning.measures import append_newest
 from holdfast.numerics.eager import is_symbolic
 
-_WITH_TARGET = (*LOGIT_LOSSES, *REGRESSION, "nll_loss", "binary_cross_entropy", "kl_div")
+_LOGIT_LOSSES = ("cross_entropy", "binary_cross_entropy_with_logits")
+_REGRESSION = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_CLASS_LOSSES = ("cross_entropy", "nll_loss")
+_BINARY = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
+_REACH = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Relu": (0.0, math.inf)}
+_MOST_COLUMNS = 4096
+_MOST_LABELS = 65536
+_ROWS = 256
+"""Rows of an input that are looked at: enough for a yes or no, and little work beside the loss itself."""
+_KEPT = 400
+
+# Nodes of the graph that move values without changing them, so that the node behind them is the real source.
+_MOVES = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "Select", "Slice")
+_TURNS = ("Transpose", "Permute", "T")
+_REORDERS = (*_TURNS, "Index", "Gather", "Clamp")
+_WITH_TARGET = (*_LOGIT_LOSSES, *_REGRESSION, "nll_loss", "binary_cross_entropy", "kl_div")
 # Losses whose targets are 1 and -1, and the place of the target among their arguments.
 _SIGNED_TARGETS = dict.fromkeys(("cosine_embedding_loss", "margin_ranking_loss"), 2) | dict.fromkeys(
     ("hinge_embedding_loss", "soft_margin_loss"), 1
@@ -39,13 +46,10 @@ _ACTIVATIONS = {"relu": "relu", "relu_": "relu", "tanh": "tanh", "tanh_": "tanh"
 
 
 class FunctionMode(TorchFunctionMode):
-    """Sees calls of loss functions, of activations and of ``backward`` while it is entered.
+    """Sees calls while it is entered.
 
-    Args:
-        places: Where the facts about losses are collected, by the place of the call.
-        on_activation: Called with the name and the output of each relu, tanh and sigmoid.
-        on_backward: Called with the loss before each backward pass.
-        on_weight: Called with each parameter that a layer computes with.
+    Facts about losses go into `places`. Called are `on_activation` with the name and the output of each relu, tanh
+    and sigmoid, `on_backward` with the loss, and `on_weight` with each parameter that a layer computes with.
     """
 
     def __init__(
@@ -117,14 +121,14 @@ class FunctionMode(TorchFunctionMode):
         place, reduction = self._places.enter(name), kwargs.get("reduction", "mean")
         with torch.no_grad():
             if given.requires_grad and given.is_floating_point():
-                place.note(flags_of(name, given, target))
-            if name in REGRESSION and pairs_all(given.shape, target.shape):
+                place.note(_flags_of(name, given, target))
+            if name in _REGRESSION and _pairs_all(given.shape, target.shape):
                 place.note({"broadcast": True}, shapes=f"{tuple(given.shape)} and {tuple(target.shape)}")
             plain = kwargs.get("weight") is None and not kwargs.get("label_smoothing")
             plain = plain and kwargs.get("pos_weight") is None and not (len(args) > 2 and args[2] is not None)
             place.note_targets(target, ignored=kwargs.get("ignore_index", -100))
             value = result.detach().float()
-            value = value / items_of(name, given, target) if reduction == "sum" else value.mean()
+            value = value / _items_of(name, given, target) if reduction == "sum" else value.mean()
             place.note_value(float(value), comparable=plain and kwargs.get("beta", 1.0) == 1.0)
         if name != "kl_div" and reduction != "none":
             # Seen when backward comes by: the sign with which the loss enters the whole.
@@ -135,11 +139,13 @@ class FunctionMode(TorchFunctionMode):
         if not (isinstance(given, Tensor) and given.requires_grad):
             return
         source, dim, _ = source_of(given)
-        over_batch = source in ("Softmax", "LogSoftmax") and dim in (0, -2) and name == "log" and not are_pairs(given)
+        over_batch = (
+            source in ("Softmax", "LogSoftmax") and dim in (0, -2) and name == "log" and not _are_pairs(given)
+        )
         twice = name != "log" and source == "Softmax"
         if name == "log_softmax":
             place = self._places.enter(name)
-            wrong = are_by_class(result) and kwargs.get("dim", args[1] if len(args) > 1 else None) in (0, -2)
+            wrong = _are_by_class(result) and kwargs.get("dim", args[1] if len(args) > 1 else None) in (0, -2)
             place.note({"softmax_input": twice, "rectified_source": source == "Relu", "batch_axis_made": wrong})
             result.register_hook(lambda gradient: place.note_sign(_likelihood_sign(gradient)))  # type: ignore[no-untyped-call]
         elif twice or over_batch:
@@ -149,7 +155,7 @@ class FunctionMode(TorchFunctionMode):
         if len(args) < 2 or not (isinstance(args[0], Tensor) and isinstance(args[1], Tensor)):
             return
         predicted, data = args[:2] if args[0].requires_grad else (args[1], args[0])
-        if predicted.shape == data.shape and not data.requires_grad and (beyond := beyond_reach(predicted, data)):
+        if predicted.shape == data.shape and not data.requires_grad and (beyond := _beyond_reach(predicted, data)):
             self._places.enter("difference").note(beyond)
         left, right = args[0].shape, args[1].shape
         # (N, 1) - (N,) is N x N: one side is predicted, the other is data.
@@ -170,3 +176,271 @@ def _likelihood_sign(gradient: Tensor) -> float:
     if lowest < 0 < highest or lowest == highest == 0 or not math.isfinite(lowest + highest):
         return 0.0
     return 1.0 if highest <= 0 else -1.0
+
+
+class LossObserver:
+    """What was seen at one call of one loss function, step after step."""
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+        self._facts = LossFacts(function=function)
+        self._comparable = True  # with the loss of a constant
+        self._labels: Counter[int] = Counter()
+        self._distinct: list[tuple[int, int]] = []  # labels of a batch: different ones, all
+        self._sums: Tensor | None = None  # of targets, by column
+        self._squares: Tensor | None = None
+        self._count = 0
+        self._deviations: list[float] = []
+
+    def note(self, flags: dict[str, bool], *, shapes: str = "") -> None:
+        """Count the flags that are true."""
+        self._facts.flags.update(key for key, value in flags.items() if value)
+        self._facts.shapes = shapes or self._facts.shapes
+
+    def note_call(self) -> None:
+        """Count a call."""
+        self._facts.calls += 1
+
+    def note_sign(self, value: float) -> None:
+        """Add the factor with which the loss enters the whole."""
+        if math.isfinite(value) and value != 0:
+            self._facts.signs.append(1 if value > 0 else -1)
+
+    def note_value(self, value: float, *, comparable: bool) -> None:
+        """Keep the mean loss of a call; `comparable` if a constant's loss is on the same scale."""
+        self._comparable = self._comparable and comparable
+        if math.isfinite(value):
+            self._facts.first = value if self._facts.first is None else self._facts.first
+            append_newest(self._facts.values, value, _KEPT)
+
+    def note_targets(self, target: Tensor, *, ignored: int) -> None:
+        """Add the targets of a call to what the best constant is computed from."""
+        if self._function in _CLASS_LOSSES and not target.is_floating_point():
+            labels = target.detach().reshape(-1)[:_MOST_LABELS]
+            counted = Counter(labels[labels != ignored].tolist())
+            self._labels.update(counted)
+            if target.dim() == 1:
+                self._add_distinct(len(counted), sum(counted.values()))
+        elif target.dtype.is_complex or self._function == "kl_div" or self._function in _CLASS_LOSSES:
+            self._comparable = False
+        else:
+            self._add_columns(target.detach())
+
+    def _add_distinct(self, different: int, size: int) -> None:
+        self._distinct.append((different, size))
+        del self._distinct[:-_KEPT]
+
+    def _add_columns(self, target: Tensor) -> None:
+        wide = target.reshape(target.shape[0], -1).double() if target.dim() else target.reshape(1, 1).double()
+        if wide.shape[1] > _MOST_COLUMNS or (self._sums is not None and wide.shape[1] != self._sums.shape[0]):
+            wide = wide.reshape(-1, 1)
+        sums, squares = wide.sum(0).cpu(), wide.square().sum(0).cpu()
+        if self._sums is None or self._squares is None:
+            self._sums, self._squares = torch.zeros_like(sums), torch.zeros_like(squares)
+        if wide.shape[1] != self._sums.shape[0]:
+            self._comparable = False
+            return
+        self._sums, self._squares = self._sums + sums, self._squares + squares
+        self._count += wide.shape[0]
+        if self._function == "mse_loss":
+            append_newest(self._facts.target_sizes, float(wide.abs().max()), _KEPT)
+        if self._function == "l1_loss":
+            self._deviations.append(float((wide - wide.median(0).values).abs().mean()))
+        if self._function in _BINARY and wide.shape[1] == 1:
+            self._add_distinct(len(set(wide.flatten().tolist())), wide.shape[0])
+
+    def facts(self) -> LossFacts:
+        """Return what was seen."""
+        facts, distinct = self._facts, [n for n, _ in self._distinct]
+        facts.baseline = self._baseline() if self._comparable else None
+        facts.labelled_calls = len(distinct)
+        facts.distinct_labels = sum(distinct) / len(distinct) if distinct else None
+        facts.expected_labels = self._expected_labels()
+        facts.constant_target = self._constant()
+        if self._function == "mse_loss" and self._squares is not None and self._count:
+            facts.target_scale = float((self._squares / self._count).mean())
+        return facts
+
+    def _moments(self) -> tuple[Tensor, Tensor] | None:
+        """Return mean and variance of the targets by column."""
+        if self._sums is None or self._squares is None or self._count < 2:
+            return None
+        mean = self._sums / self._count
+        return mean, self._squares / self._count - mean.square()
+
+    def _baseline(self) -> float | None:
+        """Return the loss of the best constant prediction, None if it is unknown."""
+        if self._labels:
+            total = sum(self._labels.values())
+            return -sum(n / total * math.log(n / total) for n in self._labels.values())
+        moments = self._moments()
+        if moments is None:
+            return None
+        mean, variance = moments
+        if self._function in _BINARY:
+            p = mean.clamp(1e-12, 1 - 1e-12)
+            return float(-(p * p.log() + (1 - p) * (1 - p).log()).mean())
+        if self._function == "mse_loss":
+            return float(variance.mean())
+        known = self._function == "l1_loss" and len(self._deviations) >= 10
+        return sum(self._deviations) / len(self._deviations) if known else None
+
+    def _expected_labels(self) -> float | None:
+        """Return how many different labels a batch would hold if batches were drawn at random; None if unknown."""
+        if not self._distinct:
+            return None
+        total = sum(self._labels.values())
+        size = sorted(n for _, n in self._distinct)[len(self._distinct) // 2]
+        if self._labels:
+            return sum(1 - (1 - n / total) ** size for n in self._labels.values())
+        if self._sums is None or self._function not in _BINARY:
+            return None
+        p = float(self._sums[0]) / max(1, self._count)
+        return (1 - (1 - p) ** size) + (1 - p**size)
+
+    def _constant(self) -> float | None:
+        """Return the one value that all targets have, None if there is no such."""
+        if self._labels:
+            return float(next(iter(self._labels))) if len(self._labels) == 1 else None
+        moments = self._moments()
+        if moments is None:
+            return None
+        mean, variance = moments
+        spread = variance.clamp_min(0).max().sqrt()
+        return float(mean[0]) if spread <= 1e-6 * (1e-12 + mean.abs().max()) else None
+
+
+class LossPlaces:
+    """All places of one run, known by their function and by their order within a pass."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, LossObserver] = {}
+        self._in_pass: Counter[str] = Counter()
+
+    def begin_pass(self) -> None:
+        """Start to count the calls of a pass anew."""
+        self._in_pass.clear()
+
+    def enter(self, function: str) -> LossObserver:
+        """Return the place of this call and count it."""
+        self._in_pass[function] += 1
+        # A loss over a varying number of parts shares its last place, so that places stay few.
+        key = f"{function}#{min(self._in_pass[function], 8)}"
+        place = self._places.setdefault(key, LossObserver(function))
+        place.note_call()
+        return place
+
+    def facts(self) -> dict[str, LossFacts]:
+        """Return what was seen by place."""
+        return {key: place.facts() for key, place in self._places.items()}
+
+
+def _items_of(function: str, given: Tensor, target: Tensor) -> int:
+    return max(1, target.numel() if function in _CLASS_LOSSES else given.numel())
+
+
+def source_of(tensor: Tensor) -> tuple[str, int | None, bool]:
+    """Return what made a tensor, behind views: the operation, its dimension if it has one, and if it was clamped.
+
+    Such as ``("Softmax", 1, False)``; the name is ``""`` for a tensor without a graph, and the dimension None where
+    something reordered the axes in between.
+    """
+    node, moved, clamped = tensor.grad_fn, False, False
+    for _ in range(8):
+        if node is None:
+            break
+        name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
+        if name not in _MOVES and name not in _REORDERS:
+            dim = getattr(node, "_saved_dim", None) if name in ("Softmax", "LogSoftmax") and not moved else None
+            # Saved as an unsigned 64-bit number.
+            return name, dim - 2**64 if dim is not None and dim >= 2**63 else dim, clamped
+        moved = moved or name in _TURNS
+        clamped = clamped or name == "Clamp"
+        node = node.next_functions[0][0] if node.next_functions else None
+    return "", None, clamped
+
+
+def unscaled(loss: Tensor) -> float:
+    """Return the value of a loss of one element, without the factor of a loss scaler; one host sync."""
+    value, node = float(loss.detach()), loss.grad_fn
+    factor = getattr(node, "_saved_other", None) if node is not None and node.name() == "MulBackward0" else None
+    if isinstance(factor, Tensor) and factor.numel() == 1 and not factor.requires_grad:
+        scale = float(factor)
+        if scale > 1 and math.log2(scale).is_integer():  # as torch.amp.GradScaler's are
+            return value / scale
+    return value
+
+
+def _are_pairs(scores: Tensor) -> bool:
+    """Return whether scores may be of pairs, scored both ways as in CLIP, and not of samples and classes."""
+    return scores.dim() > 2 or (scores.dim() == 2 and scores.shape[0] == scores.shape[1])
+
+
+def _are_by_class(scores: Tensor) -> bool:
+    """Return whether scores are of samples and classes."""
+    return scores.dim() == 2 and scores.shape[0] > 1 and not _are_pairs(scores)
+
+
+def _beyond_reach(predicted: Tensor, target: Tensor) -> dict[str, bool]:
+    """Return whether many targets lie beyond what the activation that made the predictions can give."""
+    source, _, _ = source_of(predicted)
+    if source not in _REACH:
+        return {}
+    least, most = _REACH[source]
+    outside = (target.detach() < least) | (target.detach() > most)
+    return {f"beyond_{source.lower()}": bool(outside.float().mean() > 0.25)}
+
+
+def _pairs_all(given: torch.Size, target: torch.Size) -> bool:
+    """Return whether broadcasting makes more pairs than either side has values."""
+    if given == target:
+        return False
+    whole = math.prod(torch.broadcast_shapes(given, target))  # type: ignore[no-untyped-call]
+    return whole > max(math.prod(given), math.prod(target))
+
+
+def _flags_of(name: str, given: Tensor, target: Tensor) -> dict[str, bool]:
+    """Return what can be said for sure about the first argument of a loss function, one host sync."""
+    rows = _rows(given).float()
+    source, dim, clamped = source_of(given)
+    sums = rows.sum(-1)
+    log_sums, zeros = rows.logsumexp(-1), (rows == 0).float().mean()
+    bounds = ((rows <= rows.min()) | (rows >= rows.max())).float().mean()
+    low, high = target.detach().float().aminmax() if target.is_floating_point() else (rows.new_zeros(()),) * 2
+    numbers = torch.stack(
+        [rows.min(), rows.max(), (sums - 1).abs().max(), log_sums.abs().max(), zeros, bounds, low, high]
+    ).tolist()
+    least, most, sum_error, log_error, zero_share, at_bounds, target_low, target_high = numbers
+    classes = rows.shape[-1] > 1
+    unit = least >= 0 and most <= 1 and rows.numel() >= 16
+    found = {"batch_axis": source in ("Softmax", "LogSoftmax") and _are_by_class(given) and dim in (0, -2)}
+    if name in _LOGIT_LOSSES:
+        found |= {
+            "softmax_input": source == "Softmax" or (classes and unit and sum_error < 1e-4),  # catalogue 36
+            "sigmoid_source": source == "Sigmoid",
+            "tanh_source": source == "Tanh",
+            "unit_spread": least < 0.1 and most > 0.9,
+            "unit_range": unit and source != "Softmax" and name != "cross_entropy",
+            "rectified_source": source == "Relu",
+            "rectified": least == 0 and most > 0 and zero_share > 0.15,  # catalogue 37
+        }
+    if name == "nll_loss":
+        found |= {"positive": most > 1e-4, "not_normalised": most <= 1e-4 and classes and log_error > 1e-2}
+    if name == "kl_div":
+        found["positive"] = most > 1e-4
+    if name == "binary_cross_entropy":
+        found["clamped_scores"] = clamped and source not in ("Sigmoid", "Softmax", "") and at_bounds > 0.2
+    if name in _REGRESSION:
+        found |= _beyond_reach(given, target)
+    if name.startswith("binary") and target.is_floating_point():
+        found["target_out_of_range"] = target_low < 0 or target_high > 1
+    return found
+
+
+def _rows(given: Tensor) -> Tensor:
+    """Return at most `_ROWS` rows of class scores, shape ``(rows, classes)``."""
+    wide = given.detach()
+    if wide.dim() < 2:
+        return wide.reshape(1, -1)
+    wide = wide[: max(1, _ROWS // max(1, math.prod(wide.shape[2:])))]
+    return wide.movedim(1, -1).reshape(-1, given.shape[1])[:_ROWS]

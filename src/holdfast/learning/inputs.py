@@ -47,19 +47,13 @@ class InputObserver:
     def begin_step(self, number: int) -> None:
         """Start a step: only its first batch is compared with those of others, since a step may use one twice.
 
-        Args:
-            number: Of the step, also counting those that are not observed; the same again for another attempt.
+        Steps that are not observed count too; another attempt has the same number again.
         """
         if number != self._step:
             self._first_of_step, self._follows, self._step = True, number == self._step + 1, number
 
     def note_arguments(self, tree: Any, *, loaded: bool = True) -> None:
-        """Add the arguments of a forward call in training.
-
-        Args:
-            tree: The arguments.
-            loaded: Whether a loader has handed out a batch since the last step.
-        """
+        """Add the arguments of a forward call in training; `loaded`: a loader gave a batch since the last step."""
         facts, found = self._facts, tensors_in(tree)
         facts.calls += 1
         self._varied = False

@@ -29,11 +29,7 @@ class Gradients(NamedTuple):
 
 
 class LayerObserver:
-    """Gradients and updates of every parameter, over the observed steps.
-
-    Args:
-        names: The name of each parameter, by id.
-    """
+    """Gradients and updates of every parameter, over the observed steps; `names` are those of parameters, by id."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
@@ -90,10 +86,6 @@ class LayerObserver:
                 _keep(self._ratios, name, step / weight)
         return moved
 
-    def forget_step(self) -> None:
-        """Drop what was noted before a step that was then not made."""
-        self._before.clear()
-
     def facts(self) -> dict[str, LayerFacts]:
         """Return what was seen by parameter, in the order of the model."""
         for name, layer in self._layers.items():
@@ -125,12 +117,9 @@ class ActivationObserver:
         self._in_step.clear()
 
     def note(self, function: str, module: str, output: Tensor) -> None:
-        """Add the output of ``relu``, ``tanh`` or ``sigmoid``.
+        """Add the output of ``relu``, ``tanh`` or ``sigmoid``, called in a module (``""``: in none).
 
-        Args:
-            function: Its name.
-            module: In which it was called, ``""`` if in none.
-            output: Shape ``(batch, units)``, ``(batch, units, h, w)`` or ``(..., units)``.
+        Its shape is ``(batch, units)``, ``(batch, units, h, w)`` or ``(..., units)``.
         """
         name = module or function
         order = self._in_step[name] = self._in_step.get(name, 0) + 1
@@ -166,13 +155,12 @@ class ActivationObserver:
 
 
 def flow_summary(facts: Facts) -> dict[str, Any] | None:
-    """Return what is known of gradients and updates, small enough for an event.
+    """Return what is known of gradients and updates, small enough for an event; None if no layer was observed.
 
-    Returns:
-        ``gradient_norm``: middle of the observed norms, by optimizer. ``profile``: root mean square of the gradient's
-        elements of at most 12 matrices, spread from the input to the output. ``update_to_weight``: for the smallest
-        and the largest, the parameter and the length of a step over the length of the weights (about 1e-3 is usual).
-        ``dead_units`` and ``saturated``: shares by module, above a tenth only. None if no layer was observed.
+    ``gradient_norm``: middle of the observed norms, by optimizer. ``profile``: root mean square of the gradient's
+    elements of at most 12 matrices, from input to output. ``update_to_weight``: the smallest and the largest length
+    of a step over the length of the weights (about 1e-3 is usual), by parameter. ``dead_units`` and ``saturated``:
+    shares by module, above a tenth only.
     """
     layers = {name: layer for name, layer in facts.layers.items() if layer.with_gradient}
     if not layers:

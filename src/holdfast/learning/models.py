@@ -15,13 +15,7 @@ from holdfast.learning.measures import sample_of
 
 
 class ModelObserver:
-    """One model.
-
-    Args:
-        module: The model.
-        prefix: Put before the names of its parameters, where there are several models.
-        frozen: Shell patterns of the names of parameters that are meant not to learn.
-    """
+    """One model; `frozen` are shell patterns of the names of parameters that are meant not to learn."""
 
     def __init__(self, module: nn.Module, prefix: str, frozen: Sequence[str]) -> None:
         self.module = module
@@ -57,18 +51,12 @@ class ModelObserver:
         self._passes_without_graph = {True: 0, False: 0}
 
     def facts(self, held: set[int], layers: Mapping[str, LayerFacts]) -> ModelFacts:
-        """Return what is known.
-
-        Args:
-            held: Ids of the parameters of all optimizers.
-            layers: What was seen of each parameter.
-        """
+        """Return what is known, given the ids of the parameters of all optimizers, and what was seen of each."""
         facts, named = self._facts, self.named()
         learning = [(k, p) for k, p in named if p.requires_grad and not self._is_frozen(k)]
         outside = {k: p for k, p in learning if id(p) not in held}
         never = {k: p for k, p in learning if id(p) in held and _never(layers.get(k))}
         facts.weights = sum(p.numel() for _, p in learning)
-        facts.frozen_weights = sum(p.numel() for _, p in named if not p.requires_grad)
         facts.outside, facts.outside_count = list(outside)[:5], len(outside)
         facts.outside_weights = sum(p.numel() for p in outside.values())
         facts.outside_with_gradient = sum(p.grad is not None for p in outside.values())

@@ -21,10 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from holdfast.learning.eager_hooks import LOST, EagerHooks, Hook, remove_all
 from holdfast.learning.facts import Facts
 from holdfast.learning.finding import Finding
-from holdfast.learning.functions import FunctionMode
+from holdfast.learning.functions import FunctionMode, LossPlaces, unscaled
 from holdfast.learning.inputs import InputObserver
 from holdfast.learning.layers import ActivationObserver, LayerObserver
-from holdfast.learning.losses import LossPlaces, unscaled
 from holdfast.learning.measures import median
 from holdfast.learning.models import ModelObserver
 from holdfast.learning.optimizers import FULL_ROUNDS, OptimizerObserver, SchedulerObserver, makes_state
@@ -303,7 +302,6 @@ class Observer:
         self._ticks += 1
         sampled, self._sampled, self.mode.loaded = self._sampled, False, False
         self.hooks.end_step()
-        self._layers.forget_step()
         self._observed += sampled
         rounds = self._observed / max(1, len(self._optimizers))
         self.window = self._window_due()

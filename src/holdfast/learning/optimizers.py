@@ -24,12 +24,7 @@ _MOST_LOSSES = 800
 
 
 class OptimizerObserver:
-    """One optimizer: steps, learning rates, losses, and what its gradients were like.
-
-    Args:
-        optimizer: The optimizer.
-        owned: Ids of the parameters of the observed models.
-    """
+    """One optimizer, beside models that own some parameters (by id)."""
 
     def __init__(self, optimizer: Optimizer, owned: set[int]) -> None:
         self.optimizer = optimizer
@@ -114,12 +109,7 @@ class OptimizerObserver:
             append_newest(self._factors, max(factors))
 
     def end_step(self, *, moved: bool, has_loss: bool) -> None:
-        """End a step.
-
-        Args:
-            moved: Whether it was seen to change any weight.
-            has_loss: Whether the caller knows its loss; otherwise it is that of the newest backward pass.
-        """
+        """End a step that was seen to move weights or not; its loss is that of the newest backward pass, or given."""
         self._facts.moved += moved
         if self.pending and not has_loss:
             self.add_loss(self.pending[-1])
@@ -154,12 +144,9 @@ class OptimizerObserver:
         facts.foreign = len(foreign)
         facts.foreign_with_gradient = sum(p.grad is not None for p in foreign)
         facts.replaced = sum(id(p) in self._owned_at_start for p in foreign)
-        group = self.optimizer.param_groups[0] if self.optimizer.param_groups else {}
-        betas = group.get("betas")
-        facts.momentum = float(group.get("momentum") or (float(betas[0]) if betas else 0.0))
-        facts.maximize = bool(group.get("maximize", False))
-        decays = (float(each.get("weight_decay") or 0) for each in self.optimizer.param_groups)
-        facts.weight_decay = max(decays, default=0.0)
+        groups = self.optimizer.param_groups
+        facts.maximize = any(group.get("maximize", False) for group in groups[:1])
+        facts.weight_decay = max((float(group.get("weight_decay") or 0) for group in groups), default=0.0)
         facts.nonfinite_state = self._nonfinite_state()
         facts.scaled, facts.scaled_share = median(self._factors), _scaled_share(self._factors)
         return facts
@@ -221,11 +208,9 @@ class AccumulationCheck:
             self._summed[id(parameter)] = summed.clone()
 
     def at_step(self) -> tuple[bool, bool, list[float]]:
-        """Return what happened since the last step of this optimizer, and start anew.
+        """Return whether gradients came, whether one began from zero, and factors; then begin anew.
 
-        Returns:
-            Whether gradients came; whether an accumulation began from zero; projections of the gradient at the step
-            on the accumulated one (1: untouched, below 0: reversed).
+        A factor projects the gradient at the step on the accumulated one; 1: untouched, below 0: reversed.
         """
         factors = []
         for parameter in self._watched:

@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def probe(
     """Try out on one batch why a run does not learn. Nothing of the run is changed.
 
     Args:
-        batch: A batch that fits into memory as a whole. The first 32 samples are used, if it can be cut.
+        batch: Fits into memory as a whole. The first 32 samples are used, if it can be cut.
         loss_fn: Of a batch, as given to ``Guard.step``, and under autocast by itself if the run is.
         models: By name: all that the loss function uses.
         optimizers: By name: those that the step moves. Gradients go to their parameters only.
@@ -78,8 +79,8 @@ def probe(
         budget_seconds: When to stop trying; looked at before each evaluation.
         clock: Time.
         before_step: Called between backward and step, to clip as the run does.
-        in_place: Whether to try in this process. None: only if the models are on an accelerator, or there is one and
-            so no backward pass in a copy of this process.
+        in_place: Whether to try in this process. None: only if no copy of it can make a backward pass, as with
+            accelerators.
 
     Returns:
         Causes that were found, none in a healthy run; and a note, with rule H828, of what was not tried.
@@ -95,7 +96,7 @@ def probe(
         return _probe(trial)
     try:
         answer = in_a_copy_of_this_process(
-            lambda: {"findings": [finding.as_json() for finding in _probe(trial)]},
+            lambda: {"findings": [asdict(finding) for finding in _probe(trial)]},
             timeout_seconds=2 * budget_seconds + 30,  # one evaluation may take long, and is not interrupted
         )
     except NoAnswer as error:
@@ -322,10 +323,9 @@ def _rate_finding(rule: str, trial: Trial, own: list[float], factor: float, othe
 
 
 def _try_to_fit(trial: Trial) -> list[Finding]:
-    """Fit a few samples with a fresh Adam; if that fails, again from new weights."""
+    """Fit a few samples with a fresh Adam."""
     few, samples = trial.first(_FIT_SAMPLES)
     start = trial.loss(few, backward=True)
-    norm = math.sqrt(sum(float(gradient.double().square().sum()) for _, gradient in trial.gradients().values()))
     drop = _FIT_DROP if len(trial.varying(few)) > 1 else _FIT_DROP_ALONE
     lowest: dict[str, float] = {}
     for rate in _FIT_RATES:
@@ -334,31 +334,13 @@ def _try_to_fit(trial: Trial) -> list[Finding]:
         if reached is None:
             return []
         lowest[f"{rate:g}"] = reached
-    new_weights = False
-    for rate in _FIT_RATES[:2]:
-        trial.begin()
-        new_weights = new_weights or (trial.reset_weights() and _fit(trial, few, rate, drop) is None)
+    what = f"A fresh Adam cannot lower the loss of {samples or 'all'} samples by {drop:.0%} in {_FIT_STEPS} steps"
     fix = (
-        "The code can learn, but these weights cannot any more (dead or saturated units): start again from new or "
-        "earlier weights with a lower learning rate."
-        if new_weights
-        else "The fault is in the code or the architecture, not in the data or the learning rate: look for a "
-        "detached path, a loss on the wrong tensor, a saturated output, or too few trainable weights."
+        "The fault is in the code, the architecture or the weights, not in the data or the learning rate: look for a "
+        "detached path, a loss on the wrong tensor, a saturated output, dead units, or too few trainable weights."
     )
-    return [
-        _cause(
-            "H829",
-            f"A fresh Adam cannot lower the loss of {samples or 'all'} samples by {drop:.0%} in {_FIT_STEPS} steps"
-            + ("; from new weights it can" if new_weights else ""),
-            fix,
-            confidence=0.85 if drop == _FIT_DROP else 0.6,
-            sure=drop == _FIT_DROP,
-            loss=start,
-            lowest_by_learning_rate=lowest,
-            grad_norm=norm,
-            fits_from_new_weights=new_weights,
-        )
-    ]
+    sure = drop == _FIT_DROP
+    return [_cause("H829", what, fix, confidence=0.85 if sure else 0.6, sure=sure, loss=start, lowest=lowest)]
 
 
 def _fit(trial: Trial, few: Any, rate: float, drop: float) -> float | None:

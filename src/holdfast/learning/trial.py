@@ -37,15 +37,7 @@ class CannotTry(Exception):  # noqa: N818 - an outcome, not a mistake
 class Trial:
     """One batch, and everything that is needed to try steps on it; a context manager that puts all back.
 
-    Args:
-        batch: Any pytree of tensors. Of one that can be cut, the first 32 samples are used.
-        size: Its samples; None if it has no batch dimension.
-        split: How it is cut.
-        loss_fn: Of a batch; it is given copies.
-        models: By name.
-        optimizers: By name: those whose steps are tried.
-        before_step: Called between backward and step.
-        is_over: Whether the time is spent; asked before each evaluation.
+    The arguments are those of ``probes.probe``; `is_over` says whether the time is spent.
     """
 
     def __init__(
@@ -107,11 +99,7 @@ class Trial:
             optimizer._optimizer_step_post_hooks = OrderedDict()
 
     def loss(self, part: Any, *, backward: bool = False) -> float:
-        """Return the loss of a batch; with `backward`, leave its gradient alone in ``.grad``.
-
-        Raises:
-            OutOfTime: If the time is spent.
-        """
+        """Return the loss of a batch; with `backward`, leave its gradient alone in ``.grad``."""
         self._begin_evaluation()
         with torch.set_grad_enabled(backward):
             total = read_loss(self._loss_fn(copied(part)), None, needs_graph=backward).total()
@@ -127,11 +115,7 @@ class Trial:
         restore(self._random)
 
     def finite_loss(self, part: Any, *, backward: bool = False) -> float:
-        """Return the loss of a batch, of which something can be learnt.
-
-        Raises:
-            CannotTry: If it is NaN or Inf.
-        """
+        """Return the loss of a batch; raise `CannotTry` if it is NaN or Inf."""
         loss = self.loss(part, backward=backward)
         if not math.isfinite(loss):
             raise CannotTry(f"its loss is {loss:g}")
@@ -154,8 +138,7 @@ class Trial:
     def slopes(self, moved: Sequence[tuple[torch.Tensor, torch.Tensor]], loss: float) -> list[float]:
         """Return the measured by the predicted change of the loss along gradients, for two small steps.
 
-        Returns:
-            About 1 for a right gradient, -1 for a reversed one; steps whose effect rounding hides are left out.
+        About 1 for a right gradient, -1 for a reversed one; steps whose effect rounding hides are left out.
         """
         square = sum(float(gradient.double().square().sum()) for _, gradient in moved)
         weights = math.sqrt(sum(float(p.detach().double().square().sum()) for p, _ in moved)) or 1.0
@@ -184,10 +167,9 @@ class Trial:
                 parameter.data.copy_(value)
 
     def own_steps(self, factor: float, steps: int) -> list[float]:
-        """Make the run's own steps on the batch, with its learning rates multiplied.
+        """Make the run's own steps with its learning rates multiplied; return the loss before and after each of them.
 
-        Returns:
-            The loss before the first and after each step; it ends with the first that is not finite.
+        It ends with the first that is not finite.
         """
         self.begin()
         for optimizer in self._optimizers:
@@ -201,17 +183,6 @@ class Trial:
                 optimizer.step()
             losses.append(self.loss(self.batch, backward=True))
         return losses
-
-    @torch.no_grad()
-    def reset_weights(self) -> bool:
-        """Draw new weights, if each module that holds weights of these optimizers knows how to."""
-        mine = {id(p) for p in self.parameters}
-        holders = [m for m in self._modules if any(id(p) in mine for p in m._parameters.values())]
-        if not all(callable(getattr(module, "reset_parameters", None)) for module in holders):
-            return False
-        for module in holders:
-            module.reset_parameters()  # type: ignore[operator]
-        return True
 
     # --- the batch ----------------------------------------------------------------------------------------------
 
@@ -298,44 +269,29 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _kept(value: Any, seen: set[int]) -> Callable[[], Any]:
-    """Copy what a tree of dicts, lists, tuples and tensors holds now.
-
-    Returns:
-        Puts everything back into the same objects, as often as it is called, and returns the root.
-    """
+    """Copy a tree of dicts, lists, tuples and tensors; the result puts all back into the same objects, repeatedly."""
     if not isinstance(value, (dict, list, tuple, torch.Tensor)) or id(value) in seen:
         return lambda: value
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
-        return _kept_tensor(value)
-    if isinstance(value, dict):
-        entries = {key: _kept(entry, seen) for key, entry in value.items()}
+        is_opaque = value.is_meta or value.layout != torch.strided
+        copy = None if is_opaque else value.detach().to("cpu", copy=True)
+        return lambda: value if copy is None else _copied_back(value, copy)
+    keys = list(value) if isinstance(value, dict) else range(len(value))
+    parts = [_kept(value[key], seen) for key in keys]
 
-        def put_back() -> Any:
-            now = {key: entry() for key, entry in entries.items()}
+    def put_back() -> Any:
+        now = [part() for part in parts]
+        if isinstance(value, dict):
             value.clear()
-            value.update(now)
-            return value
-
-        return put_back
-    items = [_kept(item, seen) for item in value]
-
-    def put_back_items() -> Any:
-        now = [item() for item in items]
-        if isinstance(value, list):
+            value.update(zip(keys, now, strict=True))
+        elif isinstance(value, list):
             value[:] = now
         return value
 
-    return put_back_items
-
-
-def _kept_tensor(tensor: torch.Tensor) -> Callable[[], Any]:
-    if tensor.is_meta or tensor.layout != torch.strided:
-        return lambda: tensor
-    copy = tensor.detach().to("cpu", copy=True)
-
-    def put_back() -> Any:
-        tensor.data.copy_(copy)
-        return tensor
-
     return put_back
+
+
+def _copied_back(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    tensor.data.copy_(copy)
+    return tensor

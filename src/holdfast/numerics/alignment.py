@@ -7,7 +7,7 @@ look fine although free-running synthesis fails, and the attention shows it. Rul
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +18,14 @@ _WIDTH = 0.2
 _EMPTY = 1e-6
 
 
-class _Notes(Protocol):
-    def note(self, kind: str, **facts: float) -> None: ...
-
-
 def report_alignment(
-    guard: _Notes,
+    guard: Any,
     attention: Tensor,
     input_lengths: Tensor,
     output_lengths: Tensor,
     max_decoder_steps: int | None = None,
 ) -> None:
-    """Record how the attention of a speech synthesiser lies in an evaluation, for rule H852.
-
-    Args:
-        guard: A `holdfast.Guard`.
-        attention: As `alignment_facts` takes it, like the others.
-        input_lengths: Valid encoder positions, shape ``(batch,)``.
-        output_lengths: Valid decoder steps, shape ``(batch,)``.
-        max_decoder_steps: Where free-running decoding is cut off.
-    """
+    """Record the `alignment_facts` of an evaluation of a speech synthesiser in a guarded run, for rule H852."""
     guard.note("aligned", **alignment_facts(attention, input_lengths, output_lengths, max_decoder_steps))
 
 
@@ -48,8 +36,7 @@ def alignment_facts(
     """Measure the attention of a batch, each utterance within its own lengths and with the same weight.
 
     Args:
-        attention: Weights, shape ``(batch, decoder steps, encoder positions)``, any float type and device. Rows are
-            normalised over the valid positions, so nothing in the padding counts.
+        attention: Weights, shape ``(batch, decoder steps, encoder positions)``; the padding does not count.
         input_lengths: Valid encoder positions, shape ``(batch,)``.
         output_lengths: Valid decoder steps, shape ``(batch,)``; in decoder steps, not in frames.
         max_decoder_steps: Where free-running decoding is cut off; None if it was not free-running.
@@ -68,13 +55,6 @@ def alignment_facts(
 
     Raises:
         ValueError: If the shapes do not fit each other.
-
-    Cost: one host sync.
-
-    Example:
-        >>> facts = alignment_facts(torch.eye(8)[None], torch.tensor([8]), torch.tensor([8]))
-        >>> facts["diagonality"], facts["sharpness"], facts["entropy"], facts["monotonic_share"]
-        (1.0, 1.0, 0.0, 1.0)
     """
     if attention.ndim != 3 or not input_lengths.shape == output_lengths.shape == attention.shape[:1]:
         raise ValueError(

@@ -29,8 +29,7 @@ def find_bad_samples(
         most_calls: Of `is_bad`.
 
     Returns:
-        Indices in rising order. Empty if the batch is bad whatever is left out (a weight is to blame, or the
-        loss function), or if `most_calls` did not suffice.
+        Indices in rising order. Empty if the batch is bad whatever is left out, or `most_calls` did not suffice.
     """
     search = _Search(is_bad, size, most_calls)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -29,10 +29,7 @@ def eager() -> Iterator[None]:
 
 
 def as_written(models: Mapping[str, _Module]) -> tuple[dict[str, Any], bool]:
-    """Return the modules that ``torch.compile`` was given, and whether a part of any is compiled or scripted.
-
-    A module that something else compiles (a function that calls it, a wrapper that was not given) is not known.
-    """
+    """Return the modules that ``torch.compile`` was given, and whether a part of any is compiled or scripted."""
     compiled = any(
         hasattr(part, "_orig_mod")
         or part.__dict__.get("_compiled_call_impl")
@@ -47,21 +44,6 @@ def anything_compiled() -> bool:
     """Return whether ``torch.compile`` has traced anything in this process; ``torch.compiler.reset()`` forgets it."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     return frames is not None and bool(frames.input_codes.seen_ids)
-
-
-def notify_of_compilation(begins: Callable[[Any], None]) -> None:
-    """Have a function called before anything is traced; again after ``torch.compiler.reset()``, which forgets it."""
-    from torch._dynamo.callback import callback_handler  # an optimizer has imported it already
-
-    if begins not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(begins)
-
-
-def notify_no_more(begins: Callable[[Any], None]) -> None:
-    """Undo `notify_of_compilation`."""
-    handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
-    if handler is not None and begins in handler.start_callbacks:
-        handler.remove_start_callback(begins)
 
 
 def is_symbolic() -> bool:

@@ -23,42 +23,27 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One parameter group of one optimizer, as far as it has gradients.
+    """One parameter group of one optimizer, as far as it has gradients."""
 
-    Args:
-        name: Such as ``"generator.0"``, or the group's own ``"name"``.
-        optimizer: Name of its optimizer.
-        parameters: Those with a gradient, any shapes.
-    """
-
-    name: str
+    name: str  # such as "generator.0", or the group's own
     optimizer: str
     parameters: list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientFacts:
-    """What is known about the gradients of a step, before clipping.
+    """What is known about the gradients of a step, before clipping."""
 
-    Args:
-        norms: L2 norm by group name.
-        total: L2 norm over everything.
-        loss: The loss that was read along.
-        overflowed: True if torch's own norm would be Inf although every gradient is finite.
-        nonfinite: True if the loss or a gradient really holds NaN or Inf.
-        along: Other numbers that were read along.
-    """
-
-    norms: dict[str, float]
-    total: float
+    norms: dict[str, float]  # L2, by group name
+    total: float  # L2 norm over everything
     loss: float
-    overflowed: bool
-    nonfinite: bool
-    along: tuple[float, ...] = ()
+    overflowed: bool  # torch's own norm would be Inf although every gradient is finite
+    nonfinite: bool  # the loss or a gradient really holds NaN or Inf
+    along: tuple[float, ...] = ()  # other numbers that were read along
 
 
 def inspect(groups: Sequence[Group], loss: torch.Tensor, *along: torch.Tensor) -> tuple[GradientFacts, torch.Tensor]:
-    """Measure the gradients of a step.
+    """Measure the gradients of a step. Cost: one host sync.
 
     Args:
         groups: At least one parameter among them has a gradient.
@@ -68,8 +53,6 @@ def inspect(groups: Sequence[Group], loss: torch.Tensor, *along: torch.Tensor) -
     Returns:
         The facts, and the norm of every single gradient, shape ``(number of gradients,)``, in the order of
         `groups`: fp32 (fp64 for fp64 gradients and after an overflow).
-
-    Cost: one host sync.
     """
     gradients = [_dense(p.grad) for group in groups for p in group.parameters]
     facts, each = _summarise(groups, _norms(gradients), loss, *along)
@@ -119,7 +102,7 @@ def clip(
     clip_by: ClipBy,
     order: torch.Tensor | None = None,
 ) -> None:
-    """Scale finite gradients down to a norm, in place.
+    """Scale finite gradients down to a norm, in place. Cost: no host sync.
 
     The three ways are different algorithms. They agree only where no scope is above the limit.
 
@@ -140,8 +123,6 @@ def clip(
         max_norm: Above 0.
         clip_by: The scope of a norm.
         order: For ``"global"``, indices into `each` in the order in which the norms are added up; None: as they are.
-
-    Cost: no host sync.
     """
     scopes: dict[str, list[tuple[Group, torch.Tensor]]] = {}
     for group, norms in zip(groups, torch.split(each, [len(group.parameters) for group in groups]), strict=True):
@@ -164,14 +145,12 @@ def clip_adaptively(groups: Sequence[Group], each: torch.Tensor, factor: float, 
 
     Args:
         groups: As given to `inspect`.
-        each: The norms that `inspect` returned. Where they are fp64, as after an overflow, so are those of the units.
+        each: The norms that `inspect` returned.
         factor: Largest ratio of the two norms, above 0. The paper takes 0.01 at batch size 4096, more for smaller.
         eps: Least norm that weights are taken to have, so that those at zero can leave it. 1e-3: the paper's.
 
     Returns:
-        The norms afterwards, for `clip`.
-
-    Cost: no host sync.
+        The norms afterwards, for `clip`. Cost: no host sync.
     """
     parameters = [parameter for group in groups for parameter in group.parameters]
     pieces = list(torch.split(each, 1))
@@ -198,11 +177,7 @@ def clip_adaptively(groups: Sequence[Group], each: torch.Tensor, factor: float, 
 
 
 def nonfinite_gradients(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:
-    """Return the names of parameters whose gradient holds NaN or Inf, and how many there are in all.
-
-    Args:
-        named: ``(name, parameter)`` pairs.
-        most: Names to return.
+    """Return the first names of parameters whose gradient holds NaN or Inf, and how many there are in all.
 
     Cost: one host sync for each parameter. Call it after the fused check has failed.
     """

@@ -20,23 +20,14 @@ _MALLADI = "Malladi et al., arXiv 2205.10287"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to change.
+    """What to change."""
 
-    Args:
-        rule: How the rate follows the batch.
-        factor: What every learning rate is multiplied by.
-        betas: New decay rates by parameter group (``betas`` of Adam, ``alpha`` of RMSprop); empty: leave them.
-        eps: New eps by parameter group; empty: leave it.
-        reason: Why, and where the rule ends.
-        source: Where it was published; empty for no change.
-    """
-
-    rule: Rule
-    factor: float
-    betas: tuple[tuple[float, ...], ...] = ()
-    eps: tuple[float, ...] = ()
-    reason: str
-    source: str
+    rule: Rule  # how the rate follows the batch
+    factor: float  # what every learning rate is multiplied by
+    betas: tuple[tuple[float, ...], ...] = ()  # by parameter group (alpha of RMSprop); empty: leave them
+    eps: tuple[float, ...] = ()  # by parameter group; empty: leave it
+    reason: str  # why, and where the rule ends
+    source: str  # where it was published; empty for no change
 
 
 def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *, by: By) -> Advice:
@@ -64,13 +55,16 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
     """
     _check(old_batch, new_batch, by)
     if by != "batch":
-        return _no_change(
-            "one update still averages over the same samples, and in how many pieces they pass does not change their "
-            "mean; if the samples of an update do change, ask by='batch' with their numbers"
+        return Advice(
+            rule="none",
+            factor=1.0,
+            source="",
+            reason="one update still averages over the same samples, whatever number of pieces they pass in; if the "
+            "samples of an update do change, ask by='batch' with their numbers",
         )
     k = new_batch / old_batch
     if k == 1:
-        return _no_change("the batch is the same")
+        return Advice(rule="none", factor=1.0, source="", reason="the batch is the same")
     name, groups = type(optimizer).__name__, optimizer.param_groups
     if isinstance(optimizer, torch.optim.SGD):
         return Advice(
@@ -84,7 +78,9 @@ def advise_learning_rate(optimizer: Optimizer, old_batch: int, new_batch: int, *
     # Of Adam's kind: it divides by the root of a decaying mean of squares.
     if isinstance(optimizer, torch.optim.RMSprop) or all({"betas", "eps"} <= set(group) for group in groups):
         return _square_root(optimizer, name, k)
-    return _no_change(f"no published rule is known for {name}: try the old rate first")
+    return Advice(
+        rule="none", factor=1.0, source="", reason=f"no published rule is known for {name}: try the old rate first"
+    )
 
 
 def _square_root(optimizer: Optimizer, name: str, k: float) -> Advice:
@@ -101,10 +97,6 @@ def _square_root(optimizer: Optimizer, name: str, k: float) -> Advice:
         "large that the noise is small, the rule says too little",
         source=_MALLADI,
     )
-
-
-def _no_change(reason: str) -> Advice:
-    return Advice(rule="none", factor=1.0, reason=reason, source="")
 
 
 def _check(old_batch: object, new_batch: object, by: object) -> None:

@@ -38,19 +38,12 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What a loss function returned, checked.
+    """What a loss function returned, checked."""
 
-    Args:
-        means: Of each term, shape ``()``; a loss that is not declared has one.
-        items: Of each term: a number, or a tensor of shape ``()`` on a device.
-        declared: Whether the loss function said the items.
-        counted: Whether they came as a bare pair, and so must be whole: it could be meant as two losses.
-    """
-
-    means: tuple[torch.Tensor, ...]
-    items: tuple[Any, ...]
-    declared: bool
-    counted: bool = False
+    means: tuple[torch.Tensor, ...]  # of each term, shape (); a loss that is not declared has one
+    items: tuple[Any, ...]  # of each term: a number, or a tensor of shape () on a device
+    declared: bool  # the loss function said the items
+    counted: bool = False  # they came as a bare pair, and so must be whole: it could be meant as two losses
 
     def total(self) -> torch.Tensor:
         """Return the sum of the means, shape ``()``; of one term, that mean itself."""
@@ -163,18 +156,13 @@ def _count(items: Any, *, counted: bool) -> Any:
 
 
 def check_count(items: float, *, counted: bool) -> None:
-    """Raise H203 unless a mean can be over so many items; none at all is for the caller to judge.
-
-    Args:
-        items: As declared.
-        counted: Whether they must be whole.
-    """
+    """Raise H203 unless a mean can be over so many items (`counted`: whole ones); none at all is for the caller."""
     if not 0 <= items < math.inf or (counted and items != int(items)):
         raise bad_items(items)
 
 
 def bad_items(items: Any) -> BatchError:
-    """Return the error about what is returned beside a loss, or as its items, and is no count."""
+    """Return the error about items that are no count."""
     known = items is None or isinstance(items, (bool, int, float, str))
     what = f"items={items!r:.40}" if known else f"loss_fn returned a loss and, as its items, {_describe(items)}"
     return BatchError(

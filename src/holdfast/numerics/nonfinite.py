@@ -12,12 +12,8 @@ def decide_after_nonfinite(
 ) -> Decision:
     """Return the decision about a non-finite step.
 
-    Args:
-        reason: What was found.
-        in_a_row: Non-finite steps in a row, this one included.
-        patience: So many in a row lead to a rollback; None: never.
-        rollbacks_in_a_row: Rollbacks without getting beyond the place where they came from.
-        max_rollbacks: So many in a row and the run stops.
+    So many as `patience` in a row, this one included, lead to a rollback (None: never), and the run stops after
+    `max_rollbacks` in a row that did not get beyond the place where they came from.
     """
     if patience is None or in_a_row < patience:
         return SkipStep(reason=reason, promise="changes training")
@@ -31,12 +27,7 @@ def decide_after_nonfinite(
 
 
 def describe_nonfinite(loss: float, culprits: Sequence[str], count: int) -> str:
-    """Return one line that names the loss and the first parameters with bad gradients.
-
-    Example:
-        >>> describe_nonfinite(2.0, ["head.weight"], 3)
-        'non-finite gradient (loss 2) in head.weight and 2 more parameter(s)'
-    """
+    """Return one line that names the loss and the first parameters with bad gradients."""
     if not culprits:
         return f"non-finite loss ({loss:g})"
     more = f" and {count - len(culprits)} more parameter(s)" if count > len(culprits) else ""

@@ -120,10 +120,8 @@ def measure(values: torch.Tensor) -> Operand:
 def bad_rows(bad: torch.Tensor, batch_size: int | None) -> tuple[int, ...]:
     """Return where a tensor is bad along its batch axis, empty if it has none or is bad all along it.
 
-    Args:
-        bad: Bool, any shape. The batch axis is the first one of this length; a first axis that is a multiple of
-            it (positions flattened into the batch) counts too.
-        batch_size: Length of the batch axis.
+    The batch axis is the first one of this length; a first axis that is a multiple of it (positions flattened into
+    the batch) counts too.
     """
     if batch_size is None or batch_size < 2 or not bad.dim():
         return ()

@@ -41,36 +41,22 @@ class UntraceableError(Exception):
 class Origin:
     """Where NaN or Inf came from, as facts that JSON can hold.
 
-    Args:
-        kind: ``"operation"``, ``"finite_overflow"`` (the backward pass left fp16's range with finite factors: the
-            loss scale is too large), or what was bad before the step: ``"input"``, ``"parameter"``, ``"buffer"``,
-            ``"constant"`` (none of these, such as a tensor that a module keeps to itself).
-        op: Of torch, as users know it (``"log"``; in the backward pass the one whose derivative ran), the class of
-            a custom ``autograd.Function``, or the name of the bad tensor.
-        aten: The operation that really ran, such as ``"aten.div"``; empty for a tensor.
-        module: Path of the module, or ``"loss function"``.
-        phase: ``"backward"`` if the loss is finite.
-        parameters: The bad parameter, or the first whose gradients are hit.
-        samples: Rows of the output along the batch axis that are bad, a hint; empty if that is unknown, or all are.
-        operands: What the operation was given, the first few.
-        produced: What it returned, or the bad tensor.
-        line: Such as ``"model.py:12 in forward"``: the user's code, in the backward pass that of the forward one.
-        mechanism: How it happened, one clause.
-        confidence: ``"certain"``: the operands bear the mechanism out; ``"likely"``; ``"unknown"``.
+    ``"finite_overflow"``: the backward pass left fp16's range with finite factors, so the loss scale is too large.
+    ``"constant"``: a bad tensor that is no input, parameter or buffer, such as one that a module keeps to itself.
     """
 
     kind: Literal["operation", "finite_overflow", "input", "parameter", "buffer", "constant"]
-    op: str
-    aten: str
-    module: str
-    phase: Phase
-    parameters: tuple[str, ...]
-    samples: tuple[int, ...]
-    operands: tuple[Operand, ...]
-    produced: Operand
-    line: str
-    mechanism: str
-    confidence: Confidence
+    op: str  # as users know it ("log"; in backward that whose derivative ran), a custom Function, or the bad tensor
+    aten: str  # the operation that really ran, such as "aten.div"; empty for a tensor
+    module: str  # its path, or "loss function"
+    phase: Phase  # "backward" if the loss is finite
+    parameters: tuple[str, ...]  # the bad one, or the first whose gradients are hit
+    samples: tuple[int, ...]  # bad rows of the output along the batch axis, a hint; empty if unknown, or all are
+    operands: tuple[Operand, ...]  # what the operation was given, the first few
+    produced: Operand  # what it returned, or the bad tensor
+    line: str  # such as "model.py:12 in forward": the user's code, in the backward pass that of the forward one
+    mechanism: str  # how it happened, one clause
+    confidence: Confidence  # "certain": the operands bear the mechanism out
 
     def __str__(self) -> str:
         if self.kind in ("operation", "finite_overflow"):
@@ -88,8 +74,8 @@ class Origin:
         return "; ".join(parts)
 
 
-def _some(values: Sequence[object], most: int = 5) -> str:
-    return ", ".join(map(str, values[:most])) + ", ..." * (len(values) > most)
+def _some(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values[:5])) + ", ..." * (len(values) > 5)
 
 
 def trace(
@@ -114,8 +100,7 @@ def trace(
     Raises:
         UntraceableError: if operations that may be to blame could not be examined.
 
-    Cost: about three to thirty times a step, and a read by the host for every operation. Random state is touched
-    by `run_once` alone.
+    Cost: about three to thirty times a step. Random state is touched by `run_once` alone.
     """
     known: list[tuple[Kind, str, torch.Tensor]] = [("input", name, tensor) for name, tensor in batch_tensors]
     known += [("parameter", name, tensor) for name, tensor in parameters]

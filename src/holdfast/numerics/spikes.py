@@ -1,7 +1,6 @@
 """Spikes and divergence, seen in losses and gradient norms; plain arithmetic on Python floats, no torch.
 
-A `SpikeDetector` watches a run; each (optimizers, loss function) has statistics of its own. It measures how far a
-value stands above the usual ones, in units of their own upward scatter:
+A `SpikeDetector` measures how far a value stands above the usual ones, in units of their own upward scatter:
 
 soft      the norm stands out: cause for a tighter clip, nothing more
 hard      loss and norm stand far out together
@@ -82,14 +81,6 @@ class SpikeDetector:
             `Level.SOFT`, and the run counts as calm.
 
     Cost: about 3 microseconds a step. No sync: it takes numbers that are on the host already.
-
-    Example:
-        >>> detector = SpikeDetector(objective="minimize")
-        >>> for step in range(100):
-        ...     level = detector.judge("all", 1.0 + 0.01 * (step % 7), 0.5)
-        ...     detector.accepted("all", 1.0 + 0.01 * (step % 7), 0.5)
-        >>> detector.judge("all", 9.0, 50.0), detector.judge("all", 1.0, 5.0), detector.is_calm()
-        (<Level.HARD: 'hard'>, <Level.SOFT: 'soft'>, False)
     """
 
     def __init__(self, *, objective: Objective) -> None:
@@ -161,15 +152,9 @@ def decide_after_spike(
 ) -> Decision | None:
     """Return what to do about a step that stands out; None: make it like any other.
 
-    Args:
-        level: What the detector said.
-        action: The strongest answer allowed.
-        hard_in_a_row: Steps in a row that were hard, this one included.
-        patience: So many in a row are no matter of single batches: ``"roll_back"`` then does, and ``"skip"`` makes
-            the step. None: hard steps are skipped until they turn out to be a divergence.
-        rollbacks_in_a_row: Rollbacks without getting beyond the place where they came from.
-        max_rollbacks: So many in a row, and a run that diverges again stops.
-        reason: What was found.
+    No answer is stronger than `action`. After `patience` hard steps in a row it is no matter of single batches:
+    ``"roll_back"`` then does, and ``"skip"`` makes the step; None: hard steps are skipped until they turn out to be a
+    divergence. A run that diverges again after `max_rollbacks` rollbacks in a row stops.
     """
     if action in ("off", "warn") or level in (Level.CALM, Level.SOFT):
         return None

@@ -126,13 +126,7 @@ class _Arguments:
 
 
 class OriginTracer(TorchDispatchMode):
-    """Watches one forward and backward pass.
-
-    Args:
-        models: By name; the parts of a single one called ``"model"`` keep their bare paths.
-        tensors: ``(kind, name, tensor)`` of everything that exists before the pass.
-        batch_size: Length of the batch axis, if there is one.
-    """
+    """Watches one forward and backward pass; `tensors` are those that exist before it. See ``provenance.trace``."""
 
     def __init__(
         self,
@@ -211,24 +205,26 @@ class OriginTracer(TorchDispatchMode):
             return
         newest = _sequence_number() - 1
         if newest != self._newest_node and newest not in self._nodes:
-            module, _, caller, _ = self._where()
-            self._nodes[newest] = (module, caller.line)
+            here = self._where()
+            self._nodes[newest] = (here["module"], here["line"])
         self._newest_node = newest
 
-    def _where(self) -> tuple[str, Phase, _Caller, str]:
-        """Return module, phase, calling line and autograd node of what runs now."""
+    def _where(self) -> dict[str, Any]:
+        """Return module, phase, line, custom function and autograd node of what runs now, as a suspect has them."""
         node = _current_node()
         caller = _find_caller(sys._getframe(2), in_backward=node is not None)
+        found = {"line": caller.line, "function": caller.function, "phase": "forward"}
         module = self._running[-1][1] if self._running else OUTSIDE
         if node is None:
-            return module, "forward", caller, ""
+            return {**found, "module": module}
         number = node._sequence_nr() if hasattr(node, "_sequence_nr") else -1
-        noted = self._nodes.get(number, ("", ""))
+        forward_module, forward_line = self._nodes.get(number, ("", ""))
         if caller.recomputing:
-            return (module if self._running else noted[0]), "forward", caller, ""
-        if caller.inside_backward:
-            return noted[0], "backward", caller, ""
-        return noted[0], "backward", _Caller(line=noted[1]), node.name()
+            return {**found, "module": module if self._running else forward_module}
+        found |= {"module": forward_module, "phase": "backward"}
+        return (
+            found if caller.inside_backward else found | {"line": forward_line, "function": "", "node": node.name()}
+        )
 
     def _examine(self, operation: _Operation, arguments: _Arguments, result: Any) -> None:
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -242,20 +238,15 @@ class OriginTracer(TorchDispatchMode):
             return
         values, bad = max(found, key=lambda pair: bool(torch.isnan(pair[0]).any()))
         links = [self._link(tensor, seen, bad if operation.pointwise else None) for tensor, seen in arguments.given]
-        module, phase, caller, node = self._where()
         suspect = Suspect(
             index=len(self.suspects),
             kind="operation",
             name=operation.name,
-            node=node,
-            function=caller.function,
-            module=module,
-            phase=phase,
-            line=caller.line,
             links=tuple(link for link in links if link is not None),
             scalars=tuple(arguments.scalars),
             produced=measure(values),
             pointwise=operation.pointwise,
+            **self._where(),
         )
         if not suspect.took_nan:
             suspect.operands = tuple(measure(seen) for _, seen in arguments.given)
@@ -285,12 +276,7 @@ class OriginTracer(TorchDispatchMode):
         return Link(self.find(tensor, whole), nan, inf)
 
     def find(self, tensor: torch.Tensor, bad: torch.Tensor | None = None) -> Suspect:
-        """Return what made a tensor bad.
-
-        Args:
-            tensor: Holds NaN or Inf.
-            bad: Where, shape as the tensor; None: look.
-        """
+        """Return what made a tensor bad that holds NaN or Inf; `bad`: where, if that is known."""
         values = values_of(tensor)
         assert values is not None
         where = nonfinite(values) if bad is None else bad

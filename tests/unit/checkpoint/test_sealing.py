@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from holdfast.checkpoint.seal import begin, check, is_sealed, newest_good, seal, move_aside, unseal, verify
+from holdfast.checkpoint.seal import begin, check, is_sealed, move_aside, newest_good, seal, unseal, verify
 from holdfast.core.errors import CheckpointError
 from holdfast.testing import flip_bit
 

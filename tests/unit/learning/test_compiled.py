@@ -13,12 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.prepared import Prepared
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.core.errors import PolicyError
-from holdfast.core.policy import Policy
 
 # What torch itself warns of while it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:`torch.jit")
@@ -260,58 +257,6 @@ def test_out_of_memory_leaves_compiled_blocks_alone(tmp_path):
     assert [event.kind for event in tried] == ["retry", "recompute_impossible", "split"]
     assert "torch.compile" in tried[1].data["why"]
     assert calls == [8, 8, 8, 4, 4, 4, 4]
-
-
-@pytest.mark.parametrize("make", [_wrapped, _given_wrapped])
-def test_blocks_of_a_compiled_model_cannot_be_named_for_recomputing(make, tmp_path):
-    """What a graph would not do is refused in the first step, also where that is the first to compile."""
-    program = make(Net(), compiling(Graphs()))
-    policy = Policy(recompute=("first",))
-    guard = holdfast.Guard(
-        tmp_path, model=program.given, optimizer=program.optimizer, loader=batches(3), policy=policy
-    )
-    with pytest.raises(PolicyError, match=r"torch\.compile is at work"):
-        guard.step(next(guard.batches(max_epochs=1)), program.loss)
-
-
-LIVES = """
-import os, signal, sys
-import torch, holdfast
-from torch import nn
-room, deadly, result = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
-compiled = torch.compile(model, backend="aot_eager")
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-generator = torch.Generator().manual_seed(1)
-data = [(torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(9)]
-guard = holdfast.Guard(room, model=model, optimizer=optimizer, loader=data, save_interval_steps=2)
-
-def loss(batch):
-    if guard.global_step == deadly:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return nn.functional.cross_entropy(compiled(batch[0]), batch[1])
-
-for batch in guard.batches(max_epochs=1):
-    guard.step(batch, loss)
-torch.save(model.state_dict(), result)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path):
-    """SIGKILL inside a compiled step and a second life: dropout and all, the same weights to the last bit."""
-    program = tmp_path / "train.py"
-    program.write_text(LIVES)
-
-    def live(room: str, deadly: int) -> int:
-        return Prepared([program, tmp_path / room, deadly, tmp_path / f"{room}.pt"], cwd=tmp_path).wait()
-
-    assert live("calm", -1) == 0
-    assert live("killed", 5) == -9
-    assert live("killed", -1) == 0
-    calm, killed = torch.load(tmp_path / "calm.pt"), torch.load(tmp_path / "killed.pt")
-    assert all(torch.equal(calm[name], killed[name]) for name in calm)
 
 
 WHOLE_STEP = """

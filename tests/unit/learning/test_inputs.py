@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.learning.facts import InputFacts
-from holdfast.learning.inputs import InputObserver, fingerprint, tensors_in
+from holdfast.learning.inputs import InputObserver, fingerprint
 
 
 def after(*batches: Any, answers: Any = None) -> InputFacts:
@@ -82,13 +82,6 @@ def test_masks_of_minus_infinity_are_not_bad(value: float, bad: int) -> None:
     assert after(batch).nonfinite == bad
 
 
-def test_scale_and_offset_are_those_of_the_largest_tensor() -> None:
-    """Pixels of 0 to 255 and a mean far from zero are told."""
-    facts = after({"pixels": torch.arange(256.0).view(4, 64), "age": torch.ones(4)})
-    assert facts.largest == 255
-    assert facts.offset == pytest.approx(127.5 / 73.9, rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("batch", "answer", "counted"),
     [
@@ -102,9 +95,3 @@ def test_equal_answers_to_different_samples_are_seen(batch: Tensor, answer: Tens
     """Only where the samples differ and there is an answer for each does an equal answer say something."""
     facts = after(batch, answers=answer)
     assert (facts.answers, facts.same_answers) == counted
-
-
-def test_tensors_are_found_in_any_structure() -> None:
-    """Nested containers are searched, empty and sparse tensors left out."""
-    tree = {"a": [torch.ones(2), (torch.ones(3), "text")], "b": torch.ones(0), "c": torch.eye(2).to_sparse()}
-    assert [tensor.numel() for tensor in tensors_in(tree)] == [2, 3]

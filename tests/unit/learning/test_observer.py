@@ -129,21 +129,6 @@ def test_facts_and_state_are_plain_data() -> None:
     again.close()
 
 
-def test_it_can_be_closed_and_installed_again() -> None:
-    """A guard that is released and opened goes on; while closed nothing is counted."""
-    model, optimizer = small()
-    observer = observed(model, optimizer)
-    guided_step(observer, model, optimizer)
-    observer.close()
-    F.cross_entropy(model(X), Y).backward()
-    optimizer.step()
-    assert observer.steps == 1
-    observer.install()
-    guided_step(observer, model, optimizer)
-    assert observer.steps == 2
-    observer.close()
-
-
 def test_recomputed_activations_are_not_counted_twice() -> None:
     """Activation checkpointing runs a block again in backward; its units and losses count once."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
@@ -79,19 +79,6 @@ def classifier(model: nn.Module, optimizer: Any = None, **more: Any) -> Program:
 # --- healthy ----------------------------------------------------------------------------------------------------
 
 
-def convolution_with_batch_norm() -> Program:
-    model = nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 3)
-    )
-
-    def make_batch() -> Any:
-        y = torch.arange(16) % 3
-        return torch.randn(16, 1, 8, 8) * (1 + y.view(-1, 1, 1, 1)), y
-
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    return one(model, optimizer, lambda b: F.cross_entropy(model(b[0]), b[1]), make_batch)
-
-
 def recurrent() -> Program:
     model = nn.ModuleDict(
         {"rnn": nn.LSTM(3, 16, batch_first=True, num_layers=2, dropout=0.2), "head": nn.Linear(16, 1)}
@@ -120,36 +107,11 @@ def unscaled_regression() -> Program:
     return one(model, torch.optim.Adam(model.parameters(), 1e-2), lambda b: F.mse_loss(model(b[0]), b[1]), make_batch)
 
 
-def generator_of_a_gan() -> Program:
-    generator = nn.Sequential(nn.Linear(4, 16), nn.LeakyReLU(0.2), nn.Linear(16, 6))
-    critic = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-    optimizers = {"generator": torch.optim.Adam(generator.parameters(), 1e-3, betas=(0.5, 0.9))}
-
-    def loss(batch: Any) -> torch.Tensor:
-        scores = critic(generator(torch.randn(len(batch), 4)))  # the real images of the batch are not used
-        return F.binary_cross_entropy_with_logits(scores, torch.ones_like(scores))
-
-    return Program({"generator": generator, "critic": critic}, optimizers, loss, lambda: torch.randn(16, 6))
-
-
 def critic_without_bounds() -> Program:
     critic = nn.Sequential(nn.Linear(6, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
     optimizer = torch.optim.RMSprop(critic.parameters(), 5e-4)
     loss = lambda b: critic(b[0]).mean() - critic(b[1]).mean()  # noqa: E731
     return one(critic, optimizer, loss, lambda: (torch.randn(16, 6), torch.randn(16, 6) + 0.5))
-
-
-def variational_autoencoder() -> Program:
-    model = nn.ModuleDict({"encode": nn.Linear(6, 4), "decode": nn.Linear(2, 6)})
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        mean, log_variance = model["encode"](x).chunk(2, dim=1)
-        code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
-        divergence = (mean.square() + log_variance.exp() - log_variance - 1).sum(dim=1).mean() / 2
-        return F.mse_loss(model["decode"](code), x, reduction="sum") / len(x) + divergence
-
-    make_batch = lambda: torch.randn(16, 2) @ torch.ones(2, 6).cumsum(1) / 3  # noqa: E731
-    return one(model, torch.optim.Adam(model.parameters(), 5e-3), loss, make_batch)
 
 
 def label_smoothing_with_ids() -> Program:
@@ -220,12 +182,9 @@ HEALTHY: dict[str, tuple[Callable[[], Program], int]] = {
     "classifier at its beginning": (lambda: classifier(mlp()), 0),
     "classifier, converged": (lambda: classifier(mlp()), 1500),
     "dropout": (lambda: classifier(mlp(nn.Dropout(0.5), width=64)), 60),
-    "convolution with batch norm": (convolution_with_batch_norm, 40),
     "recurrent, ragged": (recurrent, 60),
     "unscaled regression": (unscaled_regression, 200),
-    "generator of a GAN": (generator_of_a_gan, 30),
     "critic without bounds": (critic_without_bounds, 40),
-    "variational autoencoder": (variational_autoencoder, 100),
     "label smoothing, ids": (label_smoothing_with_ids, 100),
     "straight-through rounding": (lambda: classifier(mlp(Apply(Rounded.apply))), 60),
     "sparse embeddings": (embeddings_with_sparse_gradients, 60),
@@ -316,25 +275,6 @@ def saturated_output() -> Program:
     return one(model, torch.optim.Adam(model.parameters(), 1e-2), lambda b: F.mse_loss(model(b[0]), b[1]), make_batch)
 
 
-def detached_path() -> Program:
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
-    bias = nn.Parameter(torch.zeros(4))
-    model.register_parameter("bias", bias)
-    loss = lambda b: F.cross_entropy(model(b[0]).detach() + bias, b[1])  # noqa: E731
-    return one(model, torch.optim.Adam(model.parameters(), 1e-2), loss, labelled)
-
-
-def saturated_weights() -> Program:
-    model = nn.Sequential(
-        nn.Linear(6, 24), nn.Sigmoid(), nn.Linear(24, 24), nn.Sigmoid(), nn.Linear(24, 4), nn.Tanh()
-    )
-    with torch.no_grad():
-        model[0].weight.mul_(1e4)
-        model[2].weight.mul_(1e4)
-        model[4].weight.mul_(1e5)
-    return classifier(model)
-
-
 FAULTY: dict[str, tuple[Callable[[], Program], int, str]] = {
     "wrong backward of the loss": (wrong_backward_of_the_loss, 5, "H831"),
     "reversed hook on one layer": (reversed_hook_on_one_layer, 20, "H831"),
@@ -345,8 +285,6 @@ FAULTY: dict[str, tuple[Callable[[], Program], int, str]] = {
     "rate too high for SGD": (rate_too_high_for_sgd, 10, "H825"),
     "rate too low": (rate_too_low, 40, "H824"),
     "saturated output": (saturated_output, 30, "H829"),
-    "detached path": (detached_path, 30, "H829"),
-    "saturated weights": (saturated_weights, 30, "H829"),
 }
 
 
@@ -371,7 +309,7 @@ def test_the_forked_copy_finds_what_the_probe_in_place_finds(name):
     program = make()
     program.train(steps)
     here = program.probe(in_place=True)
-    assert [finding.as_json() for finding in program.probe()] == [finding.as_json() for finding in here]
+    assert [asdict(finding) for finding in program.probe()] == [asdict(finding) for finding in here]
 
 
 def test_evidence_names_the_place_and_the_numbers():
@@ -389,18 +327,6 @@ def test_evidence_names_the_place_and_the_numbers():
     assert found["H825"].where == "optimizer"
     assert found["H825"].fix.startswith(f"Multiply the learning rate by {found['H825'].evidence['factor']:g}")
     assert found["H825"].evidence["losses_with_factor"][-1] < found["H825"].evidence["losses"][0]
-
-
-def test_dead_weights_are_told_from_code_that_cannot_learn():
-    """If new weights can be fitted by the same code, the finding says so, and asks for other weights."""
-    torch.manual_seed(3)
-    fixes = {}
-    for make in (saturated_weights, saturated_output):
-        program = make()
-        program.train(30)
-        (finding,) = program.probe(in_place=True)
-        fixes[make.__name__] = finding.evidence["fits_from_new_weights"], "new or earlier weights" in finding.fix
-    assert fixes == {"saturated_weights": (True, True), "saturated_output": (False, False)}
 
 
 # --- no trace ---------------------------------------------------------------------------------------------------
@@ -530,27 +456,6 @@ def test_the_budget_ends_the_trials_and_what_was_left_out_is_said(in_place):
     assert same(state_of(program), before)
     (note,) = program.probe(clock=clock, budget_seconds=0.0, in_place=in_place)
     assert set(note.evidence["untried"]) == {"H831", "H830", "H825", "H829"}
-
-
-def test_a_loss_that_is_not_finite_and_one_without_a_graph_are_said_and_not_judged():
-    """There is nothing to learn from NaN or from a detached loss: the note says why, and no cause is made up."""
-    for broken, why in ((lambda loss: loss * float("nan"), "its loss is nan"), (torch.detach, "without a graph")):
-        program = classifier(mlp())
-        healthy = program.loss
-        program.loss = lambda batch, healthy=healthy, broken=broken: broken(healthy(batch))
-        (note,) = program.probe(in_place=True)
-        assert note.severity == "note"
-        assert why in note.evidence["untried"]["H831"]
-
-
-def test_a_batch_that_cannot_be_cut_is_probed_as_a_whole():
-    """Without a batch dimension nothing is exchanged between samples, and the other trials are made all the same."""
-    torch.manual_seed(3)
-    program = climbing_optimizer()
-    program.train(3)
-    assert [finding.rule for finding in program.probe(in_place=True, size=None)] == ["H831"]
-    healthy = classifier(mlp())
-    assert healthy.probe(in_place=True, size=None) == []
 
 
 def test_a_large_batch_along_another_dimension_is_cut_to_its_beginning():

@@ -76,11 +76,6 @@ def test_more_pieces_of_the_same_batch_change_nothing(by: Any) -> None:
         assert "by='batch'" in advice.reason
 
 
-def test_the_same_batch_needs_no_change() -> None:
-    """No rule is named where nothing has changed."""
-    assert advise_learning_rate(torch.optim.SGD(_parameter(), lr=0.1), 8, 8, by="batch").rule == "none"
-
-
 @pytest.mark.parametrize(
     ("arguments", "by"),
     [((0, 8), "batch"), ((8, -1), "batch"), ((True, 8), "batch"), ((8, 2.0), "batch"), ((8, 8), "k")],
@@ -128,13 +123,3 @@ def test_the_advised_rate_comes_closest_to_the_smaller_batch(
     advised = advise_learning_rate(make(rate)(_parameter()), 4, 4 * k, by="batch").factor
     assert min(errors, key=errors.__getitem__) == advised
     assert max(errors, key=errors.__getitem__) == 1 / k  # "lower the rate when more is accumulated"
-
-
-def test_linear_scaling_of_sgd_is_exact_to_first_order() -> None:
-    """In expectation k steps on a quadratic and one of k times the rate differ by the square of the rate only."""
-    curvature, k = torch.linspace(0.1, 2.0, 8, dtype=torch.float64), 4
-    differences = []
-    for rate in (1e-3, 1e-4):
-        advised = rate * advise_learning_rate(torch.optim.SGD(_parameter(), lr=rate), 8, 8 * k, by="batch").factor
-        differences.append(float(((1 - rate * curvature) ** k - (1 - advised * curvature)).abs().max()))
-    assert differences[0] / differences[1] == pytest.approx(100, rel=0.01)

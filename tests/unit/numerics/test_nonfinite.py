@@ -37,14 +37,6 @@ def test_patience_comes_before_rollback_and_rollback_before_the_end(
     assert "NaN in head" in decision.reason
 
 
-def test_a_rollback_passes_over_the_batches_that_led_there() -> None:
-    """The batches since the checkpoint are not replayed, and the reason counts the bad steps."""
-    decision = decide_after_nonfinite(reason="r", in_a_row=3, patience=3, rollbacks_in_a_row=0, max_rollbacks=1)
-    assert isinstance(decision, RollBack)
-    assert decision.rewind_data is False
-    assert decision.reason.startswith("3 non-finite steps in a row")
-
-
 @pytest.mark.parametrize(
     ("loss", "culprits", "count", "text"),
     [

@@ -163,11 +163,6 @@ def _step_sizes(facts: Facts) -> tuple[list[float], list[float]]:
     return usual, [layer.largest_ratio for layer in matrices if layer.largest_ratio is not None]
 
 
-def _settings(facts: Facts) -> dict[str, Any]:
-    optimizer = next(iter(facts.optimizers.values()), None)
-    return {key: getattr(optimizer, key) for key in ("kind", "largest_lr", "momentum", "weight_decay") if optimizer}
-
-
 @checks("H825", "window", "advice", "cause", 0.8)
 def _learning_rate_too_high(facts: Facts, say: Say) -> Iterator[Finding]:
     _, steps = _step_sizes(facts)
@@ -182,7 +177,7 @@ def _learning_rate_too_high(facts: Facts, say: Say) -> Iterator[Finding]:
     if failed or (facts.broken and largest > 1):
         moved = f"in the first steps the weights moved by up to {largest:.2g} of their length at once"
         fix = "lower the learning rate: by 10 at first; momentum near 1 multiplies it too."
-        yield say(f"{moved}, and the loss blew up", fix, **progress.evidence(), **_settings(facts))
+        yield say(f"{moved}, and the loss blew up", fix, **progress.evidence())
 
 
 @checks("H824", "window", "advice", "cause", 0.8)
@@ -196,7 +191,7 @@ def _learning_rate_too_low(facts: Facts, say: Say) -> Iterator[Finding]:
     if path < 1e-2 and moving:  # a hundredth of the weights: ten times catalogue 24, since this is an upper bound
         what = f"all {planned} steps together can move the weights by at most {path:.1e} of their length"
         fix = "raise the learning rate, by 10 to 100; look for a clip limit or a scheduler that makes it tiny."
-        yield say(what, fix, **progress.evidence(), **_settings(facts))
+        yield say(what, fix, **progress.evidence())
 
 
 @checks("H823", "window", "note", "symptom", 0.6)
