@@ -191,11 +191,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back and join it with free neighbours (free_block, try_merge_blocks).
-
-        Args:
-            block: What `allocate` returned; not to be used again.
-        """
+        """Take a block back and join it with free neighbours (free_block, try_merge_blocks)."""
         assert block.allocated
         self.allocated_bytes -= block.size
         block.allocated = False

@@ -102,12 +102,7 @@ def replay(
 
 
 def live_peak_bytes(events: npt.NDArray[np.int32], sizes: npt.NDArray[np.int64]) -> int:
-    """Return the most that lives at once, rounded as the allocator rounds: no cap below it can do.
-
-    Args:
-        events: As of `replay`.
-        sizes: As of `replay`.
-    """
+    """Return the most that lives at once, rounded as the allocator rounds: no cap below it can do."""
     if not len(events):
         return 0
     return int(np.cumsum(np.sign(events) * round_sizes(sizes)[np.abs(events) - 1]).max())
@@ -124,12 +119,6 @@ def smallest_cap_bytes(
 
     Whether a cap suffices is not strictly monotone (a retry changes the order of the free blocks), so it need not be
     the smallest of all.
-
-    Args:
-        events: As of `replay`.
-        sizes: As of `replay`.
-        expandable_segments: As of `replay`.
-        step_bytes: How exact the answer is.
     """
     enough = replay(events, sizes, expandable_segments=expandable_segments).peak_reserved_bytes
     short = live_peak_bytes(events, sizes) - 1

@@ -24,10 +24,6 @@ _TIMED_SECONDS = (
 def calibrate(index: int = 0, *, on_progress: Callable[[str], None] = lambda _: None) -> Device:
     """Measure a CUDA device.
 
-    Args:
-        index: Which.
-        on_progress: Called with what is measured next.
-
     Raises:
         PolicyError: There is no CUDA device of that index, or something else uses it (H417).
     """

@@ -113,11 +113,7 @@ def known_devices() -> tuple[Device, ...]:
 
 
 def device_file(name: str) -> Path:
-    """Return where ``holdfast calibrate`` keeps what it measured of a device, so that `find_device` finds it.
-
-    Args:
-        name: As torch writes it.
-    """
+    """Return where ``holdfast calibrate`` keeps what it measured of a device, so that `find_device` finds it."""
     return configuration_directory() / f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}.json"
 
 

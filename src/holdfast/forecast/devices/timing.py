@@ -26,11 +26,9 @@ LAUNCH_SECONDS = 10e-6
 
 
 def operation_seconds(trace: Trace, device: Device) -> npt.NDArray[np.float64]:
-    """Return how long each operation takes; shape ``(operations,)``.
+    """Return how long each operation of a step takes; shape ``(operations,)``.
 
-    Args:
-        trace: A step.
-        device: On which it runs; its rates are those of a data sheet unless they were measured.
+    The rates of a device are those of a data sheet unless they were measured.
     """
     compute, bandwidth = (1.0, 1.0) if device.measured else (COMPUTE_EFFICIENCY, BANDWIDTH_EFFICIENCY)
     rates = np.array([device.flops_per_second(dtype) for dtype in DTYPES])
@@ -40,14 +38,7 @@ def operation_seconds(trace: Trace, device: Device) -> npt.NDArray[np.float64]:
 
 
 def step_seconds(trace: Trace, device: Device, *, variant: str | None = None, micro_steps: int = 1) -> float:
-    """Return how long an optimizer's step takes with all its forward and backward passes.
-
-    Args:
-        trace: The step with one of them.
-        device: On which it runs.
-        variant: Implementation of the optimizer (`trace.variants_played`).
-        micro_steps: Forward and backward passes for each step of the optimizer.
-    """
+    """Return how long a step of the optimizer takes, with `micro_steps` passes like the one that the trace has."""
     seconds = operation_seconds(trace, device) * operations_played(trace, variant)
     stepped = trace.operation_phase == PHASES.index("optimizer")
     return float(micro_steps * seconds[~stepped].sum() + seconds[stepped].sum())
@@ -58,12 +49,8 @@ def seconds_per_sample(
 ) -> float:
     """Return the time for one sample, which is what plans are ranked by.
 
-    Args:
-        trace: The step at the plan's micro-batch size.
-        device: On which it runs.
-        variant: Implementation of the optimizer (`trace.variants_played`).
-        global_batch_size: Samples for each step of the optimizer; None is one micro-batch. A last micro-batch that is
-            not full takes as long as a full one.
+    A step of the optimizer has `global_batch_size` samples, or one micro-batch if that is None. A last micro-batch
+    that is not full takes as long as a full one.
     """
     samples = global_batch_size or trace.micro_batch_size
     micro_steps = -(-samples // trace.micro_batch_size)

@@ -93,12 +93,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def install_cuda_module(patches: Patches, guesses: Guesses) -> None:
-    """Have ``torch.cuda`` answer as with one idle GPU.
-
-    Args:
-        patches: What is replaced.
-        guesses: Where answers are written down that memory may depend on.
-    """
+    """Have ``torch.cuda`` answer as with one idle GPU."""
     answers = _answers(guesses)
     for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
         for name, answer in answers.items():

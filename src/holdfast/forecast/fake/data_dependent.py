@@ -22,14 +22,7 @@ _MOST_ELEMENTS_RUN = 2**24  # a built-in operator without shapes is run on zeros
 
 
 def answer(mode: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an operator that asks for values, fake if it is a tensor; NotImplemented for others.
-
-    Args:
-        mode: The `ForecastMode`.
-        func: Overload.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-    """
+    """Return the result of an operator that asks for values, fake if it is a tensor; NotImplemented for others."""
     if func in (aten._local_scalar_dense.default, aten.item.default):
         return _scalar(mode, args[0])
     if func is aten.equal.default:

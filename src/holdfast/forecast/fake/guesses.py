@@ -95,11 +95,7 @@ class Guesses:
         return answer
 
     def number(self, *, typical: float | None = None) -> float:
-        """Answer ``float(tensor)`` or a floating-point ``.item()``: 1, but 0 for a GradScaler's overflow flag.
-
-        Args:
-            typical: What to answer instead, for a random number.
-        """
+        """Answer ``float(tensor)`` or a floating-point ``.item()``: 1, but 0 for a GradScaler's overflow flag."""
         frame = _first_frame(_PLUMBING)
         if frame is not None and frame.f_code.co_filename.endswith(_OVERFLOW_CHECK):
             self.assume("no gradient overflowed: GradScaler lets the optimizer step", "")

@@ -24,9 +24,7 @@ _LEFT_BEHIND = "_holdfast_left_behind"  # marks what a parameter was before it w
 def place(module: nn.Module, device: torch.device) -> None:
     """Bring a module's parameters, gradients and buffers to a device; real ones become fake, without being read.
 
-    Args:
-        module: Changed in place.
-        device: The fake one. The fake mode must be active.
+    The fake mode must be active.
     """
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:

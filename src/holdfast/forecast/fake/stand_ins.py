@@ -73,12 +73,9 @@ def was_on_cuda(tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool = True) -> Iterator[None]:
-    """Put the stand-ins in place while the context lasts.
+    """Put the stand-ins in place while the context lasts: ``"cuda"`` leads to the fake device.
 
-    Args:
-        fake: Where ``"cuda"`` leads.
-        guesses: Where answers are written down that memory may depend on.
-        as_cuda: Whether CUDA is to be there at all; values of fake tensors can be read in any case.
+    Without `as_cuda` CUDA is not there at all; values of fake tensors can be read in any case.
     """
     with Patches() as patches:
         _values_of_fake_tensors(patches)
@@ -280,11 +277,7 @@ def _one_device_only(patches: Patches) -> None:
 
 
 def for_several_devices(what: str) -> PolicyError:
-    """Return the error for a model that is spread over processes or devices.
-
-    Args:
-        what: What was seen.
-    """
+    """Return the error for a model that is spread over processes or devices."""
     return PolicyError(
         what,
         limit="a forecast is of one process on one device: shards, gradient buckets and communication buffers of"

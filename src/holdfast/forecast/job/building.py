@@ -99,12 +99,8 @@ def load_factory(name: str) -> Function:
 def call_factory(name: str, factory: Function, *, size: int, length: int | None, loading: Loading) -> Built:
     """Call a factory and read what it returns.
 
-    Args:
-        name: As given by the user.
-        factory: What `load_factory` returned.
-        size: Samples, for a factory that has a parameter for it.
-        length: Of each, for a factory that has a parameter for it; None: as it has them by itself.
-        loading: Makes the context in which a loader is asked for a batch.
+    A factory is given `size` and `length` if it has parameters for them. `loading` makes the context in which a
+    loader is asked for a batch.
 
     Raises:
         PolicyError: H410 or H411 if it raises, H412 if it returns something else.

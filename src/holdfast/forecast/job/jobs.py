@@ -119,10 +119,6 @@ class Job:
     def settle(self, size: int, length: int | None) -> None:
         """Make the first step, and find out what its function does and where its tensors must lie.
 
-        Args:
-            size: As of `step`.
-            length: As of `step`.
-
         Raises:
             PolicyError: H412 or H414.
             BatchError: H413.
@@ -219,11 +215,6 @@ class Job:
 
     def make_step(self, parts: Sequence[Any], function: Function, names: Sequence[str]) -> torch.Tensor | None:
         """Make one step from micro-batches.
-
-        Args:
-            parts: Batches, each given to the function.
-            function: Loss function of a batch, or a step.
-            names: Optimizers that are stepped.
 
         Returns:
             The loss of the last one, detached; None if the function ran backward itself.

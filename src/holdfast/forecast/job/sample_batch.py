@@ -105,11 +105,7 @@ class SampleBatch:
         self._longest = self._find_longest()
 
     def resized(self, size: int, length: int | None = None) -> Any:
-        """Return a new batch of some samples, all of them alike.
-
-        Args:
-            size: In samples.
-            length: Of each; None: as in the sample batch.
+        """Return a new batch of `size` samples, all alike, of the sample batch's length if none is asked for.
 
         Raises:
             BatchError: H413, for a length where the sample batch has none.

@@ -135,11 +135,6 @@ def trace_job(
 ) -> TraceResult:
     """Trace one training step of a user's job at several batch sizes.
 
-    Args:
-        request: What to trace.
-        on_progress: Called with how far it is.
-        timeout_seconds: The longest that one child may take.
-
     Raises:
         PolicyError: H410 for a factory that needs CUDA, H411 for one that cannot be imported or run, H412 for one
             that returns something else, H414 for a step that raises, H415 for a child that died or took too long.

@@ -132,11 +132,7 @@ def find_loss(returned: Any) -> torch.Tensor | None:
 
 
 def loss_of(returned: Any, place: str) -> torch.Tensor:
-    """Return the loss in what a loss function returned, shape ``()``.
-
-    Args:
-        returned: As `find_loss` takes it.
-        place: Where the function is defined, such as ``" (train.py:12)"``.
+    """Return the loss in what a loss function returned that is defined at a place, shape ``()``.
 
     Raises:
         PolicyError: H412: there is none, it is no scalar, or it depends on nothing.
@@ -192,12 +188,7 @@ class GuardStandIn:
 
 
 def called_with_batch(built: Built, guard: GuardStandIn) -> Function:
-    """Return what a factory returned as a function of a batch, or of size and length where the step makes its own.
-
-    Args:
-        built: What the factory returned.
-        guard: For a step that wants one.
-    """
+    """Return what a factory returned as a function of a batch, or of size and length where the step makes its own."""
     function, names = built.function, building.positional_parameters(built.function)
     single = len(built.models) == 1 and "model" in built.models
     model: Any = built.models["model"] if single else built.models

@@ -4,8 +4,8 @@ A device that torch does not know gets the math path, which keeps two matrices o
 takes a fused kernel, which keeps one number for each row (a third of an encoder's activations). The order and the
 conditions of the choice are torch's own: aten/src/ATen/native/transformers/attention.cpp, cuda/sdp_utils.cpp and
 sdp_utils_cpp.h as of torch 2.11 to 2.14; the comments name its functions. The kernels' own meta implementations and
-autograd formulas do the rest. The device is one of compute capability 8.0, whichever is planned for: from 9.0 on
-torch tries cuDNN's kernel first, which keeps as much as the flash kernel.
+autograd formulas do the rest. The device is one of compute capability 8.0, whichever is planned for. cuDNN's kernel,
+which torch tries first from 9.0 on, is not known: it keeps as much as the flash kernel.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ _EFFICIENT_TAKES_GROUPS = tuple(int(part) for part in torch.__version__.split(".
 
 
 class Backend(enum.Enum):
-    """The kernels that torch has for attention on CUDA; the numbers are those of `torch.nn.attention.SDPBackend`."""
+    """The kernels that are known; the numbers are those of `torch.nn.attention.SDPBackend`."""
 
     MATH = 0
     FLASH = 1
     EFFICIENT = 2
-    CUDNN = 3
 
 
-DEFAULT_ORDER = (Backend.FLASH, Backend.EFFICIENT, Backend.MATH, Backend.CUDNN)
+DEFAULT_ORDER = (Backend.FLASH, Backend.EFFICIENT, Backend.MATH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,6 @@ class AttentionCall:
         key: Shape of the key.
         value: Shape of the value.
         mask: Shape of the mask; None if there is none.
-        mask_requires_grad: Whether a gradient is wanted for it (a learned bias).
         unit_strides: Whether the last dimension of query, key, value and mask is contiguous.
         dropout: Probability.
         causal: The flag ``is_causal``.
@@ -59,7 +57,6 @@ class AttentionCall:
     key: tuple[int, ...]
     value: tuple[int, ...]
     mask: tuple[int, ...] | None = None
-    mask_requires_grad: bool = False
     unit_strides: bool = True
     dropout: float = 0.0
     causal: bool = False
@@ -97,10 +94,8 @@ def install_attention(library: torch.library.Library) -> None:
             rest = {"scale": scale, "enable_gqa": enable_gqa}
             found = aten._scaled_dot_product_attention_math(*tensors, mask, dropout_p, is_causal, None, **rest)
         else:
-            kernel = aten._scaled_dot_product_cudnn_attention
-            if backend is Backend.EFFICIENT:
-                mask = None if mask is None else _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
-                kernel = aten._scaled_dot_product_efficient_attention
+            mask = None if mask is None else _aligned(mask).expand(*query.shape[:-1], key.shape[-2])
+            kernel = aten._scaled_dot_product_efficient_attention
             found = kernel(*tensors, mask, call.training, dropout_p, is_causal, scale=scale)
         out: torch.Tensor = found[0]
         return out
@@ -138,7 +133,6 @@ def _enabled() -> frozenset[Backend]:
     allowed: dict[Backend, Callable[[], bool]] = {
         Backend.FLASH: cuda.flash_sdp_enabled,
         Backend.EFFICIENT: cuda.mem_efficient_sdp_enabled,
-        Backend.CUDNN: cuda.cudnn_sdp_enabled,
         Backend.MATH: cuda.math_sdp_enabled,
     }
     return frozenset(backend for backend, is_enabled in allowed.items() if is_enabled())
@@ -161,10 +155,7 @@ def choose_backend(
 ) -> Backend:
     """Return the kernel that CUDA takes: the first in the order that is allowed and takes the call.
 
-    Args:
-        call: The call.
-        enabled: What ``torch.nn.attention.sdpa_kernel`` or the flags in ``torch.backends.cuda`` allow.
-        order: The order in which they are tried, if the user set one.
+    The user sets both: `enabled` by ``torch.nn.attention.sdpa_kernel`` or the flags in ``torch.backends.cuda``.
 
     Raises:
         RuntimeError: No kernel that is allowed takes it, as on the device itself.
@@ -186,7 +177,6 @@ def describe(
         key=tuple(key.shape),
         value=tuple(value.shape),
         mask=None if mask is None else tuple(mask.shape),
-        mask_requires_grad=mask is not None and mask.requires_grad,
         unit_strides=all(t.dim() > 0 and t.stride(-1) == 1 for t in (*tensors, mask) if t is not None),
         training=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
         **flags,
@@ -215,20 +205,9 @@ def _accepts_efficient(call: AttentionCall) -> bool:
     return _heads_match(call, groups=_EFFICIENT_TAKES_GROUPS) and _lengths_and_strides(call)
 
 
-def _accepts_cudnn(call: AttentionCall) -> bool:
-    """The conditions that matter before compute capability 9.0, where cuDNN is taken only if nothing else may be."""
-    if not _four_dimensions(call) or not _same_half_precision(call) or call.mask_requires_grad:
-        return False
-    head, value_head = call.query[-1], call.value[-1]
-    if max(head, value_head) > 128 or head % 8 or value_head % 8:
-        return False
-    return _heads_match(call, groups=True) and _lengths_and_strides(call)
-
-
 _ACCEPTS: dict[Backend, Callable[[AttentionCall], bool]] = {
     Backend.FLASH: _accepts_flash,
     Backend.EFFICIENT: _accepts_efficient,
-    Backend.CUDNN: _accepts_cudnn,
     Backend.MATH: lambda _: True,
 }
 

@@ -101,12 +101,7 @@ _assume: Assume = lambda _: None  # noqa: E731 - of the forecast that is under w
 
 @contextlib.contextmanager
 def installed(device_name: str, assume: Assume) -> Iterator[None]:
-    """Give the fake device CUDA's autocast policy; the registrations stay for good, the cache's scope does not.
-
-    Args:
-        device_name: Of the PrivateUse1 backend.
-        assume: Called with what had to be assumed of operators whose class is unknown.
-    """
+    """Give the fake device CUDA's autocast policy; the registrations stay for good, the cache's scope does not."""
     global _assume
     if not _installed:
         _register(device_name)

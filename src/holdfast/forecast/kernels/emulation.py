@@ -30,12 +30,6 @@ def emulated_kernels(
 ) -> Iterator[Mapping[Any, FakeKernel]]:
     """Let the fake device run what the real one would.
 
-    Args:
-        route: ``"privateuse1"`` or ``"cpu"``.
-        known: Returns the values of a fake tensor as a real one, or None if they are not known.
-        assume: Called with what had to be assumed.
-        uncalibrated: Takes down what may be larger than was counted.
-
     Yields:
         Fake kernels that the fake mode is to prefer to torch's own, called as ``kernel(mode, overload, *args)``. They
         cannot be put into torch's table: its cache of results forgets the size of a storage.

@@ -81,14 +81,7 @@ class Uncalibrated:
 
 
 def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
-    """Return what this call needs on CUDA beside its arguments and results; None if its operator needs nothing.
-
-    Args:
-        op: Overload that was dispatched.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        out: What it returned.
-    """
+    """Return what this call needs on CUDA beside its arguments and results; None if its operator needs nothing."""
     if op not in _rules:
         _rules[op] = _rule_of(op)
     rule = _rules[op]
@@ -244,19 +237,6 @@ def _efficient_backward(given: Arguments, _out: Any) -> Scratch:
     return Scratch(copies + max(sums, rows + workspace), copies + sums + 2 * workspace)
 
 
-def _cudnn_attention_backward(given: Arguments, _out: Any) -> Scratch:
-    """Closed: fp32 sums as in flash attention are assumed, and twice as much at most."""
-    query = given["query"]
-    batch, heads, length, size = query.shape
-    sums = batch * heads * length * (size + 1) * 4
-    return Scratch(sums, 2 * sums, calibrated=False)
-
-
-def _cudnn_attention(given: Arguments, _out: Any) -> Scratch:
-    query = given["query"]
-    return Scratch(0, query.shape[0] * query.shape[1] * query.shape[2] * 4, calibrated=False)
-
-
 def _convolution(given: Arguments, out: Any) -> Scratch:
     tensors = (given["input"], given["weight"], out)
     return _reordered(tensors, given["groups"])
@@ -376,8 +356,6 @@ def _safe_softmax(given: Arguments, out: Any) -> Scratch:
 RULES: dict[str, Rule] = {
     "_scaled_dot_product_flash_attention_backward": _flash_backward,
     "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "_scaled_dot_product_cudnn_attention_backward": _cudnn_attention_backward,
-    "_scaled_dot_product_cudnn_attention": _cudnn_attention,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
     "embedding_dense_backward": _embedding_backward,

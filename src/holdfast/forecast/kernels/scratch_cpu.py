@@ -28,14 +28,7 @@ _known: dict[Any, Scratch | None] = {}
 
 
 def scratch_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Scratch | None:
-    """Return what this call needs on this CPU beside its arguments and results; None for views and the like.
-
-    Args:
-        op: Overload that was dispatched.
-        args: Its arguments, fake or real.
-        kwargs: Its keyword arguments.
-        out: What it returned.
-    """
+    """Return what this call needs on this CPU beside its arguments and results; None for views and the like."""
     del out
     if not isinstance(op, torch._ops.OpOverload) or (needs_nothing(op) and name_of(op) not in _NEED_MORE):
         return None

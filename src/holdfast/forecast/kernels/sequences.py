@@ -125,8 +125,7 @@ def install_sequences(library: torch.library.Library, known: Known, assume: Assu
     """Have packing, padding and the CTC loss work on fake tensors.
 
     Args:
-        library: Of namespace ``aten``, kind ``IMPL``, dispatch key ``AutogradPrivateUse1`` or ``AutogradCPU``; to be
-            kept alive.
+        library: Of namespace ``aten``, kind ``IMPL``, an autograd key; to be kept alive.
         known: Returns the values of a fake tensor as a real one, or None if they are not known.
         assume: Called with what had to be assumed.
     """

@@ -64,10 +64,7 @@ def with_workspaces(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """Return a trace that begins with the device's cuBLAS workspaces, which stay for ever.
 
-    Args:
-        events: Shape ``(events,)``, as `replay` takes them.
-        sizes: Shape ``(storages,)``, bytes; the workspaces are added behind, so that no id changes.
-        device: Whose workspaces they are.
+    They are added behind the other sizes, so that no id changes.
     """
     workspaces = np.array(device.workspace_bytes, dtype=np.int64)
     first = np.arange(len(sizes) + 1, len(sizes) + 1 + len(workspaces), dtype=np.int32)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from holdfast.core.errors import HoldfastError, PolicyError
+from holdfast.core.errors import HoldfastError
 from holdfast.forecast.devices.catalogue import GIB, Device, known_devices
 from holdfast.forecast.job.tracing import Progress, TraceRequest, TraceResult, trace_job
 from holdfast.forecast.plan.planning import (
@@ -146,15 +145,10 @@ class Watcher:
 def make_forecast(order: Order, watcher: Watcher | None = None) -> Forecast:
     """Trace and plan.
 
-    Args:
-        order: What to forecast.
-        watcher: Told how far it is.
-
     Raises:
         HoldfastError: What `tracing.trace_job` raises.
     """
     watcher = watcher or Watcher()
-    _check_place(order.factory)
     jobs, said = _all_traced(order, watcher)
     steps = {precision: step for precision, (_, step) in jobs.items()}
     plans = []
@@ -174,22 +168,6 @@ def make_forecast(order: Order, watcher: Watcher | None = None) -> Forecast:
         plans=tuple(plans),
         assumptions=tuple(dict.fromkeys(said)),
     )
-
-
-def _check_place(factory: str) -> None:
-    """Find out whether a file is there at all, before a process is started to import it.
-
-    Raises:
-        PolicyError: H411.
-    """
-    place, _, _ = factory.rpartition(":")
-    if place.endswith(".py") and not Path(place).is_file():
-        raise PolicyError(
-            f"{place} is not there",
-            limit=f"the function of {factory!r} is read from that file",
-            fix="write file.py:function with the file's path from here, or package.module:function.",
-            rule="H411",
-        )
 
 
 _Traced = tuple[TraceResult, Steps]
@@ -278,14 +256,7 @@ def _requests(order: Order, precision: str) -> Iterator[TraceRequest]:
 
 
 def plan_device(order: Order, device: Device, steps: dict[str, Steps], watcher: Watcher | None = None) -> DevicePlan:
-    """Return what fits a device.
-
-    Args:
-        order: What is asked.
-        device: Of those that are asked about.
-        steps: The step by precision.
-        watcher: Told of each plan.
-    """
+    """Return what fits a device."""
     question = Question(
         device=device,
         global_batch_size=order.global_batch_size,
@@ -321,14 +292,7 @@ def without_bf16(device: Device) -> Assumption:
 
 
 def step_of(row: Row, step: Steps, question: Question, global_batch_size: int | None = None) -> Trace:
-    """Return the step of a plan as memory sees it.
-
-    Args:
-        row: The plan.
-        step: At any size.
-        question: What the plan answers.
-        global_batch_size: In place of that of the question.
-    """
+    """Return the step of a plan as memory sees it."""
     trace = step.whole.at(max(1, row.micro_batch_size), question.length)
     trace = with_recompute(trace, row.modules) if row.modules else trace
     total = global_batch_size or question.global_batch_size
@@ -351,12 +315,7 @@ def verified(
 ) -> DevicePlan:
     """Return the plan with what one more trace says; if that one does not fit or run, another that does.
 
-    Args:
-        order: What was asked.
-        plan: For a device.
-        steps: The step by precision.
-        watcher: Told of each plan that is traced.
-        said: Plans that were refused are added.
+    What is said of plans that were refused is added to `said`.
 
     Raises:
         HoldfastError: None of those that were tried runs; that of the first.

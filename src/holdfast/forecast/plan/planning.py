@@ -140,13 +140,7 @@ class Question:
 def plan_rows(
     steps: Mapping[str, Steps], question: Question, on_row: Callable[[Row], object] = lambda _: None
 ) -> list[Row]:
-    """Return every plan on a device, in the order of precisions, optimizers, recomputation and allocator.
-
-    Args:
-        steps: The step by precision.
-        question: What is asked.
-        on_row: Called with each row when it is known.
-    """
+    """Return every plan on a device, in the order of precisions, optimizers, recomputation and allocator."""
     rows = []
     for precision, step in steps.items():
         names = list(dict.fromkeys(variant.name for variant in step.whole.template.variants)) or [""]
@@ -191,13 +185,7 @@ def nearest_miss(rows: Iterable[Row]) -> Row | None:
 
 
 def check_row(row: Row, trace: Trace, question: Question) -> tuple[Fit, int]:
-    """Return whether a trace that was made with a plan's own settings fits, and its live peak in bytes.
-
-    Args:
-        row: The plan.
-        trace: At its micro-batch size, with its modules recomputed.
-        question: What the plan answers.
-    """
+    """Return whether a trace that was made with a plan's own settings fits, and its live peak in bytes."""
     fit = _fit(trace, question, row.optimizer, row.allocator)
     return fit, live_peak(trace, row.optimizer, GRANULE_BYTES)
 

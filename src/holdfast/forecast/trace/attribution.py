@@ -116,11 +116,7 @@ class Places:
     def here(self, frame: FrameType | None, *, in_backward: bool, records: bool) -> tuple[int, int]:
         """Return the numbers of the module and the line of the operation that was just dispatched.
 
-        Args:
-            frame: Whose callers are searched.
-            in_backward: Whether autograd's engine is running.
-            records: Whether autograd records the operation: in a backward pass, a recomputation or a graph of
-                gradients.
+        Autograd `records` it: in a backward pass, a recomputation or a graph of gradients.
         """
         line = self.lines.find(frame)
         module = self._running[-1][1] if self._running else 0

@@ -24,9 +24,6 @@ _Node = tuple[Any, list[Any]]  # and what it saves
 def find_blocks(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
     """Return the modules that could be recomputed: repeated blocks, or else the children that have parameters.
 
-    Args:
-        models: By the name that their modules' begin with; the empty one adds nothing.
-
     Returns:
         Names, as `Policy.recompute` takes them, and modules.
     """
@@ -86,11 +83,7 @@ class BlockRuns:
         self._begun: list[tuple[int, BlockRun | None, int]] = []
 
     def watch(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-        """Watch more blocks.
-
-        Args:
-            blocks: Names and modules.
-        """
+        """Watch more blocks."""
         for name, module in blocks:
             number = len(self.names)
             self.names.append(name)

@@ -169,9 +169,7 @@ def _frozen(value: Any) -> Any:
 def variants_played(trace: Trace, variant: str | None = None) -> tuple[Variant, ...]:
     """Return one variant for each call of an optimizer's ``step``.
 
-    Args:
-        trace: A step.
-        variant: Name of the implementation; None, or one that an optimizer does not have, is the user's own.
+    It is that of the name; for None, or one that an optimizer does not have, the user's own.
     """
     calls: dict[int, Variant] = {}
     for one in trace.variants:
@@ -206,11 +204,6 @@ def played(
 
     What a step leaves behind takes the place of what it found, by `Trace.carried`; what it found and freed without
     such a successor is gone in the later steps, and what it left without one stays.
-
-    Args:
-        trace: A step.
-        steps: How many times it is made.
-        variant: How the optimizers' steps are made (`variants_played`).
 
     Returns:
         Events as in `Trace.events`, with new storages in each step, and the sizes of all storages in bytes.
@@ -249,13 +242,7 @@ def live_bytes(
 
 
 def live_peak(trace: Trace, variant: str | None = None, granule_bytes: int = 1) -> int:
-    """Return the most bytes that live at once in a step, what is resident included.
-
-    Args:
-        trace: A step.
-        variant: How the optimizers' steps are made (`variants_played`).
-        granule_bytes: As of `live_bytes`.
-    """
+    """Return the most bytes that live at once in a step, what is resident included."""
     return int(live_bytes(*played(trace, 1, variant), granule_bytes).max(initial=0))
 
 
@@ -277,15 +264,10 @@ def live_by_owner(trace: Trace, variant: str | None = None) -> npt.NDArray[np.in
 
 
 def owners_at_peak(trace: Trace, by: str = "owner", variant: str | None = None) -> Mapping[str, int]:
-    """Return who owns the bytes that live at the first moment of `live_peak`.
+    """Return who owns the bytes that are alive at the first moment of `live_peak`.
 
-    Args:
-        trace: A step.
-        by: ``"owner"``, ``"module"`` or ``"line"``; what none is known of goes by the empty name.
-        variant: How the optimizers' steps are made (`variants_played`).
-
-    Returns:
-        Bytes by name, largest first; they add up to the peak.
+    Bytes are by ``"owner"``, ``"module"`` or ``"line"``, largest first, and add up to the peak; what none is known of
+    goes by the empty name.
     """
     choices: dict[str, tuple[tuple[str, ...], npt.NDArray[np.integer[Any]]]] = {
         "owner": (OWNERS, trace.owner),

@@ -177,12 +177,7 @@ class TracedSizes:
         return next(one.micro_batch_size for one in self.traces if one.micro_batch_size >= micro_batch_size)
 
     def at(self, micro_batch_size: int, length: int | None = None) -> Trace:
-        """Return the step with at least this many samples.
-
-        Args:
-            micro_batch_size: At most `largest`.
-            length: That of the traces.
-        """
+        """Return the step with at least this many samples, at most `largest`, of the length that was traced."""
         assert length in (None, self.template.length), f"only length {self.template.length} was traced"
         size = self.planned_size(micro_batch_size)
         return next(one for one in self.traces if one.micro_batch_size == size)

@@ -61,14 +61,7 @@ class Operations:
         self._kinds: dict[Any, _Kind] = {}
 
     def measure(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Operation | None:
-        """Return what an operation costs, or None if it runs no kernel, as a view.
-
-        Args:
-            func: Overload that was dispatched.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            out: What it returned.
-        """
+        """Return what an operation costs, or None if it runs no kernel, as a view."""
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = self._describe(func)

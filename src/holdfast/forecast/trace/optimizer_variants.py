@@ -36,12 +36,7 @@ def find_alternatives(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def implementation_of(optimizer: torch.optim.Optimizer, operations: Iterable[str]) -> str:
-    """Return the name of the implementation that ran.
-
-    Args:
-        optimizer: Whose step it was.
-        operations: Names of the operations of its step.
-    """
+    """Return the name of the implementation that ran."""
     if any("foreach" not in group for group in optimizer.param_groups):
         return "as written"
     names = set(operations)

@@ -30,14 +30,9 @@ Places = npt.NDArray[np.int64] | npt.NDArray[np.int32] | int
 
 
 def with_recompute(trace: Trace, blocks: Iterable[str]) -> Trace:
-    """Return the step that recomputes the activations of these blocks.
+    """Return the step that recomputes the activations of some of `Trace.blocks`.
 
-    Args:
-        trace: The step without.
-        blocks: Some of `Trace.blocks`; passes without a backward pass stay as they are.
-
-    Returns:
-        A trace with more storages (the second copies), events and operations; the trace itself if nothing changes.
+    It has more storages (the second copies), events and operations. Passes without a backward pass stay as they are.
     """
     wanted = {trace.blocks.index(name) for name in blocks}
     chosen = [
@@ -172,15 +167,11 @@ class _Edit:
         return until
 
     def _replay(self, run: BlockRun, until: int, *, again: Ids, beyond: Ids, more: Ids, not_made: Ids) -> None:
-        """Insert what a pass does a second time.
+        """Insert what a pass does a second time; `until` is the event before which its checkpoint is gone.
 
-        Args:
-            run: The pass.
-            until: The event before which its checkpoint is gone.
-            again: Storages of the first time whose copies are freed when they were.
-            beyond: Those whose copies are freed with the checkpoint; all others are when the forward pass is done.
-            more: Storages that are made again although the pass did not make them.
-            not_made: Those that the pass made but does not make again.
+        Of what the pass made, the copies of `again` are freed when those were, of `beyond` with the checkpoint, of
+        all others when the forward pass is done. `more` is made again although the pass did not make it, `not_made`
+        is not although it did.
         """
         window = self._trace.events[slice(*run.forward)].astype(np.int64)
         storage = np.abs(window) - 1

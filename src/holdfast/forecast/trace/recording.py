@@ -97,10 +97,6 @@ class Recording:
         Another way of making a step may not leave anything behind or take anything away: it is one of several, of
         which one is made. What it leaves takes the place of what it took away, if the sizes agree.
 
-        Args:
-            first_event: First of the events to look at.
-            size_of: Size of a storage in bytes.
-
         Returns:
             Which storage another now is, and storages that are to be forgotten.
         """
@@ -144,13 +140,7 @@ def match_in_order(
 
 
 def as_trace(recording: Recording, ledger: Ledger, **described: Any) -> Trace:
-    """Return the trace of a recorded step.
-
-    Args:
-        recording: What happened.
-        ledger: What is known of its storages.
-        described: The other fields of `Trace`: names by number, size, length, precision, route, assumptions.
-    """
+    """Return the trace of a recorded step; `described` are the other fields of `Trace`, such as names by number."""
     numbers = [*sorted(recording.resident), *(event - 1 for event in recording.events if event > 0)]
     dense = {number: place for place, number in enumerate(numbers)}
     carried, growth = _carried(recording, ledger, dense)

@@ -28,12 +28,7 @@ class Shares:
 
 
 def shares_of(trace: Trace, optimizer: str) -> Shares:
-    """Return who owns the peak.
-
-    Args:
-        trace: A step.
-        optimizer: Implementation of the optimizer (`trace.variants_played`).
-    """
+    """Return who owns the peak."""
     modules: dict[str, int] = {}
     for name, size in owners_at_peak(trace, "module", optimizer).items():
         path = _NUMBER.sub("*", name)
