@@ -32,14 +32,7 @@ def check_arguments(
     quarantine: float,
     check_finite: bool,
 ) -> dict[str, Any]:
-    """Check what torch would accept or refuse without a word of help.
-
-    Returns:
-        torch's arguments by name.
-
-    Raises:
-        LoaderError: H607 for arguments that cannot be used, H610 for a dataset without samples.
-    """
+    """Return torch's arguments by name; H607 for what cannot be used, H610 for a dataset without samples."""
     given: dict[str, Any] = dict(_TORCH.bind(None, dataset, *args, **kwargs).arguments)
     del given["self"]
     workers, prefetch = given.get("num_workers", 0), given.get("prefetch_factor")
@@ -104,11 +97,7 @@ def _check_order(dataset: Any, given: dict[str, Any]) -> None:
 
 
 def without_auto(given: dict[str, Any], *, sharded: bool) -> dict[str, Any]:
-    """Return torch's arguments for a loader that begins without workers, if they are to be chosen.
-
-    Raises:
-        LoaderError: H607 where the number of workers decides which item comes.
-    """
+    """Return torch's arguments for a loader that begins without workers, if they are to be chosen, or H607."""
     if given.get("num_workers") != AUTO:
         return given
     if sharded:
@@ -136,11 +125,7 @@ def _unusable(what: str, limit: str, fix: str) -> LoaderError:
 
 
 def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return this rank and the number of ranks, as given or as ``torch.distributed`` says.
-
-    Raises:
-        LoaderError: H607 for a rank that there is not.
-    """
+    """Return this rank and the number of ranks, as given or as ``torch.distributed`` says; H607."""
     if rank is None and world_size is None:
         return ranks_now((0, 1))
     if rank is None or world_size is None or not 0 <= rank < world_size:
@@ -165,28 +150,14 @@ def why_undivided(dataset: Any, *, sharded: bool) -> str:
 
 
 def as_torch(loader: Any, *, generator: Any, keep: bool) -> dict[str, Any]:
-    """Return the options of torch's loader inside ours.
-
-    Args:
-        loader: Ours, initialised as torch's.
-        generator: That the seeds of workers come from.
-        keep: Whether workers are kept between epochs.
-    """
+    """Return the options of torch's loader inside ours, which was initialised as torch's."""
     options = {name: getattr(loader, name) for name in _AS_TORCH}
     # A position is one number: with batches out of order it would repeat or lose some.
     return {**options, "generator": generator, "in_order": True, "persistent_workers": keep}
 
 
 def check_position(here: dict[str, Any], state: dict[str, Any]) -> None:
-    """Check that a state is a position, in the order that the loader has.
-
-    Args:
-        here: What must be the same.
-        state: The state.
-
-    Raises:
-        LoaderError: H604.
-    """
+    """Check that a state is a position, in the order that the loader has; H604."""
     missing = [name for name in ("epoch", "consumed", "order") if name not in state]
     if missing:
         raise LoaderError(
@@ -208,14 +179,7 @@ def check_position(here: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repeats: bool | None, named: bool) -> Plan:
-    """Return where the entries of a map-style dataset come from.
-
-    Args:
-        loader: The loader, initialised as torch's.
-        given: Its arguments by name.
-        ranks: This rank and the number of ranks.
-        repeats: As `Sampled`.
-        named: Whether the user has passed the ranks.
+    """Return where the entries of a map-style dataset come from; `named`: the user has passed the ranks.
 
     Raises:
         LoaderError: H603 for a sampler without a length, H607 for ranks that are given with a sampler of the user's

@@ -18,17 +18,10 @@ _MASK = 2**64 - 1
 
 
 def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Return output number ``counters`` of the SplitMix64 generator that is seeded with the key.
+    """Return outputs of the SplitMix64 generator that is seeded with the key, by their counters; uint64, any shape.
 
     The constants are those of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014), as
     published by Vigna. Each counter costs the same, whichever it is.
-
-    Args:
-        counters: Which outputs, counted from 0; any shape, uint64.
-        key: The seed, taken modulo 2**64.
-
-    Returns:
-        64 random bits per counter, in the shape of the counters.
     """
     state = counters + np.uint64(1)
     state *= np.uint64(_GAMMA)
@@ -60,13 +53,7 @@ def _plain(part: object) -> str:
 
 
 class SampleSeeds:
-    """The seeds of samples: for a number, that output of the SplitMix64 generator that (seed, epoch) seeds.
-
-    For other indices `derive_seed` of all three.
-
-    Args:
-        seed: Of the loader.
-    """
+    """The seeds of samples: numbers of the generator of (seed, epoch), else `derive_seed` of all three."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -33,12 +33,7 @@ class _Failure(NamedTuple):
 
 
 class Computed(Dataset[Any]):
-    """The bytes of each item, and their digest.
-
-    Args:
-        dataset: Map-style.
-        fn: Computes the features of a sample.
-    """
+    """The bytes of what `fn` returns for each item of a dataset, and their digest."""
 
     def __init__(self, dataset: Any, fn: Callable[[Any], Any]) -> None:
         self._dataset = dataset
@@ -64,14 +59,7 @@ class Computed(Dataset[Any]):
 def compute(
     computed: Computed, indices: range, *, seed: int, num_workers: int, method: str | None
 ) -> Generator[tuple[bytes, bytes]]:
-    """Yield each item and its digest, in order. Close it to end the workers.
-
-    Args:
-        computed: What is computed.
-        indices: Which items.
-        seed: Decides the random numbers of each item, with its index.
-        num_workers: Processes that compute; 0: this one.
-        method: How they are started; None: as python does.
+    """Yield each of these items and its digest, in order. Close it to end the workers.
 
     Raises:
         LoaderError: H623, naming the item that cannot be computed; H625, if no worker can be started.
