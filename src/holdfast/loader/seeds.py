@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_MANY = 32  # for fewer, arrays take longer than Python's numbers
 _GAMMA, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
@@ -68,17 +67,8 @@ class SampleSeeds:
         """Return the seeds of samples in an epoch."""
         if epoch != self._epoch:
             self._epoch, self._key = epoch, derive_seed(self._seed, epoch, "samples")
-        if len(indices) >= _MANY and set(map(type, indices)) == {int} and 0 <= min(indices) <= max(indices) <= _MASK:
-            bits = random_bits(np.array(indices, dtype=np.uint64), self._key)
-            return (bits >> np.uint64(1)).tolist()  # type: ignore[no-any-return]
-        return [self._one(epoch, index) for index in indices]
-
-    def _one(self, epoch: int, index: Any) -> int:
-        if type(index) is not int:
-            if getattr(index, "ndim", 0) or not hasattr(index, "__index__"):
-                return derive_seed(self._seed, epoch, index)
-            index = int(index)
-        state = (self._key + (index + 1) * _GAMMA) & _MASK  # as `random_bits`
-        state = (state ^ state >> 30) * _FIRST_FACTOR & _MASK
-        state = (state ^ state >> 27) * _SECOND_FACTOR & _MASK
-        return int((state ^ state >> 31) >> 1)
+        if any(not hasattr(index, "__index__") or getattr(index, "ndim", 0) for index in indices):
+            many = len(indices) > 1
+            return [self.of(epoch, each) if many else derive_seed(self._seed, epoch, each) for each in indices]
+        counters = np.array([int(index) & _MASK for index in indices], dtype=np.uint64)
+        return (random_bits(counters, self._key) >> np.uint64(1)).tolist()  # type: ignore[no-any-return]

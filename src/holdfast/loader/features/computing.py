@@ -64,14 +64,11 @@ def compute(
     Raises:
         LoaderError: H623, naming the item that cannot be computed; H625, if no worker can be started.
     """
-    for_workers: dict[str, Any] = {}
+    how: dict[str, Any] = {"batch_size": None, "collate_fn": as_is, "num_workers": num_workers}
     if num_workers:
-        for_workers = {"multiprocessing_context": method, "prefetch_factor": _PREFETCHED}
+        how |= {"multiprocessing_context": method, "prefetch_factor": _PREFETCHED}
     with ignoring(UserWarning):  # of more workers than processors: the loader itself says so
-        loader = DataLoader(
-            computed, batch_size=None, sampler=indices, collate_fn=as_is, num_workers=num_workers, seed=seed,
-            quarantine=0, rank=0, world_size=1, **for_workers,
-        )  # fmt: skip
+        loader = DataLoader(computed, sampler=indices, seed=seed, quarantine=0, rank=0, world_size=1, **how)
     items: Any = iter(loader)
     with contextlib.closing(items):
         for index in indices:

@@ -133,8 +133,8 @@ class Shuffled(Order):
 class Weighted(Order):
     """Samples drawn with replacement, each with a probability in proportion to its weight.
 
-    Position p is drawn from (seed, epoch, p) alone. A weight of zero is never drawn; one below 1e-16 of the sum before
-    it is lost in it.
+    Position p is drawn from (seed, epoch, p) alone. A weight of zero is never drawn, and one below 1e-16 of the
+    sum before it is lost in it.
 
     Args:
         weights: One per sample, finite and at least 0; shape ``(samples,)``.

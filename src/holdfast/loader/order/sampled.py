@@ -18,7 +18,6 @@ from holdfast.loader.random_state import isolated, seed_cpu
 from holdfast.loader.seeds import derive_seed
 
 _ENDLESS, _ENDLESS_EPOCHS = 2**20, 100  # a sampler that yields so many, and so many epochs, does not end
-_DIVIDED = ("num_replicas", "world_size", "num_processes", "rank")  # what samplers keep that divide by ranks
 _KEPT_EPOCHS = 2  # another iterator may draw another epoch: one with its own source of chance would draw anew then
 
 
@@ -133,11 +132,6 @@ class Sampled:
                 rule="H604",
             )
         return now
-
-    @property
-    def divides(self) -> bool:
-        """Return whether it divides its indices by ranks, as far as its attributes show."""
-        return any(hasattr(each, name) for each in self._samplers() for name in _DIVIDED)
 
     @property
     def repeats(self) -> bool:

@@ -98,8 +98,8 @@ class StreamPlan:
 class Stream(IterableDataset[Any]):
     """Batches with reports from an iterable dataset, for one worker or this process.
 
-    Positions are by worker if the dataset divides its items itself, else under 0. Then `turn` is the worker whose turn
-    it is: torch begins with worker 0, so those before it pass.
+    Positions are by worker if the dataset divides its items itself, else under 0. Then `turn` is the worker whose
+    turn it is: torch begins with worker 0, so those before it pass.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ from multiprocessing.queues import Queue
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from queue import Empty
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch.multiprocessing import set_sharing_strategy
 from torch.utils.data._utils import signal_handling
@@ -58,17 +58,6 @@ class UnreadableError(BaseException):
     def __init__(self, cause: Exception) -> None:
         super().__init__(repr(cause))
         self.cause = cause
-
-
-class Waiting(Protocol):
-    """Who wants to be woken when a worker is lost."""
-
-    waiter: int
-    called: bool
-    lost: bool
-
-    def end(self, *, kills: bool = False) -> None:
-        """Stop watching."""
 
 
 class Started(list[Any]):
@@ -110,9 +99,9 @@ def _on_child(number: int, frame: Any) -> None:
         return
 
 
-def wake_on_loss(waiting: Waiting) -> None:
-    """Let a lost worker interrupt this one's waiting. Without effect outside the main thread, as with torch."""
-    _alive.add(waiting)
+def wake_on_loss(watch: Any) -> None:
+    """Let a lost worker interrupt the waiting of a `Watch`. Without effect outside the main thread, as with torch."""
+    _alive.add(watch)
 
 
 @contextmanager
