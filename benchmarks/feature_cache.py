@@ -3,14 +3,14 @@
 How: 1 to 10 seconds of 22.05 kHz sound, in memory, so that no decoding is counted; log-mel features as speech models
 use them: 80 mels, n_fft 1024, hop 256, `torch.stft` and a mel filterbank, one thread. Random items are read from a
 `FeatureCache` (every byte verified) and computed anew in turns, in random order; each pair gives one ratio of CPU
-time. Beside it: `numpy.load` of one file per item, which verifies nothing.
+time.
 
 Kills: a forked child builds with 2 workers, the dataset drawing random numbers; it is killed by SIGKILL at a random
 moment of the time that a build takes, up to three times, then the build is let to its end. Counted are the rounds
 whose file is that of an undisturbed build, to the last byte.
 
 Flips: single random bits in the items of a finished file, and single random bits anywhere in it; counted are those
-after which a wrong value was handed out without an error. Beside it: `numpy.load`, with bits flipped in the values.
+after which a wrong value was handed out without an error.
 
 To reach: reading takes at most 1/5 of computing; 50 of 50 rounds equal; 200 of 200 flips found.
 """
@@ -24,7 +24,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from benchmarks.forks import Child, in_a_fork, single_threaded
@@ -65,22 +64,17 @@ class RandomFrames:
         return torch.randn(random.randrange(_N_FFT, 8 * _N_FFT))
 
 
-def mel_filters() -> torch.Tensor:
-    """Return triangles on the mel scale (HTK), shape ``(mels, n_fft / 2 + 1)``."""
-    highest = 2595 * math.log10(1 + _RATE / 2 / 700)
-    edges = 700 * (10 ** (torch.linspace(0, highest, _MELS + 2) / 2595) - 1)
-    bins = torch.linspace(0, _RATE / 2, _N_FFT // 2 + 1)
-    rising = (bins - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
-    falling = (edges[2:, None] - bins) / (edges[2:] - edges[1:-1])[:, None]
-    return torch.minimum(rising, falling).clamp(min=0)
-
-
 class LogMel:
-    """Log-mel features, shape ``(mels, frames)``, float32."""
+    """Log-mel features, shape ``(mels, frames)``, float32: triangles on the mel scale (HTK)."""
 
     def __init__(self) -> None:
         self.window = torch.hann_window(_N_FFT)
-        self.filters = mel_filters()
+        highest = 2595 * math.log10(1 + _RATE / 2 / 700)
+        edges = 700 * (10 ** (torch.linspace(0, highest, _MELS + 2) / 2595) - 1)
+        bins = torch.linspace(0, _RATE / 2, _N_FFT // 2 + 1)
+        rising = (bins - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
+        falling = (edges[2:, None] - bins) / (edges[2:] - edges[1:-1])[:, None]
+        self.filters = torch.minimum(rising, falling).clamp(min=0)
 
     def __call__(self, sound: torch.Tensor) -> torch.Tensor:
         """Return the features of one sound."""
@@ -97,25 +91,20 @@ def cpu_seconds(work: partial[object]) -> float:
 def measure_reading(result: Result, folder: Path, items: int, reads: int) -> None:
     sounds, fn, chance = Sounds(items), LogMel(), random.Random(1)
     cache = FeatureCache.build(sounds, fn, folder / "mel.h5", version=1, num_workers=0, progress=False)
-    for index in range(items):
-        np.save(folder / f"{index}.npy", fn(sounds[index]).numpy())
-    ratios, ratios_plain, bytes_read = [], [], []
+    ratios, bytes_read = [], []
     for _ in range(reads):
         index = chance.randrange(items)
         ways = {
             "compute": partial(lambda index: fn(sounds[index]), index),
             "read": partial(cache.__getitem__, index),
-            "plain": partial(lambda index: torch.from_numpy(np.load(folder / f"{index}.npy")), index),
         }
         seconds = {name: cpu_seconds(ways[name]) for name in chance.sample(list(ways), len(ways))}
         ratios.append(seconds["read"] / seconds["compute"])
-        ratios_plain.append(seconds["plain"] / seconds["compute"])
         bytes_read.append(cache[index].nbytes / 1e3)
         if not torch.equal(cache[index], fn(sounds[index])):
             raise RuntimeError(f"item {index} is not what was computed")
     result.add_samples("reading an item / computing it, CPU time", "ratio", ratios, at_most=0.2)
     result.add_samples("computing an item / reading it, CPU time", "ratio", [1 / ratio for ratio in ratios], digits=1)
-    result.add_samples("numpy.load of an item, not verified / computing it, CPU time", "ratio", ratios_plain)
     result.add_samples("size of an item", "kB", bytes_read, digits=1)
 
 
@@ -162,13 +151,11 @@ def read_all(path: Path) -> list[torch.Tensor | None]:
 
 
 def measure_flips(result: Result, folder: Path, flips: int) -> None:
-    path, plain, chance = folder / "flips.h5", folder / "flips.npy", random.Random(3)
+    path, chance = folder / "flips.h5", random.Random(3)
     with FeatureCache.build(Sounds(8), LogMel(), path, version=1, num_workers=0, progress=False) as cache:
         good = list(cache)
-    np.save(plain, good[0].numpy())
-    values_at = plain.stat().st_size - good[0].nbytes
     data_bytes = sum(item.nbytes for item in good)
-    found, quiet, quiet_plain = 0, 0, 0
+    found, quiet = 0, 0
     for _ in range(flips):
         bit = 8 * _DATA_AT + chance.randrange(8 * data_bytes)
         flip_bit(path, bit)
@@ -185,31 +172,20 @@ def measure_flips(result: Result, folder: Path, flips: int) -> None:
         except LoaderError:
             pass
         flip_bit(path, bit)
-        bit = 8 * values_at + chance.randrange(8 * good[0].nbytes)
-        flip_bit(plain, bit)
-        quiet_plain += not np.array_equal(np.load(plain).view(np.uint8), good[0].numpy().view(np.uint8))
-        flip_bit(plain, bit)
     result.add_count(
         "flipped bits in items that are found, and no other item is refused", found, flips, expected=flips
     )
     result.add_count(
         "flipped bits anywhere in the file that give a wrong value without an error", quiet, flips, expected=0
     )
-    result.add_count("the same in the values of a .npy file", quiet_plain, flips)
 
 
 def main() -> None:
     single_threaded()
     options = read_options("feature_cache", __doc__ or "")
     items, reads, rounds, flips = (20, 60, 4, 20) if options.quick else (150, 1500, 50, 200)
-    parameters = {
-        "items": items,
-        "reads": reads,
-        "rounds": rounds,
-        "flips": flips,
-        "items_of_a_killed_build": _KILL_ITEMS,
-    }
-    result = Result(options=options, parameters=parameters)
+    parameters = {"items": items, "reads": reads, "rounds": rounds, "flips": flips}
+    result = Result(options=options, parameters={**parameters, "items_of_a_killed_build": _KILL_ITEMS})
     with tempfile.TemporaryDirectory() as folder:
         measure_reading(result, Path(folder), items, reads)
         measure_kills(result, Path(folder), rounds)

@@ -62,7 +62,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "leak_lines": ("supervise/observe",),
     "loader_faults": ("loader",),
     "loader_overhead": ("loader",),
-    "loader_resume": ("loader",),
     "loader_tuning": ("loader",),
     "malloc_threshold": ("memory/host_memory.py",),
     "nan_batches": (*_STEP, "numerics"),

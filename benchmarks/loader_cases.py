@@ -1,8 +1,7 @@
 """Faults that befall a loader: each kind strikes once, at a sample that a seed chooses, where it is fetched.
 
-Real ones: signals, endless loops, a lock that is held at the fork, memory that the kernel refuses. The seed decides
-which sample is hit, and with shuffling that is another place of the epoch each time. Used by the tests and by the
-benchmark; how a loader comes through is for ``loader_runs``.
+Real ones: signals, endless loops, a lock that is held at the fork, memory that the kernel refuses. Used by the tests
+and by the benchmark; how a loader comes through is for ``loader_runs``.
 """
 
 from __future__ import annotations
@@ -57,13 +56,7 @@ class UnbuildableError(Exception):
 
 
 class Samples:
-    """Samples that are their index, noise from all three generators, and a payload; one of them has a fault, once.
-
-    Args:
-        kind: Which fault, or None for none.
-        at: Index of the sample that has it.
-        marker: File that is made when it strikes, so that it does so once.
-    """
+    """Samples that are their index, noise from all three generators, and a payload; one has a fault, once, by a marker."""
 
     def __init__(self, kind: Kind | None, at: int, marker: Path) -> None:
         self.kind = kind
@@ -248,19 +241,10 @@ def _killed_from_outside(marker: Path, _: threading.Event) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of fault.
+    """A kind of fault: what strikes where a sample is fetched, and the surroundings of the whole epoch.
 
-    Args:
-        strike: What happens in the process that fetches the sample, or None.
-        around: Surroundings of the whole epoch: given the marker, and an event that is set when a loss is told.
-        cause: Regular expression that the cause of the heal has to match; None if no worker is lost.
-        hangs: Whether nothing ends by itself, so that a time limit has to be given.
-        alone: Whether it applies without workers.
-        payload: Numbers in a sample.
-        as_numpy: Whether the payload stays an array, which goes through the pipe rather than shared memory.
-        locks: Whether each sample takes `fork_lock`.
-        keeps: Whether the loop keeps all batches.
-        pace_seconds: What the loop does with a batch takes so long.
+    `cause` is what the cause of the heal has to match, None if no worker is lost. Where nothing ends by itself it
+    `hangs`; `alone` it applies without workers; the loop may keep all batches, and takes its pace with each.
     """
 
     strike: Callable[[Samples], None] | None = None

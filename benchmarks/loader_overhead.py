@@ -1,19 +1,17 @@
 """Throughput of `holdfast.DataLoader` against ``torch.utils.data.DataLoader`` when nothing goes wrong.
 
 How: a batch takes 1 ms (8 samples) or 5 ms (8 or 32 samples) to make. For an equal part of that time a sample sleeps,
-as one does that waits for a drive; computes in a loop of Python; or hashes bytes, in one call of native code. (Not
-decompresses: where its buffers happen to lie moves zlib by tens of percent, with either loader.)
-How much it does is calibrated at the start. Then it draws 16 random numbers from torch.
+as one does that waits for a drive; computes in a loop of Python; or hashes bytes, in one call of native code. How
+much it does is calibrated at the start. Then it draws 16 random numbers from torch.
 
 Without workers and with two, an epoch of each loader, with the same arguments, is under way at once, and they take
 turns in random order: a tenth of a second of batches of one, during which the loop does nothing, then of the other,
 whose workers stand still since nobody has taken what they made. Such a pair of turns gives one ratio, torch's time
 over ours; close together, since whatever else the machine does can slow a loop of Python down for seconds.
-Also by CPU time, of the process and its workers, which says nothing about samples that sleep.
 Many epochs, in many new processes, each give the median of their pairs: where code and data lie in memory moves it,
 both ways; where the interpreter puts the next small objects, too, so that is drawn anew for each epoch.
 
-Starting workers happens once an epoch and is no part of this: the time to the first batch is a figure of its own.
+Starting workers happens once an epoch and is no part of this.
 
 To reach: median ratio at least 0.95 at 1 ms and at least 0.98 at 5 ms.
 """
@@ -28,7 +26,6 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,21 +38,13 @@ _BATCHES = ((1, 8, 0.95), (5, 8, 0.98), (5, 32, 0.98))
 """Milliseconds of a batch, its samples, and the ratio to reach."""
 _KINDS = ("sleeping", "computing", "hashing")
 _SETTINGS = tuple(itertools.product(_BATCHES, _KINDS, (0, 2)))
-_TURN_SECONDS = 0.1
-_PROCESSES = 24
-_EPOCHS = 3
-_PAIRS = 4
+_TURN_SECONDS, _PROCESSES, _EPOCHS, _PAIRS = 0.1, 24, 3, 4
 _PREFETCHED = 2  # batches of each worker, torch's default
 _PAUSE = 3.0  # times as long as workers take for what they make ahead
 
 
 class Work:
-    """Samples that take a time.
-
-    Args:
-        length: How many.
-        work: Takes the time of one.
-    """
+    """So many samples that take a time."""
 
     def __init__(self, length: int, work: Callable[[], object]) -> None:
         self.length = length
@@ -82,85 +71,49 @@ def work_for(kind: str, seconds: float) -> Callable[[], object]:
     if kind == "sleeping":
         return partial(time.sleep, seconds)
     text = random.Random(0).randbytes(2**22)
+
+    def make(size: int) -> Callable[[], object]:
+        return partial(spin, size) if kind == "computing" else partial(hashlib.sha256, text[:size])
+
     size = 5000  # turns of the loop, or bytes
     for _ in range(3):
-        more = size * seconds / _least_seconds(_work(kind, size, text))
-        size = min(max(1, round(more)), len(text))
-    return _work(kind, size, text)
+        work = make(size)
+        size = min(max(1, round(size * seconds / min(_cpu_seconds(work) for _ in range(50)))), len(text))
+    return make(size)
 
 
-def _work(kind: str, size: int, text: bytes) -> Callable[[], object]:
-    return partial(spin, size) if kind == "computing" else partial(hashlib.sha256, text[:size])
-
-
-def _least_seconds(work: Callable[[], object]) -> float:
-    best = float("inf")
-    for _ in range(50):
-        began = time.process_time()
-        work()
-        best = min(best, time.process_time() - began)
-    return best
+def _cpu_seconds(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
 
 
 class Turns:
-    """An epoch of a loader that is gone through in turns.
-
-    Args:
-        make: Makes the loader.
-        workers: That it has.
-        batch_seconds: Of one batch.
-    """
+    """An epoch of a loader with some workers that is gone through in turns."""
 
     def __init__(self, make: Callable[[], Any], workers: int, batch_seconds: float) -> None:
         self._workers = workers
-        self._batch_seconds = batch_seconds
+        self._pause = _PAUSE * _PREFETCHED * batch_seconds if workers else 0.0
         # Of 32 bytes and of 48, the sizes of the numbers in `spin`.
         self._ballast = [2**bits + number for bits in (40, 70) for number in range(random.randrange(64))]
-        began = time.perf_counter()
         self._batches = iter(make())
         next(self._batches)
-        self.first_seconds = time.perf_counter() - began
-        """From the call of `iter` to the first batch."""
-        self._let_workers_fill()
+        time.sleep(self._pause)
 
-    def take(self, count: int) -> tuple[float, float]:
-        """Go through some batches; return the seconds and the CPU seconds for each, the latter of all processes."""
+    def take(self, count: int) -> float:
+        """Go through some batches; return the seconds for each."""
         for _ in range(self._workers * _PREFETCHED):  # made while nobody counted
             next(self._batches)
-        used, began = _cpu_seconds(), time.perf_counter()
+        began = time.perf_counter()
         for _ in range(count):
             next(self._batches)
         seconds = time.perf_counter() - began
-        self._let_workers_fill()  # their CPU time for what is not counted is alike with both loaders
-        return seconds / count, (_cpu_seconds() - used) / count
-
-    def _let_workers_fill(self) -> None:
-        if self._workers:
-            time.sleep(_PAUSE * _PREFETCHED * self._batch_seconds)
+        time.sleep(self._pause)
+        return seconds / count
 
 
-def _cpu_seconds() -> float:
-    clocks = [~each.pid << 3 | 2 for each in multiprocessing.active_children() if each.pid]  # as clock_getcpuclockid
-    return time.process_time() + sum(time.clock_gettime(clock) for clock in clocks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ratios:
-    """Torch's over ours.
-
-    Args:
-        seconds: For a batch, in each pair of turns.
-        cpu_seconds: The same.
-        first_seconds: To the first batch of an epoch.
-    """
-
-    seconds: float
-    cpu_seconds: float
-    first_seconds: float
-
-
-def ratios(milliseconds: int, batch_size: int, kind: str, workers: int) -> list[Ratios]:
-    """Let both loaders take turns in this process; return what each of the epochs gives."""
+def ratios(milliseconds: int, batch_size: int, kind: str, workers: int) -> list[float]:
+    """Let both loaders take turns in this process; return torch's time over ours, of each of the epochs."""
     torch.set_num_threads(1)
     batch_seconds = milliseconds / 1000
     count = round(_TURN_SECONDS / batch_seconds) * max(1, workers)
@@ -169,30 +122,19 @@ def ratios(milliseconds: int, batch_size: int, kind: str, workers: int) -> list[
     options: dict[str, Any] = {"batch_size": batch_size, "shuffle": True, "num_workers": workers}
     if workers:  # the default in a process that was itself spawned is spawn
         options["multiprocessing_context"] = "fork"
-    makers: dict[str, Callable[[], Any]] = {
-        "ours": partial(DataLoader, dataset, **options),
-        "theirs": partial(torch.utils.data.DataLoader, dataset, **options),
-    }
-    return [_one_epoch(makers, workers, batch_seconds, count) for _ in range(_EPOCHS)]
+    kinds = {"ours": DataLoader, "theirs": torch.utils.data.DataLoader}
+    found = []
+    for _ in range(_EPOCHS):
+        names = random.sample(list(kinds), len(kinds))
+        epochs = {name: Turns(partial(kinds[name], dataset, **options), workers, batch_seconds) for name in names}
+        pairs = [{name: epochs[name].take(count) for name in random.sample(names, len(names))} for _ in range(_PAIRS)]
+        found.append(statistics.median(each["theirs"] / each["ours"] for each in pairs))
+    return found
 
 
-def _one_epoch(makers: dict[str, Callable[[], Any]], workers: int, batch_seconds: float, count: int) -> Ratios:
-    names = random.sample(list(makers), len(makers))
-    epochs = {name: Turns(makers[name], workers, batch_seconds) for name in names}
-    took = []
-    for _ in range(_PAIRS):
-        random.shuffle(names)
-        took.append({name: epochs[name].take(count) for name in names})
-    return Ratios(
-        seconds=statistics.median(each["theirs"][0] / each["ours"][0] for each in took),
-        cpu_seconds=statistics.median(each["theirs"][1] / each["ours"][1] for each in took),
-        first_seconds=epochs["theirs"].first_seconds / epochs["ours"].first_seconds,
-    )
-
-
-def all_ratios() -> list[list[Ratios]]:
+def all_ratios() -> list[list[float]]:
     """Return the ratios of each setting, measured in this process in random order."""
-    found: list[list[Ratios]] = [[] for _ in _SETTINGS]
+    found: list[list[float]] = [[] for _ in _SETTINGS]
     for place in random.sample(range(len(_SETTINGS)), len(_SETTINGS)):
         (milliseconds, batch_size, _), kind, workers = _SETTINGS[place]
         found[place] = ratios(milliseconds, batch_size, kind, workers)
@@ -205,25 +147,14 @@ def main() -> None:
     processes = 1 if options.quick else _PROCESSES
     parameters = {"processes": processes, "epochs": _EPOCHS, "pairs": _PAIRS, "turn_seconds": _TURN_SECONDS}
     result = Result(options=options, parameters=parameters)
-    found: list[list[Ratios]] = [[] for _ in _SETTINGS]
+    found: list[list[float]] = [[] for _ in _SETTINGS]
     for _ in range(processes):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             for each, more in zip(found, pool.submit(all_ratios).result(), strict=True):
                 each += more
-    for ((milliseconds, batch_size, least), kind, workers), epochs in zip(_SETTINGS, found, strict=True):
+    for ((milliseconds, batch_size, least), kind, workers), each in zip(_SETTINGS, found, strict=True):
         what = f"batches of {milliseconds} ms, {batch_size} samples, {kind}, {workers} workers"
-        throughput = [each.seconds for each in epochs]
-        result.add_samples(f"throughput over torch's, {what}", "ratio", throughput, at_least=least)
-        if kind != "sleeping":
-            result.add_samples(f"torch's CPU time over ours, {what}", "ratio", [each.cpu_seconds for each in epochs])
-    for given in (0, 2):
-        starts = [
-            each.first_seconds
-            for (_, _, workers), epochs in zip(_SETTINGS, found, strict=True)
-            for each in epochs
-            if workers == given
-        ]
-        result.add_samples(f"torch's time to an epoch's first batch over ours, {given} workers", "ratio", starts)
+        result.add_samples(f"throughput over torch's, {what}", "ratio", each, at_least=least)
     result.write()
 
 

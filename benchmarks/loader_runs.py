@@ -33,18 +33,7 @@ TIMEOUT_SECONDS = 1.0
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What came of an epoch.
-
-    Args:
-        ended: Whether it ended without an error.
-        identical: Whether it had the batches of an undisturbed epoch, bit for bit.
-        struck: Whether the fault took place at all.
-        error: The error that ended it.
-        causes: Of the losses that were healed, in order.
-        remedies: What was done about them.
-        other_events: Kinds of further events.
-        heal_seconds: From noticing each loss, or asking for a batch if that was later, to the next batch.
-    """
+    """What came of an epoch: how it ended, the losses that were healed, and the seconds until the next batch."""
 
     ended: bool = False
     identical: bool = False
@@ -103,15 +92,10 @@ def run_case(
     make: Callable[..., Iterable[Any]] = make_ours,
     expected: list[str] | None = None,
 ) -> Outcome:
-    """Let a fault befall one epoch of a loader.
+    """Let a fault, one of `KINDS`, befall one epoch of a loader; the seed chooses the sample, the order and the moment.
 
-    Args:
-        name: One of `KINDS`.
-        seed: Chooses the sample, the order and the moment.
-        workers: Number of workers.
-        place: A directory for the marker.
-        make: Returns the loader for a dataset, with ``seed`` and torch's options.
-        expected: Digests of the undisturbed epoch; None for holdfast's own.
+    `make` returns the loader for a dataset, and `expected` are the digests of its undisturbed epoch, by default
+    holdfast's own. The marker that it has struck lies in `place`.
     """
     kind, outcome, told = KINDS[name], Outcome(), threading.Event()
     if expected is None:

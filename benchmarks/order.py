@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,21 +23,13 @@ from benchmarks.forks import single_threaded
 from benchmarks.results_file import Result, read_options
 from holdfast.loader.order.orders import LengthBucketed, Order, Shuffled, Weighted
 
-_LENGTH = 50_000_000
-_BATCH = 256
-_SMALL_BATCH = 32
-_STRETCH = 65_536
+_LENGTH, _BATCH, _SMALL_BATCH, _STRETCH = 50_000_000, 256, 32, 65_536
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Return the wall-clock seconds of some work: what a user waits."""
-    started = time.perf_counter()
+def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    started = clock()
     work()
-    return time.perf_counter() - started
-
-
-def first_indices(epoch: int, place: int) -> list[int]:
-    return Shuffled(_LENGTH).indices(0, epoch, place, place + _BATCH)
+    return clock() - started
 
 
 def first_indices_of_torch(epoch: int, place: int) -> list[int]:
@@ -44,20 +37,10 @@ def first_indices_of_torch(epoch: int, place: int) -> list[int]:
     return whole[place : place + _BATCH]
 
 
-def cost_of_order(order: Order, epoch: int) -> float:
-    """Return the CPU microseconds of one index of a stretch that is read in small batches."""
+def read_stretch(order: Order, epoch: int) -> None:
     start = len(order) // 2
-    started = time.process_time_ns()
     for first in range(start, start + _STRETCH, _SMALL_BATCH):
         order.indices(0, epoch, first, first + _SMALL_BATCH)
-    return (time.process_time_ns() - started) / _STRETCH / 1000
-
-
-def cost_of_torch() -> float:
-    """Return the CPU microseconds of one index of a permutation of a million."""
-    started = time.process_time_ns()
-    torch.randperm(1_000_000).tolist()
-    return (time.process_time_ns() - started) / 1_000_000 / 1000
 
 
 def padding(lengths: np.ndarray, order: Order, epoch: int, batch_size: int) -> float:
@@ -76,9 +59,9 @@ def main() -> None:
     result = Result(options=options, parameters={**parameters, "samples_with_lengths": samples, "seed": 1})
     chance, generator = random.Random(1), np.random.default_rng(1)
     places = [(epoch, chance.randrange(_LENGTH - _BATCH)) for epoch in range(resumes)]
-    waits = [seconds_of(lambda epoch=epoch, place=place: first_indices(epoch, place)) for epoch, place in places]
+    waits = [seconds_of(lambda at=at: Shuffled(_LENGTH).indices(0, *at, at[1] + _BATCH)) for at in places]
     result.add_samples("first indices at a random position of 50 million", "s", waits, at_most=0.1, digits=6)
-    waits = [seconds_of(lambda place=place: first_indices_of_torch(*place)) for place in places[:wholes]]
+    waits = [seconds_of(lambda at=at: first_indices_of_torch(*at)) for at in places[:wholes]]
     result.add_samples("the same from a whole permutation", "s", waits, digits=2)
 
     orders = {
@@ -86,15 +69,14 @@ def main() -> None:
         "weighted, of 1 million": Weighted(generator.random(1_000_000)),
         "bucketed by length, of 1 million": LengthBucketed(generator.random(1_000_000)),
     }
-    costs: dict[str, list[float]] = {name: [] for name in orders}
-    plain: list[float] = []
-    for epoch in range(repeats):
-        plain.append(cost_of_torch())
-        for name, order in orders.items():
-            costs[name].append(cost_of_order(order, epoch))
-    for name, found in costs.items():
-        result.add_samples(f"CPU time of one index, {name}", "us", found, at_most=1.0)
-        ratios = [cost / other for cost, other in zip(found, plain, strict=True)]
+    for name, order in orders.items():
+        costs, ratios = [], []
+        for epoch in range(repeats):
+            plain = seconds_of(lambda: torch.randperm(1_000_000).tolist(), time.process_time)
+            seconds = seconds_of(partial(read_stretch, order, epoch), time.process_time)
+            costs.append(seconds / _STRETCH * 1e6)
+            ratios.append(costs[-1] / plain)
+        result.add_samples(f"CPU time of one index, {name}", "us", costs, at_most=1.0)
         result.add_samples(f"the same by that of randperm and tolist, {name}", "ratio", ratios, digits=2)
 
     lengths = np.clip(generator.lognormal(1.6, 0.6, samples), 0.5, 17)

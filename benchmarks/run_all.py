@@ -46,7 +46,6 @@ SCRIPTS = (
     "forecast_peers",
     "sigkill",
     "loader_faults",
-    "loader_resume",
     "save_kills",
     "bit_flips",
     "full_disk",

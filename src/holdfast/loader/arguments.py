@@ -32,51 +32,35 @@ def check_arguments(
     quarantine: float,
     check_finite: bool,
 ) -> dict[str, Any]:
-    """Check what torch would accept or refuse without a word of help.
-
-    Returns:
-        torch's arguments by name.
-
-    Raises:
-        LoaderError: H607 for arguments that cannot be used, H610 for a dataset without samples.
-    """
+    """Return torch's arguments by name; H607 for what cannot be used, H610 for a dataset without samples."""
     given: dict[str, Any] = dict(_TORCH.bind(None, dataset, *args, **kwargs).arguments)
     del given["self"]
-    workers, prefetch = given.get("num_workers", 0), given.get("prefetch_factor")
-    if workers != AUTO and not isinstance(workers, int):
-        raise _unusable(f"num_workers={workers!r}", 'it is a number or "auto"', 'pass a number, or "auto".')
-    if prefetch is not None and (not isinstance(prefetch, int) or prefetch < 1):
-        raise _unusable(
-            f"prefetch_factor={prefetch!r}", "each worker has at least one batch under way", "pass 1 or more."
-        )
-    if given.get("timeout") and not workers:
-        raise _unusable("timeout with num_workers=0", "only workers are waited for", "pass num_workers >= 1.")
-    if not isinstance(generator := given.get("generator"), (torch.Generator, type(None))):
-        raise _unusable(f"generator={generator!r}", "it is a torch.Generator", "pass seed= for a number.")
-    if not hasattr(seed, "__index__") or isinstance(seed, bool):
-        raise _unusable(f"seed={seed!r}", "it is a whole number", "pass one such as 0.")
-    if not isinstance(quarantine, (int, float)) or isinstance(quarantine, bool) or not 0 <= quarantine < math.inf:
-        raise _unusable(
-            f"quarantine={quarantine!r}", "it is a share or a number of samples", "pass 0.001, 5, or 0 for none."
-        )
+    workers, prefetch, generator = given.get("num_workers", 0), given.get("prefetch_factor"), given.get("generator")
+    number = isinstance(quarantine, (int, float)) and not isinstance(quarantine, bool)
+    whole, seeding = isinstance(workers, int), isinstance(generator, (torch.Generator, type(None)))
+    several = prefetch is None or (isinstance(prefetch, int) and prefetch > 0)
+    stream = isinstance(dataset, IterableDataset)
+    reads_one = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)
+    _need(workers == AUTO or whole, f"num_workers={workers!r}", "it is a number", 'pass one, or "auto".')
+    _need(several, f"prefetch_factor={prefetch!r}", "each worker has a batch under way", "pass 1 or more.")
+    _need(
+        workers or not given.get("timeout"), "timeout with num_workers=0", "only workers are waited for", "omit it."
+    )
+    _need(seeding, f"generator={generator!r}", "it is a torch.Generator", "pass seed= for a number.")
+    _need(type(seed) is not bool and hasattr(seed, "__index__"), f"seed={seed!r}", "it is a whole number", "as 0.")
+    share = number and 0 <= quarantine < math.inf
+    _need(
+        share, f"quarantine={quarantine!r}", "it is a share or a number of samples", "pass 0.001, 5, or 0 for none."
+    )
+    _need(not (stream and check_finite), "check_finite=True", "no item of a stream can be replaced", "omit it.")
+    _need(
+        stream or reads_one or not hasattr(dataset, "__getitems__"),
+        f"{type(dataset).__name__} has __getitems__ and no __getitem__",
+        "each sample is read by itself, with random numbers of its own",
+        "add a __getitem__; with batch_size=None and a sampler of lists it may read many at once.",
+    )
     _check_order(dataset, given)
-    if hasattr(dataset, "__getitems__") and getattr(type(dataset), "__getitem__", None) in (
-        None,
-        Dataset.__getitem__,
-    ):
-        raise _unusable(
-            f"{type(dataset).__name__} has __getitems__ and no __getitem__",
-            "each sample is read by itself, with random numbers of its own",
-            "add a __getitem__; with batch_size=None and a sampler of lists it may read many at once.",
-        )
-    if isinstance(dataset, IterableDataset):
-        if check_finite:
-            raise _unusable(
-                "check_finite=True with an IterableDataset",
-                "an item of a stream cannot be replaced",
-                "check in the dataset, or use a map-style one.",
-            )
-    elif isinstance(dataset, Sized) and len(dataset) == 0:
+    if not stream and isinstance(dataset, Sized) and len(dataset) == 0:
         raise LoaderError(
             f"{type(dataset).__name__} has no samples",
             limit="an epoch needs at least one",
@@ -86,17 +70,23 @@ def check_arguments(
     return given
 
 
+def _need(usable: Any, what: str, limit: str, fix: str) -> None:
+    if not usable:
+        raise LoaderError(what, limit=limit, fix=fix, rule="H607")
+
+
 def _check_order(dataset: Any, given: dict[str, Any]) -> None:
     sampler, batch_sampler = given.get("sampler"), given.get("batch_sampler")
-    if isinstance(sampler, TokenBatches) or isinstance(batch_sampler, Order):
-        raise _unusable(
-            f"{type(sampler or batch_sampler).__name__} as the wrong kind of sampler",
-            "TokenBatches yield batches, orders yield indices",
-            "pass batch_sampler=TokenBatches(...), or sampler= with an order.",
-        )
+    _need(
+        not isinstance(sampler, TokenBatches) and not isinstance(batch_sampler, Order),
+        f"{type(sampler or batch_sampler).__name__} as the wrong kind of sampler",
+        "TokenBatches yield batches, orders yield indices",
+        "pass batch_sampler=TokenBatches(...), or sampler= with an order.",
+    )
     order = batch_sampler.order if isinstance(batch_sampler, TokenBatches) else sampler
-    if isinstance(order, Order) and isinstance(dataset, Sized) and order.samples != len(dataset):
-        raise _unusable(
+    if isinstance(order, Order) and isinstance(dataset, Sized):
+        _need(
+            order.samples == len(dataset),
             f"{type(order).__name__} of {order.samples} samples with a dataset of {len(dataset)}",
             "some would never come, or are not there",
             "make it for this dataset: one length or weight for each sample.",
@@ -104,19 +94,15 @@ def _check_order(dataset: Any, given: dict[str, Any]) -> None:
 
 
 def without_auto(given: dict[str, Any], *, sharded: bool) -> dict[str, Any]:
-    """Return torch's arguments for a loader that begins without workers, if they are to be chosen.
-
-    Raises:
-        LoaderError: H607 where the number of workers decides which item comes.
-    """
+    """Return torch's arguments for a loader that begins without workers, if they are to be chosen, or H607."""
     if given.get("num_workers") != AUTO:
         return given
-    if sharded:
-        raise _unusable(
-            "num_workers='auto' with a dataset that divides its items among workers itself",
-            "which item comes when would depend on what is chosen, and on the first batches, made without workers",
-            "pass a number of workers, or sharded=False if it does not divide them.",
-        )
+    _need(
+        not sharded,
+        "num_workers='auto' with a dataset that divides its items among workers itself",
+        "which item comes when would depend on what is chosen, and on the first batches, made without workers",
+        "pass a number of workers, or sharded=False if it does not divide them.",
+    )
     for_workers = {name: given[name] for name in ("timeout", "multiprocessing_context") if name in given}
     TorchDataLoader(given["dataset"], num_workers=1, **for_workers)  # raises what torch would raise
     later = {"num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context"}
@@ -131,24 +117,17 @@ def start_method(context: Any) -> str | None:
     return found
 
 
-def _unusable(what: str, limit: str, fix: str) -> LoaderError:
-    return LoaderError(what, limit=limit, fix=fix, rule="H607")
-
-
 def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return this rank and the number of ranks, as given or as ``torch.distributed`` says.
-
-    Raises:
-        LoaderError: H607 for a rank that there is not.
-    """
+    """Return this rank and the number of ranks, as given or as ``torch.distributed`` says; H607."""
     if rank is None and world_size is None:
         return ranks_now((0, 1))
-    if rank is None or world_size is None or not 0 <= rank < world_size:
-        raise _unusable(
-            f"rank={rank}, world_size={world_size}",
-            "they belong together, and ranks count from 0",
-            "pass both, with rank < world_size, or neither.",
-        )
+    rank, world_size = -1 if rank is None else rank, -1 if world_size is None else world_size
+    _need(
+        0 <= rank < world_size,
+        f"rank={rank}, world_size={world_size}",
+        "they belong together, and ranks count from 0",
+        "pass both, with rank < world_size, or neither.",
+    )
     return rank, world_size
 
 
@@ -165,28 +144,14 @@ def why_undivided(dataset: Any, *, sharded: bool) -> str:
 
 
 def as_torch(loader: Any, *, generator: Any, keep: bool) -> dict[str, Any]:
-    """Return the options of torch's loader inside ours.
-
-    Args:
-        loader: Ours, initialised as torch's.
-        generator: That the seeds of workers come from.
-        keep: Whether workers are kept between epochs.
-    """
+    """Return the options of torch's loader inside ours, which was initialised as torch's."""
     options = {name: getattr(loader, name) for name in _AS_TORCH}
     # A position is one number: with batches out of order it would repeat or lose some.
     return {**options, "generator": generator, "in_order": True, "persistent_workers": keep}
 
 
 def check_position(here: dict[str, Any], state: dict[str, Any]) -> None:
-    """Check that a state is a position, in the order that the loader has.
-
-    Args:
-        here: What must be the same.
-        state: The state.
-
-    Raises:
-        LoaderError: H604.
-    """
+    """Check that a state is a position, in the order that the loader has; H604."""
     missing = [name for name in ("epoch", "consumed", "order") if name not in state]
     if missing:
         raise LoaderError(
@@ -208,35 +173,23 @@ def check_position(here: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repeats: bool | None, named: bool) -> Plan:
-    """Return where the entries of a map-style dataset come from.
-
-    Args:
-        loader: The loader, initialised as torch's.
-        given: Its arguments by name.
-        ranks: This rank and the number of ranks.
-        repeats: As `Sampled`.
-        named: Whether the user has passed the ranks.
+    """Return where the entries of a map-style dataset come from; `named`: the user has passed the ranks.
 
     Raises:
         LoaderError: H603 for a sampler without a length, H607 for ranks that are given with a sampler of the user's
             that does not divide its indices.
     """
-    plan = _plan_of(loader, given, ranks, repeats=repeats)
-    if named and ranks[1] > 1 and plan.sampler is not None and not plan.sampler.divides:
-        name = "sampler" if given.get("batch_sampler") is None else "batch_sampler"
-        raise _unusable(
-            f"rank={ranks[0]}, world_size={ranks[1]} with {name}={type(given[name]).__name__}",
-            f"a {name} of your own says itself what a rank gets, and this one would give the same to all",
-            "let it divide by ranks and leave rank= and world_size= out, or pass an order of holdfast, such as "
-            "shuffle=True or Weighted, which the loader divides.",
-        )
-    return plan
-
-
-def _plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repeats: bool | None) -> Plan:
     sampler, batch_sampler, dataset = given.get("sampler"), given.get("batch_sampler"), loader.dataset
     samples = len(dataset) if isinstance(dataset, Sized) else None
     tokens = batch_sampler if isinstance(batch_sampler, TokenBatches) else None
+    own = batch_sampler if sampler is None and tokens is None else None if isinstance(sampler, Order) else sampler
+    _need(
+        own is None or not named or ranks[1] == 1,
+        f"rank={ranks[0]}, world_size={ranks[1]} with {type(own).__name__}",
+        "a sampler of your own says itself what a rank gets",
+        "let it divide by ranks and leave rank= and world_size= out, or pass an order of holdfast, such as "
+        "shuffle=True or Weighted, which the loader divides.",
+    )
     if batch_sampler is not None and tokens is None:
         return ByBatch(Sampled(batch_sampler, loader.seed, repeats=repeats, batches=True, samples=samples))
     order: Any

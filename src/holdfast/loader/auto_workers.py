@@ -28,13 +28,7 @@ _WORTH = 0.1  # of the loop's time, by which the wait has to fall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one number of workers gave.
-
-    Args:
-        num_workers: As torch.
-        wait_seconds: Mean time that the loop waited for a batch.
-        step_seconds: Median time from a batch to asking for the next one.
-    """
+    """What one number of workers gave: the mean wait for a batch, and the median time of a step."""
 
     num_workers: int
     wait_seconds: float
@@ -54,12 +48,8 @@ class Measured:
 class WorkerProbe:
     """Times the first batches of a loader as they pass, and chooses its workers.
 
-    Args:
-        prefetch_factor: As torch; None for its 2.
-        most: Choose no more, and why, or None for what the machine gives.
-        settings: How workers are run: their recovery may have lowered their number.
-        apply: Called with a number of workers to go on with.
-        emit: Called with the kind of an event and its facts.
+    `most` bounds them, with the reason, beside the machine; `apply` is called with a number to go on with, and may be
+    ignored where the recovery of lost workers has lowered it in `settings`.
     """
 
     def __init__(

@@ -58,12 +58,7 @@ _READS_ALL = "each worker would read the whole stream, since it does not divide 
 class Place(NamedTuple):
     """Where an epoch stands after a batch.
 
-    Args:
-        position: Samples of all ranks, or batches of a batch sampler or a stream.
-        indices: Dataset indices of the batch, or None if they are not known.
-        streamed: Of a stream: as `StreamSource`.
-        turn: Of a stream: as `StreamSource`.
-        drawn: What a user's sampler drew for this epoch, or None.
+    A position counts samples of all ranks, or batches of a batch sampler or a stream.
     """
 
     position: int
@@ -92,12 +87,7 @@ class _Failed(NamedTuple):
 
 
 class Epoch:
-    """The batches of an epoch, which go on after an error in the place of one, as torch's do.
-
-    Args:
-        batches: Yields them, and errors in the place of some.
-        loader: Whose batches they are.
-    """
+    """The batches of an epoch, which go on after an error in the place of one, as torch's do."""
 
     def __init__(self, batches: Generator[Any], loader: Sized) -> None:
         self._batches = batches
@@ -235,12 +225,7 @@ class DataLoader(TorchDataLoader[Any]):
     # --- what happens ---------------------------------------------------------------------------------------
 
     def attach(self, happened: Callable[..., None], run_dir: Path) -> None:
-        """Let a run know what happens here, and keep the ledger of quarantined samples in its directory.
-
-        Args:
-            happened: Called with the kind of an event and its facts.
-            run_dir: The directory.
-        """
+        """Call `happened` with the kind of each event and its facts, and keep the ledger in the run's directory."""
         self._happened = happened
         self.ledger.keep_in(run_dir / FILE_NAME)
 
@@ -252,16 +237,7 @@ class DataLoader(TorchDataLoader[Any]):
             _log.log(level, "%s: %s", kind, ", ".join(f"{name}={value!r}" for name, value in facts.items()))
 
     def quarantine(self, index: int, kind: str, evidence: str) -> None:
-        """Replace a sample by another one from the next epoch on.
-
-        Args:
-            index: Dataset index.
-            kind: Why, in a word or two.
-            evidence: What was seen.
-
-        Raises:
-            LoaderError: H612 if that would be one too many.
-        """
+        """Replace a sample by another one from the next epoch on; H612 if that would be one too many."""
         if self.ledger.add(index, kind, self._epoch + 1, evidence):
             facts = {"evidence": evidence, "aside": len(self.ledger), **self.ledger.unwritten}
             self._emit("sample_quarantined", sample=index, why=kind, **facts)
@@ -281,12 +257,7 @@ class DataLoader(TorchDataLoader[Any]):
         return Epoch(self._epoch_batches(), self)
 
     def _epoch_batches(self) -> Generator[Any]:
-        """Yield the batches of the next epoch, or what is left after `load_state_dict`.
-
-        Raises:
-            LoaderError: H608 if the dataset has another length than before, H609 for a sampler that repeats, H612 if
-                too many samples cannot be read, H614 if no remedy is left.
-        """
+        """Yield the batches of the next epoch, or what is left after `load_state_dict`."""
         note_handlers()
         self._move_on()
         epoch = self._epoch
@@ -460,12 +431,7 @@ class DataLoader(TorchDataLoader[Any]):
         return {"seed": self.seed, "counts": "batches", "kind": "stream", "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position at the next ``iter()``.
-
-        Raises:
-            LoaderError: H604 if it is no position, or if seed, order or the length of the dataset is another one,
-                since it would then point at other samples.
-        """
+        """Continue from a position at the next ``iter()``; H604 if it is none, or would point at other samples."""
         check_position(self._identity(), state)
         at = Place.of(state)
         if self._sampler is not None and at.drawn is not None:

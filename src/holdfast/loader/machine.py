@@ -27,13 +27,9 @@ _MOST_WORKERS = 64  # for one training process, however large the machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Facts about the machine, as far as they limit loading.
+    """Facts about the machine, as far as they limit loading; None where something is unknown or without a limit.
 
-    Args:
-        cpu_quota: Processors that this process may use at once; a fraction under a CFS quota.
-        shared_memory_free_bytes: Free in /dev/shm, where batches of workers lie; None if unknown.
-        open_files: Descriptors that this process has open.
-        open_files_limit: Most that it may have open (``ulimit -n``); None if there is no limit.
+    `cpu_quota` is a fraction under a CFS quota, `shared_memory_free_bytes` is of /dev/shm.
     """
 
     cpu_quota: float
@@ -59,10 +55,7 @@ class Machine:
 
     @classmethod
     def of_this_rank(cls) -> Machine:
-        """Return the part of this machine that is left to one of the processes that a launcher has started on it.
-
-        How many there are is in LOCAL_WORLD_SIZE, as torchrun sets it; one, if that is no number of processes.
-        """
+        """Return what is left to one of the LOCAL_WORLD_SIZE processes that a launcher has started on it."""
         here, given = cls.here(), os.environ.get("LOCAL_WORLD_SIZE", "")
         processes = max(1, int(given)) if given.isdecimal() else 1
         free = here.shared_memory_free_bytes
@@ -101,15 +94,7 @@ def _group_quotas(root: Path) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What workers would need.
-
-    Args:
-        num_workers: As torch.
-        prefetch_factor: As torch: batches under way for each worker.
-        batch_bytes: Bytes of the largest batch; 0 if unknown.
-        batch_tensors: Tensors in it, each with memory of its own.
-        by_descriptor: Whether a descriptor is kept for each tensor, as torch shares them by default.
-    """
+    """What workers would need, with batches of these bytes and tensors with memory of their own."""
 
     num_workers: int
     prefetch_factor: int = 2
@@ -151,15 +136,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concern:
-    """One thing that will or may go wrong with workers.
-
-    Args:
-        what: What was found, with its figures.
-        limit: What it breaks, as the rest of the sentence.
-        fix: One action.
-        rule: Rule id, known to ``holdfast explain``.
-        certain: Whether loading certainly fails: a single batch is too much.
-    """
+    """One thing that will or may go wrong with workers; it is certain if a single batch is too much."""
 
     what: str
     limit: str

@@ -27,7 +27,7 @@ _LATEST_SECONDS = 2**37  # in the year 6325: later ones are damage, and may be n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantined:
-    """One sample that is quarantined.
+    """One sample that is quarantined, from `epoch` on.
 
     Args:
         index: Dataset index: a number, text, bytes, or a tuple of these.
@@ -49,11 +49,7 @@ class Quarantined:
 class Ledger:
     """Which samples are quarantined.
 
-    Args:
-        limit: Most samples that may be: a share of the dataset below 1, which allows at least 1, or a number; 0 for
-            none at all.
-        length: Samples in the dataset, or None if it is not known, which a share takes as 1.
-        now: Returns the time.
+    At most `limit` may be: a share of the dataset below 1, which allows at least 1, or a number; 0 for none at all.
     """
 
     def __init__(self, limit: float, length: int | None, now: Callable[[], float]) -> None:
@@ -74,13 +70,10 @@ class Ledger:
         return sum(not each.released for each in self)
 
     def keep_in(self, path: Path) -> None:
-        """Read the ledger of a run, and write it from now on.
+        """Read the ledger of a run, and write it from now on; H612 if it holds too many, H617 if it is none.
 
         What was found here without a run is added, unless the file knows of it; a sample that was released there and
         found bad here afterwards is quarantined again.
-
-        Raises:
-            LoaderError: H612 if more are quarantined than this ledger allows, H617 for a file that is no ledger.
         """
         kept = read_ledger(path)
         for entry in self:
@@ -99,14 +92,7 @@ class Ledger:
         return set(_indices(each for each in self if each.epoch <= epoch))
 
     def add(self, index: Any, kind: str, epoch: int, evidence: str) -> bool:
-        """Quarantine a sample.
-
-        Returns:
-            Whether that is news.
-
-        Raises:
-            LoaderError: H612 if that would be one too many.
-        """
+        """Quarantine a sample; return whether that is news. H612 if that would be one too many."""
         index = key_of(index)
         known = self._entries.get(index)
         if known is not None and not known.released and known.epoch <= epoch:
@@ -198,11 +184,7 @@ def _from_json(found: dict[str, Any]) -> Any:
 
 
 def read_ledger(path: Path) -> dict[Any, Quarantined]:
-    """Return the ledger of a run by index; empty if there is none.
-
-    Raises:
-        LoaderError: H617 for a file that is no ledger.
-    """
+    """Return the ledger of a run by index, empty if there is none; H617 for a file that is no ledger."""
     try:
         body = json.loads(path.read_bytes(), object_hook=_from_json)
         if body["format"] != _FORMAT:

@@ -12,23 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_MANY = 32  # for fewer, arrays take longer than Python's numbers
 _GAMMA, _FIRST_FACTOR, _SECOND_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = 2**64 - 1
 
 
 def random_bits(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Return output number ``counters`` of the SplitMix64 generator that is seeded with the key.
+    """Return outputs of the SplitMix64 generator that is seeded with the key, by their counters; uint64, any shape.
 
     The constants are those of Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014), as
     published by Vigna. Each counter costs the same, whichever it is.
-
-    Args:
-        counters: Which outputs, counted from 0; any shape, uint64.
-        key: The seed, taken modulo 2**64.
-
-    Returns:
-        64 random bits per counter, in the shape of the counters.
     """
     state = counters + np.uint64(1)
     state *= np.uint64(_GAMMA)
@@ -60,13 +52,7 @@ def _plain(part: object) -> str:
 
 
 class SampleSeeds:
-    """The seeds of samples: for a number, that output of the SplitMix64 generator that (seed, epoch) seeds.
-
-    For other indices `derive_seed` of all three.
-
-    Args:
-        seed: Of the loader.
-    """
+    """The seeds of samples: numbers of the generator of (seed, epoch), else `derive_seed` of all three."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -81,17 +67,8 @@ class SampleSeeds:
         """Return the seeds of samples in an epoch."""
         if epoch != self._epoch:
             self._epoch, self._key = epoch, derive_seed(self._seed, epoch, "samples")
-        if len(indices) >= _MANY and set(map(type, indices)) == {int} and 0 <= min(indices) <= max(indices) <= _MASK:
-            bits = random_bits(np.array(indices, dtype=np.uint64), self._key)
-            return (bits >> np.uint64(1)).tolist()  # type: ignore[no-any-return]
-        return [self._one(epoch, index) for index in indices]
-
-    def _one(self, epoch: int, index: Any) -> int:
-        if type(index) is not int:
-            if getattr(index, "ndim", 0) or not hasattr(index, "__index__"):
-                return derive_seed(self._seed, epoch, index)
-            index = int(index)
-        state = (self._key + (index + 1) * _GAMMA) & _MASK  # as `random_bits`
-        state = (state ^ state >> 30) * _FIRST_FACTOR & _MASK
-        state = (state ^ state >> 27) * _SECOND_FACTOR & _MASK
-        return int((state ^ state >> 31) >> 1)
+        if any(not hasattr(index, "__index__") or getattr(index, "ndim", 0) for index in indices):
+            many = len(indices) > 1
+            return [self.of(epoch, each) if many else derive_seed(self._seed, epoch, each) for each in indices]
+        counters = np.array([int(index) & _MASK for index in indices], dtype=np.uint64)
+        return (random_bits(counters, self._key) >> np.uint64(1)).tolist()  # type: ignore[no-any-return]

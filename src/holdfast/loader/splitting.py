@@ -33,12 +33,7 @@ _FIX = (
 
 
 def batch_size(batch: Any, split: Split = 0) -> int:
-    """Return the number of samples in a batch.
-
-    Raises:
-        BatchError: H204 if leaves disagree on the number of samples, or `split` does not fit the batch;
-            H205 if nothing in it can be cut, or something in it cannot be understood.
-    """
+    """Return the number of samples in a batch; H204 if leaves disagree, H205 if nothing can be cut or understood."""
     if callable(split):
         return len(split(batch, 1))
     if split == 0 and _is_usual(batch):
@@ -57,18 +52,10 @@ def batch_size(batch: Any, split: Split = 0) -> int:
 def micro_batches(
     batch: Any, size: int, micro_batch_size: int, split: Split = 0, *, smallest: int = 1
 ) -> list[tuple[Any, int]]:
-    """Cut a batch.
+    """Cut a batch of `size` samples; return pairs of a part and its number of samples, in order.
 
-    Args:
-        batch: Any pytree of tensors.
-        size: Its number of samples, from `batch_size`.
-        micro_batch_size: Most samples of a part, at least 1.
-        split: As `batch_size`.
-        smallest: Fewest samples of a part. A shorter rest is added to the part before it, which then has a few
-            more than `micro_batch_size`. A function that cuts decides for itself.
-
-    Returns:
-        Pairs of a part and its number of samples, in order; the sizes add up to `size`. The last may be short.
+    A part has at most `micro_batch_size`, but a rest shorter than `smallest` is added to the part before it. A
+    function that cuts decides for itself.
     """
     if callable(split):
         parts = list(split(batch, micro_batch_size))
@@ -90,17 +77,7 @@ def micro_batches(
 
 
 def select(batch: Any, size: int, indices: Sequence[int], split: Split = 0) -> Any:
-    """Return a batch of some of the samples, in the order of `indices`; tensors are copied.
-
-    Args:
-        batch: Any pytree of tensors.
-        size: Its number of samples, from `batch_size`.
-        indices: Positions of samples; one may occur several times.
-        split: As `batch_size`.
-
-    Raises:
-        BatchError: H205 for a function that cuts: it cannot put samples together again.
-    """
+    """Return a batch of some samples, in the order of `indices`, copied; H205 for a function that cuts."""
     if callable(split):
         raise _uncuttable("a batch that a function cuts")
 

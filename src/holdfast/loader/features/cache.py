@@ -267,10 +267,8 @@ def _fill(
 ) -> None:
     """Add every item that is not there yet. The bar has no thread of its own: that is a danger to forked workers."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    bar = Progress(
-        *columns, console=Console(stderr=True), auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
-        disable=not shown,
-    )  # fmt: skip
+    quiet: dict[str, Any] = {"auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
+    bar = Progress(*columns, console=Console(stderr=True), disable=not shown, **quiet)
     task, every = bar.add_task(draft.path.name, total=total), max(1, total // _DRAWN)
     with bar:
         for done in draft.resume():

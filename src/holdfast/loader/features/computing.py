@@ -33,12 +33,7 @@ class _Failure(NamedTuple):
 
 
 class Computed(Dataset[Any]):
-    """The bytes of each item, and their digest.
-
-    Args:
-        dataset: Map-style.
-        fn: Computes the features of a sample.
-    """
+    """The bytes of what `fn` returns for each item of a dataset, and their digest."""
 
     def __init__(self, dataset: Any, fn: Callable[[Any], Any]) -> None:
         self._dataset = dataset
@@ -64,26 +59,16 @@ class Computed(Dataset[Any]):
 def compute(
     computed: Computed, indices: range, *, seed: int, num_workers: int, method: str | None
 ) -> Generator[tuple[bytes, bytes]]:
-    """Yield each item and its digest, in order. Close it to end the workers.
-
-    Args:
-        computed: What is computed.
-        indices: Which items.
-        seed: Decides the random numbers of each item, with its index.
-        num_workers: Processes that compute; 0: this one.
-        method: How they are started; None: as python does.
+    """Yield each of these items and its digest, in order. Close it to end the workers.
 
     Raises:
         LoaderError: H623, naming the item that cannot be computed; H625, if no worker can be started.
     """
-    for_workers: dict[str, Any] = {}
+    how: dict[str, Any] = {"batch_size": None, "collate_fn": as_is, "num_workers": num_workers}
     if num_workers:
-        for_workers = {"multiprocessing_context": method, "prefetch_factor": _PREFETCHED}
+        how |= {"multiprocessing_context": method, "prefetch_factor": _PREFETCHED}
     with ignoring(UserWarning):  # of more workers than processors: the loader itself says so
-        loader = DataLoader(
-            computed, batch_size=None, sampler=indices, collate_fn=as_is, num_workers=num_workers, seed=seed,
-            quarantine=0, rank=0, world_size=1, **for_workers,
-        )  # fmt: skip
+        loader = DataLoader(computed, sampler=indices, seed=seed, quarantine=0, rank=0, world_size=1, **how)
     items: Any = iter(loader)
     with contextlib.closing(items):
         for index in indices:

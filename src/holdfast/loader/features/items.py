@@ -26,14 +26,10 @@ def digest_of(index: int, data: bytes | bytearray) -> bytes:
 
 
 def encode(value: Any) -> bytes:
-    """Return an item as bytes; equal items give equal bytes.
+    """Return an item as bytes; equal items give equal bytes. TypeError names the place of what cannot be stored.
 
-    Args:
-        value: A tensor on any device, a numpy array or scalar of numbers, a number, text or None, or a tuple, list or
-            dict of these, its keys text or whole numbers.
-
-    Raises:
-        TypeError: naming the place of a value that cannot be stored without pickle.
+    An item is a tensor on any device, a numpy array or scalar of numbers, a number, text or None, or a tuple, list or
+    dict of these, its keys text or whole numbers.
     """
     tensors: dict[str, torch.Tensor] = {}
     structure = json.dumps(_described(value, "", tensors))

@@ -15,12 +15,9 @@ from holdfast.loader.weak_calls import WeakCall
 
 
 class HostEpochs:
-    """The number that the host gives to the epoch of a loader.
+    """The number that the host gives to the epoch of a loader, at whose samplers it looks for ``set_epoch``.
 
     The loader may count others: a short one that is repeated has several in one epoch of its host.
-
-    Args:
-        loader: A loader with ``set_epoch``; hosts look for that at its samplers, as PyTorch's documents have it.
     """
 
     def __init__(self, loader: Any) -> None:

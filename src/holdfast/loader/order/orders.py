@@ -63,10 +63,7 @@ class Order(ABC):
         return len(self)
 
     def identity(self) -> dict[str, Any]:
-        """Return, as JSON values, what must be equal for a position to mean the same sample.
-
-        Seed, sizes of batches and numbers of workers or ranks are no part of it.
-        """
+        """Return, as JSON values, what must be equal for a position to mean the same sample: no seed, no sizes."""
         return {"kind": self._kind, "version": 1, "length": len(self)}
 
     def __iter__(self) -> Iterator[int]:
@@ -136,8 +133,8 @@ class Shuffled(Order):
 class Weighted(Order):
     """Samples drawn with replacement, each with a probability in proportion to its weight.
 
-    Position p is drawn from (seed, epoch, p) alone. Sums are in double precision: a weight below 1e-16 of the sum of
-    those before it is lost in it. A weight of zero is never drawn.
+    Position p is drawn from (seed, epoch, p) alone. A weight of zero is never drawn, and one below 1e-16 of the
+    sum before it is lost in it.
 
     Args:
         weights: One per sample, finite and at least 0; shape ``(samples,)``.
@@ -305,10 +302,7 @@ class TokenBatches:
         return [Share(positions=pieces[rank % many], repeated=rank >= many) for rank in ranks]
 
     def count(self, seed: int, epoch: int, start: int = 0, world_size: int = 1) -> int:
-        """Return the steps from a position to the end of an epoch.
-
-        The cost grows with the positions between; the newest answer is kept.
-        """
+        """Return the steps to the end of an epoch; the cost grows with its positions, and the answer is kept."""
         asked = (seed, epoch, start, world_size)
         if self._counted is None or self._counted[0] != asked:
             steps = 0

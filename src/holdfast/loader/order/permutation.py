@@ -23,19 +23,12 @@ _ROUNDS = 8
 
 
 def permuted(positions: NDArray[np.int64], n: int, key: int) -> NDArray[np.int64]:
-    """Return what is at some positions of a shuffled ``range(n)``.
+    """Return what is at some positions of a shuffled ``range(n)``, ``1 <= n <= 2**62``; shape ``(k,)``, int64.
 
     Above 4096 this is a Feistel network on pairs of digits (Black and Rogaway, "Ciphers with arbitrary finite
     domains", 2002): the value is ``left * base + right``, and each round adds a hash of one digit to the other. The
-    pairs are at most ``sqrt(n)`` more than the values, and the few that are too large go through again.
-
-    Args:
-        positions: Each at least 0 and less than n; shape ``(k,)``, int64.
-        n: Length of the range, 1 to 2**62.
-        key: Which of the permutations, taken modulo 2**64.
-
-    Returns:
-        Shape ``(k,)``, int64; for all positions together, each value of the range once.
+    pairs are at most ``sqrt(n)`` more than the values, and the few that are too large go through again. `key` says
+    which of the permutations, modulo 2**64.
     """
     assert 1 <= n <= 2**62, n
     assert not len(positions) or (positions.min() >= 0 and positions.max() < n), "a position outside of the range"

@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
-from holdfast.loader.order.orders import TokenBatches
+from holdfast.loader.order.orders import Order, TokenBatches
 from holdfast.loader.order.ranks import rank_positions, steps_left
 from holdfast.loader.order.sampled import Sampled
 from holdfast.loader.quarantine import key_of
@@ -38,7 +38,6 @@ class Entry(NamedTuple):
             depend on its position too. None elsewhere.
         alone: Whether this is a sample by itself (``batch_size=None``), not a batch of one.
         control: Place, among `indices` and `spares`, of a sample that a new worker reads first, to show that it can.
-        unsendable: Why this could not be sent to a worker as it was, or nothing. In `indices` is then text.
     """
 
     number: int
@@ -49,27 +48,6 @@ class Entry(NamedTuple):
     first: int | None = None
     alone: bool = False
     control: int | None = None
-    unsendable: str = ""
-
-
-class Ordered(Protocol):
-    """What a plan needs of an order."""
-
-    @property
-    def repeats(self) -> bool:
-        """Return whether an index may come more than once an epoch."""
-
-    def __len__(self) -> int:
-        """Return the positions of an epoch."""
-
-    def count(self, epoch: int) -> int:
-        """Return the positions of this epoch, which a user's sampler may state wrongly."""
-
-    def indices(self, seed: int, epoch: int, start: int, stop: int) -> list[Any]:
-        """Return the indices at some positions."""
-
-    def identity(self) -> dict[str, Any]:
-        """Return what must be equal for a position to mean the same sample."""
 
 
 class Plan(ABC):
@@ -79,10 +57,7 @@ class Plan(ABC):
     def entries(self, epoch: int, start: int, bad: Collection[Any]) -> Iterator[tuple[Entry, int]]:
         """Yield entries from a position on, each with the position after it.
 
-        Args:
-            epoch: Which one.
-            start: Position.
-            bad: Keys of indices that are quarantined; read anew for each entry.
+        Keys of indices that are quarantined are in `bad`, which is read anew for each entry.
         """
         for number in count():
             step = self._step(epoch, start)
@@ -91,21 +66,16 @@ class Plan(ABC):
             indices, first, stop, start = step
             spares = _until(SPARES, self._following(epoch, stop), bad)
             known = tuple(index for index in (*indices, *spares) if key_of(index) in bad) if bad else ()
-            repeats_at = first if self._repeats else None
-            yield Entry(number, epoch, tuple(indices), tuple(spares), known, repeats_at, self.alone), start
+            yield Entry(number, epoch, tuple(indices), tuple(spares), known, first, self.alone), start
 
     @property
     def alone(self) -> bool:
         """Return whether entries are samples by themselves."""
         return False
 
-    @property
     @abstractmethod
-    def _repeats(self) -> bool: ...
-
-    @abstractmethod
-    def _step(self, epoch: int, start: int) -> tuple[list[Any], int, int, int] | None:
-        """Return this rank's indices, where they begin (for seeds) and end, and where the next step begins."""
+    def _step(self, epoch: int, start: int) -> tuple[list[Any], int | None, int, int] | None:
+        """Return this rank's indices, where they begin if they may repeat, where they end, and the next step."""
 
     @abstractmethod
     def _following(self, epoch: int, stop: int) -> Iterator[Any]:
@@ -132,19 +102,9 @@ class Plan(ABC):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByPosition(Plan):
-    """Cut an order into batches, and each step's batches among the ranks.
+    """Cut an order into batches (of None: samples by themselves), and each step's batches among ranks."""
 
-    Args:
-        order: The order.
-        seed: Of the loader.
-        batch_size: Samples of a rank in a step; None for samples by themselves.
-        drop_last: Whether a step that is not full is left out.
-        rank: Which rank this is.
-        world_size: Number of ranks.
-        tokens: Cuts batches by their tokens instead, or None.
-    """
-
-    order: Ordered
+    order: Order | Sampled
     seed: int
     batch_size: int | None
     drop_last: bool
@@ -157,11 +117,7 @@ class ByPosition(Plan):
         """Return whether entries are samples by themselves."""
         return self.batch_size is None
 
-    @property
-    def _repeats(self) -> bool:
-        return self.order.repeats
-
-    def _step(self, epoch: int, start: int) -> tuple[list[Any], int, int, int] | None:
+    def _step(self, epoch: int, start: int) -> tuple[list[Any], int | None, int, int] | None:
         if self.tokens is not None:
             shares = self.tokens.parts(self.seed, epoch, start, self.world_size)
             if not shares:
@@ -174,7 +130,7 @@ class ByPosition(Plan):
                 return None
             positions, after = share.positions, min(start + size * self.world_size, most)
         indices = self.order.indices(self.seed, epoch, positions.start, positions.stop)
-        return indices, positions.start, positions.stop, after
+        return indices, positions.start if self.order.repeats else None, positions.stop, after
 
     def _following(self, epoch: int, stop: int) -> Iterator[Any]:
         most = self.order.count(epoch)
@@ -209,13 +165,10 @@ class ByBatch(Plan):
 
     batches: Sampled
 
-    @property
-    def _repeats(self) -> bool:
-        return self.batches.repeats
-
-    def _step(self, epoch: int, start: int) -> tuple[list[Any], int, int, int] | None:
+    def _step(self, epoch: int, start: int) -> tuple[list[Any], int | None, int, int] | None:
         batches = self.batches.drawn(epoch)
-        return None if start >= len(batches) else (list(batches[start]), start << _PLACES, start + 1, start + 1)
+        first = start << _PLACES if self.batches.repeats else None
+        return None if start >= len(batches) else (list(batches[start]), first, start + 1, start + 1)
 
     def _following(self, epoch: int, stop: int) -> Iterator[Any]:
         batches = self.batches.drawn(epoch)
@@ -243,10 +196,7 @@ class ByBatch(Plan):
 
 
 def _until(many: int, following: Iterable[Any], bad: Collection[Any]) -> list[Any]:
-    """Return what follows up to the last of so many that are not quarantined, with those that are between.
-
-    They keep their places: where samples come more than once, random numbers depend on these.
-    """
+    """Return what follows up to the last of so many good ones; bad ones between keep their places."""
     found = []
     for index in following:
         found.append(index)

@@ -8,12 +8,7 @@ from torch import distributed
 
 
 class Share(NamedTuple):
-    """What one rank takes in one step.
-
-    Args:
-        positions: Of the epoch.
-        repeated: Whether another rank takes them too, because fewer samples than ranks are left.
-    """
+    """The positions that a rank takes in a step; `repeated` if another takes them too, as fewer are left."""
 
     positions: range
     repeated: bool = False
@@ -28,21 +23,11 @@ def ranks_now(otherwise: tuple[int, int]) -> tuple[int, int]:
 def rank_positions(
     first: int, count: int, batch_size: int, rank: int, world_size: int, *, drop_last: bool = False
 ) -> Share | None:
-    """Return which positions of the step that begins at a position belong to a rank.
+    """Return which positions of the step that begins at `first`, any of `count`, belong to a rank; None at the end.
 
     The step takes ``batch_size * world_size`` positions. Those of a shorter last step are divided among all ranks,
-    with sizes that differ by at most 1, since a rank that made no step would leave the others waiting for it.
-
-    Args:
-        first: Position at which the step begins; any, so that other sizes than before can go on from it.
-        count: Positions of the epoch.
-        batch_size: Samples of a rank in a step.
-        rank: Which rank, from 0.
-        world_size: Number of ranks.
-        drop_last: Whether a step that is not full is left out.
-
-    Returns:
-        The rank's share, or None if the epoch is over; the same for all ranks.
+    with sizes that differ by at most 1, since a rank that made no step would leave the others waiting for it. With
+    `drop_last` a step that is not full is left out.
     """
     left = min(count - first, batch_size * world_size)
     if left <= 0 or (drop_last and left < batch_size * world_size):

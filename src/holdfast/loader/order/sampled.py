@@ -18,17 +18,11 @@ from holdfast.loader.random_state import isolated, seed_cpu
 from holdfast.loader.seeds import derive_seed
 
 _ENDLESS, _ENDLESS_EPOCHS = 2**20, 100  # a sampler that yields so many, and so many epochs, does not end
-_DIVIDED = ("num_replicas", "world_size", "num_processes", "rank")  # what samplers keep that divide by ranks
 _KEPT_EPOCHS = 2  # another iterator may draw another epoch: one with its own source of chance would draw anew then
 
 
 class Drawn(NamedTuple):
-    """What a user's sampler drew for an epoch, in short.
-
-    Args:
-        digest: Of its indices.
-        rank: Whose they are, if the sampler divides them among ranks.
-    """
+    """A digest of what a user's sampler drew for an epoch, and whose it is if the sampler divides by ranks."""
 
     digest: str
     rank: int | None
@@ -40,8 +34,7 @@ class Sampled:
     Args:
         sampler: Yields indices, or lists of them.
         seed: Of the loader.
-        repeats: Whether an index may come more than once an epoch; None: only if the sampler says that it draws with
-            replacement, or pads for ranks.
+        repeats: As `DataLoader`.
         batches: Whether it yields batches, not indices, which may be tuples.
         samples: Of the dataset; None if that is not known.
 
@@ -82,11 +75,7 @@ class Sampled:
         return self.drawn(epoch)[start:stop]
 
     def drawn(self, epoch: int) -> list[Any]:
-        """Return all that the sampler yields in an epoch.
-
-        Raises:
-            LoaderError: H603 if it does not end, H609 if indices repeat although it does not say that they may.
-        """
+        """Return all that the sampler yields in an epoch; H603 if it does not end, H609 if indices repeat."""
         if epoch not in self._kept:
             found = self._draw(epoch)
             if not self.repeats:
@@ -126,14 +115,10 @@ class Sampled:
         return None
 
     def in_short(self, epoch: int, then: Drawn | None) -> Drawn:
-        """Draw an epoch, and return a digest of it.
-
-        Args:
-            epoch: Which one.
-            then: What was drawn when the position was saved that is gone on from, or None for the beginning.
+        """Return a digest of an epoch.
 
         Raises:
-            LoaderError: H604 if that was another order; of the indices of another rank nothing can be said.
+            LoaderError: H604 if another order was drawn `then`; of the indices of another rank nothing can be said.
         """
         ranks = [int(each.rank) for each in self._samplers() if isinstance(getattr(each, "rank", None), Integral)]
         digest = hashlib.blake2b(repr(key_of(self.drawn(epoch))).encode(), digest_size=8).hexdigest()
@@ -147,11 +132,6 @@ class Sampled:
                 rule="H604",
             )
         return now
-
-    @property
-    def divides(self) -> bool:
-        """Return whether it divides its indices by ranks, as far as its attributes show."""
-        return any(hasattr(each, name) for each in self._samplers() for name in _DIVIDED)
 
     @property
     def repeats(self) -> bool:

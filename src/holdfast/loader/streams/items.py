@@ -58,14 +58,7 @@ class _Noticing:
 
 
 class Items:
-    """The items of a stream, each with random numbers of its own, and their count.
-
-    Args:
-        dataset: The user's.
-        parts: What their random numbers depend on, beside an item's number.
-        board: Where a worker shows what it is doing, or None.
-        keeps_state: Whether the dataset keeps its own position.
-    """
+    """The items of a stream, and their count. Their random numbers depend on `parts` and an item's number."""
 
     def __init__(self, dataset: Any, parts: tuple[Any, ...], board: Board | None, *, keeps_state: bool) -> None:
         self._dataset = dataset
@@ -100,10 +93,7 @@ class Items:
             self.show()
 
     def remember(self) -> None:
-        """Keep the place before the next item, if the stream has to go on from there after it.
-
-        Not before the first one of all: many a dataset has no state until it is read.
-        """
+        """Keep the place before the next item to go on from; not before the first, where many have none."""
         if self._keeps_state and self._head_draws is not False and self.number > self._kept[0]:
             self._kept = self.number, self._own_state()
 

@@ -43,10 +43,7 @@ def keeps_state(dataset: Any) -> bool:
 class StreamPosition:
     """How far a stream, or one worker's part of it, was handed out.
 
-    Args:
-        items: Items of all ranks.
-        state: What the dataset returned when it was there, or None to read from the beginning.
-        ended: Whether its iterator was at its end: many a dataset's state is then that of the next epoch's beginning.
+    Where its iterator had ended, many a dataset's state is already that of the next epoch's beginning.
     """
 
     items: int = 0
@@ -83,21 +80,7 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """What a stream is and how it is cut.
-
-    Args:
-        dataset: The user's.
-        collate: The user's collate function.
-        seed: With epoch and item number it decides the random numbers of an item.
-        epoch: Which one.
-        batch_size: Items of a rank's batch; None for items by themselves.
-        drop_last: Whether a last batch that is not full is left out.
-        sharded: Whether the dataset divides its items itself.
-        certain: Whether the user has said so.
-        rank: Which rank this is.
-        world_size: Number of ranks that the items are divided among.
-        beginning: Of the dataset.
-    """
+    """What a stream is and how it is cut; `certain` is whether the user has said `sharded`."""
 
     dataset: Any
     collate: Callable[[Any], Any]
@@ -115,11 +98,8 @@ class StreamPlan:
 class Stream(IterableDataset[Any]):
     """Batches with reports from an iterable dataset, for one worker or this process.
 
-    Args:
-        plan: How it is cut.
-        positions: Where to begin: by worker if the dataset divides its items itself, else under 0.
-        turn: For such a dataset, the worker whose turn it is: torch begins with worker 0, so those before pass.
-        board: Where a worker shows what it is doing, or None.
+    Positions are by worker if the dataset divides its items itself, else under 0. Then `turn` is the worker whose
+    turn it is: torch begins with worker 0, so those before it pass.
     """
 
     def __init__(
@@ -223,14 +203,7 @@ def _show(cells: Cells, number: int, offset: int) -> None:
 
 
 class StreamSource(Source):
-    """The rest of an epoch of an iterable dataset.
-
-    Args:
-        plan: How it is cut.
-        positions: As `Stream`; brought up to date as batches are handed out.
-        turn: As `Stream`.
-        workers: How many the dataset divides its items among.
-    """
+    """The rest of an epoch of an iterable dataset; positions and turn as `Stream`, brought up to date."""
 
     def __init__(self, plan: StreamPlan, positions: dict[int, StreamPosition], turn: int, workers: int) -> None:
         self._plan = plan
@@ -259,11 +232,7 @@ class StreamSource(Source):
             self.turn = (report.number + 1) % self._workers
 
     def is_short(self) -> bool:
-        """Return False: nobody knows how long a stream is.
-
-        Raises:
-            LoaderError: H610 if it had no item at all, unless this rank alone may have none.
-        """
+        """Return False: nobody knows the length. H610 if there was no item, unless this rank may have none."""
         several_ranks = ranks_now((0, 1))[1] > 1 or os.environ.get("WORLD_SIZE", "1") != "1"
         if self._has_items or (several_ranks and divides_among_ranks(self._plan.dataset)):
             return False

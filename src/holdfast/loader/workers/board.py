@@ -16,14 +16,7 @@ Cells: TypeAlias = memoryview | None
 
 
 class Showing(NamedTuple):
-    """What a worker was doing at a look.
-
-    Args:
-        number: The batch that it is at.
-        offset: Place of the sample in it (beyond its size: a spare); `IDLE`, `COLLATING`, `STARTING`, or `PREPARING`
-            while it is in the user's ``worker_init_fn``.
-        done: Batches that it has finished.
-    """
+    """What a worker was doing: the batch, the place in it or a state as above, and batches finished."""
 
     number: int
     offset: int
@@ -31,7 +24,7 @@ class Showing(NamedTuple):
 
     @property
     def is_busy(self) -> bool:
-        """Return whether it is at work."""
+        """Return whether it has something to do."""
         return self.offset != IDLE
 
     @property
@@ -51,12 +44,7 @@ class Showing(NamedTuple):
 
 
 class Board:
-    """The board of one pool of workers; it travels to them as an argument of their process.
-
-    Args:
-        context: Multiprocessing context that the workers are started with.
-        workers: How many.
-    """
+    """The board of one pool of workers, of a multiprocessing context; it travels to them as an argument."""
 
     def __init__(self, context: Any, workers: int) -> None:
         self._cells = context.RawArray("q", _FIELDS * workers)

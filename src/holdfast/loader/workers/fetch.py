@@ -36,14 +36,7 @@ _DRAW_NOTHING = (default_collate, default_convert)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A sample that could not be used, twice.
-
-    Args:
-        index: Dataset index.
-        kind: ``"raised"`` or ``"non-finite"``.
-        text: What was seen: a traceback, or where the value is.
-        error: The pickled exception, or None if it cannot be pickled.
-    """
+    """A sample that could not be used, twice: it ``"raised"`` or is ``"non-finite"``."""
 
     index: Any
     kind: str
@@ -191,14 +184,12 @@ class Fetcher(Dataset[Any]):
         self._own_cells: Cells = None  # of the worker that this is in
 
     def __getitem__(self, fields: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        if not fields:
+            raise TypeError("indices that cannot be pickled cannot be sent to a worker; pass num_workers=0")
         entry = Entry(*fields)
         cells = self._cells()
         if cells is not None:
             cells[NUMBER] = entry.number
-            if entry.unsendable:
-                text = f"{entry.unsendable}: indices cannot be sent to a worker; with num_workers=0 they need not be"
-                failure = Failure(index=None, kind="raised", text=text)
-                return None, tuple(Report(entry.number, entry.indices, fatal=failure))
             if entry.control is not None and not Showing(*cells).has_worked:
                 self._show_that_it_works(entry, entry.control, cells)
         began = time.perf_counter()

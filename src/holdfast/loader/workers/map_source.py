@@ -52,16 +52,7 @@ class Source:
 
 
 class MapSource(Source):
-    """The rest of an epoch of a map-style dataset: what is out, what was handed out, which sample is suspect.
-
-    Args:
-        plan: Where entries come from.
-        epoch: Which one.
-        start: Position to begin at.
-        ledger: Samples that are quarantined.
-        make_fetcher: Given the board, returns what fetches the entries.
-        emit: Called with the kind of an event and its facts.
-    """
+    """The rest of an epoch of a map-style dataset: what is out, what was handed out, which sample is suspect."""
 
     def __init__(
         self,
@@ -113,12 +104,9 @@ class MapSource(Source):
         return report if report.indices is not None else report._replace(indices=self._out[report.number][0].indices)
 
     def delivered(self, report: Report) -> None:
-        """Note that a batch is handed out, and quarantine what was bad in it.
+        """Note that a batch is handed out, and quarantine what was bad in it; H612 if these are too many.
 
         Where no sample could stand in, none is: a drive that is away must not cost a run all that it may do without.
-
-        Raises:
-            LoaderError: H612 if these are too many.
         """
         _, self.position = self._out.pop(report.number)
         if report.fatal is None or report.fatal.index is None:
@@ -126,11 +114,7 @@ class MapSource(Source):
                 self.quarantine(failure.index, failure.kind, failure.text)
 
     def quarantine(self, index: Any, kind: str, evidence: str) -> None:
-        """Leave a sample out from now on, and say so.
-
-        Raises:
-            LoaderError: H612 if that would be one too many.
-        """
+        """Leave a sample out from now on, and say so; H612 if that would be one too many."""
         if self._ledger.add(index, kind, self._epoch, evidence):
             self._bad.update(self._ledger.bad(self._epoch))  # the plan reads this very set
             facts = {"evidence": last_line(evidence), "aside": len(self._ledger), **self._ledger.unwritten}

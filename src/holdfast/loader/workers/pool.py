@@ -32,11 +32,7 @@ _PATIENCE_SECONDS = 0.25
 
 
 class WorkersLostError(Exception):
-    """This pool is lost.
-
-    Args:
-        loss: Why.
-    """
+    """This pool is lost."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss.cause)
@@ -93,14 +89,7 @@ class _Starting:
 
 
 class WorkerPool:
-    """Makes batches in worker processes, or in this one if there are none.
-
-    Args:
-        make_dataset: Given the board, returns the dataset whose items are batches with reports.
-        settings: How workers are run.
-        limit_seconds: As `Watch`.
-        timeout_seconds: As `Watch`.
-    """
+    """Makes batches in worker processes, or in this one if there are none; as `Watch` has it, with these limits."""
 
     def __init__(
         self,
@@ -149,73 +138,50 @@ class WorkerPool:
         return self._watch.lost_at if self._watch is not None and self._watch.lost else None
 
     def begin(self, entries: Iterator[Any]) -> None:
-        """Start with the entries of an epoch, or of the rest of one.
-
-        Raises:
-            WorkersLostError: if the workers cannot be started for want of something.
-        """
+        """Start with the entries of the rest of an epoch; `WorkersLostError` if that is not possible."""
         self._entries.source = map(tuple, entries)  # quicker to pickle
-        watch = self._watch
-        if watch is not None and watch.lost:  # between two epochs
-            raise WorkersLostError(watch.loss())
-        loss: Loss | None
-        try:
-            with watch if watch is not None else contextlib.nullcontext(), ignoring(UserWarning):  # as above
-                self._iterator[:] = [iter(self._inner[0])]
-        except WorkerLostError:
-            assert watch is not None
-            loss = watch.loss()
-        except UnreadableError as unreadable:  # of the last epoch, by workers that were kept
-            assert watch is not None
-            loss = _broken(unreadable.cause, watch)
-        except (OSError, MemoryError, RuntimeError) as error:
-            let_through(error)
-            if not self.num_workers:
-                raise
-            shortage = shortage_in(error)
-            of_torch = "DataLoader worker" in str(error) or "Pin memory thread" in str(error)
-            if shortage is None and not isinstance(error, OSError) and not of_torch:
-                raise
-            loss = Loss(cause=f"workers could not be started: {error!r}", kind="machinery", shortage=shortage)
-        else:
-            loss = None
-        if loss is not None:  # raised here, so that nothing holds the iterator that was cut short
-            raise WorkersLostError(loss)
+        if self._watch is not None and self._watch.lost:  # between two epochs
+            raise WorkersLostError(self._watch.loss())
+        with ignoring(UserWarning):  # as above
+            self._iterator[:] = [self._of_torch(lambda: iter(self._inner[0]))]
         if self._board is not None and self._watch is None:
             self._watch = Watch(self._processes, self._board, may_end=self._may_end, **self._limits)
             weakref.finalize(self, self._watch.end).atexit = False  # a loader that is dropped leaves no thread
 
     def next(self) -> tuple[Any, Report]:
-        """Return the next batch and its report.
-
-        Raises:
-            StopIteration: after the last one.
-            WorkersLostError: if there will be no more from these workers.
-        """
-        watch = self._watch
-        if watch is None:
-            batch, fields = _ask(self._iterator[0])
-            return batch, Report(*fields)
+        """Return the next batch and its report; `WorkersLostError` if there will be no more from these workers."""
         self._asked = True
         try:
-            with watch:
-                batch, fields = _ask(self._iterator[0])
+            batch, fields = self._of_torch(lambda: _ask(self._iterator[0]))
         except StopIteration:
             self._asked = False
             raise
-        except WorkerLostError:
-            loss = watch.loss()
-        except UnreadableError as unreadable:
-            loss = _broken(unreadable.cause, watch)
+        self._asked = False
+        return batch, Report(*fields)
+
+    def _of_torch(self, call: Callable[[], Any]) -> Any:
+        """Return what torch's loader answers, with whatever goes wrong with the workers as a `WorkersLostError`."""
+        watch = self._watch
+        if not self.num_workers:
+            return call()
+        try:
+            with watch if watch is not None else contextlib.nullcontext():
+                return call()
+        except StopIteration:
+            raise
+        except (WorkerLostError, UnreadableError) as lost:
+            assert watch is not None
+            loss = watch.loss() if isinstance(lost, WorkerLostError) else _broken(lost.cause, watch)
         except Exception as error:
             let_through(error)
-            if "in DataLoader worker process" in str(error):
-                raise  # of the user's worker_init_fn: everything else comes as a report
-            loss = _broken(error, watch)
-        else:
-            self._asked = False
-            return batch, Report(*fields)
-        raise WorkersLostError(loss)
+            if watch is not None and "in DataLoader worker process" not in str(error):
+                loss = _broken(error, watch)
+            elif watch is None and _kept_from_starting(error):
+                cause = f"workers could not be started: {error!r}"
+                loss = Loss(cause=cause, kind="machinery", shortage=shortage_in(error))
+            else:
+                raise  # of the program: its worker_init_fn, or what cannot be pickled
+        raise WorkersLostError(loss)  # here, so that nothing holds the iterator that was cut short
 
     def abandon(self) -> None:
         """Kill the workers and forget them: they may have died holding a lock, so nothing of theirs is used again."""
@@ -251,6 +217,11 @@ def _ask(iterator: Any) -> Any:
     """
     found = None if torch._C._autograd._profiler_enabled() else getattr(iterator, "_next_data", None)
     return next(iterator) if found is None else found()
+
+
+def _kept_from_starting(error: Exception) -> bool:
+    of_torch = "DataLoader worker" in str(error) or "Pin memory thread" in str(error)
+    return isinstance(error, OSError) or of_torch or shortage_in(error) is not None
 
 
 def _broken(error: Exception, watch: Watch) -> Loss:

@@ -29,7 +29,7 @@ from multiprocessing.queues import Queue
 from multiprocessing.reduction import DupFd, ForkingPickler
 from pathlib import Path
 from queue import Empty
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch.multiprocessing import set_sharing_strategy
 from torch.utils.data._utils import signal_handling
@@ -48,38 +48,16 @@ _LOOKS, _LOOK_SECONDS = 50, 0.01  # half a second: a process whose sentinel fire
 class WorkerLostError(BaseException):
     """A worker ended, or was ended, while the loop waited for a batch.
 
-    Not an `Exception`, which torch's loader would catch around its wait: it then opens ten temporary files to see
-    whether descriptors are left, and raises something else.
+    Not an `Exception`, for which torch's loader opens ten temporary files to see whether descriptors are left.
     """
 
 
 class UnreadableError(BaseException):
-    """What was received cannot be read, mostly since the worker that holds its tensors is dead; as `WorkerLostError`.
-
-    Args:
-        cause: What was raised.
-    """
+    """What was received cannot be read, mostly since the worker that holds its tensors is dead."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(repr(cause))
         self.cause = cause
-
-
-class Waiting(Protocol):
-    """Who wants to be woken when a worker is lost.
-
-    Args:
-        waiter: The thread that waits, or 0.
-        called: Whether an exception was raised there.
-        lost: Whether there is a loss.
-    """
-
-    waiter: int
-    called: bool
-    lost: bool
-
-    def end(self, *, kills: bool = False) -> None:
-        """Stop watching."""
 
 
 class Started(list[Any]):
@@ -121,17 +99,16 @@ def _on_child(number: int, frame: Any) -> None:
         return
 
 
-def wake_on_loss(waiting: Waiting) -> None:
-    """Let a lost worker interrupt this one's waiting. Without effect outside the main thread, as with torch."""
-    _alive.add(waiting)
+def wake_on_loss(watch: Any) -> None:
+    """Let a lost worker interrupt the waiting of a `Watch`. Without effect outside the main thread, as with torch."""
+    _alive.add(watch)
 
 
 @contextmanager
 def undisturbed() -> Generator[None]:
     """Have a loss wait until the end of the block.
 
-    A loader that was dropped is closed wherever the interpreter collects it, so also where the main thread waits for
-    a batch of another one, whose loss would leave the workers of the first running.
+    A dropped loader is closed wherever it is collected, also where the main thread waits for another one's batch.
     """
     global _closing
     counts = threading.current_thread() is threading.main_thread()  # nobody else is interrupted
@@ -143,10 +120,7 @@ def undisturbed() -> Generator[None]:
 
 
 def _handle_children() -> None:
-    """Have our handler of SIGCHLD around torch's, before any worker runs.
-
-    torch's raises wherever the main thread is: inside a queue that leaves a lock locked for ever.
-    """
+    """Have our handler of SIGCHLD around torch's, which raises even in a queue, and so locks it for ever."""
     global _previous
     if threading.current_thread() is not threading.main_thread() or _previous is not None:
         return  # once: a handler that is set after ours may call ours, and must not be called by it
@@ -171,12 +145,9 @@ def wake_main_thread() -> None:
 
 
 def recording_context(method: str | None, started: Started, *, share_by_file: bool = False) -> Any:
-    """Return a multiprocessing context that notes the processes it starts.
+    """Return a multiprocessing context that appends the processes it starts to `started`.
 
-    Args:
-        method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or None for the default.
-        started: Gets the processes, in order.
-        share_by_file: Whether tensors are shared through named files, which takes no file descriptors.
+    With `share_by_file` tensors are shared through named files, which takes no file descriptors.
     """
     _handle_children()
     _started.add(started)
@@ -212,19 +183,13 @@ def _recording(kind: Any) -> Any:
 
 
 class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it runs
-    """A queue as every other, but for batches, and orders for batches, that cannot be pickled.
+    """A queue that pickles in a thread of its own, as every other, but whose reader hears of what cannot be pickled.
 
-    A queue pickles in a thread of its own. There an error would only be printed, the batch be lost, and the loop wait
-    for ever (pytorch#142884). The hook is the one that ``concurrent.futures`` overrides for the same reason.
+    Else it would only be printed, and the loop wait for ever (pytorch#142884). ``concurrent.futures`` has this hook.
     """
 
     def get(self, *args: Any, **named: Any) -> Any:
-        """Return the next item, as every queue.
-
-        Raises:
-            Empty: If there is none within the given time.
-            UnreadableError: If there is one and it cannot be read.
-        """
+        """Return the next item; `UnreadableError` if there is one and it cannot be read."""
         try:
             return super().get(*args, **named)
         except Empty:
@@ -239,10 +204,8 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it run
                 shortage = shortage_in(error)
                 fatal = None if shortage else failure_of(None, error)
                 self.put((number, (None, tuple(Report(*fields)._replace(fatal=fatal, shortage=shortage)))))
-            case (number, tuple(fields)) if len(fields) == len(Entry._fields) and not Entry(*fields).unsendable:
-                entry = Entry(*fields)
-                indices = tuple(repr(index) for index in entry.indices)
-                self.put((number, tuple(Entry(entry.number, entry.epoch, indices, unsendable=repr(error)))))
+            case (number, tuple(fields)) if len(fields) == len(Entry._fields):
+                self.put((number, ()))
             case _:  # what torch itself sends, such as an error: raising here would end the thread
                 Queue._on_queue_feeder_error(error, item)  # type: ignore[attr-defined]
 
@@ -250,12 +213,7 @@ class LoaderQueue(Queue):  # type: ignore[type-arg] # it takes none while it run
 class _Parcel:
     """What a worker that is not forked gets, which arrives as a tuple of both.
 
-    It lies in a file. A pipe, as multiprocessing has, is full after 64 KiB: who writes more waits for its reader, and
-    for ever if that has died, since he himself holds its other end.
-
-    Args:
-        target: What the worker runs.
-        args: With what.
+    It lies in a file: a pipe is full after 64 KiB, and who writes more waits for ever for a reader that has died.
     """
 
     def __init__(self, target: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -283,13 +241,7 @@ def _unpacked(file: Any) -> Any:
 
 
 class _Beginning(NamedTuple):
-    """How a worker begins.
-
-    Args:
-        parent: Process that it must not outlive, or None if another one forks it.
-        dies_with_thread: Whether the thread that forks it lives as long as that process.
-        share_by_file: As `recording_context`.
-    """
+    """How a worker begins: what it must not outlive (None if a server forks it), how it shares tensors."""
 
     parent: int | None
     dies_with_thread: bool
@@ -306,8 +258,6 @@ def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) ->
         _leave_server_alone()
     if parent is None or not how.dies_with_thread:
         _die_with_parent()
-    if not how.dies_with_thread:
-        start_thread(threading.Thread(target=_watch_parent, args=(parent,), daemon=True))
     if parent is not None and os.getppid() != parent:
         os._exit(1)  # it died before we asked
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -326,8 +276,7 @@ def _begin(how: _Beginning, parcel: tuple[Callable[..., Any], Sequence[Any]]) ->
 def _die_with_parent() -> None:
     """Have the kernel kill this process when the parent's end of the pipe between them closes, whatever it is doing.
 
-    A forked worker holds copies of those ends of workers before it, so the last one dies first. If a child of the
-    parent that lives on holds one too, `_watch_parent` is left.
+    A forked worker holds copies of those ends of workers before it, so the last one dies first.
     """
     starter = multiprocessing.parent_process()
     assert starter is not None
@@ -338,22 +287,11 @@ def _die_with_parent() -> None:
 
 
 def _leave_server_alone() -> None:
-    """Close what keeps the server of forks alive, which is then gone with the process that started it.
-
-    It sees an end of that process as the end of a pipe, and gives that pipe's other end to all that it forks: so it
-    would wait for its workers, which die with it.
-    """
+    """Close what keeps the server of forks alive: it would wait for its workers, which die with it."""
     held = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
     if held is not None:
         forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
         os.close(held)
-
-
-def _watch_parent(parent: int) -> None:
-    patience = threading.Event()
-    while os.getppid() == parent:
-        patience.wait(_GRACE_SECONDS / 4)
-    os._exit(1)
 
 
 # --- ending -------------------------------------------------------------------------------------------------------
@@ -377,10 +315,7 @@ def _keeps_files(pid: int) -> bool:
 
 
 def _offspring(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that these have; not a keeper of shared files.
-
-    The main process needs that one for the batches it has got.
-    """
+    """Return the processes that a process has started, and these; the main process needs a keeper of files."""
     found = []
     with suppress(OSError):  # it has ended
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -413,13 +348,9 @@ def kill(processes: Sequence[Any]) -> None:
 
 
 def drop(iterator: list[Any]) -> None:
-    """Drop the last reference to a torch iterator whose workers were killed, without waiting for it for long.
+    """Drop the last reference to a torch iterator, in a list that is emptied, without waiting for it for long.
 
-    Its clean-up may wait for a lock that a killed worker held, so it happens in a thread that nobody needs. Where
-    memory is too short for a thread it does not happen.
-
-    Args:
-        iterator: A list that holds the only reference to it; emptied.
+    Its clean-up may wait for a lock that a killed worker held, so it happens in a thread that nobody needs.
     """
     if sys.is_finalizing():  # no thread can be started any more, and torch does nothing more on its way out
         iterator.clear()

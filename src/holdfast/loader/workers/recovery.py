@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import resource
 import time
-from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -31,8 +30,6 @@ may lie on a cold network drive. It is doubled again each time that the same pla
 _STRIKES = 2
 _CONTROLS = 3
 """So many pools have to be blocked at different samples; one may have met a bad sample by chance."""
-_OFTEN, _WITHIN_BATCHES = 4, 50
-"""So many losses within so many batches are called repeated, although batches come between."""
 
 
 class WorkerRecovery:
@@ -51,8 +48,6 @@ class WorkerRecovery:
         self._in_a_row = 0  # losses since a batch was handed out
         self._suspected: Any = None  # the sample that a worker was at in the last loss
         self._stuck_in_a_row = 0
-        self._batches = 0
-        self._losses: deque[int] = deque(maxlen=_OFTEN)
         self._longest = 0.0
         self._asked_at = 0.0
         self._changed = False
@@ -107,7 +102,7 @@ class WorkerRecovery:
 
     def _note(self, report: Report) -> None:
         """Note that a batch, or an error in the place of one, has arrived."""
-        self._in_a_row, self._stuck_in_a_row, self._batches = 0, 0, self._batches + 1
+        self._in_a_row = self._stuck_in_a_row = 0
         if self._before_shortage is not None:
             self._blame(report, self._before_shortage)
         if self.settings.timeout_seconds:  # one that was too short for this batch is so for others
@@ -150,7 +145,6 @@ class WorkerRecovery:
         lost.abandon()
         self._in_a_row += 1
         self._stuck_in_a_row += loss.kind == "hung" or loss.waited
-        self._losses.append(self._batches)
         before = self.settings.workers
         if before == 0:
             raise _no_way_on(f"no batch can be made even without workers: {loss.cause}")
@@ -180,7 +174,6 @@ class WorkerRecovery:
     def _decide(self, loss: Loss, index: Any, source: Source) -> str:
         """Change the settings as the loss demands; return the remedy in words."""
         settings, repeated = self.settings, self._in_a_row > 1
-        often = len(self._losses) == _OFTEN and self._batches - self._losses[0] < _WITHIN_BATCHES
         if loss.shortage == "file descriptors" and not settings.share_by_file:
             settings.share_by_file = True
             self._raise_limit_of_descriptors()
@@ -196,10 +189,10 @@ class WorkerRecovery:
             return self._suspect(loss, index, source, repeated=repeated)
         if loss.kind == "hung" and repeated and loss.showing is not None:
             return self._blocked(loss, loss.showing)
-        if not repeated and not (often and loss.kind == "died"):
+        if not repeated:
             return "new workers"
         at_work = loss.kind == "died" and loss.showing is not None and loss.showing.is_at_work
-        if repeated and settings.workers == 1 and at_work and not loss.from_outside:
+        if settings.workers == 1 and at_work and not loss.from_outside:
             raise _no_way_on(
                 f"{loss.cause}, {self._in_a_row} times at the same place, which would end this process too"
             )

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 from holdfast.core.threads import start_thread
@@ -35,7 +34,7 @@ _CALL_SECONDS = 0.01
 _LONGEST_FACTOR = 8.0
 """A worker is stuck after so many times the longest that any sample has taken."""
 _START_FACTOR = 10.0
-"""So many limits long, a worker that starts may compute, or be in the user's function for that without computing."""
+"""So many limits long a worker may start: imports, and what the user does in it, take as long as they do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +69,8 @@ class Watch:
         processes: The workers.
         board: What they say that they are doing.
         limit_seconds: A worker that has been at one thing for so long is stuck; raised to eight times the longest
-            that one took so far. One that is starting is stuck once it has not computed for so long, or has for ten
-            times so long: a lock that was held at the fork blocks it for ever, and imports take as long as they do.
-            In the user's ``worker_init_fn`` it is stuck only once it has not computed for ten times so long, or for
-            ten times `timeout_seconds`.
+            that one took so far. Its start, and the user's ``worker_init_fn``, may take ten times so long, or ten
+            times `timeout_seconds` if that is less: a lock that was held at the fork blocks it for ever.
         timeout_seconds: So long the loop may wait for a batch, the start of a worker that is not stuck apart; 0 for
             no limit.
         may_end: Whether a worker that exits with code 0 has done its work.
@@ -97,8 +94,6 @@ class Watch:
         self._ended = threading.Event()
         self._oom_kills = oom_kills()
         self._stuck = [0.0] * len(processes)
-        self._starting = [0.0] * len(processes)  # seconds until the user's function for it, if there is one
-        self._ticks = [0] * len(processes)  # of the processor, while it starts
         self._last = [board.look(worker) for worker in range(len(processes))]
         self._stopped: set[int] = set()
         self._waits = self._last_wait = 0  # how many there were
@@ -114,11 +109,7 @@ class Watch:
         start_thread(threading.Thread(target=self._run, daemon=True, name="holdfast-loader-watch"))
 
     def end(self, *, kills: bool = False) -> None:
-        """Stop watching: what happens to these workers from now on is meant.
-
-        Args:
-            kills: Whether to kill them too, as far as this process has started them.
-        """
+        """Stop watching, and maybe kill these workers, if they are this process's: what happens is meant."""
         self._ended.set()
         if kills and self._parent == os.getpid():
             kill(self._processes)
@@ -205,14 +196,12 @@ class Watch:
                 wake_main_thread()
 
     def _look(self, passed: float) -> Loss | None:
-        moved = prepares = False
+        moved = starts = False
         for worker in range(len(self._processes)):
             showing = self._board.look(worker)
-            if showing.is_starting and self._gets_on(worker, showing, passed):
-                prepares, self._stuck[worker], self._last[worker] = True, 0.0, showing
-            elif showing == self._last[worker]:
+            starts |= showing.is_starting
+            if showing == self._last[worker]:
                 self._stuck[worker] += passed
-                prepares |= showing.offset == PREPARING
             else:
                 if self._last[worker].is_at_work:  # else it was the loop, or the start, that took its time
                     self.longest_seconds = max(self.longest_seconds, self._stuck[worker])
@@ -220,16 +209,10 @@ class Watch:
         limit = max(self._limit, _LONGEST_FACTOR * self.longest_seconds)
         waits_on = bool(self.waiter) and self._waits == self._last_wait  # for the same batch as at the last look
         self._last_wait = self._waits
-        prepares &= not any(showing.is_at_work for showing in self._last)
-        self._waited = self._waited + passed * (not prepares) if waits_on else 0.0
+        starts &= not any(showing.is_at_work for showing in self._last)
+        self._waited = self._waited + passed * (not starts) if waits_on else 0.0
         self._quiet = self._quiet + passed if waits_on and not moved else 0.0
         return self._find_stopped() or self._find_stuck(limit) or self._find_late(limit)
-
-    def _gets_on(self, worker: int, showing: Showing, passed: float) -> bool:
-        """Return whether a worker that starts has computed since the last look."""
-        before, self._ticks[worker] = self._ticks[worker], _processor_ticks(self._processes[worker].pid)
-        self._starting[worker] += passed * (showing.offset != PREPARING)
-        return self._ticks[worker] != before
 
     def _find_stopped(self) -> Loss | None:
         stopped = {worker for worker, each in enumerate(self._processes) if is_stopped(each.pid)}
@@ -241,11 +224,8 @@ class Watch:
     def _find_stuck(self, limit: float) -> Loss | None:
         longest_start = _START_FACTOR * (min(limit, self._timeout) if self._timeout else limit)
         for worker, showing in enumerate(self._last):
-            prepares = showing.offset == PREPARING
-            if showing.is_busy and self._stuck[worker] > (longest_start if prepares else limit):
+            if showing.is_busy and self._stuck[worker] > (longest_start if showing.is_starting else limit):
                 return self._stuck_at(worker, f"has been at it for {self._stuck[worker]:.1f} s")
-            if showing.is_starting and not prepares and self._starting[worker] > limit * _START_FACTOR:
-                return self._stuck_at(worker, f"has been at it for {self._starting[worker]:.1f} s")
         return None
 
     def _find_late(self, limit: float) -> Loss | None:
@@ -277,16 +257,3 @@ class Watch:
             showing=showing,
             others_fine=any(fine) if others else None,
         )
-
-
-def _processor_ticks(pid: int) -> int:
-    """Return the processor time that the main thread of a process has had, in ticks; 0 if it is gone.
-
-    Of that thread alone: one of ours, in the same process, looks after its parent.
-    """
-    try:
-        text = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
-    except OSError:
-        return 0
-    user, system = text.rpartition(")")[2].split()[11:13]
-    return int(user) + int(system)
