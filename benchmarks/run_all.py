@@ -63,7 +63,6 @@ RESULTS = {
     "evals.verdicts": ("verdicts",),
 }
 """Names of the result files of a script, where they are not its own name."""
-"""Modules of scripts that are not in this folder."""
 _ROOT = Path(__file__).parent.parent
 
 

@@ -19,7 +19,6 @@ from recipes.asr.model import Recogniser, ctc
 from recipes.asr.scoring import best_path, edits
 from recipes.asr.speech import Plan, make_corpus
 from recipes.options import read_options
-from recipes.tacotron2 import espeak
 from recipes.wav import write_wav
 from typer.testing import CliRunner
 
@@ -95,14 +94,6 @@ def test_a_corpus_that_is_none_is_refused(tmp_path):
         CorpusError, match=r"3 utterances are too few .*: 20 are needed, .*\nFix: name others .*--held-out"
     ):
         hold_out([Utterance(name="a", path=tmp_path, text="a")] * 3)
-
-
-@pytest.mark.skipif(not espeak.is_installed(), reason="needs espeak-ng")
-def test_espeak_ng_speaks_a_corpus_too(tmp_path):
-    """Voices of espeak-ng fill the same layout at the sample rate that was asked for, and fit their texts."""
-    plan = Plan(speakers=2, sentences=1, words=2, sample_rate=16000, seed=0, held_out=False, spoken_by="espeak")
-    found = Speech(read_corpus(make_corpus(plan, tmp_path)), SOUND, augment=False)
-    assert all(len(found[index]["features"]) > 20 for index in range(2))
 
 
 @pytest.mark.parametrize(

@@ -220,25 +220,6 @@ def test_the_frechet_distance_is_that_of_two_normal_distributions():
     assert frechet_distance(mean + 2, two, mean, one) == pytest.approx(3 * 4 + 1 + 0 + 9)
 
 
-def test_bad_data_and_options_end_with_a_sentence(tmp_path, capsys):
-    """A folder without images, and a misspelt option, end the process with exit code 2."""
-    for argv, said in (
-        (["--data-dir", str(tmp_path)], "holds neither"),
-        (["--regulariser", "r1"], "did you mean '--regularizer'"),
-        *[
-            ([f"--{name}", "0"], f"--{name} 0; at least 1")
-            for name in ("batch-size", "latent", "width", "sample-steps")
-        ],
-        (["--base-batch-size", "0"], "at least 1 is needed"),
-        (["--ema-decay", "1"], "less than 1 is needed"),
-        (["--lr", "-1"], "a number above 0 is needed"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["--run-dir", str(tmp_path / "run"), *argv])
-        assert ended.value.code == 2
-        assert said in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_it_learns_from_real_digits(tmp_path):
     """From the command line: the distance to real digits falls to a third, and images and report are there."""

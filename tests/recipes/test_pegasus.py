@@ -21,10 +21,9 @@ import pytest
 import torch
 from recipes.pegasus.corpus import collect, records_in
 from recipes.pegasus.job import Job, PegasusOptions, make_job
-from recipes.pegasus.records import JsonLines, RecordError, TokenizedRecords
+from recipes.pegasus.records import JsonLines, RecordError
 from recipes.pegasus.scoring import HeldOut, rouge
 from recipes.pegasus.train import POLICY, main, train
-from recipes.pegasus.vocabulary import load_tokenizer
 from tests.prepared import Prepared
 
 from holdfast import DataLoader, LoaderError, Policy
@@ -176,17 +175,6 @@ def test_a_record_that_cannot_be_used_says_why(tmp_path: Path, record: Any, said
         records[2]
 
 
-def test_a_file_that_cannot_be_used_as_a_whole_is_refused_at_once(tmp_path: Path) -> None:
-    """Other keys than expected are named with the option to give; an empty file, and one of no JSON, are refused."""
-    with pytest.raises(RecordError, match=r"no key 'document' among 'article', 'highlights'; .* --text-column"):
-        JsonLines(lines(tmp_path / "a.jsonl", [{"article": "a", "highlights": "b"}]))
-    with pytest.raises(RecordError, match="holds no record"):
-        JsonLines(lines(tmp_path / "b.jsonl", []))
-    (tmp_path / "c.csv").write_text("document,summary\na,b\n")
-    with pytest.raises(RecordError, match="no JSON"):
-        JsonLines(tmp_path / "c.csv")
-
-
 def test_bad_records_are_quarantined_with_their_evidence(tmp_path: Path) -> None:
     """A record without summary is replaced by the next one; more of them than allowed end the run with the reason."""
     rows: list[Any] = pairs(64)
@@ -288,43 +276,6 @@ def trained(options: PegasusOptions, **settings: Any) -> tuple[Job, dict[str, An
 
 def weights(job: Job) -> torch.Tensor:
     return torch.cat([value.detach().flatten().double() for value in job.model.parameters() if value.requires_grad])
-
-
-@pytest.mark.slow
-def test_a_tokenizer_is_the_same_every_time(tmp_path: Path) -> None:
-    """Two trainings give one vocabulary; a word is the same before a full stop; ids are those that Pegasus means."""
-    records = JsonLines(lines(tmp_path / "records.jsonl", pairs(64)))
-    first, second = (load_tokenizer(tmp_path / name, records, 200) for name in ("a.json", "b.json"))
-    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
-    assert first.convert_tokens_to_ids(["<pad>", "</s>", "<mask_1>", "<mask_2>", "<unk>"]) == [0, 1, 2, 3, 4]
-    assert (first.pad_token_id, first.eos_token_id) == (0, 1)
-    ids = first("old boxes are old.")["input_ids"]
-    assert ids[0] == ids[3]
-    assert ids[-1] == first.eos_token_id
-    assert second.decode(ids, skip_special_tokens=True) == "old boxes are old."
-    assert first.unk_token_id not in ids
-
-
-@pytest.mark.slow
-def test_some_samples_are_there_to_teach_copying(tmp_path: Path) -> None:
-    """Of the share that is asked for, the target is how the marked document begins; which ones, the epoch decides."""
-    records = JsonLines(lines(tmp_path / "records.jsonl", pairs(64)))
-    tokenizer = load_tokenizer(tmp_path / "pieces.json", records, 200)
-
-    def epochs(share: float) -> list[list[dict[str, list[int]]]]:
-        samples = TokenizedRecords(records, tokenizer, max_source_length=40, max_target_length=40, copied=share)
-        loader = DataLoader(samples, batch_size=None)
-        return [list(loader), list(loader)]
-
-    ((first, *_), *_), (plain, *_) = epochs(1.0), epochs(0.0)
-    assert first["input_ids"][0] == tokenizer.convert_tokens_to_ids("<mask_1>")
-    assert tokenizer.decode(first["labels"], skip_special_tokens=True) == " ".join(records[0][0].split()[:10])
-    assert tokenizer.decode(plain[0]["labels"], skip_special_tokens=True) == records[0][1]
-    found = epochs(0.5)
-    assert found == epochs(0.5)
-    marked = [[each["input_ids"][0] == first["input_ids"][0] for each in epoch] for epoch in found]
-    assert marked[0] != marked[1]
-    assert all(16 < sum(each) < 48 for each in marked)
 
 
 @pytest.mark.slow

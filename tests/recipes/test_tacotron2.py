@@ -14,7 +14,7 @@ import pytest
 import torch
 from recipes.tacotron2.data import Padded
 from recipes.tacotron2.losses import Weights, losses_of
-from recipes.tacotron2.model import Spoken, Tacotron2
+from recipes.tacotron2.model import Tacotron2
 from recipes.tacotron2.public_weights import named_as_here, read_public_weights
 from recipes.tacotron2.sizes import PAPER, TINY
 from recipes.tacotron2.synthesis import MemoryUse, batch_of, synthesise, tensor_bytes
@@ -188,19 +188,6 @@ def test_losses_are_means_over_frames_and_steps() -> None:
         assert torch.allclose(loss.mean * loss.items, total, rtol=1e-5), name
 
 
-def test_guided_attention_prefers_the_diagonal() -> None:
-    """The loss is 0 on the diagonal, and rises away from it."""
-    batch = a_batch([8], [32])
-    frames, stop = torch.zeros(1, 32, 80), torch.zeros(1, 8)
-
-    def guided(attention: torch.Tensor) -> float:
-        spoken = Spoken(frames, frames, stop, attention[None])
-        return float(losses_of(spoken, batch, Weights(guided=1.0))["guided"].mean)
-
-    assert guided(torch.eye(8)) == pytest.approx(0.0, abs=1e-6)
-    assert guided(torch.eye(8)) < guided(torch.full((8, 8), 1 / 8)) < guided(torch.eye(8).flip(0))
-
-
 # --- synthesis ---------------------------------------------------------------------------------------------------
 
 
@@ -270,36 +257,6 @@ def test_a_folder_that_cannot_be_used_ends_with_code_2(
         main(["--data", str(folder), "--run-dir", str(tmp_path / "run"), *TINY_RUN])
     assert "there is no" in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "said"),
-    [
-        ("--say", "42!", "a text with letters is needed"),
-        ("--batch-size", 0, "at least 1"),
-        ("--evaluate-every", 0, "at least 1"),
-        ("--segment-steps", -1, "at least 0"),
-        ("--frames-per-step", 0, "at least 1"),
-        ("--held-out", 0, "at least 1"),
-        ("--clips", 1, "at least 2"),
-        ("--clips", 10**9, "at most 10000"),
-        ("--max-decoder-steps", 0, "at least 1"),
-        ("--max-decoder-steps", 10**9, "at most 100000"),
-        ("--learning-rate", -1.0, "above 0"),
-        ("--guided-attention", -1.0, "at least 0"),
-        ("--quarantine", -1.0, "at least 0"),
-    ],
-)
-def test_odd_sizes_are_refused_before_there_is_a_run(
-    option: str, value: object, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also what would fail only when the training is over: the sentence that is said then."""
-    with pytest.raises(SystemExit, match="2"):
-        main([option, str(value), "--run-dir", str(tmp_path / "run")])
-    told = capsys.readouterr().err
-    assert f"{option} {value}; " in told
-    assert said in told
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from recipes.tacotron2 import espeak
 from recipes.tacotron2.audio import MelSettings, griffin_lim, log_mel, mel_filters
 from recipes.tacotron2.folder import SpeechFolder
 from recipes.tacotron2.train import CLIPS
@@ -154,15 +153,6 @@ def _row(folder: Path, old: str, new: str) -> None:
     metadata.write_text(metadata.read_text().replace(old, new))
 
 
-def test_the_clips_of_the_recipe_are_small_and_whole() -> None:
-    """What is shipped is at most 400 KB, and every row can be used."""
-    folder = SpeechFolder(CLIPS)
-    assert len(folder) == 8
-    assert not folder.unreadable
-    assert all("wave" in folder[place] for place in range(8))
-    assert sum(path.stat().st_size for path in CLIPS.rglob("*") if path.is_file()) <= 400_000
-
-
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -188,15 +178,3 @@ def test_a_folder_with_mistakes_is_refused_with_its_lines(
     with pytest.raises(ValueError, match=said if "the name" not in said else "line 2") as caught:
         SpeechFolder(folder)
     assert str(caught.value).count("Fix: ") == 1
-
-
-@pytest.mark.skipif(not espeak.is_installed(), reason="espeak-ng is not installed")
-def test_espeak_makes_a_folder_that_can_be_used(tmp_path: Path) -> None:
-    """The made folder passes the checks, is the same each time, and an interrupted one is made again."""
-    made = espeak.make_folder(tmp_path / "one", clips=3)
-    folder = SpeechFolder(made)
-    assert [len(folder), len(folder.unreadable)] == [3, 0]
-    with pytest.raises(ValueError, match=r"holds other sentences than 4 of seed 0\.\nFix: "):
-        espeak.make_folder(made, clips=4)
-    (made / "metadata.csv").unlink()
-    assert SpeechFolder(espeak.make_folder(made, clips=3)).digest == folder.digest

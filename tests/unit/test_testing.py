@@ -70,16 +70,16 @@ def test_the_data_segment_counts_what_is_allocated() -> None:
     assert data_segment_bytes() - before >= block.nbytes - _MIB
 
 
-@pytest.mark.parametrize("bit", [0, 7, 8, 19, 31])
-def test_exactly_one_bit_is_flipped(bit: int, tmp_path: Path) -> None:
+def test_exactly_one_bit_is_flipped(tmp_path: Path) -> None:
     """The bit that was named changes, no other does, and a second flip undoes the first."""
     path = tmp_path / "data"
     path.write_bytes(b"\x00\xff\x55\xaa")
     before = int.from_bytes(path.read_bytes(), "little")
-    flip_bit(path, bit)
-    assert int.from_bytes(path.read_bytes(), "little") ^ before == 1 << bit
-    flip_bit(path, bit)
-    assert int.from_bytes(path.read_bytes(), "little") == before
+    for bit in (0, 7, 8, 19, 31):
+        flip_bit(path, bit)
+        assert int.from_bytes(path.read_bytes(), "little") ^ before == 1 << bit
+        flip_bit(path, bit)
+        assert int.from_bytes(path.read_bytes(), "little") == before
 
 
 def test_every_bit_of_a_directory_is_as_likely(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ def run(
         removed = [] if prune is None else _prune(run_dir, store, prune)
         entries = store.entries()
         described = [_describe(entry, verify=verify) for entry in entries]
-        # A live run may have removed, or set aside, what was just listed.
+        # A live run may have removed, or moved aside, what was just listed.
         rows = [row for entry, row in zip(entries, described, strict=True) if entry.path.exists()]
-        rows += [_describe(entry, verify=False, status="damaged, set aside") for entry in store.damaged()]
+        rows += [_describe(entry, verify=False, status="damaged, moved aside") for entry in store.damaged()]
     if as_json:
         print_json({"run_dir": str(run_dir), "checkpoints": rows, "removed": [path.name for path in removed]})
     else:

@@ -115,17 +115,11 @@ def find_holder(path: Path) -> str | None:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Return whether another process holds the lock of a file; None if that cannot be known. Not for the holder."""
+    """Return whether a process holds the lock of a file; None if that cannot be known."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None if path.exists() else False
-    try:
-        return _is_locked(descriptor)
+        return find_holder(path) is not None or (None if path.exists() and not os.access(path, os.R_OK) else False)
     except (OSError, struct.error):
         return None
-    finally:
-        os.close(descriptor)
 
 
 def _is_locked(descriptor: int) -> bool:

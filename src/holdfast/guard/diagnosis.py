@@ -20,7 +20,7 @@ from holdfast.learning.layers import flow_summary
 from holdfast.learning.observer import Observer
 
 if TYPE_CHECKING:
-    from holdfast.guard.step.outcome import Outcome
+    from holdfast.guard.result import Outcome
 
 _NO_PROGRESS = ("H826", "H828", "H832")
 _WRECKED = {"H801", "H802", "H825", "H826", "H847"}

@@ -20,7 +20,7 @@ from holdfast.core.errors import CheckpointError, HoldfastError
 from holdfast.core.text import sanitise
 from holdfast.recorder.black_box import StepMark
 from holdfast.recorder.progress import Standing, read_board
-from holdfast.recorder.reader import not_recorded_any_more, read_events, read_steps, words_of_lost
+from holdfast.recorder.reader import not_recorded_any_more, read_steps, words_of_lost
 from holdfast.recorder.run_files import (
     BOARD_FILE,
     FAULTHANDLER_FILE,
@@ -31,18 +31,10 @@ from holdfast.recorder.run_files import (
     SUPERVISED_FILE,
 )
 from holdfast.report.images import read_images
+from holdfast.report.run_follower import RunFollower
 from holdfast.report.run_snapshot import CheckpointSeen, Lane, ProcessSnapshot, RunSnapshot
 from holdfast.report.series import MOST_POINTS, columns_of_marks, columns_of_samples, read_sample_array
-from holdfast.report.sources import (
-    CHECKPOINTS_FOLDER,
-    EventSeen,
-    Source,
-    find_sources,
-    guard_run_of,
-    guard_sources,
-    is_sound_event,
-    read_json,
-)
+from holdfast.report.sources import CHECKPOINTS_FOLDER, EventSeen, Source, find_sources, read_json
 from holdfast.report.verdicts import verdict_of
 
 # What a browser draws and a person reads. 48 curves of 2000 points in each of seven panels are some 10 MB of JSON.
@@ -82,10 +74,14 @@ def gather(run: Path) -> RunSnapshot:
     reading = _Reading()
     sources = reading.listed(find_sources, run)
     supervised = read_json(run / SUPERVISED_FILE)
-    events, guards = _all_events(sources, reading)
+    follower = RunFollower(run, steps=False)
+    events = [EventSeen(source=news.source.label, event=each) for news in follower.new() for each in news.events]
+    events.sort(key=lambda seen: seen.event.unix_seconds)
+    guards = [source for source in follower.sources if source.kind == "guard"]
+    reading.problems += follower.problems.values()
     processes = _processes(sources, events, reading)
     lanes = [seen.lane for seen in processes if seen.lane is not None]
-    lanes += _guard_lanes([*(s for s in sources if s.kind == "guard"), *guards], lanes, reading)
+    lanes += _guard_lanes(guards, lanes, reading)
     stores = {run, *(source.directory.parent.parent for source in guards)}
     kept, left_out = _bounded(events)
     if len(lanes) > _MOST_LANES:
@@ -105,27 +101,6 @@ def gather(run: Path) -> RunSnapshot:
         output="".join(reading.listed(lambda path: [_tail(path)], run / OUTPUT_FILE)),
         problems=tuple(dict.fromkeys(reading.problems)),
     )
-
-
-def _all_events(sources: list[Source], reading: _Reading) -> tuple[list[EventSeen], list[Source]]:
-    """Return all events by time, and the sources of guards that observed processes named."""
-    found: list[EventSeen] = []
-    guards: dict[Path, Source] = {}
-    own = {source.directory.resolve() for source in sources}
-    waiting = list(sources)
-    while waiting:
-        source = waiting.pop(0)
-        for event in reading.listed(read_events, source.directory):
-            if not is_sound_event(event):
-                continue
-            found.append(EventSeen(source=source.label, event=event))
-            named = guard_run_of(event)
-            for guard in guard_sources(named, attempt=source.attempt) if named and source.kind == "process" else ():
-                if guard.directory.resolve() not in own:
-                    own.add(guard.directory.resolve())
-                    guards[guard.directory] = guard
-                    waiting.append(guard)
-    return sorted(found, key=lambda seen: seen.event.unix_seconds), list(guards.values())
 
 
 def _processes(sources: list[Source], events: list[EventSeen], reading: _Reading) -> list[ProcessSnapshot]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
 
@@ -145,18 +145,16 @@ def _figure(image: ImageSeen) -> str:
 def _events(events: tuple[EventSeen, ...], left_out: Mapping[str, int]) -> str:
     if not events:
         return ""
-    rows = "".join(
-        f'<tr><td class="number">{as_html(moment(seen.event.unix_seconds))}</td><td>{as_html(seen.source)}</td>'
-        f'<td class="number">{as_html(seen.event.global_step)}</td><td>{as_html(seen.event.kind)}</td>'
-        f'<td class="text">{as_html(_facts_of(seen))}</td></tr>'
+    rows = [
+        (moment(seen.event.unix_seconds), seen.source, seen.event.global_step, seen.event.kind, _facts_of(seen))
         for seen in events
-    )
+    ]
     more = ", ".join(f"{count} of {kind}" for kind, count in left_out.items())
     note = f'<p class="hint">Left out here: {as_html(more)}. <code>holdfast events</code> lists all.</p>'
+    table = _table({"UTC": "number", "by": "", "step": "number", "what": "", "facts": "text"}, rows)
     return (
         f"<section><details><summary><b>Events</b> ({len(events)})</summary>{note if more else ''}"
-        '<div class="scroll"><table><tr><th>UTC</th><th>by</th><th>step</th><th>what</th><th>facts</th></tr>'
-        f"{rows}</table></div></details></section>"
+        f"{table}</details></section>"
     )
 
 
@@ -165,19 +163,29 @@ def _facts_of(seen: EventSeen) -> str:
 
 
 def _checkpoints(checkpoints: tuple[CheckpointSeen, ...]) -> str:
-    rows = "".join(
-        f'<tr><td class="text">{as_html(each.name)}</td><td class="number">{each.global_step}</td>'
-        f'<td class="number">{as_html("" if each.size_bytes is None else size(each.size_bytes))}</td>'
-        f'<td class="number">{as_html("" if each.saved is None else moment(each.saved))}</td>'
-        f"<td>{as_html(each.status)}</td></tr>"
+    rows = [
+        (
+            each.name,
+            each.global_step,
+            "" if each.size_bytes is None else size(each.size_bytes),
+            "" if each.saved is None else moment(each.saved),
+            each.status,
+        )
         for each in checkpoints
+    ]
+    heads = {"name": "text", "step": "number", "size": "number", "saved (UTC)": "number", "status": ""}
+    return f"<section><h2>Checkpoints</h2>{_table(heads, rows)}</section>" if rows else ""
+
+
+def _table(heads: Mapping[str, str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table of cells as text; `heads` are the titles of its columns, with their classes."""
+    looks = [f' class="{look}"' if look else "" for look in heads.values()]
+    body = "".join(
+        f"<tr>{''.join(f'<td{look}>{as_html(cell)}</td>' for look, cell in zip(looks, row, strict=True))}</tr>"
+        for row in rows
     )
-    if not rows:
-        return ""
-    return (
-        '<section><h2>Checkpoints</h2><div class="scroll"><table><tr><th>name</th><th>step</th><th>size</th>'
-        f"<th>saved (UTC)</th><th>status</th></tr>{rows}</table></div></section>"
-    )
+    titles = "".join(f"<th>{title}</th>" for title in heads)
+    return f'<div class="scroll"><table><tr>{titles}</tr>{body}</table></div>'
 
 
 def _stacks(run: RunSnapshot) -> str:

@@ -60,10 +60,12 @@ class RunFollower:
     Args:
         run: The directory; processes and guards may appear later.
         first_attempt: Processes of earlier attempts of the supervisor are not looked at.
+        steps: Whether steps are read, or events only.
     """
 
-    def __init__(self, run: Path, *, first_attempt: int = 0) -> None:
+    def __init__(self, run: Path, *, first_attempt: int = 0, steps: bool = True) -> None:
         self._run = run
+        self._steps = steps
         self._first_attempt = first_attempt
         self._forgotten: set[str] = set()
         self._tracks: dict[Path, _Track] = {}
@@ -89,7 +91,7 @@ class RunFollower:
         for source in self.sources:  # which grows by the guards that are named meanwhile
             if here and _is_over(source):  # asked before it is read: nothing comes after that
                 over.add(source.directory)
-            track = self._tracks.setdefault(source.directory, _Track(source))
+            track = self._tracks.setdefault(source.directory, _Track(source, steps=self._steps))
             try:
                 news = track.new(source, hold_back=hold_back and source.directory not in over)
             except RunDirectoryError as error:
@@ -138,7 +140,8 @@ def _is_over(source: Source) -> bool:
 class _Track:
     """The followers of one directory."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, *, steps: bool) -> None:
+        self._steps = steps
         self._events = EventFollower(source.directory / EVENTS_FILE)
         self._samples = SampleFollower(source.directory / SAMPLES_FILE)
         self._marks = MarkFollower(source.directory / STEPS_FILE)
@@ -146,9 +149,9 @@ class _Track:
 
     def new(self, source: Source, *, hold_back: bool) -> News:
         samples: list[StepSample] = []
-        if source.kind == "process":
+        if self._steps and source.kind == "process":
             samples = self._samples.new(hold_back=hold_back)
-        elif source.kind == "guard":
+        elif self._steps and source.kind == "guard":
             samples = [
                 StepSample(
                     step=mark.global_step, micro_steps=0, unix_seconds=mark.unix_seconds, loss=mark.loss,

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import socket
+import subprocess
 import sys
 import threading
 import urllib.error
@@ -17,6 +18,7 @@ from tests.unit.report.made_runs import BEGAN, GONE, add_process, happened, make
 from tests.unit.report.test_page import HOSTILE
 
 from holdfast.core.errors import PolicyError
+from holdfast.core.lock import FileLock
 from holdfast.recorder.progress import SampleRing
 from holdfast.recorder.run_files import SAMPLES_FILE
 from holdfast.report.metrics import check_targets, follow, open_sinks
@@ -117,6 +119,22 @@ def test_of_a_run_that_is_continued_only_what_is_new_is_copied(tmp_path):
     found = kept(run, first_attempt=1, since=BEGAN + 50)
     assert [point.step for point in found.points] == [2]
     assert [each.event.kind for each in found.events] == ["after", "after", "exiting"]
+
+
+def test_metrics_are_copied_by_the_supervisor_itself_without_losing_its_lock(tmp_path):
+    """`holdfast run --metrics` looks at the run in the process that holds its lock, and goes on holding it."""
+    run = make_run(tmp_path / "run", steps=2)
+    lock = FileLock(run / "supervisor" / "lock")
+    lock.acquire()
+    assert [point.step for point in kept(run).points] == [1, 2]
+    code = (
+        "import sys, pathlib; from holdfast.core.lock import is_locked; print(is_locked(pathlib.Path(sys.argv[1])))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code, str(run / "supervisor" / "lock")], capture_output=True, text=True, check=True
+    )
+    lock.release()
+    assert other.stdout == "True\n"
 
 
 def test_the_guard_that_a_process_names_is_copied_at_once(tmp_path):

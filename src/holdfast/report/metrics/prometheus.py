@@ -6,7 +6,6 @@ Does not: push, keep history; a gauge shows the newest step.
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Any
 
 from holdfast.core.errors import PolicyError
@@ -31,23 +30,45 @@ _MOST_KINDS = 200  # of events: a label with endless values would fill the serve
 
 
 class Prometheus:
-    """Gauges of the newest step for each process, and counters of events; `run`, its name, is a label."""
+    """Gauges of the newest step for each process, and counters of events; the run's name is a label.
 
-    def __init__(self, run: str) -> None:
-        from prometheus_client import CollectorRegistry, Counter, Gauge
+    A text file is replaced as a whole each time; the node exporter wants a name that ends in ``.prom``.
 
-        self.registry = CollectorRegistry()
-        self.name = "Prometheus"
+    Args:
+        target: A file, or ``:PORT`` (this machine only) or ``HOST:PORT`` to serve; port 0 takes a free one.
+        run: Name of the run.
+
+    Raises:
+        PolicyError: H743 for a port that is none.
+        ImportError: without prometheus-client.
+        OSError: if the file cannot be written or the port is taken.
+    """
+
+    def __init__(self, target: str, run: str) -> None:
+        from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+        self._registry = CollectorRegistry()
         self._run = sanitise(run, most=200)
-        labels = ["run", "process"]
         self._gauges = {
-            key: Gauge(name, text, labels, registry=self.registry) for key, (name, text) in _GAUGES.items()
+            key: Gauge(name, text, ["run", "process"], registry=self._registry)
+            for key, (name, text) in _GAUGES.items()
         }
-        self._events = Counter("holdfast_events", "Events.", ["run", "event"], registry=self.registry)
+        self._events = Counter("holdfast_events", "Events.", ["run", "event"], registry=self._registry)
         self._kinds: set[str] = set()
+        self._target, endpoint = target, endpoint_of(target)
+        self._server: Any = None
+        self.port = 0
+        """Of the endpoint."""
+        if endpoint is None:
+            self.name = f"Prometheus text file {target}"
+            self._replace_file()
+        else:
+            self._server, self._thread = start_http_server(endpoint[1], addr=endpoint[0], registry=self._registry)
+            self.port = self._server.server_address[1]
+            self.name = f"Prometheus endpoint {endpoint[0]}:{self.port}"
 
     def write(self, points: list[Point], events: list[Happened]) -> None:
-        """Set the gauges."""
+        """Set the gauges, and replace the file."""
         newest = {point.process: point for point in points}
         for process, point in newest.items():
             facts = {"step": point.step, "attempt": point.attempt, "time": point.unix_seconds}
@@ -58,61 +79,21 @@ class Prometheus:
             if len(self._kinds) < _MOST_KINDS:
                 self._kinds.add(kind)
             self._events.labels(self._run, kind if kind in self._kinds else "other").inc()
+        if self._server is None:
+            self._replace_file()
 
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class PrometheusFile(Prometheus):
-    """A text file, replaced as a whole each time; the node exporter wants a name that ends in ``.prom``."""
-
-    def __init__(self, path: Path, run: str) -> None:
-        super().__init__(run)
-        self.name = f"Prometheus text file {path}"
-        self._path = path
-        self._replace()
-
-    def write(self, points: list[Point], events: list[Happened]) -> None:
-        """Set the gauges and replace the file."""
-        super().write(points, events)
-        self._replace()
-
-    def _replace(self) -> None:
+    def _replace_file(self) -> None:
         from prometheus_client import write_to_textfile
 
-        write_to_textfile(str(self._path), self.registry)
-
-
-class PrometheusEndpoint(Prometheus):
-    """Serves the gauges over HTTP until closed; port 0 takes a free one, see `port`."""
-
-    def __init__(self, host: str, port: int, run: str) -> None:
-        from prometheus_client import start_http_server
-
-        super().__init__(run)
-        started: tuple[Any, Any] = start_http_server(port, addr=host, registry=self.registry)
-        self._server, self._thread = started
-        self.port: int = self._server.server_address[1]
-        self.name = f"Prometheus endpoint {host}:{self.port}"
+        write_to_textfile(self._target, self._registry)
 
     def close(self) -> None:
         """Stop serving."""
-        with contextlib.suppress(OSError):
-            self._server.shutdown()
-            self._server.server_close()
-        self._thread.join(timeout=5)
-
-
-def open_prometheus(target: str, run: str) -> Prometheus:
-    """Open a text file, or an endpoint for ``:PORT`` (this machine only) or ``HOST:PORT``.
-
-    Raises:
-        PolicyError: H743 for a port that is none.
-        ImportError: without prometheus-client.
-        OSError: if the file cannot be written or the port is taken.
-    """
-    endpoint = endpoint_of(target)
-    return PrometheusFile(Path(target), run) if endpoint is None else PrometheusEndpoint(*endpoint, run)
+        if self._server is not None:
+            with contextlib.suppress(OSError):
+                self._server.shutdown()
+                self._server.server_close()
+            self._thread.join(timeout=5)
 
 
 def endpoint_of(target: str) -> tuple[str, int] | None:

@@ -14,11 +14,11 @@ from holdfast.core.errors import PolicyError
 from holdfast.core.text import sanitise
 from holdfast.report.metrics.clients import JsonLines, MlflowRun, TensorBoard, WandbRun
 from holdfast.report.metrics.copying import Sink
-from holdfast.report.metrics.prometheus import endpoint_of, open_prometheus
+from holdfast.report.metrics.prometheus import Prometheus, endpoint_of
 
 _OPENERS: dict[str, Callable[[str, Path], Sink]] = {
     "tensorboard": lambda target, _run: TensorBoard(Path(target)),
-    "prometheus": lambda target, run: open_prometheus(target, run.name),
+    "prometheus": lambda target, run: Prometheus(target, run.name),
     "jsonl": lambda target, _run: JsonLines(target),
     "wandb": lambda target, run: WandbRun(target, run.name),
     "mlflow": lambda target, run: MlflowRun(target, run.name),
