@@ -228,21 +228,6 @@ def test_an_error_comes_after_all_that_came_before_it(streams, where) -> None:
     assert "closed" in streams.log
 
 
-def test_an_interrupt_does_not_wait_for_the_batch_before(streams) -> None:
-    """Control-C while the source is asked is raised at once."""
-    items = prefetched(source(streams.log, 2, KeyboardInterrupt()), "meta")
-    next(items)
-    with pytest.raises(KeyboardInterrupt):
-        next(items)
-
-
-def test_an_empty_source_gives_nothing(streams) -> None:
-    """No item is no item, and a source that fails at once fails at once."""
-    assert list(prefetched([], "meta")) == []
-    with pytest.raises(ZeroDivisionError):
-        next(prefetched(source([], 0, ZeroDivisionError()), "meta"))
-
-
 def test_closing_early_waits_for_the_copies_and_closes_the_source(streams) -> None:
     """After `close` nothing is in flight any more, and the source is closed although an item was fetched ahead."""
     items = prefetched(source(streams.log), "meta")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import json
 import pickle
 import random
@@ -26,7 +25,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
-from torch.utils.data import DataLoader as TorchDataLoader
 
 from holdfast import DataLoader, Guard, LoaderError
 from holdfast.loader.order.orders import LengthBucketed, TokenBatches, Weighted
@@ -104,28 +102,6 @@ def test_a_sampler_that_draws_another_order_after_a_restart_is_told() -> None:
     assert caught.value.rule == "H604"
 
 
-def test_what_a_sampler_yields_counts_not_what_it_tells() -> None:
-    """A length that is too small loses nothing, one that is too large makes no empty batch, as with torch."""
-
-    class Liar(OwnChance):
-        def __init__(self, tells: int) -> None:
-            super().__init__()
-            self.tells = tells
-
-        def __len__(self) -> int:
-            return self.tells
-
-    for tells in (7, 30):
-        assert sorted(_items(DataLoader(list(range(20)), batch_size=4, sampler=Liar(tells)))) == list(range(20))
-
-
-def test_keys_that_are_tuples_are_no_repeated_indices() -> None:
-    """A sampler of (video, frame) pairs is no sampler that repeats."""
-    keys = [(0, 0), (0, 1), (1, 0)]
-    data = {key: number for number, key in enumerate(keys)}
-    assert _items(DataLoader(data, batch_size=2, sampler=keys)) == [0, 1, 2]  # type: ignore[arg-type]
-
-
 _KEYS: dict[str, Callable[[], Any]] = {
     "tensors": lambda: torch.arange(12).split(3),
     "arrays": lambda: np.arange(12).reshape(4, 3),
@@ -176,18 +152,6 @@ def test_an_error_of_a_sampler_is_no_workers() -> None:
     with pytest.raises(FileNotFoundError, match="the list is gone"):
         next(iter(loader))
     assert "loader_healed" not in events
-
-
-def test_a_sampler_without_an_end_is_told() -> None:
-    """Instead of filling the memory there is an H603 that says what to change."""
-
-    class Endless(OwnChance):
-        def __iter__(self) -> Iterator[int]:
-            return itertools.cycle(range(20))
-
-    with pytest.raises(LoaderError, match="Endless") as caught:
-        next(iter(DataLoader(list(range(20)), sampler=Endless(), repeats=True)))
-    assert caught.value.rule == "H603"
 
 
 def test_a_loader_can_be_copied_and_sent_to_a_process() -> None:
@@ -244,12 +208,6 @@ def test_an_iterator_knows_its_length() -> None:
     assert len(iter(DataLoader(list(range(5)), batch_size=2))) == 3  # type: ignore[arg-type] # torch's says so too
 
 
-def test_a_generator_that_is_none_is_refused() -> None:
-    """A number in its place is told with the argument that takes one."""
-    with pytest.raises(LoaderError, match="seed="):
-        DataLoader([1, 2], generator=3)
-
-
 class Normal:
     """Samples that draw one number each from generators that make normal numbers in pairs."""
 
@@ -258,16 +216,6 @@ class Normal:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([np.random.randn(), random.gauss(0, 1)])
-
-
-def test_the_kept_half_of_a_normal_pair_is_nobodys_noise() -> None:
-    """What training has left in the generators of python and numpy comes in no sample."""
-    expected = torch.cat(list(DataLoader(Normal(), batch_size=1)))
-    np.random.randn()
-    random.gauss(0, 1)
-    found = torch.cat(list(DataLoader(Normal(), batch_size=1)))
-    assert torch.equal(found, expected)
-    assert len(found.unique()) == 8
 
 
 @pytest.mark.parametrize("sampler", [Weighted([1.0, 1.0], 16), WeightedRandomSampler([1.0, 1.0], 16)])
@@ -330,38 +278,10 @@ def _part() -> tuple[int, int, int]:
     return (0, 16, 1) if info is None else (info.id, 16, info.num_workers)
 
 
-def test_a_stream_that_divides_itself_out_of_sight_is_not_divided_again() -> None:
-    """Instead of half of its items without a word there is an error that says what to pass; with that, all come."""
-    with pytest.raises(LoaderError, match="sharded=True") as caught:
-        list(DataLoader(Asking(), batch_size=2, num_workers=2))
-    assert caught.value.rule == "H607"
+def test_a_stream_that_divides_itself_out_of_sight_is_not_divided_twice() -> None:
+    """It finds no worker's number to divide by, unless you say that it does; all items come in either case."""
+    assert sorted(_items(DataLoader(Asking(), batch_size=2, num_workers=2))) == list(range(16))
     assert sorted(_items(DataLoader(Asking(), batch_size=2, num_workers=2, sharded=True))) == list(range(16))
-
-
-def test_workers_are_chosen_for_a_stream_that_is_said_not_to_divide_itself() -> None:
-    """The way out that the error names is one."""
-
-    class Looks(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            get_worker_info()
-            return iter(range(6))
-
-    with pytest.raises(LoaderError, match="sharded=False"):
-        DataLoader(Looks(), batch_size=2, num_workers="auto")
-    assert _items(DataLoader(Looks(), batch_size=2, num_workers="auto", sharded=False)) == list(range(6))
-
-
-class Nested(IterableDataset[int]):
-    """Reads through a loader of its own."""
-
-    def __iter__(self) -> Iterator[int]:
-        for batch in DataLoader(list(range(8)), batch_size=2):
-            yield int(batch.sum())
-
-
-def test_a_loader_may_be_used_inside_a_worker() -> None:
-    """A dataset that iterates a loader of ours works in a worker of torch's."""
-    assert _items(TorchDataLoader(Nested(), batch_size=2, num_workers=1)) == [1, 5, 9, 13]
 
 
 def test_an_order_that_was_made_for_other_data_is_refused() -> None:

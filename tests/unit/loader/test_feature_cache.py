@@ -15,12 +15,10 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader as TorchDataLoader
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.features.cache import FeatureCache
 from holdfast.loader.features.files import Draft
-from holdfast.loader.loader import DataLoader
 from holdfast.testing import flip_bit
 
 VALUES: list[Any] = [
@@ -136,46 +134,6 @@ def test_a_build_leaves_the_random_state_alone(tmp_path):
     assert before[1:] == after[1:]
 
 
-@pytest.mark.parametrize("loader", [TorchDataLoader, DataLoader])
-def test_a_loader_reads_it_with_workers(tmp_path, loader):
-    """As the dataset of a loader with workers it gives what it gives without."""
-    with build(range(30), identity, tmp_path / "f.h5") as cache:
-        assert [batch.tolist() for batch in loader(cache, batch_size=4, num_workers=2)] == [
-            list(range(first, min(first + 4, 30))) for first in range(0, 30, 4)
-        ]
-
-
-@pytest.mark.slow
-def test_a_spawned_reader_opens_the_file_itself(tmp_path):
-    """A cache that is pickled into another process carries no descriptor and reads there."""
-    with build(range(30), identity, tmp_path / "f.h5") as cache:
-        loader = TorchDataLoader(cache, batch_size=30, num_workers=1, multiprocessing_context="spawn")
-        assert next(iter(loader)).tolist() == list(range(30))
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 99, "key": {}}', "3"])
-def test_a_draft_without_a_readable_key_is_begun_anew(tmp_path, text):
-    """Whatever a damaged disk has made of it."""
-    draft = Draft(tmp_path / "f.h5")
-    draft.directory.mkdir()
-    draft.begin({})
-    (draft.directory / "key.json").write_text(text)
-    assert draft.key() is None
-    assert list(build([1, 2], identity, tmp_path / "f.h5")) == [1, 2]
-
-
-def test_an_item_is_asked_for_by_a_whole_number(tmp_path):
-    """As of a list: numpy's and torch's whole numbers, also from the end; all else is a TypeError that names it."""
-    with build([1, 2, 3], identity, tmp_path / "f.h5") as cache:
-        assert [cache[index] for index in (0, -1, np.int64(1), torch.tensor(2))] == [1, 3, 2, 3]
-        for index in (slice(0, 2), 1.0, "1", None, [0, 1]):
-            with pytest.raises(TypeError, match=type(index).__name__):
-                cache[index]
-        for index in (3, -4):
-            with pytest.raises(IndexError):
-                cache[index]
-
-
 def test_any_hdf5_tool_can_look_into_it(tmp_path):
     """The finished file is plain HDF5: items, an index of their places, and what they were made from."""
     build(VALUES, identity, tmp_path / "f.h5").close()
@@ -274,18 +232,6 @@ def test_the_old_cache_can_be_read_until_a_rebuild_is_complete(tmp_path, monkeyp
     with pytest.raises(LoaderError, match="was replaced by another one") as caught:
         old[0]
     assert caught.value.rule == "H620"
-
-
-def test_a_rebuild_of_the_same_features_that_is_killed_is_continued(tmp_path, monkeypatch):
-    """Who rebuilds does not trust the old file, although its key is the same: the next build does not return it."""
-    build(range(5), doubled, tmp_path / "f.h5").close()
-    old = (tmp_path / "f.h5").stat().st_ino
-    monkeypatch.setenv("FAIL_AT", "3")
-    with pytest.raises(LoaderError, match="item 3"):
-        build(range(5), doubled, tmp_path / "f.h5", rebuild=True)
-    monkeypatch.setenv("FAIL_AT", "0")  # items 0 to 2 are not computed again
-    assert list(build(range(5), doubled, tmp_path / "f.h5")) == [0, 2, 4, 6, 8]
-    assert (tmp_path / "f.h5").stat().st_ino != old
 
 
 def test_a_cache_that_is_being_written_has_one_writer_and_no_reader(tmp_path):
@@ -399,14 +345,6 @@ def test_without_h5py_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(LoaderError, match=r"pip install 'holdfast\[features\]'"):
         build([1], identity, tmp_path / "f.h5")
-
-
-def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path):
-    """The system's reason is told."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(LoaderError, match="Not a directory") as caught:
-        build([1], identity, tmp_path / "file" / "f.h5")
-    assert caught.value.rule == "H624"
 
 
 def test_the_progress_is_shown_on_stderr(tmp_path, capfd):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -170,13 +169,6 @@ def test_it_resumes_exactly_after_any_batch(make_loader: Callable[[], Any]) -> N
     check_resumable(make_loader, _same)
 
 
-def test_a_stream_resumes_by_reading_over() -> None:
-    """An IterableDataset continues at the right batch, with torch's own batches and length."""
-    check_resumable(lambda: DataLoader(Stream(7), batch_size=2), torch.equal)
-    ours, theirs = DataLoader(Stream(7), batch_size=2), TorchDataLoader(Stream(7), batch_size=2)
-    assert [batch.tolist() for batch in ours] == [batch.tolist() for batch in theirs]
-
-
 def test_what_a_stream_draws_resumes_too() -> None:
     """Augmentation in a stream depends neither on where the run was stopped nor on what training draws."""
 
@@ -229,19 +221,6 @@ def test_the_position_counts_what_was_handed_out_not_what_workers_fetched() -> N
     del iterator
 
 
-def test_a_stream_with_workers_resumes() -> None:
-    """With two workers a stream continues at the same batch of their fixed turns."""
-    whole = [batch.tolist() for batch in DataLoader(Stream(9), batch_size=2, num_workers=2)]
-    for cut in range(len(whole) + 1):
-        loader = DataLoader(Stream(9), batch_size=2, num_workers=2)
-        iterator = iter(loader)
-        head = [next(iterator).tolist() for _ in range(cut)]
-        del iterator
-        rest = DataLoader(Stream(9), batch_size=2, num_workers=2)
-        rest.load_state_dict(loader.state_dict())
-        assert head + [batch.tolist() for batch in rest] == whole
-
-
 def test_epochs_are_shuffled_differently_and_seeds_too() -> None:
     """Every epoch and every seed has an order of its own, and each is a permutation."""
     first, second = (DataLoader(list(range(50)), batch_size=None, shuffle=True, seed=seed) for seed in (1, 2))
@@ -269,18 +248,6 @@ def test_the_seed_of_a_generator_is_used() -> None:
     torch.rand(3, generator=generator)
     by_generator = DataLoader(list(range(20)), batch_size=None, shuffle=True, generator=generator)
     assert list(by_generator) == list(DataLoader(list(range(20)), batch_size=None, shuffle=True, seed=7))
-
-
-def test_another_batch_size_goes_on_at_the_same_sample() -> None:
-    """After a restart with larger batches no sample of the epoch is seen twice or left out."""
-    loader = DataLoader(Augmented(), batch_size=2, shuffle=True)
-    iterator = iter(loader)
-    head = _indices([next(iterator), next(iterator)])
-    larger = DataLoader(Augmented(), batch_size=5, shuffle=True)
-    larger.load_state_dict(loader.state_dict())
-    tail = _indices(larger)
-    assert sorted(itertools.chain(*head, *tail)) == list(range(11))
-    assert [len(batch) for batch in tail] == [5, 2]
 
 
 def test_an_epoch_that_was_left_is_over() -> None:
@@ -342,20 +309,6 @@ def test_an_epoch_can_be_named() -> None:
         other.load_state_dict(loader.state_at(epoch))
         loader.go_to(epoch)
         assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in other] == epochs[epoch]
-
-
-def test_a_sampler_without_a_length_is_refused() -> None:
-    """Where an epoch has no known end, an exact resume is impossible, and that is said at once."""
-
-    class Endless:
-        def __iter__(self) -> Iterator[int]:
-            return iter([1, 2])
-
-    with pytest.raises(LoaderError, match="Endless has no length") as caught:
-        DataLoader([1, 2, 3], sampler=Endless())
-    assert caught.value.rule == "H603"
-    with pytest.raises(LoaderError, match="Endless"):
-        DataLoader([1, 2, 3], batch_sampler=Endless())
 
 
 def test_what_is_no_position_or_no_seed_is_refused() -> None:

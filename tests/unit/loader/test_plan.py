@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
@@ -32,25 +32,6 @@ def test_entries_are_the_order_cut_into_batches() -> None:
         rest = [entry.indices for entry, _ in _plan().entries(0, start, ())]
         assert rest == [entry.indices for entry, after in found if after > start]
         assert _plan().steps(0, start) == len(rest)
-
-
-def test_drop_last_leaves_out_the_batch_that_is_not_full() -> None:
-    """With ``drop_last`` entries and count stop before it."""
-    plan = _plan(drop_last=True)
-    assert [len(entry.indices) for entry, _ in plan.entries(0, 0, ())] == [4] * 5
-    assert plan.steps(0, 0) == 5
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_ranks_share_each_step(world_size: int) -> None:
-    """Ranks have equally many entries, the same positions after them, and together each sample."""
-    shares = [
-        list(_plan(rank=rank, world_size=world_size, batch_size=2).entries(0, 0, ())) for rank in range(world_size)
-    ]
-    assert len({tuple(after for _, after in share) for share in shares}) == 1
-    assert {index for share in shares for entry, _ in share for index in entry.indices} == set(range(22))
-    handed_out = sum(len(entry.indices) for share in shares for entry, _ in share)
-    assert handed_out - 22 < world_size, "only a short last step may give a sample to two ranks"
 
 
 def test_spares_follow_in_the_order_and_begin_anew_at_its_end() -> None:
@@ -82,12 +63,6 @@ def test_what_is_quarantined_takes_no_place_among_those_that_may_stand_in() -> N
     batches = ByBatch(Sampled([[0, 1], [2], [3, 4], [5]], 1))
     found = [entry.spares[:3] for entry, _ in batches.entries(0, 0, {2, 3})]
     assert found == [(2, 3, 4), (3, 4, 5), (5, 0, 1), (0, 1, 2)]
-
-
-def test_samples_by_themselves_are_marked() -> None:
-    """With ``batch_size=None`` an entry is one sample that is not made a batch of."""
-    entries = [entry for entry, _ in _plan(3, batch_size=None).entries(0, 0, ())]
-    assert [(entry.indices, entry.alone) for entry in entries] == [((0,), True), ((1,), True), ((2,), True)]
 
 
 def test_a_batch_samplers_batches_stay_as_they_are() -> None:
@@ -138,12 +113,6 @@ def test_a_sampler_that_repeats_by_mistake_is_refused() -> None:
     assert len(Sampled(BatchSampler(drawing, 4, drop_last=False), 1).drawn(0)) == 8
     padded = DistributedSampler(range(3), num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type]
     assert len(Sampled(padded, 1).drawn(0)) == 2
-
-
-def test_a_sampler_is_known_by_its_kind_and_the_length_of_the_dataset() -> None:
-    """Both must be equal for a position to mean the same sample."""
-    found = Sampled(SequentialSampler(range(7)), 1, samples=9).identity()
-    assert (found["kind"], found["length"]) == ("SequentialSampler", 9)
 
 
 class OwnChance:

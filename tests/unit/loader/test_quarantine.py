@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, last_line, read_ledger
+from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, read_ledger
 
 ENTRY = {"index": 3, "kind": "raised", "epoch": 0, "evidence": "x", "unix_seconds": 5.0, "released": False}
 
@@ -71,16 +71,6 @@ def test_a_released_sample_makes_room_and_must_find_room_again() -> None:
     with pytest.raises(LoaderError, match=r"sample 2 cannot be used .* 2 are quarantined already \(1, 4\)"):
         ledger.add(2, "raised", 3, "")
     assert ledger.bad(3) == {1, 4}
-
-
-def test_only_the_end_of_long_evidence_is_kept() -> None:
-    """The exception stands at the end of a traceback, so the beginning is what is cut."""
-    ledger = _ledger()
-    ledger.add(1, "raised", 0, "x" * 10_000 + "\nValueError: bad header")
-    (entry,) = ledger
-    assert len(entry.evidence) < 2100
-    assert entry.evidence.startswith("...")
-    assert last_line(entry.evidence) == "ValueError: bad header"
 
 
 def test_what_was_found_without_a_run_is_kept_in_the_run(tmp_path: Path) -> None:
@@ -159,13 +149,6 @@ def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
     assert [*read_ledger(place / FILE_NAME)] == [3, 5]
 
 
-def test_a_folder_in_the_place_of_a_ledger_is_refused(tmp_path: Path) -> None:
-    """What cannot be read at all is H617 too."""
-    (tmp_path / FILE_NAME).mkdir()
-    with pytest.raises(LoaderError, match=r"\[H617\]"):
-        _ledger().keep_in(tmp_path / FILE_NAME)
-
-
 def test_a_released_sample_is_read_again_and_quarantine_again_if_it_is_bad() -> None:
     """A loader replaces what its ledger holds, reads what was released, and finds out anew what is still bad."""
     data = Repairable()
@@ -179,14 +162,6 @@ def test_a_released_sample_is_read_again_and_quarantine_again_if_it_is_bad() -> 
     data.bad.add(3)
     assert next(iter(loader)) == [0, 1, 2, 4, 4]
     assert [(entry.index, entry.epoch, entry.released) for entry in loader.ledger] == [(3, 3, False)]
-
-
-def test_no_file_is_an_empty_ledger(tmp_path: Path) -> None:
-    """A run that has quarantined nothing has no file, and none is made for it."""
-    ledger = _ledger()
-    ledger.keep_in(tmp_path / FILE_NAME)
-    assert list(ledger) == []
-    assert not (tmp_path / FILE_NAME).exists()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import types
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -75,11 +74,6 @@ def test_named_tuples_dataclasses_and_mappings_are_kept(x: torch.Tensor) -> None
     assert batch["pair"].targets.shape == (5,)
 
 
-def test_a_mapping_that_cannot_be_changed_becomes_a_dict(x: torch.Tensor) -> None:
-    """A read-only mapping is cut too; its parts are plain dicts."""
-    assert _parts(types.MappingProxyType({"x": x}), 4)[1]["x"].tolist() == [[8.0, 9.0]]
-
-
 def test_lists_of_names_are_cut_and_other_lists_are_shared(x: torch.Tensor) -> None:
     """A list with one text or number per sample follows the samples; one of another length is for all."""
     first, second = _parts({"x": x, "names": list("abcde"), "numbers": (1, 2, 3, 4, 5), "classes": ["cat", "dog"]}, 3)
@@ -106,15 +100,6 @@ def test_arrays_are_cut_like_tensors(x: torch.Tensor) -> None:
     assert torch.equal(second["x"], x.T[:, 3:])
 
 
-def test_sequence_first_batches_are_cut_along_dimension_one() -> None:
-    """``split=1`` cuts the second dimension of everything."""
-    batch = (torch.arange(12).reshape(3, 4), torch.zeros(7, 4, 2))
-    assert batch_size(batch, 1) == 4
-    first, second = _parts(batch, 3, 1)
-    assert first[0].tolist() == [[0, 1, 2], [4, 5, 6], [8, 9, 10]]
-    assert second[1].shape == (7, 1, 2)
-
-
 def test_a_prefix_of_the_structure_says_how_each_part_is_cut(x: torch.Tensor) -> None:
     """One dimension for a whole subtree, None for what is shared, "items" for one entry per sample."""
     batch = {
@@ -129,13 +114,6 @@ def test_a_prefix_of_the_structure_says_how_each_part_is_cut(x: torch.Tensor) ->
     assert first["mask"] is batch["mask"]
     assert [len(target) for target in second["targets"]] == [2, 3]
     assert torch.equal(second["pairs"][1], x[2:4] + 1)
-
-
-def test_a_list_of_samples_is_cut_by_items() -> None:
-    """A detection batch, a list of images of different sizes, is cut with "items" alone."""
-    images = [torch.zeros(3, size, size) for size in (4, 5, 6)]
-    assert batch_size(images, "items") == 3
-    assert [[image.shape[1] for image in part] for part in _parts(images, 2, "items")] == [[4, 5], [6]]
 
 
 def test_a_function_cuts_what_nothing_else_can() -> None:
@@ -185,39 +163,12 @@ def test_what_is_not_understood_is_refused_by_name(leaf: Any, kind: str, x: torc
     assert batch_size({"x": x, "deep": [x, leaf]}, {"x": 0, "deep": [0, None]}) == 5
 
 
-def test_a_packed_sequence_is_not_cut_as_the_named_tuple_that_it_is(x: torch.Tensor) -> None:
-    """A PackedSequence on its own is refused although it is a tuple of tensors."""
-    with pytest.raises(BatchError, match="batch is a PackedSequence"):
-        batch_size(pack_sequence([torch.zeros(2), torch.zeros(2)]))
-
-
 @pytest.mark.parametrize("batch", [None, {}, [], "text", (torch.tensor(1.0),), {"names": ["a", "b"]}, 3.5])
 def test_a_batch_without_a_batch_dimension_is_refused(batch: Any) -> None:
     """Where nothing can be cut, that is an H205 and not a batch of one."""
     with pytest.raises(BatchError) as caught:
         batch_size(batch)
     assert caught.value.rule == "H205"
-
-
-def test_a_dimension_that_is_not_there_is_refused(x: torch.Tensor) -> None:
-    """split=2 for a matrix is an H204 that names the leaf, its shape and what would be allowed."""
-    with pytest.raises(BatchError, match=r"batch\['x'\] has shape \(5, 2\); split= names its dimension 2") as caught:
-        batch_size({"x": x}, 2)
-    assert caught.value.rule == "H204"
-    assert "from 0 to 1" in caught.value.fix
-
-
-def test_a_part_without_an_instruction_is_named(x: torch.Tensor) -> None:
-    """A prefix that forgets a part of the batch is an H204 with the path of that part."""
-    for batch, split in (({"a": {"x": x, "y": x}}, {"a": {"x": 0}}), ({"a": (x, x)}, {"a": [0]})):
-        with pytest.raises(BatchError, match=r"split= says nothing about batch\['a'\]\[(1|'y')\]") as caught:
-            batch_size(batch, split)
-        assert caught.value.rule == "H204"
-
-
-def test_an_empty_batch_has_no_samples() -> None:
-    """Zero samples are counted as zero, for the caller to judge, in the fast path and in the general one."""
-    assert batch_size((torch.zeros(0, 3),)) == batch_size({"x": torch.zeros(0, 3)}) == 0
 
 
 @pytest.mark.parametrize(
@@ -290,29 +241,6 @@ def test_a_split_that_does_not_fit_is_said(batch: Any, split: Any) -> None:
     """Whatever is wrong with split=, the error names the part of the batch and what may be said about it."""
     with pytest.raises(BatchError, match=r"(?s)batch\['x'\].*H204"):
         batch_size(batch, split)
-
-
-@pytest.mark.parametrize("wrap", [lambda leaf: (leaf, torch.zeros(2)), lambda leaf: {"a": leaf}])
-@pytest.mark.parametrize("kind", ["nested", "jagged", "sparse"])
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_tensors_that_cannot_be_cut_are_said(kind: str, wrap: Any) -> None:
-    """Nested and sparse tensors are refused by name, in a tuple as in a dict."""
-    parts = [torch.zeros(2), torch.zeros(3)]
-    layout = torch.jagged if kind == "jagged" else torch.strided
-    leaf = torch.eye(2).to_sparse() if kind == "sparse" else torch.nested.nested_tensor(parts, layout=layout)
-    with pytest.raises(BatchError, match=r"H205"):
-        batch_size(wrap(leaf))
-
-
-def test_a_namedtuple_of_numbers_is_shared() -> None:
-    """A size of two numbers in a batch of two samples is not taken for a list of samples."""
-
-    class Size(NamedTuple):
-        h: int
-        w: int
-
-    parts = micro_batches({"x": torch.zeros(2), "size": Size(4, 5)}, 2, 1)
-    assert [part["size"] for part, _ in parts] == [Size(4, 5)] * 2
 
 
 def test_a_packed_sequence_is_copied_and_watched() -> None:

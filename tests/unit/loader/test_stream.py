@@ -170,27 +170,6 @@ def test_an_epoch_begins_at_its_first_item_whatever_was_read_before_it() -> None
             assert [int(item[0]) for item in next(iter(loader))] == list(range(4))
 
 
-class Refusing(Stateful):
-    """Cannot be put back to where it has not been."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at} if self.at else {}
-
-    def meet(self, index: int) -> None:
-        if index == 6:
-            raise ValueError("bad")
-
-
-def test_a_stream_that_cannot_be_put_back_ends_with_its_own_error() -> None:
-    """Its error comes, and then the end of the epoch."""
-    batches = iter(DataLoader(Refusing(16), batch_size=4))
-    assert len(next(batches)) == 4
-    with pytest.raises(ValueError, match="bad"):
-        next(batches)
-    with pytest.raises(StopIteration):
-        next(batches)
-
-
 def test_batches_that_were_timed_here_are_in_the_next_epoch_too() -> None:
     """With ``"auto"`` the first batches are read in this process; a worker of later epochs is forked from it.
 
@@ -271,14 +250,6 @@ def test_a_stream_that_shards_itself_goes_on_at_any_turn() -> None:
         assert _same(head + list(resumed), expected)
 
 
-def test_another_number_of_workers_is_refused_by_a_stream_that_shards_itself() -> None:
-    """Its position belongs to its workers, so other workers are an H604."""
-    state = _loader(Own(22), num_workers=2).state_dict()
-    with pytest.raises(LoaderError, match="workers=3") as caught:
-        _loader(Own(22), num_workers=3).load_state_dict(state)
-    assert caught.value.rule == "H604"
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [lambda: ValueError("broken item"), lambda: SystemExit(2)], ids=["error", "exit"])
 def test_an_item_that_raises_ends_the_epoch_with_its_error(workers: int, make: Callable[[], BaseException]) -> None:
@@ -294,25 +265,3 @@ def test_an_item_that_raises_ends_the_epoch_with_its_error(workers: int, make: C
         found.extend(_loader(Broken(22), sharded=False, num_workers=workers))
     assert "while making the batch of a stream" in "".join(caught.value.__notes__)
     del found
-
-
-class SpeechlessError(Exception):
-    """An exception that cannot be printed."""
-
-    def __str__(self) -> str:
-        raise TypeError("no text")
-
-
-class Ends(IterableDataset[int]):
-    """Two items, and an error."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from (1, 2)
-        raise SpeechlessError
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_a_stream_is_raised_also_if_it_cannot_be_printed(workers: int) -> None:
-    """The item's own exception comes, not the one that its text raises."""
-    with pytest.raises(SpeechlessError):
-        list(DataLoader(Ends(), batch_size=2, num_workers=workers))

@@ -21,7 +21,6 @@ from holdfast import DataLoader
 from holdfast.loader.workers import pool as generation
 from holdfast.loader.workers import watch as worker_watch
 from holdfast.loader.workers.board import (
-    COLLATING,
     IDLE,
     NUMBER,
     PLACE,
@@ -34,8 +33,6 @@ from holdfast.loader.workers.board import (
 from holdfast.loader.workers.processes import (
     Started,
     WorkerLostError,
-    how_it_ended,
-    is_stopped,
     kill,
     recording_context,
 )
@@ -120,22 +117,6 @@ def _exits(code: int) -> Callable[[Board, int], None]:
         os._exit(code)
 
     return work
-
-
-def test_the_board_shows_what_a_worker_does() -> None:
-    """A look gives batch, place and count of finished batches; a worker that has not begun is starting."""
-    board = Board(_FORK, 2)
-    assert board.look(1) == Showing(0, STARTING, 0)
-    board.of(1)[NUMBER] = 5
-    board.of(1)[PLACE] = 3
-    assert board.look(1) == Showing(5, 3, 0)
-    assert board.look(1).is_busy
-    assert board.look(1).has_worked, "it is behind its first sample"
-    board.of(1)[PLACE] = COLLATING
-    has_ended(board.of(1))
-    assert board.look(1) == Showing(5, IDLE, 1)
-    assert not board.look(1).is_busy
-    assert board.look(0) == Showing(0, STARTING, 0), "its neighbour's cells are its own"
 
 
 @pytest.mark.parametrize(
@@ -371,23 +352,3 @@ def test_a_loss_waits_until_another_loader_is_closed(
     assert not unheard
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-def test_a_watch_that_has_ended_says_nothing(start: Callable[..., Any]) -> None:
-    """What happens to workers that are being ended is no loss."""
-    watch, processes, _ = start(_idle)
-    watch.end()
-    processes[0].kill()
-    processes[0].join(5)
-    time.sleep(0.1)
-    assert not watch.lost
-
-
-def test_how_a_process_ended_is_told_in_words() -> None:
-    """Codes and signals have words, and a process that was never reaped is gone."""
-    process = _FORK.Process(target=os._exit, args=(4,))
-    assert how_it_ended(process, 0) == "is gone"
-    process.start()
-    process.join(5)
-    assert how_it_ended(process, 0) == "exited with code 4"
-    assert not is_stopped(2**22 + 1), "there is no such process"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterable, Sized
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from holdfast.loader.quarantine import key_of
 from holdfast.loader.random_state import isolated, seed_cpu
 from holdfast.loader.seeds import derive_seed
 
-_ENDLESS, _ENDLESS_EPOCHS = 2**20, 100  # a sampler that yields so many, and so many epochs, does not end
 _KEPT_EPOCHS = 2  # another iterator may draw another epoch: one with its own source of chance would draw anew then
 
 
@@ -52,7 +50,12 @@ class Sampled:
         samples: int | None = None,
     ) -> None:
         if not isinstance(sampler, Sized):
-            raise _endless(f"sampler {type(sampler).__name__} has no length", "give it a __len__")
+            raise LoaderError(
+                f"sampler {type(sampler).__name__} has no length",
+                limit="an order that resumes exactly needs to know where an epoch ends",
+                fix="give it a __len__, or use torch.utils.data.DataLoader and accept an inexact resume.",
+                rule="H603",
+            )
         self._sampler = sampler
         self._seed = seed
         self._repeats = repeats
@@ -75,7 +78,7 @@ class Sampled:
         return self.drawn(epoch)[start:stop]
 
     def drawn(self, epoch: int) -> list[Any]:
-        """Return all that the sampler yields in an epoch; H603 if it does not end, H609 if indices repeat."""
+        """Return all that the sampler yields in an epoch; H609 if indices repeat by mistake."""
         if epoch not in self._kept:
             found = self._draw(epoch)
             if not self.repeats:
@@ -95,14 +98,8 @@ class Sampled:
                     generator.manual_seed(seed)
                 if sets_epoch(each):
                     each.set_epoch(epoch)
-            most = max(_ENDLESS, _ENDLESS_EPOCHS * len(self))
-            found = list(itertools.islice(self._sampler, most))
+            found = list(self._sampler)
         self.epoch_set()
-        if len(found) == most:
-            name = type(self._sampler).__name__
-            raise _endless(
-                f"sampler {name} has a length of {len(self)} and goes on after {most}", "let it end after each epoch"
-            )
         return found
 
     def epoch_set(self) -> int | None:
@@ -148,15 +145,6 @@ class Sampled:
     def identity(self) -> dict[str, Any]:
         """Return its kind and the length of the dataset: its own may be another one in each epoch."""
         return {"kind": type(self._sampler).__name__, "version": 1, "length": self._samples}
-
-
-def _endless(what: str, fix: str) -> LoaderError:
-    return LoaderError(
-        what,
-        limit="an order that resumes exactly needs to know where an epoch ends",
-        fix=f"{fix}, or use torch.utils.data.DataLoader and accept an inexact resume.",
-        rule="H603",
-    )
 
 
 def _check_once(found: list[Any], name: str, *, batches: bool) -> None:

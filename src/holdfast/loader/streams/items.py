@@ -15,10 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import get_worker_info
-from torch.utils.data._utils import worker as _torch_worker
 
-from holdfast.core.errors import LoaderError
 from holdfast.loader.random_state import RandomState, capture, isolated, seed_cpu
 from holdfast.loader.seeds import derive_seed
 from holdfast.loader.signalled import let_through
@@ -45,18 +42,6 @@ class StreamError(Exception):
         self.cause = cause
 
 
-class _Noticing:
-    """torch's facts about this worker, which remember that they were asked for."""
-
-    def __init__(self, info: Any) -> None:
-        self._info = info
-        self.asked = False
-
-    def __getattr__(self, name: str) -> Any:
-        self.asked |= name in ("id", "num_workers")
-        return getattr(self._info, name)
-
-
 class Items:
     """The items of a stream, and their count. Their random numbers depend on `parts` and an item's number."""
 
@@ -65,7 +50,6 @@ class Items:
         self._parts = parts
         self._board = board
         self._keeps_state = keeps_state
-        self._noticing: _Noticing | None = None
         self._iterator: Iterator[Any] = iter(())
         self._head_draws: bool | None = None  # None: no item of this iterator has been read
         self._first_seed: int | None = None  # of the call that lets the iterator begin, where it is not the item's
@@ -88,7 +72,6 @@ class Items:
             if state is not None:
                 self._dataset.load_state_dict(copy.deepcopy(state))
             self._iterator = iter(self._dataset)
-        self._check()
         while self.number < items and next(self, self) is not self:
             self.show()
 
@@ -106,11 +89,6 @@ class Items:
         number, state = self._kept
         return None if state is None else behind(self.number - number, state)
 
-    def notice(self) -> None:
-        """From now on see whether the dataset asks which worker it is in."""
-        self._noticing = _Noticing(get_worker_info())
-        _torch_worker._worker_info = self._noticing  # type: ignore[assignment] # of this worker process alone
-
     def _own_state(self) -> Any:
         with self._guarded():
             return copy.deepcopy(self._dataset.state_dict())
@@ -125,17 +103,6 @@ class Items:
             let_through(error)
             raise StreamError(error) from error
 
-    def _check(self) -> None:
-        if self._noticing is not None and self._noticing.asked:
-            raise StreamError(
-                LoaderError(
-                    f"{type(self._dataset).__name__} asks get_worker_info() which worker it is in",
-                    limit="if it divides its items among workers, dividing them again would leave most of them out",
-                    fix="pass sharded=True if it does, sharded=False if it asks for another reason.",
-                    rule="H607",
-                )
-            )
-
     def __iter__(self) -> Iterator[Any]:
         return self
 
@@ -149,7 +116,6 @@ class Items:
             item = next(self._iterator, self)
             if before is not None:
                 self._head_draws = _differs(before, capture())
-        self._check()
         if item is self:
             self.ended = True
             raise StopIteration

@@ -1,7 +1,8 @@
 """Iterable datasets: their batches dealt out to workers and ranks, each item once, in the order of one process.
 
-not sharded by itself    every worker reads the whole stream and makes every so many-th batch of it
-sharded by itself        it asks ``get_worker_info()``, or says so: what it yields in a worker is that worker's
+not sharded by itself    every worker reads the whole stream and makes every so many-th batch of it; there
+                         ``get_worker_info()`` is None, as in one process
+sharded by itself        its code asks ``get_worker_info()``, or you say so: what it yields in a worker is its own
 
 With ``state_dict`` and ``load_state_dict`` the dataset keeps its own position; without, the items before the position
 are read again and dropped. Bad items are not quarantined: an iterator that has raised is over.
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as _torch_worker
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.order.ranks import rank_positions, ranks_now
@@ -80,7 +82,7 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """What a stream is and how it is cut; `certain` is whether the user has said `sharded`."""
+    """What a stream is and how it is cut."""
 
     dataset: Any
     collate: Callable[[Any], Any]
@@ -89,7 +91,6 @@ class StreamPlan:
     batch_size: int | None
     drop_last: bool
     sharded: bool
-    certain: bool
     rank: int
     world_size: int
     beginning: Beginning
@@ -139,8 +140,8 @@ class Stream(IterableDataset[Any]):
         items = Items(plan.dataset, seed, self._board, keeps_state=keeps_state(plan.dataset))
         cells = None if self._board is None else self._board.of(worker)
         items.show = lambda: _show(cells, items.number, 0)
-        if parts > 1 and not plan.certain:
-            items.notice()
+        if not plan.sharded and cells is not None:
+            _torch_worker._worker_info = None  # else a dataset that asks which worker it is in would divide as well
         turn, size = 0, (plan.batch_size or 1) * plan.world_size
         try:
             items.open(begin.items, begin.state)

@@ -51,7 +51,6 @@ class WorkerRecovery:
         self._longest = 0.0
         self._asked_at = 0.0
         self._changed = False
-        self._before_shortage: int | None = None  # workers that there were, until a batch shows who was to blame
 
     def change(self, workers: int, prefetch_factor: int | None) -> None:
         """Go on with other workers after this batch; which samples come, and in which order, stays."""
@@ -103,8 +102,6 @@ class WorkerRecovery:
     def _note(self, report: Report) -> None:
         """Note that a batch, or an error in the place of one, has arrived."""
         self._in_a_row = self._stuck_in_a_row = 0
-        if self._before_shortage is not None:
-            self._blame(report, self._before_shortage)
         if self.settings.timeout_seconds:  # one that was too short for this batch is so for others
             self.settings.timeout_seconds = max(self.settings.timeout_seconds, 2 * report.seconds)
         if report.fatal is None and self._strikes:
@@ -157,19 +154,16 @@ class WorkerRecovery:
                 f"itself needs all {before}"
             )
         pool = self._start(source)
-        self._emit_healed(loss.cause, index, remedy, before, time.monotonic() - noticed)
-        return pool
-
-    def _emit_healed(self, cause: str, index: Any, remedy: str, before: int, seconds: float) -> None:
         self._emit(
             "loader_healed",
-            cause=cause,
+            cause=loss.cause,
             sample=None if index is None else plain(index),
             remedy=remedy,
             workers_before=before,
             workers=self.settings.workers,
-            seconds=round(seconds, 4),
+            seconds=round(time.monotonic() - noticed, 4),
         )
+        return pool
 
     def _decide(self, loss: Loss, index: Any, source: Source) -> str:
         """Change the settings as the loss demands; return the remedy in words."""
@@ -180,7 +174,6 @@ class WorkerRecovery:
             return "tensors are shared through files from now on"
         at_sample = index is not None and loss.kind in {"died", "hung"}
         if loss.shortage is not None and not at_sample:
-            self._before_shortage = self._before_shortage or settings.workers
             return self._fewer()
         if "Pin memory" in loss.cause and repeated:
             settings.options = {**settings.options, "pin_memory": False}
@@ -206,16 +199,6 @@ class WorkerRecovery:
             self._emit(
                 "descriptor_limit_raised", before=before, now=most, why="workers had run out of file descriptors"
             )
-
-    def _blame(self, report: Report, before: int) -> None:
-        """Have the workers back if this process, alone, ran short too: of one sample, as with a wrong size in it."""
-        self._before_shortage = None
-        bad = next((each for each in (*report.failures, report.fatal) if each is not None), None)
-        if self.settings.workers or bad is None:
-            return
-        self.settings.workers, self._changed = before, True
-        cause = "without workers it cannot be made either, so these were not too many"
-        self._emit_healed(cause, bad.index, f"{before} workers again", 0, 0.0)
 
     def _blocked(self, loss: Loss, showing: Showing) -> str:
         if not showing.is_starting:
