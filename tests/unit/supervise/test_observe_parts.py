@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.events import Event
 from holdfast.core.raised import describe_exception
-from holdfast.recorder.event_ring import EventRing
+from holdfast.recorder.black_box import EventRing
 from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, StepSample, read_board, read_samples
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import (
