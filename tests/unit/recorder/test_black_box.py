@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 from holdfast.core.events import Event
-from holdfast.recorder.black_box import PART_BYTES, BlackBox, StepMark
-from holdfast.recorder.reader import StepRecord, read_events, read_ring, read_steps
+from holdfast.recorder.black_box import BlackBox, StepMark
+from holdfast.recorder.reader import StepRecord, read_events, read_steps
 
 
 def _event(step: int, **data: object) -> Event:
@@ -45,16 +45,6 @@ def test_steps_come_back_with_all_their_facts(tmp_path: Path) -> None:
         unix_seconds=second.unix_seconds,
     )
     assert first.unix_seconds <= second.unix_seconds
-
-
-def test_an_event_that_just_fits_one_part_is_one_part(tmp_path: Path) -> None:
-    """At exactly the size of a part nothing is lost, and one byte more makes a second part."""
-    overhead = len('["test",1,0.25,{"text":""}]')
-    fits, one_more = (_event(1, text="x" * (PART_BYTES - overhead + extra)) for extra in (0, 1))
-    assert _written(tmp_path / "fits", fits) == [fits]
-    assert len(read_ring(tmp_path / "fits" / "events.ring")) == 1
-    assert _written(tmp_path / "more", one_more) == [one_more]
-    assert len(read_ring(tmp_path / "more" / "events.ring")) == 2
 
 
 def test_facts_that_are_no_json_become_text(tmp_path: Path) -> None:
