@@ -188,7 +188,7 @@ def test_an_exception_of_a_worker_comes_out_of_the_trainer(train: Train) -> None
     assert exception.data["type"] == "KeyError"
     assert "the 50th sample is missing" in exception.data["message"]
     assert exception.data["fatal"] is True
-    assert not any("supervise" in frame[0] for frame in exception.data["frames"])
+    assert not any("holdfast/supervise" in frame[0] for frame in exception.data["frames"])
 
 
 @pytest.mark.slow

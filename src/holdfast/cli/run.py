@@ -9,7 +9,6 @@ import shlex
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from holdfast.supervise.launch.supervisor import Outcome
 
 _METRICS_SECONDS = 10.0  # after the end, for clients that talk to a server
-
 
 _RunDir = Annotated[
     Path | None, typer.Option(help="Where to record. Default: runs/<script>-<UTC time>.", show_default=False)
@@ -71,22 +69,28 @@ def run(
     Exit code: that of the command; 128 + the number of the signal that ended it. 127 or 126: it cannot be executed.
     2: wrong use.
     """
+    from holdfast.supervise.launch.plan import Plan
     from holdfast.supervise.launch.restarts import Budgets
+    from holdfast.supervise.launch.run_folder import choose_folder
     from holdfast.supervise.launch.supervisor import Supervisor
+    from holdfast.supervise.watch.limits import HangLimits
 
     with failing_clearly(as_json=False):
-        _check_webhook(webhook)
-        plan = _make_plan(command, run_dir, hang_limit or [], watch=not no_watchdog, observe=not no_observe)
+        _post(webhook, None)
+        limits, program = HangLimits.parse(hang_limit or []), _find_program(command)
         budgets = Budgets(
             max_restarts=max_restarts, max_preemptions=max_preemptions, first_delay_seconds=restart_delay
         )
-        plan = replace(plan, budgets=budgets, grace_seconds=grace_seconds, most_log_bytes=max_log_bytes)
-        if dry_run:
-            _check_metrics(metrics)
-            _print_plan(plan, as_json=as_json)
-            return
-        with contextlib.ExitStack() as opened:  # a mistake in a target is told before a run directory is made
-            sinks = _open_metrics(metrics, plan.run, opened)
+        plan = Plan(
+            command=tuple(command), program=program, run=run_dir or choose_folder(command, time.time()),
+            budgets=budgets, limits=None if no_watchdog or no_observe else limits, observe=not no_observe,
+            grace_seconds=grace_seconds, most_log_bytes=max_log_bytes,
+        )  # fmt: skip
+        with contextlib.ExitStack() as opened:  # a mistake in a target is an error before a run directory is made
+            sinks = _open_metrics(metrics, plan.run, opened, dry_run=dry_run)
+            if dry_run:
+                _print_plan(plan, as_json=as_json)
+                return
             supervisor = Supervisor(plan, quiet=quiet)
             opened.pop_all()  # whoever follows the run closes them
         with _metrics_to(sinks, supervisor.run_path):
@@ -101,55 +105,34 @@ def run(
     raise typer.Exit(outcome.status)
 
 
-def _check_webhook(webhook: str | None) -> None:
+def _post(webhook: str | None, outcome: Outcome | None) -> None:
+    """Check the URL before the run, and post the verdict after it."""
     if webhook is not None:
-        from holdfast.report.notifying import check_webhook
+        from holdfast.report.notifying import check_webhook, notify, stop_message
 
         check_webhook(webhook)
+        if outcome is not None:
+            notify(webhook, stop_message(outcome.run, outcome.verdict.as_json()))
 
 
-def _post(webhook: str | None, outcome: Outcome) -> None:
-    if webhook is not None:
-        from holdfast.report.notifying import notify, stop_message
-
-        notify(webhook, stop_message(outcome.run, outcome.verdict.as_json()))
-
-
-def _make_plan(
-    command: list[str], run_dir: Path | None, hang_limits: list[str], *, watch: bool, observe: bool
-) -> Plan:
+def _find_program(command: list[str]) -> str:
     from holdfast.supervise.launch.commands import CommandError, find_program
-    from holdfast.supervise.launch.plan import Plan
-    from holdfast.supervise.launch.run_folder import choose_folder
-    from holdfast.supervise.watch.limits import HangLimits
 
-    limits = HangLimits.parse(hang_limits)
     try:
-        program = find_program(command)
+        return find_program(command)
     except CommandError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.status) from error
-    return Plan(
-        command=tuple(command),
-        program=program,
-        run=choose_folder(command, time.time()) if run_dir is None else run_dir,
-        limits=limits if watch and observe else None,
-        observe=observe,
-    )
 
 
-def _check_metrics(targets: list[str] | None) -> None:
-    if targets:
-        from holdfast.report.metrics import check_targets
-
-        check_targets(targets)
-
-
-def _open_metrics(targets: list[str] | None, run: Path, opened: contextlib.ExitStack) -> list[Sink]:
+def _open_metrics(targets: list[str] | None, run: Path, opened: contextlib.ExitStack, *, dry_run: bool) -> list[Sink]:
     if not targets:
         return []
-    from holdfast.report.metrics import open_sinks
+    from holdfast.report.metrics import check_targets, open_sinks
 
+    if dry_run:
+        check_targets(targets)
+        return []
     sinks = open_sinks(targets, run.expanduser().absolute())
     for sink in sinks:
         opened.callback(sink.close)
@@ -165,11 +148,10 @@ def _metrics_to(sinks: list[Sink], run: Path) -> Iterator[None]:
     from holdfast.recorder.run_files import read_processes
     from holdfast.report.metrics import follow
 
-    stop, now = threading.Event(), time.time()
+    stop = threading.Event()
     first = max((info.attempt for _, info in read_processes(run)), default=-1) + 1
-    thread = threading.Thread(
-        target=follow, args=(run, sinks, stop), kwargs={"first_attempt": first, "since": now}, daemon=True
-    )
+    options = {"first_attempt": first, "since": time.time()}
+    thread = threading.Thread(target=follow, args=(run, sinks, stop), kwargs=options, daemon=True)
     thread.start()
     try:
         yield
@@ -199,7 +181,9 @@ def _print_end(outcome: Outcome) -> None:
     verdict, times = outcome.verdict, "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
     where = f", {sanitise(verdict.where)}" if verdict.where else ""
     sure = "" if verdict.family == "ended well" else how_sure(verdict)
-    run = _shown(outcome.run)
+    run = str(outcome.run)
+    with contextlib.suppress(ValueError, OSError):  # as it is shortest from here
+        run = str(outcome.run.relative_to(Path.cwd()))
     _echo(f"holdfast: {sanitise(verdict.title)} [{verdict.cause}]{', ' if sure else ''}{sure}{where}", 2)
     _echo(f"holdfast: {times} in {duration(outcome.seconds)}; {outcome.why}; recorded in {run}", 2)
     _echo(f"holdfast: holdfast explain {shlex.quote(run)}", 2)
@@ -211,14 +195,6 @@ def _echo(text: str, stream: int) -> None:
         typer.echo(text, err=stream == 2)
     except (OSError, SystemExit):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # nor does Python's own attempt at its end
-
-
-def _shown(run: Path) -> str:
-    """Return the path as it is shortest from here."""
-    try:
-        return str(run.relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        return str(run)
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:

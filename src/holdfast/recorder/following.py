@@ -1,9 +1,7 @@
 """Read only what was appended since the last look, while the process that records goes on or after it was killed.
 
 A look costs one system call for every 256 new records; the whole ring is read at the first look, and again if the
-writer went around it in between.
-
-Does not: wait or poll (the caller does), write.
+writer went around it in between. Does not: wait or poll (the caller does), write.
 """
 
 from __future__ import annotations
@@ -22,21 +20,16 @@ _HELD_SAMPLES, _HELD_SECONDS = 16, 2.0  # far above how long a copy from a devic
 
 
 class RingFollower:
-    """Follow one ring; a file that does not exist yet has no records.
-
-    Args:
-        path: The ring.
-    """
+    """Follow one ring; a file that does not exist yet has no records, and one that is none raises H305."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._sequence = 0
-        self._inode = 0
+        self._sequence = self._inode = 0
         self._read_whole = False
         self.lost = 0
         """Records that were overwritten before they were read."""
 
-    def new(self) -> list[Record]:
+    def records(self) -> list[Record]:
         """Return the whole records since the last call, oldest first.
 
         Raises:
@@ -89,89 +82,43 @@ class RingFollower:
                 break
         return found
 
-    def unread(self, sequence: int) -> None:
-        """Let the next look begin again with this record, such as one that was not complete yet."""
-        self._sequence = sequence - 1
 
-
-class SampleFollower:
+class SampleFollower(RingFollower):
     """Follow the samples of a process's steps.
 
     A loss that comes from a device is written into its sample some steps later. So a sample without a loss is held
     back, with those after it, until 16 newer ones or 2 seconds have passed.
-
-    Args:
-        path: The ring of samples.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._ring = RingFollower(path)
-
-    @property
-    def lost(self) -> int:
-        """Return how many samples were overwritten before they were read."""
-        return self._ring.lost
 
     def new(self, *, hold_back: bool = True) -> list[StepSample]:
-        """Return the samples since the last call, oldest first.
-
-        Args:
-            hold_back: False returns also what may be completed later, such as at the last look.
-
-        Raises:
-            RunDirectoryError: H305, as `read_ring`.
-        """
-        pairs = [(record, sample) for record in self._ring.new() if (sample := sample_of(record)) is not None]
-        samples = [sample for _, sample in pairs]
-        if hold_back:
-            recent = time.time() - _HELD_SECONDS
-            start = max(0, len(samples) - _HELD_SAMPLES)
-            for index in range(start, len(samples)):
-                if samples[index].loss is None and samples[index].unix_seconds > recent:
-                    self._ring.unread(pairs[index][0].sequence)
-                    return samples[:index]
-        return samples
+        """Return the samples since the last call, oldest first; without `hold_back` all, such as at the last look."""
+        records = self.records()
+        pairs = [(record.sequence, sample) for record in records if (sample := sample_of(record)) is not None]
+        recent = time.time() - _HELD_SECONDS
+        for index in range(max(0, len(pairs) - _HELD_SAMPLES), len(pairs) if hold_back else 0):
+            sequence, sample = pairs[index]
+            if sample.loss is None and sample.unix_seconds > recent:
+                self._sequence = sequence - 1  # the next look begins again with it
+                del pairs[index:]
+                break
+        return [sample for _, sample in pairs]
 
 
-class MarkFollower:
-    """Follow the marks of steps in a black box.
-
-    Args:
-        path: The ring of steps.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._ring = RingFollower(path)
-
-    @property
-    def lost(self) -> int:
-        """Return how many marks were overwritten before they were read."""
-        return self._ring.lost
+class MarkFollower(RingFollower):
+    """Follow the marks of steps in a black box."""
 
     def new(self) -> list[StepRecord]:
-        """Return the marks since the last call, oldest first.
-
-        Raises:
-            RunDirectoryError: H305, as `read_ring`.
-        """
-        return [mark for mark in map(mark_of, self._ring.new()) if mark is not None]
+        """Return the marks since the last call, oldest first."""
+        return [mark for mark in map(mark_of, self.records()) if mark is not None]
 
 
-class EventFollower:
-    """Follow the events of a process.
-
-    Args:
-        path: The ring of events.
-    """
+class EventFollower(RingFollower):
+    """Follow the events of a process."""
 
     def __init__(self, path: Path) -> None:
-        self._ring = RingFollower(path)
+        super().__init__(path)
         self._parts = EventParts()
 
     def new(self) -> list[Event]:
-        """Return the events that were finished since the last call, oldest first.
-
-        Raises:
-            RunDirectoryError: H305, as `read_ring`.
-        """
-        return [event for record in self._ring.new() if (event := self._parts.add(record)) is not None]
+        """Return the events that were finished since the last call, oldest first."""
+        return [event for record in self.records() if (event := self._parts.add(record)) is not None]

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from holdfast.core.errors import RunDirectoryError
-from holdfast.recorder.ring import HEADER_BYTES, Record, RingWriter, read_ring, value_or_none
+from holdfast.recorder.ring import HEADER_BYTES, VERSION, Record, RingWriter, newer, read_ring, value_or_none
 
 BOARD_BYTES = 4096
 _MAGIC = b"HOLDPROG"
-_VERSION = 1
 _HEADER = struct.Struct("<8sII")  # magic, version, pid
 _HEADER_AT = 0
 # progress | phase | since, step, micro steps | progress: torn if the ends differ
@@ -61,23 +59,14 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a board shows.
-
-    Args:
-        pid: Of the process.
-        phase: What it is doing.
-        since_seconds: When that began, on the system's monotonic clock, which all processes share.
-        progress: Counts everything that happened: phases, micro-steps, steps. It stands still when nothing moves.
-        step: Optimizer steps.
-        micro_step: Calls of backward.
-    """
+    """What a board shows of a process."""
 
     pid: int
     phase: Phase
-    since_seconds: float
-    progress: int
-    step: int
-    micro_step: int
+    since_seconds: float  # when that began, on the system's monotonic clock, which all processes share
+    progress: int  # counts everything that happened: phases, micro-steps, steps; the same while nothing moves
+    step: int  # optimizer steps
+    micro_step: int  # calls of backward
 
 
 class ProgressBoard:
@@ -98,15 +87,13 @@ class ProgressBoard:
         self.step = 0
         self.micro_step = 0
         self.enter(Phase.STARTING)
-        _HEADER.pack_into(self._map, _HEADER_AT, _MAGIC, _VERSION, os.getpid())
+        _HEADER.pack_into(self._map, _HEADER_AT, _MAGIC, VERSION, os.getpid())
 
     def enter(self, phase: Phase) -> None:
         """Show that a phase begins, which is progress, also if it has the same name. Cost: about 0.3 microseconds."""
         self.phase = phase
         self.progress = now = self.progress + 1
-        self._pack_into(
-            self._map, _STANDING_AT, now, phase, time.monotonic_ns(), self.step, self.micro_step, now
-        )  # fmt: skip
+        self._pack_into(self._map, _STANDING_AT, now, phase, time.monotonic_ns(), self.step, self.micro_step, now)
 
     def count(self, *, step: int, micro_step: int, phase: Phase | None = None) -> None:
         """Show how much was done; a phase begins, or goes on and how long it may take counts from now."""
@@ -146,23 +133,13 @@ def read_board(path: Path) -> Standing | None:
     magic, version, pid = _HEADER.unpack_from(data, _HEADER_AT)
     if magic != _MAGIC:
         return None
-    if version > _VERSION:
-        raise RunDirectoryError(
-            f"{path} is version {version}",
-            limit=f"this holdfast reads recordings up to version {_VERSION}",
-            fix="read it with the holdfast that wrote it, or move the file away.",
-            rule="H305",
-        )
+    if version > VERSION:
+        raise newer(path, f"version {version}")
     first, phase, since, step, micro_step, last = _STANDING.unpack_from(data, _STANDING_AT)
     if first != last or phase not in set(Phase):
         return None
     return Standing(
-        pid=pid,
-        phase=Phase(phase),
-        since_seconds=since / 1e9,
-        progress=first,
-        step=step,
-        micro_step=micro_step,
+        pid=pid, phase=Phase(phase), since_seconds=since / 1e9, progress=first, step=step, micro_step=micro_step
     )
 
 
@@ -188,8 +165,8 @@ class StepSample:
         wait_seconds: Of these, waiting for the loader.
         host_bytes: Resident memory of the process; 0 if not read at this step.
         device_allocated_bytes: Of all devices together; 0 if there is none or it was not read.
-        device_reserved_bytes: Likewise.
-        device_peak_bytes: Likewise.
+        device_reserved_bytes: The same of what is reserved.
+        device_peak_bytes: The most that was allocated.
     """
 
     step: int
@@ -206,22 +183,8 @@ class StepSample:
     device_peak_bytes: int = 0
 
 
-class _AmendableRing(RingWriter):
-    """A ring in which the newest records can still be completed."""
-
-    def newest(self) -> int:
-        return self._sequence
-
-    def complete(self, sequence: int, offset: int, data: bytes, is_read: int) -> None:
-        if sequence <= self._sequence - self._capacity:
-            return  # its slot belongs to another record by now
-        start = HEADER_BYTES + (sequence % self._capacity) * self._slot_bytes + _BEFORE_PAYLOAD
-        self._map[start + offset : start + offset + len(data)] = data
-        self._map[start + _READ_OFFSET] |= is_read  # last: until then nobody takes it for a value
-
-
-class SampleRing:
-    """Append samples of steps; the newest 32,768 are kept, in 4 MiB.
+class SampleRing(RingWriter):
+    """Append samples of steps; the newest 32,768 are kept, in 4 MiB, and can still be completed.
 
     Args:
         path: The file, made or continued.
@@ -231,23 +194,11 @@ class SampleRing:
     """
 
     def __init__(self, path: Path) -> None:
-        self._ring = _AmendableRing(path, payload_bytes=_SAMPLE.size, capacity=_CAPACITY)
+        super().__init__(path, payload_bytes=_SAMPLE.size, capacity=_CAPACITY)
 
-    def append(self, sample: StepSample) -> None:
+    def append(self, sample: StepSample) -> None:  # type: ignore[override] # a record here is a sample
         """Write one sample."""
-        self.write(
-            sample.step,
-            sample.micro_steps,
-            sample.loss,
-            sample.grad_norm,
-            sample.learning_rate,
-            sample.seconds,
-            sample.wait_seconds,
-            sample.host_bytes,
-            sample.device_allocated_bytes,
-            sample.device_reserved_bytes,
-            sample.device_peak_bytes,
-        )
+        self.write(*(getattr(sample, name) for name in StepSample.__slots__ if name != "unix_seconds"))
 
     def write(
         self,
@@ -265,35 +216,24 @@ class SampleRing:
         Returns:
             Its number, for `amend`.
         """
+        values = (loss, grad_norm, learning_rate)
         is_read = (loss is not None) + 2 * (grad_norm is not None) + 4 * (learning_rate is not None)
-        self._ring.append(
-            _SAMPLE.pack(
-                step,
-                micro_steps,
-                is_read,
-                math.nan if loss is None else loss,
-                math.nan if grad_norm is None else grad_norm,
-                math.nan if learning_rate is None else learning_rate,
-                *others,
-            )
-        )
-        return self._ring.newest()
+        known = (math.nan if value is None else value for value in values)
+        super().append(_SAMPLE.pack(step, micro_steps, is_read, *known, *others))
+        return self._sequence
 
     def amend(self, number: int, *, loss: float | None = None, grad_norm: float | None = None) -> None:
         """Complete a sample with what became known later, such as a loss that had to come from a device.
 
-        Args:
-            number: As `write` returned it; a sample that was overwritten since is left alone.
-            loss: None leaves it.
-            grad_norm: None leaves it.
+        `number` is as `write` returned it; a sample that was overwritten since is left alone, and so is a None.
         """
+        if number <= self._sequence - self._capacity:
+            return  # its slot belongs to another record by now
+        start = HEADER_BYTES + (number % self._capacity) * self._slot_bytes + _BEFORE_PAYLOAD
         for offset, value, is_read in ((_LOSS_OFFSET, loss, LOSS_IS_READ), (_NORM_OFFSET, grad_norm, NORM_IS_READ)):
             if value is not None:
-                self._ring.complete(number, offset, _FLOAT.pack(value), is_read)
-
-    def close(self) -> None:
-        """Unmap the file."""
-        self._ring.close()
+                _FLOAT.pack_into(self._map, start + offset, value)
+                self._map[start + _READ_OFFSET] |= is_read  # last: until then nobody takes it for a value
 
 
 def read_samples(path: Path) -> list[StepSample]:

@@ -1,7 +1,7 @@
 """Read what a process recorded, also after it was killed in the middle of a write.
 
 Tolerant: torn slots, a wrapped ring, a cut file and events whose first part is overwritten are passed over. A
-file that is no ring, or one of a newer version, is said.
+file that is no ring, or one of a newer version, is an error.
 """
 
 from __future__ import annotations
@@ -11,15 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.core.events import Event
-from holdfast.recorder.black_box import (
-    EVENTS_FILE,
-    LOSS_IS_READ,
-    NORM_IS_READ,
-    PART,
-    STEP,
-    STEPS_FILE,
-    StepMark,
-)
+from holdfast.recorder.black_box import EVENTS_FILE, LOSS_IS_READ, NORM_IS_READ, PART, STEP, STEPS_FILE, StepMark
 from holdfast.recorder.progress import sample_of
 from holdfast.recorder.ring import Record, read_ring, value_or_none
 from holdfast.recorder.run_files import SAMPLES_FILE
@@ -29,25 +21,15 @@ _MARKS = frozenset(StepMark)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One mark of a step as it lies in the ring.
-
-    Args:
-        mark: What happened.
-        global_step: Optimizer steps committed so far.
-        micro_batch_size: Most samples in one forward/backward, 0 if unknown.
-        loss: Mean loss of the step; None if it was not read. NaN is a loss that is NaN.
-        grad_norm: Global norm before clipping; None if it was not read.
-        seconds: Duration of the step.
-        unix_seconds: When the mark was written.
-    """
+    """One mark of a step as it lies in the ring."""
 
     mark: StepMark
-    global_step: int
-    micro_batch_size: int
-    loss: float | None
-    grad_norm: float | None
-    seconds: float
-    unix_seconds: float
+    global_step: int  # optimizer steps committed so far
+    micro_batch_size: int  # most samples in one forward/backward, 0 if unknown
+    loss: float | None  # mean of the step; None if it was not read: NaN is a loss that is NaN
+    grad_norm: float | None  # global, before clipping; None if it was not read
+    seconds: float  # duration of the step
+    unix_seconds: float  # when the mark was written
 
 
 def read_steps(directory: Path) -> list[StepRecord]:
@@ -79,30 +61,17 @@ def not_recorded_any_more(directory: Path) -> str:
     Raises:
         RunDirectoryError: H305, as `read_ring`.
     """
-    for name, step_of in ((SAMPLES_FILE, _step_of_sample), (STEPS_FILE, _step_of_mark)):
+    for name in (SAMPLES_FILE, STEPS_FILE):
         records = read_ring(directory / name)
         if records and records[0].sequence > 1:
-            return words_of_lost(records[0].sequence - 1, step_of(records[0]))
+            sample, mark = sample_of(records[0]), mark_of(records[0])
+            step = sample.step if sample is not None else mark.global_step if mark is not None else 0
+            return words_of_lost(records[0].sequence - 1, step)
     return ""
 
 
-def _step_of_sample(record: Record) -> int:
-    sample = sample_of(record)
-    return 0 if sample is None else sample.step
-
-
-def _step_of_mark(record: Record) -> int:
-    mark = mark_of(record)
-    return 0 if mark is None else mark.global_step
-
-
 def words_of_lost(count: int, step: int) -> str:
-    """Return what to say of records of steps that were overwritten.
-
-    Args:
-        count: How many.
-        step: The oldest that is left.
-    """
+    """Return what to say of so many records of steps that were overwritten; `step`: the oldest that is left."""
     return f"the steps before step {step:,} are not recorded any more: {count:,} older records were overwritten"
 
 
@@ -143,6 +112,5 @@ def _decode(data: bytes) -> Event | None:
         kind, global_step, unix_seconds, facts = json.loads(data.rstrip(b"\0"))
     except (ValueError, TypeError):
         return None
-    if not isinstance(facts, dict) or not isinstance(kind, str):
-        return None
-    return Event(kind=kind, global_step=global_step, unix_seconds=unix_seconds, data=facts)
+    sound = isinstance(facts, dict) and isinstance(kind, str)
+    return Event(kind=kind, global_step=global_step, unix_seconds=unix_seconds, data=facts) if sound else None

@@ -8,17 +8,15 @@ hole of a mapped file on a full disk is a SIGBUS.
     header (4096 bytes)   magic, version, payload bytes, capacity
     slot i                sequence | unix nanoseconds | payload | sequence
 
-Does not: interpret payloads (see ``black_box``), lock (one writer per file, guaranteed by the run directory).
+Does not: interpret payloads (``black_box`` does), lock (one writer per file, guaranteed by the run directory).
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import mmap
 import os
-import stat
 import struct
 import time
 from dataclasses import dataclass
@@ -30,27 +28,18 @@ MAGIC = b"HOLDRING"
 VERSION = 1
 HEADER = struct.Struct("<8sIII")
 HEADER_BYTES = 4096
-_MOST_RECORDS = 2**62
-"""More than any process writes; what fills a damaged file is beyond it."""
-_LEAST_BELONGING = 50
-"""At least one in so many of the records that a number promises is there, also of a file that is badly damaged."""
-_MOST_TORN = 2
-"""Slots that a kill leaves torn, with one to spare."""
+_MOST_RECORDS = 2**62  # more than any process writes; what fills a damaged file is beyond it
+_LEAST_BELONGING = 50  # at least one in so many of the records that a number implies is there, in a damaged file too
+_MOST_TORN = 2  # slots that a kill leaves torn, with one to spare
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One payload with its place in time.
+    """One payload with its place in time."""
 
-    Args:
-        sequence: Number of the record, from 1, without gaps at the writer.
-        nanoseconds: Unix time.
-        payload: Exactly the ring's payload size, zero-padded.
-    """
-
-    sequence: int
-    nanoseconds: int
-    payload: bytes
+    sequence: int  # number of the record, from 1, without gaps at the writer
+    nanoseconds: int  # Unix time
+    payload: bytes  # exactly the ring's payload size, zero-padded
 
 
 def value_or_none(number: float, is_read: int) -> float | None:
@@ -112,20 +101,14 @@ class RingWriter:
 
 
 def _standing(path: Path, header: bytes, size: int, slot: struct.Struct) -> tuple[int, str]:
-    """Return the number of the newest record, and why the file cannot be continued, or an empty text.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
-    try:
-        status = path.stat()
-    except FileNotFoundError:
+    """Return the number of the newest record, and why the file cannot be continued, or an empty text."""
+    if not path.exists():
         return 0, ""
-    if not stat.S_ISREG(status.st_mode):
+    if not path.is_file():
         return 0, "it is no file"
-    if status.st_size == 0:
-        return 0, ""
     data = path.read_bytes()
+    if not data:
+        return 0, ""
     if len(data) != size or not data.startswith(header):
         return 0, "it has another layout, or its header is damaged"
     records, damaged = _records(data, slot)
@@ -136,13 +119,11 @@ def _standing(path: Path, header: bytes, size: int, slot: struct.Struct) -> tupl
 
 def _move_aside(path: Path) -> Path:
     """Rename what is not ours to destroy; what was moved aside before is replaced if that is a file."""
-    target = path.with_name(f"{path.name}.old")
-    for number in itertools.count(2):
-        if not os.path.lexists(target) or (target.is_file() and path.is_file()):
-            break
+    target, number = path.with_name(f"{path.name}.old"), 1
+    while os.path.lexists(target) and not (target.is_file() and path.is_file()):
+        number += 1
         target = path.with_name(f"{path.name}.old-{number}")
-    path.replace(target)
-    return target
+    return path.replace(target)
 
 
 def _records(data: bytes, slot: struct.Struct) -> tuple[list[Record], int]:
@@ -186,11 +167,15 @@ def read_ring(path: Path) -> list[Record]:
         return []
     magic, version, payload_bytes, _ = HEADER.unpack_from(data)
     if magic != MAGIC or version > VERSION:
-        found = f"version {version}" if magic == MAGIC else "no recording"
-        raise RunDirectoryError(
-            f"{path} is {found}",
-            limit=f"this holdfast reads recordings up to version {VERSION}",
-            fix="read it with the holdfast that wrote it, or move the file away.",
-            rule="H305",
-        )
+        raise newer(path, f"version {version}" if magic == MAGIC else "no recording")
     return _records(data, slot_struct(payload_bytes))[0]
+
+
+def newer(path: Path, found: str) -> RunDirectoryError:
+    """Return the error for a file that this holdfast cannot read."""
+    return RunDirectoryError(
+        f"{path} is {found}",
+        limit=f"this holdfast reads recordings up to version {VERSION}",
+        fix="read it with the holdfast that wrote it, or move the file away.",
+        rule="H305",
+    )

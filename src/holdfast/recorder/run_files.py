@@ -34,36 +34,20 @@ _recording_listeners: list[Callable[[Path], None]] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """What an observed process says of itself.
-
-    Args:
-        pid: Its number.
-        ticks: When it started, in clock ticks since boot (field 22 of ``/proc/<pid>/stat``).
-        ppid: Its parent's number when it started.
-        argv: Its command line.
-        attempt: Of the supervisor, from 0.
-        role: As far as it shows: a trainer steps or calls backward, a loader worker serves one.
-        rank: As the launcher says, or None.
-        local_rank: Likewise.
-        world_size: Likewise.
-        torch: Version of torch, None before it is imported.
-        started: Unix time.
-        stacks_signal: The signal upon which it writes its stacks into ``stacks.txt``; None if it does not, or not any
-            more, since the script handles that signal itself.
-    """
+    """What an observed process says of itself."""
 
     pid: int
-    ticks: int
-    ppid: int
+    ticks: int  # when it started, in clock ticks since boot (field 22 of /proc/<pid>/stat)
+    ppid: int  # its parent's when it started
     argv: list[str]
-    attempt: int = 0
-    role: ProcessRole = "other"
-    rank: int | None = None
+    attempt: int = 0  # of the supervisor
+    role: ProcessRole = "other"  # a trainer steps or calls backward, a loader worker serves one
+    rank: int | None = None  # this and the next two: as the launcher says
     local_rank: int | None = None
     world_size: int | None = None
-    torch: str | None = None
-    started: float = 0.0
-    stacks_signal: int | None = None
+    torch: str | None = None  # version, None before it is imported
+    started: float = 0.0  # Unix time
+    stacks_signal: int | None = None  # upon which it writes stacks.txt; None if the script handles that signal itself
 
     @property
     def folder(self) -> str:
@@ -126,27 +110,29 @@ def _is_sound(info: ProcessInfo) -> bool:
 
 def process_lives(pid: int, ticks: int) -> bool:
     """Return whether a process of this machine is there and has not ended; ``ticks`` as in `ProcessInfo`."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        return fields[0] not in (b"Z", b"X") and int(fields[19]) == ticks
-    except (OSError, ValueError, IndexError):
-        return False
+    fields = _stat(pid)
+    return len(fields) > 19 and fields[0] not in (b"Z", b"X") and int(fields[19]) == ticks
 
 
 def process_is_stopped(pid: int) -> bool:
     """Return whether a signal such as SIGSTOP has stopped a process of this machine."""
+    return _stat(pid)[:1] == [b"T"]
+
+
+def _stat(pid: int) -> list[bytes]:
+    """Return the fields of ``/proc/<pid>/stat`` from the state on; none of a process that is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except (OSError, IndexError):
-        return False
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return []
 
 
 def on_recording(listener: Callable[[Path], None]) -> None:
-    """Have a listener told of every run directory that a guard opens in this process."""
+    """Call a function with every run directory that a guard opens in this process."""
     _recording_listeners.append(listener)
 
 
 def announce_recording(path: Path) -> None:
-    """Tell whoever observes this process, if anybody does, that a guard records into this run directory."""
+    """Let whoever observes this process know that a guard records into this run directory."""
     for listener in _recording_listeners:
         listener(path)

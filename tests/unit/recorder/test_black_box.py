@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import pytest
-
 from holdfast.core.events import Event
-from holdfast.recorder.black_box import PART_BYTES, BlackBox, StepMark
-from holdfast.recorder.reader import StepRecord, read_events, read_ring, read_steps
+from holdfast.recorder.black_box import BlackBox, StepMark
+from holdfast.recorder.reader import StepRecord, read_events, read_steps
 
 
 def _event(step: int, **data: object) -> Event:
@@ -49,48 +47,10 @@ def test_steps_come_back_with_all_their_facts(tmp_path: Path) -> None:
     assert first.unix_seconds <= second.unix_seconds
 
 
-def test_an_event_of_many_parts_comes_back_whole(tmp_path: Path) -> None:
-    """Facts that are longer than one slot are put together again, in the order of writing."""
-    events = [_event(1, text="a" * 10), _event(2, text="b" * 5 * PART_BYTES), _event(3, text="c")]
-    assert _written(tmp_path, *events) == events
-    assert len(read_ring(tmp_path / "events.ring")) > 7
-
-
-def test_an_event_that_just_fits_one_part_is_one_part(tmp_path: Path) -> None:
-    """At exactly the size of a part nothing is lost, and one byte more makes a second part."""
-    overhead = len('["test",1,0.25,{"text":""}]')
-    fits, one_more = (_event(1, text="x" * (PART_BYTES - overhead + extra)) for extra in (0, 1))
-    assert _written(tmp_path / "fits", fits) == [fits]
-    assert len(read_ring(tmp_path / "fits" / "events.ring")) == 1
-    assert _written(tmp_path / "more", one_more) == [one_more]
-    assert len(read_ring(tmp_path / "more" / "events.ring")) == 2
-
-
-def test_facts_that_are_too_long_are_cut_and_say_so(tmp_path: Path) -> None:
-    """A huge event does not push out the others: its beginning is kept under the key ``cut``."""
-    small = _event(1, text="small")
-    found = _written(tmp_path, small, _event(2, text="y" * 100_000))
-    assert found[0] == small
-    assert list(found[1].data) == ["cut"]
-    assert found[1].data["cut"].startswith("{'text': 'yyyy")
-    assert len(read_ring(tmp_path / "events.ring")) < 100
-
-
 def test_facts_that_are_no_json_become_text(tmp_path: Path) -> None:
     """A path or an exception among the facts is written as its text instead of failing the run."""
     (found,) = _written(tmp_path, _event(1, path=Path("/data/x"), error=ValueError("bad")))
     assert found.data == {"path": "/data/x", "error": "bad"}
-
-
-def test_a_second_process_continues_the_recording(tmp_path: Path) -> None:
-    """Events and steps of an earlier run in the same directory stay readable."""
-    for step in (1, 2):
-        box = BlackBox(tmp_path)
-        box.event(_event(step))
-        box.step(StepMark.COMMITTED, step, 1, 0.0, 0.0, 0.0)
-        box.close()
-    assert [event.global_step for event in read_events(tmp_path)] == [1, 2]
-    assert [step.global_step for step in read_steps(tmp_path)] == [1, 2]
 
 
 def test_many_steps_do_not_push_out_an_event(tmp_path: Path) -> None:
@@ -103,10 +63,3 @@ def test_many_steps_do_not_push_out_an_event(tmp_path: Path) -> None:
     assert [event.data["text"] for event in read_events(tmp_path)] == ["early"]
     steps = [step.global_step for step in read_steps(tmp_path)]
     assert steps == list(range(33_000 - 32_768, 33_000))
-
-
-def test_a_directory_that_is_a_file_is_said(tmp_path: Path) -> None:
-    """A black box that cannot be made is an OSError at the start of the run."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError):
-        BlackBox(tmp_path / "file")

@@ -27,41 +27,41 @@ def _sample(step: int, loss: float) -> StepSample:
 
 @settings(max_examples=60, deadline=None)
 @given(batches=st.lists(st.integers(0, 25), max_size=12), looks_first=st.booleans())
-def test_each_record_is_told_once_or_counted_as_lost(tmp_path_factory, batches: list[int], looks_first: bool) -> None:
+def test_each_record_is_read_once_or_counted_as_lost(tmp_path_factory, batches: list[int], looks_first: bool) -> None:
     """Records arrive in order without gaps, and those that a small ring overwrote between two looks are counted."""
     path = tmp_path_factory.mktemp("ring") / "r"
     ring, follower = RingWriter(path, payload_bytes=4, capacity=8), RingFollower(path)
     if looks_first:
-        assert follower.new() == []
-    written, told = 0, []
+        assert follower.records() == []
+    written, found = 0, []
     for batch in batches:
         for _ in range(batch):
             written += 1
             ring.append(written.to_bytes(4, "little"))
-        fresh = follower.new()
+        fresh = follower.records()
         assert [record.sequence for record in fresh] == list(range(written - min(batch, 8) + 1, written + 1))
-        told += [int.from_bytes(record.payload, "little") for record in fresh]
+        found += [int.from_bytes(record.payload, "little") for record in fresh]
     ring.close()
-    assert told == sorted(set(told))
-    assert len(told) + follower.lost == written
+    assert found == sorted(set(found))
+    assert len(found) + follower.lost == written
 
 
 def test_a_follower_goes_on_after_the_writer_was_killed_and_continued(tmp_path: Path) -> None:
-    """A slot torn by a kill is passed over, and the record that replaces it is told."""
+    """A slot torn by a kill is passed over, and the record that replaces it is read."""
     path = tmp_path / "r"
     ring, follower = RingWriter(path, payload_bytes=4, capacity=8), RingFollower(path)
     ring.append(b"one ")
-    assert len(follower.new()) == 1
+    assert len(follower.records()) == 1
     ring.append(b"torn")
     ring.close()
     with path.open("r+b") as file:
         file.seek(HEADER_BYTES + 3 * _SLOT_BYTES - 8)
         file.write(bytes(8))
-    assert follower.new() == []
+    assert follower.records() == []
     ring = RingWriter(path, payload_bytes=4, capacity=8)
     ring.append(b"two ")
     ring.append(b"thre")
-    assert [record.payload for record in follower.new()] == [b"two ", b"thre"]
+    assert [record.payload for record in follower.records()] == [b"two ", b"thre"]
     assert follower.lost == 0
 
 
@@ -72,10 +72,10 @@ def test_a_ring_of_another_layout_is_followed_from_its_beginning(tmp_path: Path)
     ring = RingWriter(path, payload_bytes=4, capacity=8)
     for _ in range(3):
         ring.append(b"old ")
-    assert len(follower.new()) == 3
+    assert len(follower.records()) == 3
     ring = RingWriter(path, payload_bytes=8, capacity=8)
     ring.append(b"new form")
-    assert [record.payload for record in follower.new()] == [b"new form"]
+    assert [record.payload for record in follower.records()] == [b"new form"]
 
 
 def test_a_file_that_is_being_made_or_says_no_capacity_has_no_records(tmp_path: Path) -> None:
@@ -83,14 +83,14 @@ def test_a_file_that_is_being_made_or_says_no_capacity_has_no_records(tmp_path: 
     path = tmp_path / "r"
     path.write_bytes(bytes(HEADER_BYTES + 100))
     follower = RingFollower(path)
-    assert follower.new() == []
+    assert follower.records() == []
     ring = RingWriter(path, payload_bytes=4, capacity=8)
     ring.append(b"one ")
-    assert len(follower.new()) == 1
+    assert len(follower.records()) == 1
     with path.open("r+b") as file:
         file.seek(16)
         file.write(bytes(4))
-    assert follower.new() == []
+    assert follower.records() == []
 
 
 def test_samples_and_marks_are_read_as_the_readers_do(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_samples_and_marks_are_read_as_the_readers_do(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_held_back_until_its_loss_arrived(tmp_path: Path) -> None:
-    """A loss that is amended later is told with its value; one that never comes is None after 16 steps."""
+    """A loss that is amended later comes with its value; one that never comes is None after 16 steps."""
     ring, follower = SampleRing(tmp_path / "s"), SampleFollower(tmp_path / "s")
     ring.append(_sample(1, 0.5))
     number = ring.write(2, 1, None, 0.5, 1e-3, 0.1, 0.0, 0, 0, 0, 0)
@@ -124,11 +124,11 @@ def test_a_sample_is_held_back_until_its_loss_arrived(tmp_path: Path) -> None:
 def test_events_in_parts_arrive_when_their_last_part_is_written(tmp_path: Path) -> None:
     """Whatever the looks fall between, the events are those that the reader returns."""
     box, follower = BlackBox(tmp_path), EventFollower(tmp_path / EVENTS_FILE)
-    told = []
+    found = []
     for number, size in enumerate((1, 3, 1, 9, 2)):
         box.event(
             Event(kind="k", global_step=number, unix_seconds=1.0, data={"text": "x" * (PART_BYTES * (size - 1))})
         )
-        told += follower.new()
-    assert told == read_events(tmp_path)
-    assert len(told) == 5
+        found += follower.new()
+    assert found == read_events(tmp_path)
+    assert len(found) == 5

@@ -33,21 +33,6 @@ def _fill(path: Path, numbers: range, *, capacity: int) -> None:
     writer.close()
 
 
-def test_a_full_ring_keeps_the_newest(path: Path) -> None:
-    """A ring of four holds the last four records, oldest first, with their running numbers."""
-    _fill(path, range(1, 12), capacity=4)
-    assert _payloads(path) == [8, 9, 10, 11]
-    assert [record.sequence for record in read_ring(path)] == [8, 9, 10, 11]
-
-
-def test_a_writer_continues_after_the_newest_record(path: Path) -> None:
-    """A ring that is opened again goes on counting, also after it wrapped."""
-    _fill(path, range(1, 7), capacity=4)
-    _fill(path, range(7, 9), capacity=4)
-    assert _payloads(path) == [5, 6, 7, 8]
-    assert [record.sequence for record in read_ring(path)] == [5, 6, 7, 8]
-
-
 def test_another_layout_starts_a_new_ring(path: Path) -> None:
     """Records of another capacity are not mixed with new ones, and stay readable beside them."""
     _fill(path, range(1, 4), capacity=4)
@@ -85,25 +70,6 @@ def test_the_space_is_allocated_at_the_start(path: Path) -> None:
     assert found.st_blocks * 512 >= found.st_size
 
 
-def test_an_empty_record_is_a_record(path: Path) -> None:
-    """A payload of no bytes is padded and read, while slots never written are not."""
-    writer = RingWriter(path, payload_bytes=_PAYLOAD, capacity=4)
-    writer.append(b"")
-    writer.close()
-    assert [record.payload for record in read_ring(path)] == [bytes(_PAYLOAD)]
-
-
-def test_a_slot_whose_ends_differ_is_passed_over(path: Path) -> None:
-    """A write that was killed in the middle costs that one record and no other."""
-    _fill(path, range(1, 5), capacity=8)
-    with path.open("r+b") as file:  # the fifth write got no further than its first number
-        file.seek(HEADER_BYTES + 5 * _SLOT_BYTES)
-        file.write((5).to_bytes(8, "little"))
-    assert _payloads(path) == [1, 2, 3, 4]
-    _fill(path, range(5, 6), capacity=8)
-    assert _payloads(path) == [1, 2, 3, 4, 5]
-
-
 def test_records_survive_a_kill_without_warning(path: Path) -> None:
     """What was appended is in the file after SIGKILL, without close and without a flush."""
     program = (
@@ -115,9 +81,3 @@ def test_records_survive_a_kill_without_warning(path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
     assert ended.returncode == -signal.SIGKILL
     assert _payloads(path) == list(range(1, 41))
-
-
-def test_a_ring_that_cannot_be_made_is_said(tmp_path: Path) -> None:
-    """A missing directory is an OSError when the ring is made, not at the first record."""
-    with pytest.raises(FileNotFoundError):
-        RingWriter(tmp_path / "absent" / "test.ring", payload_bytes=_PAYLOAD, capacity=4)

@@ -67,13 +67,6 @@ def test_a_limit_follows_the_longest_and_only_of_its_phase() -> None:
     assert learned.limit(Phase.FIRST_STEP) == FLOORS[Phase.FIRST_STEP]
 
 
-def test_a_limit_that_was_given_is_not_learned_away() -> None:
-    """Who sets a limit gets that limit."""
-    learned = LearnedLimits(HangLimits.parse(["data wait=5"]))
-    learned.ended(Phase.DATA_WAIT, 100.0, 0.0)
-    assert learned.limit(Phase.DATA_WAIT) == 5.0
-
-
 def test_what_comes_with_each_step_is_forgotten_and_what_comes_seldom_is_not() -> None:
     """One bad hour does not blind the watchdog for good, but a slow evaluation once a day is remembered."""
     learned = LearnedLimits(HangLimits())

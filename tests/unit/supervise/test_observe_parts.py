@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.events import Event
 from holdfast.core.raised import describe_exception
-from holdfast.recorder.event_ring import EventRing
+from holdfast.recorder.black_box import EventRing
 from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, StepSample, read_board, read_samples
 from holdfast.recorder.reader import read_events
 from holdfast.recorder.run_files import (
@@ -64,14 +64,6 @@ def test_an_act_is_done_once_after_the_import(watch: ImportWatch) -> None:
     assert len(seen) == 1
 
 
-def test_an_act_for_a_module_that_is_there_is_done_now(watch: ImportWatch) -> None:
-    """What is imported already is not waited for, and an act that fails is told to nobody but us."""
-    before = len(sys.meta_path)
-    watch.when_imported("json", lambda module: module.nothing_of_this_name)
-    assert len(sys.meta_path) == before
-    assert [type(failure) for failure in failures] == [AttributeError]
-
-
 def test_a_look_for_a_module_is_no_import(watch: ImportWatch) -> None:
     """Asking whether a module is there gives a usable answer and does not use up the act."""
     seen: list[ModuleType] = []
@@ -84,68 +76,7 @@ def test_a_look_for_a_module_is_no_import(watch: ImportWatch) -> None:
     assert len(seen) == 1
 
 
-def test_a_module_that_is_missing_is_missing(watch: ImportWatch) -> None:
-    """Waiting for what does not exist leaves the error of the import as it is."""
-    watch.when_imported("nothing_of_this_name", lambda module: None)
-    with pytest.raises(ModuleNotFoundError, match="nothing_of_this_name"):
-        importlib.import_module("nothing_of_this_name")
-
-
 # --- exceptions ---------------------------------------------------------------------------------------------------
-
-
-def caught(function: Any) -> BaseException:
-    try:
-        function()
-    except BaseException as error:  # noqa: BLE001 - whatever it is
-        return error
-    raise AssertionError
-
-
-def test_a_recursion_is_described_by_its_ends() -> None:
-    """Of a thousand frames the outermost and the innermost are kept."""
-
-    def down(depth: int) -> None:
-        if depth == 0:
-            raise ValueError("bottom")
-        down(depth - 1)
-
-    error = caught(lambda: down(500))
-    found = describe_exception(error, error.__traceback__)
-    functions = [frame[2] for frame in found["frames"]]
-    assert len(functions) == 40
-    assert functions[:2] == ["caught", "<lambda>"]
-    assert functions[-1] == "down"
-    assert found["frames"][-1][1] < found["frames"][-2][1]
-
-
-def test_causes_that_go_in_a_circle_end() -> None:
-    """A chain of causes that bites its tail is described once around."""
-    first, second = ValueError("first"), KeyError("second")
-    first.__cause__, second.__context__ = second, first
-    found = describe_exception(first, None)
-    assert [each["type"] for each in found["chain"]] == ["KeyError"]
-
-
-def test_an_exception_without_words() -> None:
-    """A broken __str__, notes that are no list, and a suppressed context do no harm."""
-
-    class OddError(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError
-
-    odd = OddError()
-    odd.__context__, odd.__suppress_context__ = ValueError("hidden"), True
-    found = describe_exception(odd, None)
-    assert found["message"] == "(its text cannot be had: RuntimeError)"
-    assert found["type"].endswith("OddError")
-    assert found["chain"] == []
-    json.dumps(found)
-    noted = ValueError("text")
-    noted.__notes__ = 7  # type: ignore[assignment]
-    assert describe_exception(noted, None)["message"] == "text"
-    noted.__notes__ = ["more"]
-    assert describe_exception(noted, None)["message"] == "text\nmore"
 
 
 # --- values -------------------------------------------------------------------------------------------------------
@@ -422,15 +353,6 @@ def test_an_optimizer_that_is_never_seen_to_step(seen: Seen) -> None:
     assert [(each.step, each.micro_steps) for each in samples] == [(1, 257), (2, 1), (3, 1), (4, 1)]
 
 
-def test_steps_without_backward(seen: Seen) -> None:
-    """An optimizer whose gradients come from elsewhere steps all the same."""
-    steps, one = steps_of(seen), Optimizer()
-    step(steps, one)
-    step(steps, one)
-    assert [(each.step, each.micro_steps) for each in read_samples(seen.ring)] == [(1, 0), (2, 0)]
-    assert seen.roles == ["trainer"]
-
-
 def test_a_scaled_loss_is_recorded_without_its_scale(seen: Seen) -> None:
     """The loss before a scaler is taken, and nothing where backward gets what was made of scaled losses."""
     import weakref
@@ -531,40 +453,6 @@ def test_amending_a_sample_that_is_gone(tmp_path: Path) -> None:
     assert samples[-1].loss is None
 
 
-def test_a_sample_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    """All fields of a sample survive the ring."""
-    sample = StepSample(
-        step=3, micro_steps=2, loss=1.5, grad_norm=2.5, learning_rate=0.1, seconds=0.2, wait_seconds=0.1,
-        host_bytes=5, device_allocated_bytes=6, device_reserved_bytes=7, device_peak_bytes=8,
-    )  # fmt: skip
-    SampleRing(tmp_path / "ring").append(sample)
-    (found,) = read_samples(tmp_path / "ring")
-    assert found.unix_seconds > 0
-    assert pickle.loads(pickle.dumps(found)).device_peak_bytes == 8
-    assert [getattr(found, name) for name in StepSample.__slots__ if name != "unix_seconds"] == [
-        getattr(sample, name) for name in StepSample.__slots__ if name != "unix_seconds"
-    ]
-
-
-def test_a_board_that_nobody_sees(tmp_path: Path) -> None:
-    """A board without a file takes everything and shows nothing."""
-    board = ProgressBoard(None)
-    board.count(step=1, micro_step=2, phase=Phase.SAVING)
-    assert (board.step, board.phase, board.trace_requested()) == (1, Phase.SAVING, 0)
-    assert read_board(tmp_path / "board") is None
-
-
-def test_events_of_a_small_ring(tmp_path: Path) -> None:
-    """Events come back whole; what cannot be kept is cut or named, and never an error."""
-    ring = EventRing(tmp_path)
-    for data in ({"x": 1}, {"long": "y" * 5000}, {"endless": "z" * 100_000}, {("no", "text"): 1}):
-        ring.event(Event(kind="kind", global_step=2, unix_seconds=3.0, data=data))
-    ring.close()
-    found = read_events(tmp_path)
-    assert [list(event.data) for event in found] == [["x"], ["long"], ["cut"], ["unreadable"]]
-    assert found[1].data == {"long": "y" * 5000}
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -583,14 +471,6 @@ def test_a_damaged_process_is_passed_over(tmp_path: Path, damage: bytes) -> None
     folder.mkdir()
     (folder / "process.json").write_bytes(damage)
     assert [info for _, info in read_processes(tmp_path)] == [whole]
-
-
-def test_recordings_are_announced(tmp_path: Path) -> None:
-    """Whoever listens learns of the run directory that a guard opens."""
-    heard: list[Path] = []
-    on_recording(heard.append)
-    announce_recording(tmp_path)
-    assert heard == [tmp_path]
 
 
 @pytest.mark.parametrize(

@@ -61,20 +61,6 @@ def same_with_and_without(run: Run, script: str, *options: str, **more: Any) -> 
     return observed
 
 
-def test_what_is_left_of_a_script_without_torch(run: Run, run_directory: Path) -> None:
-    """A script that never imports torch leaves who it was and a board, and no ring."""
-    run("print(1)", "-B")
-    ((folder, info),) = read_processes(run_directory)
-    assert sorted(path.name for path in folder.iterdir()) == ["process.json", BOARD_FILE, FAULTHANDLER_FILE]
-    assert (info.attempt, info.role, info.torch, info.rank) == (2, "other", None, None)
-    assert info.argv[1:2] == ["-B"]
-    assert info.argv[-1].endswith("script.py")
-    assert info.stacks_signal == signal.SIGUSR1
-    board = read_board(folder / BOARD_FILE)
-    assert board is not None
-    assert (board.pid, board.phase, board.step) == (info.pid, Phase.ENDING, 0)
-
-
 def test_a_script_cannot_tell_that_it_is_observed(run: Run) -> None:
     """Paths, loaded names, handlers and what follows from them are those of an unobserved script."""
     script = """
@@ -144,26 +130,6 @@ def test_holdfast_is_found_where_the_script_has_none(run: Run, run_directory: Pa
         pytest.skip("the interpreter that this environment was made from has a holdfast too")
     same_with_and_without(run, script, python=_OUTSIDE)
     assert len(read_processes(run_directory)) == 1
-
-
-def test_names_that_are_no_text(run_directory: Path) -> None:
-    """Arguments and messages that are no UTF-8 are recorded as text that can be printed."""
-    code = "import sys; raise ValueError(sys.argv[1])"
-    command = [sys.executable, "-c", code, b"caf\xe9"]
-    subprocess.run(command, env=observing(os.environ, run_directory, 0), capture_output=True, check=False)
-    ((_, info),) = read_processes(run_directory)
-    assert info.argv[-1] == "caf\\udce9"
-    assert events(run_directory)[0].data["message"] == "caf\\udce9"
-
-
-def test_modules_and_text_on_the_command_line(run_directory: Path) -> None:
-    """``-m``, ``-c`` and a grandchild are observed, each in a folder of its own."""
-    environment = observing(os.environ, run_directory, 0)
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'calendar', '2000'])"
-    subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
-    (_, parent), (_, child) = read_processes(run_directory)
-    assert child.ppid == parent.pid
-    assert child.argv[1:] == ["-m", "calendar", "2000"]
 
 
 def test_what_follows_an_exception_of_the_script(run: Run, run_directory: Path) -> None:
@@ -343,30 +309,3 @@ def test_what_ranks_say(run: Run, run_directory: Path) -> None:
     (_, first), (_, second) = read_processes(run_directory)
     assert (first.rank, first.local_rank, first.world_size) == (3, 1, 8)
     assert (second.rank, second.local_rank, second.world_size) == (7, None, None)
-
-
-def test_the_environment_keeps_what_was_there(tmp_path: Path) -> None:
-    """Our directory comes first, once; an empty PYTHONPATH stays without a current directory in it."""
-    once = observing({"PYTHONPATH": "a::b", "X": "1"}, tmp_path, 0)
-    assert once["PYTHONPATH"] == f"{INJECTED}{os.pathsep}a::b"
-    assert observing(once, tmp_path, 1)["PYTHONPATH"] == once["PYTHONPATH"]
-    assert observing({"PYTHONPATH": ""}, tmp_path, 1)["PYTHONPATH"] == str(INJECTED)
-    assert once["X"] == "1"
-
-
-def test_a_killed_script_leaves_its_board(run_directory: Path) -> None:
-    """What a process showed last can be read after SIGKILL."""
-    code = "import time; print(flush=True); time.sleep(60)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], env=observing(os.environ, run_directory, 0), stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.kill()
-    process.communicate()
-    ((folder, info),) = read_processes(run_directory)
-    board = read_board(folder / BOARD_FILE)
-    assert board is not None
-    assert (board.pid, board.phase) == (process.pid, Phase.STARTING)
-    assert isinstance(info, ProcessInfo)
-    assert board.since_seconds <= time.monotonic()

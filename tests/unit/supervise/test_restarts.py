@@ -47,13 +47,6 @@ def test_a_cause_that_may_pass_is_retried_after_a_delay_that_doubles():
     assert last == Stop(why="all 3 restarts are used")
 
 
-def test_the_delay_begins_anew_after_an_attempt_that_ran_long():
-    """Ten minutes of work forget the row of failures before."""
-    again = decide(verdict(), past(at_step=10, steps=50), past(at_step=5000, steps=5000, seconds=601))
-    assert isinstance(again, Again)
-    assert again.delay_seconds == 10.0
-
-
 def test_the_same_failure_at_the_same_step_stops_at_once():
     """The second time is the last, and the reason names the step; another cause there is another failure."""
     assert decide(verdict(), past(), past()) == Stop(why="the same failure came twice at step 100")

@@ -117,41 +117,6 @@ def test_a_process_that_has_ended_is_left_out(start: Start, tmp_path: Path) -> N
     assert take(tmp_path, subject(child.pid), subject(2**22 - 3)) == ()
 
 
-@needs_py_spy
-def test_hostile_names_are_harmless_in_the_dump(start: Start, tmp_path: Path) -> None:
-    """A thread's name may hold escape sequences and line ends; in the file they are question marks."""
-    program = (
-        "import threading, time\n"
-        "threading.Thread(target=lambda: time.sleep(1e6), name='\\x1b[2J\\nthread 1', daemon=True).start()\n"
-    )
-    child = start(program + STUCK)
-    taken = Stacks(tmp_path, pause=lambda _: None).take([subject(child.pid)])
-    assert taken.files == {child.pid: (f"0001-{child.pid}-a.txt", f"0001-{child.pid}-b.txt")}
-    text = (tmp_path / "stacks" / taken.files[child.pid][0]).read_text()
-    assert "\x1b" not in text
-    assert "?[2J?thread 1" in text
-    assert "in stuck" in text
-
-
-def test_numbers_go_on_where_an_earlier_supervisor_ended(start: Start, tmp_path: Path) -> None:
-    """No dump replaces another, and a file that is none does not matter."""
-    (tmp_path / "stacks").mkdir()
-    (tmp_path / "stacks" / "0041-7-b.txt").touch()
-    (tmp_path / "stacks" / "notes.txt").touch()
-    child = start(STUCK)
-    taken = Stacks(tmp_path, pause=lambda _: None, py_spy="").take([subject(child.pid)])
-    assert [name[:4] for name in taken.files[child.pid]] == ["0042", "0042"]
-
-
-def test_a_folder_that_cannot_be_written_costs_the_dump_and_not_the_look(start: Start, tmp_path: Path) -> None:
-    """The event still tells what was seen."""
-    (tmp_path / "stacks").write_text("a file")
-    child = start(STUCK)
-    taken = Stacks(tmp_path, pause=lambda _: None, py_spy="").take([subject(child.pid)])
-    assert len(taken.processes) == 1
-    assert taken.files == {}
-
-
 @pytest.mark.parametrize("program", ["exec sleep 1000", "echo '[{}, 3]'", "echo junk; exit 0", "exit 1"])
 def test_a_py_spy_that_hangs_or_says_nonsense_is_given_up(
     program: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -235,11 +200,3 @@ def test_faulthandler_s_text_is_read_with_names_and_without() -> None:
     assert (other.name, other.main, [frame.line for frame in other.frames]) == ("loader", False, [30, 3])
     assert (main.main, main.frames[0].function) == (True, "<module>")
     assert read_faulthandler("") == read_faulthandler("\0\xff junk\n") == ()
-
-
-def test_what_is_not_there_has_no_evidence() -> None:
-    """A process may vanish between any two reads."""
-    view = read_kernel_view(2**22 - 3)
-    assert (view.state, view.waits, view.cpu_seconds) == ("", {}, 0.0)
-    assert not catches_sigusr1(2**22 - 3)
-    assert not uses_gpu(2**22 - 3)

@@ -63,69 +63,6 @@ def test_whose_output_the_newest_part_is_stays_known(log, tmp_path):
     assert data.index(b"attempt 1 ---") < data.index(b"line 000299999")
 
 
-def test_a_disk_that_is_full_loses_output_and_says_so(tmp_path, monkeypatch):
-    """Nothing is raised; with space again, the newest part is written after a line that counts what was lost."""
-    log = OutputLog(tmp_path / "output.log", MOST)
-    written, limit = os.write, [20]
-
-    def full(descriptor: int, data: bytes) -> int:
-        if len(data) > limit[0]:
-            raise OSError(28, "No space left on device")
-        return written(descriptor, data)
-
-    monkeypatch.setattr(os, "write", full)
-    log.write(b"short\n")
-    log.write(b"x" * 100 + b"\nRuntimeError: the cause\n")
-    assert log.lost_bytes == 125
-    limit[0] = 1 << 30
-    log.end_attempt()
-    log.close()
-    text = (tmp_path / "output.log").read_text()
-    assert "125 bytes could not be written" in text
-    assert text.endswith("RuntimeError: the cause\n")
-
-
-def test_a_log_is_continued(tmp_path):
-    """A scheduler that starts the same run again does not destroy what was printed."""
-    for number in range(2):
-        log = OutputLog(tmp_path / "output.log", MOST)
-        log.begin(number)
-        log.write(b"x\n")
-        log.close()
-    assert (tmp_path / "output.log").read_text().count("\nx\n") == 2
-
-
-def copied(log: OutputLog, data: bytes, target: int) -> Copier:
-    """Move data through a copier as a command would print it."""
-    reading, writing = os.pipe()
-    copier = Copier(log)
-    copier.take([(reading, target)])
-    os.write(writing, data)
-    os.close(writing)
-    copier.drain(quiet_seconds=0.05, flush_seconds=1.0)
-    return copier
-
-
-def test_binary_junk_is_copied_as_it_is(log, tmp_path):
-    """Every byte reaches our stream and the file unchanged."""
-    junk = bytes(range(256)) * 16
-    ours, target = os.pipe()
-    copied(log, junk, target)
-    assert os.read(ours, 1 << 16) == junk
-    assert (tmp_path / "output.log").read_bytes() == junk
-    os.close(ours)
-    os.close(target)
-
-
-def test_a_reader_that_is_gone_does_not_end_the_copying(log, tmp_path):
-    """Who closed `| head` gets nothing more; the log gets everything."""
-    ours, target = os.pipe()
-    os.close(ours)
-    copied(log, b"a\n" * 1000, target)
-    assert (tmp_path / "output.log").stat().st_size == 2000
-    os.close(target)
-
-
 def test_a_pipe_that_takes_nothing_holds_the_command_up(log):
     """With a megabyte waiting for a slow reader no more is read, as if the command wrote to that reader itself."""
     ours, target = os.pipe()

@@ -66,32 +66,6 @@ def test_a_run_is_named_after_its_script_and_never_takes_a_directory_that_exists
     assert choose_folder(["sh"], 0.0, tmp_path).name == "sh-19700101-000000-2"
 
 
-def test_one_supervisor_at_a_time_writes_to_a_directory(tmp_path):
-    """The second one, in another process, is told who holds it; after the first is gone it may."""
-    first = RunFolder(tmp_path / "runs" / "a")
-    code = "import sys; from pathlib import Path; from holdfast.supervise.launch.run_folder import RunFolder; "
-    code += "RunFolder(Path(sys.argv[1]))"
-    command = [sys.executable, "-c", code, str(first.path)]
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode != 0
-    assert "[H723]" in refused.stderr
-    assert f"process {os.getpid()}" in refused.stderr
-    first.close()
-    assert subprocess.run(command, check=False).returncode == 0
-
-
-def test_a_disk_without_locks_is_told_as_such(tmp_path, monkeypatch):
-    """A lock that the file system does not have (played: there is no such disk here) is not taken for a rival."""
-
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "lockf", refuse)
-    with pytest.raises(RunDirectoryError, match="No locks available") as found:
-        RunFolder(tmp_path / "a")
-    assert found.value.rule == "H722"
-
-
 def test_the_next_attempt_is_known_although_the_ring_has_wrapped(tmp_path):
     """The number of attempts is found in whatever an attempt has left, not only in the event of its start."""
     folder = RunFolder(tmp_path / "a")
@@ -128,23 +102,6 @@ def test_the_description_says_what_was_run_where(tmp_path):
     assert {"holdfast", "python", "torch"} <= set(found["versions"])
     assert folder.next_attempt() == 0
     folder.close()
-
-
-def test_the_link_to_the_last_run_is_relative_and_replaces_only_a_link(tmp_path):
-    """`runs/last` moves with its folder; a file of that name, and folders of other names, are left alone."""
-    for name in ("a", "b"):
-        folder = RunFolder(tmp_path / "runs" / name)
-        folder.point_to()
-        folder.close()
-    assert (tmp_path / "runs" / "last").readlink() == Path("b")
-    (tmp_path / "runs" / "last").unlink()
-    (tmp_path / "runs" / "last").write_text("mine")
-    for path in (tmp_path / "runs" / "c", tmp_path / "elsewhere" / "d"):
-        folder = RunFolder(path)
-        folder.point_to()
-        folder.close()
-    assert (tmp_path / "runs" / "last").read_text() == "mine"
-    assert not (tmp_path / "elsewhere" / "last").exists()
 
 
 def test_the_environment_carries_the_mark_beside_those_of_supervisors_above(tmp_path):
@@ -188,16 +145,6 @@ def test_only_lines_of_the_kernels_log_that_tell_of_a_death_are_kept():
     assert [line[:5] for line in found] == ["[2.0]", "[3.0]", "[4.0]"]
     assert max(map(len, found)) == 400
     assert len(lines_of_death(log * 50)) == 20
-
-
-def test_descendants_are_found_through_every_generation():
-    """Children of children belong to it; siblings do not, and a table with a circle ends."""
-    table = {
-        pid: Process(pid, parent, pid, "S", 0)
-        for pid, parent in [(1, 0), (2, 1), (3, 2), (4, 3), (5, 1), (6, 7), (7, 6)]
-    }
-    assert descendants(table, [2]) == {3, 4}
-    assert descendants(table, [6]) == {6, 7}
 
 
 def test_children_that_were_there_before_and_processes_of_our_session_are_not_the_commands(tmp_path):

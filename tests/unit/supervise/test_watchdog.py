@@ -168,16 +168,6 @@ def test_a_trainer_that_is_stopped_by_its_user_is_not_hanging(scene: Scene) -> N
     assert len(scene.hangs) == 1
 
 
-def test_a_process_that_has_ended_is_no_hang(scene: Scene) -> None:
-    """Its board stays behind; a zombie that nobody has waited for is as dead."""
-    scene.start()
-    scene.look(1)
-    scene.children[0].kill()
-    wait_for_state(scene.children[0].pid, "Z")
-    scene.look(30)
-    assert scene.events == []
-
-
 def test_who_computes_is_left_alone_for_longer_each_time(scene: Scene) -> None:
     """It is told, as a loop or as native code, and ended only when the patience for such is over."""
     scene.new_watchdog("moving=70")
@@ -249,14 +239,6 @@ def test_who_trains_is_judged_and_who_started_it_is_not(scene: Scene) -> None:
     assert [hang.pid for hang in scene.hangs] == [pid]
 
 
-def test_a_start_that_hangs_is_found_before_anything_trains(scene: Scene) -> None:
-    """Before there is a trainer, the process that was started first is judged."""
-    first = scene.start(role="other", phase=Phase.STARTING, started=1.0)
-    scene.start(role="other", phase=Phase.STARTING, started=2.0)
-    scene.look(LIMIT + 1)
-    assert [hang.pid for hang in scene.hangs] == [first]
-
-
 def test_a_rank_may_wait_for_another_that_is_within_its_limit(scene: Scene) -> None:
     """While rank 0 evaluates or saves alone, the others stand in a collective, and nothing is told."""
     scene.new_watchdog("saving=60")
@@ -308,13 +290,6 @@ def test_damaged_files_are_passed_over(scene: Scene) -> None:
     boards[newer].write_bytes(b"HOLDPROG" + b"\xff" * (BOARD_BYTES - 8))
     scene.look(LIMIT + 1)
     assert [hang.pid for hang in scene.hangs] == [pid]
-
-
-def test_a_run_directory_that_is_not_there_is_no_error(tmp_path: Path) -> None:
-    """The watchdog may be started before anything has been written."""
-    scene = Scene(tmp_path / "not yet")
-    scene.look(3)
-    assert scene.events == []
 
 
 def test_the_thread_goes_on_after_a_failure_and_ends_when_it_is_told(scene: Scene) -> None:

@@ -29,10 +29,10 @@ _AT_ONCE = 50_000
 
 @dataclass(slots=True)
 class Weight:
-    """The bytes that an object keeps, whether a tensor in it keeps its graph, and whether a traceback is in it."""
+    """What an object keeps."""
 
     bytes: int = 0
-    graph: bool = False
+    graph: bool = False  # whether a tensor in it keeps its graph
     traceback: bool = False
     device: str = "cpu"
 
@@ -164,11 +164,7 @@ class Census:
 
 
 def _all_objects() -> Iterator[Any]:
-    """Yield every object that the collector knows, and dicts that it does not track: they hold only plain values.
-
-    Raises:
-        MemoryError: if there are so many that to look at them would hurt a process that is short of memory.
-    """
+    """Yield every object that the collector knows, and dicts that it does not track: they hold only plain values."""
     known = gc.get_objects()
     if len(known) > _MOST_OBJECTS:
         raise MemoryError(f"{len(known)} objects; a trace looks at {_MOST_OBJECTS} at most")

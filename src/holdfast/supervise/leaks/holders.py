@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_OURS = str(Path(__file__).parents[2]) + os.sep
+from holdfast.core.text import sanitise
+
+OURS = str(Path(__file__).parents[2]) + os.sep
 _LIBRARIES = ("stdlib", "platstdlib", "purelib", "platlib")
 _INSTALLED = tuple(f"{path}{os.sep}" for name, path in sysconfig.get_paths().items() if name in _LIBRARIES)
 _MOST_LEVELS, _MOST_WIDE, _MOST_TEXT = 40, 24, 200
@@ -31,16 +33,11 @@ def is_a(each: Any, *kinds: type) -> bool:
     return issubclass(type(each), kinds)
 
 
-def is_ours(file: str) -> bool:
-    """Return whether a source file belongs to holdfast."""
-    return file.startswith(_OURS)
-
-
 @functools.lru_cache(maxsize=4096)
 def is_users(file: str) -> bool:
     """Return whether a source file belongs to the script, as far as its place shows."""
     packaged = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file  # Debian's
-    return bool(file) and not packaged and not file.startswith(("<", _OURS, *_INSTALLED))
+    return bool(file) and not packaged and not file.startswith(("<", OURS, *_INSTALLED))
 
 
 def file_of(owner: object) -> str:
@@ -83,12 +80,10 @@ class Step:
 
 def _steps_of(chain: list[Any]) -> list[Step]:
     """Return the steps of a chain of references: the object first, then what refers to it, and so on."""
-    steps, index = [], 0
-    while index + 1 < len(chain):
-        used, step = _read(chain[index:])
-        steps.append(step)
-        index += used
-    return steps
+    if len(chain) < 2:
+        return []
+    used, step = _read(chain)
+    return [step, *_steps_of(chain[used:])]
 
 
 def _read(chain: list[Any]) -> tuple[int, Step]:
@@ -103,7 +98,7 @@ def _read(chain: list[Any]) -> tuple[int, Step]:
         if name := _name([*named, *(above.__kwdefaults__ or {}).items()], held):
             return 2, _of_code("default", name, code)
     if is_a(holder, dict) and (is_a(above, type) or object_dict(above) is holder):
-        return 2, _of_class(above if is_a(above, type) else type(above), _key(holder, held))
+        return 2, _of_class(above if is_a(above, type) else type(above), _name(holder, held))
     return (2, _single(above, holder)) if type(above).__name__ == _CACHE else (1, _single(holder, held))
 
 
@@ -113,12 +108,12 @@ def _single(holder: Any, held: Any) -> Step:
         code = getattr(getattr(holder, "__wrapped__", None), "__code__", None)
         return _of_code("cache", code.co_name, code) if isinstance(code, types.CodeType) else Step("cache")
     if is_a(holder, dict, list, tuple, set, frozenset) or kind.__name__ == "deque":
-        return Step("entry", _key(holder, held) if is_a(holder, dict) else "", kind.__name__)
+        return Step("entry", _name(holder, held) if is_a(holder, dict) else "", kind.__name__)
     if is_a(holder, types.TracebackType, BaseException):
         return Step("traceback", owner=kind.__name__)
     frame: Any = holder.gi_frame if is_a(holder, types.GeneratorType) else holder
     if is_a(frame, types.FrameType):
-        return _of_code("local", _name(locals_of(frame).items(), held), frame.f_code)
+        return _of_code("local", _name(locals_of(frame), held), frame.f_code)
     if is_a(holder, type):
         return _of_class(holder, _name(list(vars(holder).items()), held))
     for name, member in [pair for base in kind.__mro__ for pair in vars(base).items()]:
@@ -129,7 +124,7 @@ def _single(holder: Any, held: Any) -> Step:
                     return _of_class(kind, name)
             except (AttributeError, TypeError):
                 continue
-    name = _key(object_dict(holder) or {}, held)
+    name = _name(object_dict(holder) or {}, held)
     return _of_class(kind, name) if name else Step("other", owner=kind.__name__, file=file_of(kind))
 
 
@@ -142,12 +137,9 @@ def _of_code(kind: str, name: str, code: types.CodeType) -> Step:
     return Step(kind, name, code.co_name, code.co_filename, (code.co_firstlineno, last))
 
 
-def _name(pairs: Iterable[tuple[Any, Any]], held: Any) -> str:
+def _name(pairs: Any, held: Any) -> str:
+    pairs = list(dict.items(pairs)) if is_a(pairs, dict) else pairs
     return next((name for name, each in pairs if each is held and type(name) is str), "")
-
-
-def _key(holder: dict[Any, Any], held: Any) -> str:
-    return _name(list(dict.items(holder)), held)
 
 
 def text_of(steps: Iterable[Step]) -> str:
@@ -163,7 +155,7 @@ def text_of(steps: Iterable[Step]) -> str:
             text += f"{text and ' '}{step.name}{where.get(step.kind, '')}"
         elif step.kind in ("cache", "traceback") and not text.endswith("(traceback)"):
             text += f"cache of {step.name}" if step.kind == "cache" else " (traceback)"
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:_MOST_TEXT]
+    return sanitise(text, most=_MOST_TEXT)
 
 
 class Holders:
@@ -176,9 +168,10 @@ class Holders:
 
     def __init__(self, frames: Sequence[types.FrameType], until: float) -> None:
         self._until = until
-        modules = [pair for pair in list(sys.modules.items()) if is_a(pair[1], types.ModuleType)]
-        modules.sort(key=lambda pair: pair[0] == "__main__")  # last: a script may be known under two names
-        self._modules = {id(vars(module)): name for name, module in modules}
+        names = [*sys.modules, "__main__"]  # a script may be known under two names
+        self._modules = {
+            id(vars(sys.modules[name])): name for name in names if is_a(sys.modules[name], types.ModuleType)
+        }
         self._running = {id(frame) for frame in frames}
         self._locals: dict[int, tuple[str, types.CodeType]] = {}
         for frame in sorted(
@@ -194,12 +187,8 @@ class Holders:
         """Return where the shortest path to an object begins, and its steps, the innermost first.
 
         It begins at a ``"name"``; nowhere, in a ``"cycle"`` that nothing outside refers to; at a ``"container"`` that
-        is known to grow; or it is ``"unknown"``, since it was not followed further.
-
-        Args:
-            target: The object.
-            own: Ids of objects of ours that hold it.
-            growing: Ids of containers that are known to grow.
+        is known to grow; or it is ``"unknown"``. `own` and `growing` are ids: of what of ours holds the object, and
+        of such containers.
         """
         chains: dict[int, list[Any]] = {id(target): [target]}  # from the target to each object that was met
         closing: list[list[Any]] = []  # chains that lead back to what was met before
@@ -246,7 +235,7 @@ class Holders:
         found, by_id = [], {id(each): each for each in below}
         for holder in gc.get_referrers(*below):
             known = holder is by_id or id(holder) in ours or id(holder) in self._running
-            of_ours = is_a(holder, types.FrameType) and is_ours(holder.f_code.co_filename)
+            of_ours = is_a(holder, types.FrameType) and holder.f_code.co_filename.startswith(OURS)
             held = next((each for each in gc.get_referents(holder) if id(each) in by_id), None)
             if held is not None and not (known or of_ours or is_a(holder, types.ModuleType)):
                 found.append((holder, held))

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from holdfast.core.text import sanitise
 from holdfast.supervise.leaks.holders import Step, is_users
 
 _MOST_BYTES, _MOST_CODE = 4 * 2**20, 160
@@ -65,12 +66,7 @@ class _Source:
 
 
 class Lines:
-    """Finds lines; each file is read once.
-
-    Args:
-        users: Source files of the script, the script itself first.
-        until: When to read no further file, on the clock of `time.thread_time`: a script may have a thousand.
-    """
+    """Finds lines in files of the script, the script itself first; each is read once, until a `time.thread_time`."""
 
     def __init__(self, users: Iterable[str], until: float) -> None:
         self._users, self._until = tuple(users), until
@@ -88,9 +84,6 @@ class Lines:
 
         A statement of the script comes before one of a library, one that builds on a name before one that only binds
         it, and a name nearer to the object before one further away.
-
-        Args:
-            steps: Of the path, the innermost first.
         """
         for step in steps:
             if step.kind == "cache" and step.file:
@@ -115,9 +108,8 @@ class Lines:
 
     def _describe(self, file: str, number: int) -> str:
         source = self._source(file)
-        text = "".join(source.lines[number - 1 : number]).strip()[:_MOST_CODE]
-        code = "".join(letter if letter.isprintable() else "?" for letter in text)
-        return f"{file}:{number} in {source.function_at(number)}: {code}" if text else ""
+        code = sanitise("".join(source.lines[number - 1 : number]).strip(), most=_MOST_CODE)
+        return f"{file}:{number} in {source.function_at(number)}: {code}" if code else ""
 
 
 def _builds_on(step: Step, text: str) -> bool | None:

@@ -3,8 +3,6 @@
 Four looks at all objects, one after each step, show what grows every time; if nothing does, four more looks follow,
 eight steps apart. What grows until the fifth look is followed back to what holds it, and to the line that makes it
 grow. It reads only: no random state, no gradient and no mode of torch is touched, and nothing is kept alive.
-
-Does not: decide that memory grows (``memory.leaks`` does, outside the process).
 """
 
 from __future__ import annotations
@@ -14,16 +12,19 @@ import itertools
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.text import sanitise
 from holdfast.explain.signatures.leaks import signature_of
 from holdfast.supervise.leaks.census import Census, Frames, Weight
-from holdfast.supervise.leaks.holders import Holders, Step, file_of, is_a, is_ours, is_users, text_of
+from holdfast.supervise.leaks.holders import OURS, Holders, Step, file_of, is_a, is_users, text_of
 from holdfast.supervise.leaks.lines import HOOKS, Lines
 
 Leak = tuple[float, dict[str, Any]]
+_Found = tuple[float, int, str, dict[str, Any], Weight]  # rank, index of the target, kind, first facts, weight
 _LOOKS = 4
 _STRIDES = (1, 8)
 _MOST_EMITTED, _MOST_FOLLOWED = 3, 24
@@ -37,11 +38,7 @@ _MOST_SECONDS, _MOST_SOURCE_SECONDS = 8.0, 24.0  # of processor time, for walks 
 
 
 class LeakTracer:
-    """Traces what memory is held by, each time that it is asked to.
-
-    Args:
-        emit: Records an event.
-    """
+    """Traces what memory is held by, each time that it is asked to; `emit` records an event."""
 
     def __init__(self, emit: Callable[..., None]) -> None:
         self._emit = emit
@@ -50,14 +47,7 @@ class LeakTracer:
         self._seconds = 0.0
 
     def after_step(self, requested: int) -> None:
-        """Go on with a trace, or begin one.
-
-        Args:
-            requested: Number of the newest request; each is answered once.
-
-        Raises:
-            Exception: what went wrong in a look; the trace has been given up then.
-        """
+        """Go on with a trace, or begin one; each request is answered once. An error in a look ends the trace."""
         if self._census is not None:
             self._steps += 1
             self._until_look -= 1
@@ -102,57 +92,41 @@ def _running_frames() -> Frames:
     """Return the frames of all threads without those of ours."""
     tops = sys._current_frames().values()
     found = {id(frame): frame for top in tops for frame, _ in traceback.walk_stack(top)}
-    return [frame for frame in found.values() if not is_ours(frame.f_code.co_filename)]
+    return [frame for frame in found.values() if not frame.f_code.co_filename.startswith(OURS)]
 
 
 def find_leaks(census: Census, frames: Frames, steps: int) -> list[Leak]:
-    """Return what has leaked, the largest last: its bytes for each step, roughly, and the facts of its event.
-
-    Args:
-        census: After its looks.
-        frames: Of running functions.
-        steps: Between the first look and the last.
-    """
+    """Return what has leaked, the largest last: its bytes for each step, roughly, and the facts of its event."""
     until = time.thread_time() + _MOST_SECONDS
     holders = Holders(frames, until)
     users = dict.fromkeys(file_of(name) for name in ("__main__", *list(sys.modules)))
     lines = Lines(filter(is_users, users), until + _MOST_SOURCE_SECONDS)
     growing = frozenset(key[1] for key in census.grown if key[0] == "length")
-    targets, found = _growing(census, frames, steps)
-    own = {id(targets)}
+    targets: list[Any] = []
+    found = sorted(_growing(census, frames, steps, targets), key=lambda each: -each[0])
     best: dict[str, Leak] = {}
-    for rank, index, kind, facts, weight in sorted(found, key=lambda each: -each[0])[:_MOST_FOLLOWED]:
-        root, path = holders.path_of(targets[index], own, frozenset() if kind == "length" else growing)
+    for rank, index, kind, facts, weight in found[:_MOST_FOLLOWED]:
+        root, path = holders.path_of(targets[index], {id(targets)}, frozenset() if kind == "length" else growing)
         form = _form(kind, root, path, weight)
         small = form == "cycle" and rank < _LEAST_BYTES_OF_CYCLE
-        if root in ("container", "unknown") or small or any(is_ours(step.file) for step in path):
+        if root in ("container", "unknown") or small or any(step.file.startswith(OURS) for step in path):
             continue
-        facts["held_by"] = f"{text_of(path)}{'[...]' if kind == 'length' else ''}"
-        if root == "cycle":
-            facts["held_by"] = f"a cycle: {facts['held_by']}"
-        elif path[-1].file:
-            facts["held_by"] += f" in {Path(path[-1].file).name}"
-            facts["held_by"] += f", {path[-1].owner}()" if path[-1].kind == "local" else ""
-        line = lines.keeping(path)
-        signature = signature_of(form, on_host=weight.device == "cpu")
-        facts |= {"form": form, "device": weight.device, "retained_at": line, "signature": signature}
-        place = "cycle" if form == "cycle" else line or facts["held_by"]  # each once, by its heaviest object
-        best.setdefault(place, (rank, facts))
+        last, line = path[-1], lines.keeping(path)
+        held = f"{'a cycle: ' if root == 'cycle' else ''}{text_of(path)}{'[...]' if kind == 'length' else ''}"
+        if root == "name" and last.file:
+            held += f" in {Path(last.file).name}" + (f", {last.owner}()" if last.kind == "local" else "")
+        facts |= {"form": form, "device": weight.device, "held_by": held, "retained_at": line}
+        facts["signature"] = signature_of(form, on_host=weight.device == "cpu")
+        best.setdefault("cycle" if form == "cycle" else line or held, (rank, facts))  # once, by its heaviest object
     targets.clear()
     most = max((rank for rank, _ in best.values()), default=0.0)
     leaks = [leak for leak in best.values() if leak[0] >= max(_LEAST_SHARE * most, min(_LEAST_BYTES, most))]
     return leaks[:_MOST_EMITTED][::-1]
 
 
-def _growing(
-    census: Census, frames: Frames, steps: int
-) -> tuple[list[Any], list[tuple[float, int, str, dict[str, Any], Weight]]]:
-    """Return objects that have gone on growing, and of each rank, index, kind, first facts and weight.
-
-    Of a growing class it is an object that was made between the looks and is kept.
-    """
+def _growing(census: Census, frames: Frames, steps: int, targets: list[Any]) -> list[_Found]:
+    """Add objects that have gone on growing, of a growing class one that was made lately, and describe them."""
     wanted = {key: looks[-1] & looks[-2] - looks[-3] for key, looks in census.members.items()}
-    targets: list[Any] = []
     found, seen = [], set()
     for key, size, target in list(census.measured(frames)):
         kind, (first, last) = key[0], census.grown[key]
@@ -175,25 +149,25 @@ def _growing(
         facts = {"what": what, "count_per_step": round(count, 3), "bytes_per_step": round(count * unit)}
         found.append((count * unit + _GRAPH_BYTES * graphs, len(targets), kind, facts, weight))
         targets.append(target)
-    return targets, found
+    return found
 
 
 def _newest_of(container: Any, count: int) -> list[Any]:
     """Return the entries that were added last; of a set, some."""
-    if is_a(container, list):
-        return list(list.__getitem__(container, slice(-count, None)))
-    values: Any = dict.values(container) if is_a(container, dict) else container
-    return list(itertools.islice(values if is_a(container, set) else reversed(values), count))
+    if is_a(container, dict):
+        return list(itertools.islice(reversed(dict.values(container)), count))
+    base: Any = next(base for base in (list, set, deque) if is_a(container, base))
+    return list(itertools.islice(base.__iter__(container) if base is set else base.__reversed__(container), count))
 
 
 def _describe(each: Any, census: Census) -> str:
     """Return class, shape and type of an object in words; of a class of the script's nothing is asked."""
-    text = type(each).__qualname__
-    if shape := census.shape_of(each):
+    text, shape = type(each).__qualname__, census.shape_of(each)
+    if shape:
         text += f" {shape[0]} {shape[1].removeprefix('torch.')}"
     elif type(each) in (tuple, list) and 0 < len(each) <= 8:
         text += f" ({', '.join(type(inner).__qualname__ for inner in each)})"
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:120]
+    return sanitise(text, most=120)
 
 
 def _form(kind: str, root: str, path: Sequence[Step], weight: Weight) -> str:

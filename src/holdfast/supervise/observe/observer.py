@@ -32,7 +32,7 @@ from holdfast.supervise.observe.importing import ImportWatch
 from holdfast.supervise.observe.stacks import Stacks
 
 if TYPE_CHECKING:
-    from holdfast.recorder.event_ring import EventRing
+    from holdfast.recorder.black_box import EventRing
     from holdfast.supervise.observe.steps import Steps
 
 # torch reads the first of each; the others are what Slurm and Open MPI set, where nobody sets those.
@@ -151,7 +151,7 @@ class Observer:
         try:
             # Here, since most processes without torch have no events: the two take 7 ms.
             from holdfast.core.events import Event
-            from holdfast.recorder.event_ring import EventRing
+            from holdfast.recorder.black_box import EventRing
 
             with self._lock:
                 if self._events is None:
