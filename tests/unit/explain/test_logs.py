@@ -122,22 +122,6 @@ def test_the_root_of_a_chain_comes_first(how):
     ]
 
 
-def test_the_nested_traceback_of_a_loader_worker_is_its_root():
-    """The original traceback inside the message of torch is nearer to the root than what repeats it."""
-    code = (
-        "import torch\nclass D(torch.utils.data.Dataset):\n  def __len__(self): return 4\n"
-        "  def __getitem__(self, i): return {}[i]\nlist(torch.utils.data.DataLoader(D(), num_workers=1))"
-    )
-    found = raised(really_printed(code))
-    assert [(statement.exception, statement.cause) for statement in found] == [
-        ("KeyError", True),
-        ("KeyError", False),
-    ]
-    assert found[0].text == "0"
-    assert found[0].frames[-1].function == "__getitem__"
-    assert found[1].text == "Caught KeyError in DataLoader worker process 0."
-
-
 def test_a_member_of_a_group_is_the_verdict():
     """Of an ExceptionGroup, which says only how many it holds, a member with its own line is named."""
     code = "try:\n  raise KeyError('a')\nexcept KeyError as e:\n  raise ExceptionGroup('two', [e, ValueError('b')])"
@@ -160,20 +144,6 @@ def test_a_dump_of_faulthandler_is_fatal_and_has_frames():
     assert statement.text == "Fatal Python error: Segmentation fault"
     assert statement.fatal is True
     assert statement.frames[-1].function == "crash"
-
-
-def test_a_spawned_process_is_the_root_of_what_its_parent_raises():
-    """The traceback after '-- Process 1 terminated' leads to the exception of the parent."""
-    inner = "\n".join(PLAIN.splitlines()[1:8])
-    log = (
-        'Traceback (most recent call last):\n  File "s.py", line 1, in <module>\n'
-        f"torch.multiprocessing.spawn.ProcessRaisedException: \n\n"
-        f"-- Process 1 terminated with the following error:\n{inner}\n"
-    )
-    assert [(statement.exception, statement.cause) for statement in raised(log)] == [
-        ("ValueError", True),
-        ("ProcessRaisedException", False),
-    ]
 
 
 def test_the_table_of_torchrun_tells_which_rank_failed_first():

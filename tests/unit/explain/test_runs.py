@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,19 @@ import pytest
 from holdfast.core.errors import PolicyError
 from holdfast.core.events import Event
 from holdfast.explain.collecting import collect
+from holdfast.explain.evidence import Ending, Facts, Statement
 from holdfast.explain.judging import judge
+from holdfast.explain.runs.curves import find_lost
+from holdfast.explain.runs.statements import already_tried, of_kernel
+from holdfast.explain.signatures import all_signatures
+from holdfast.explain.verdict import Verdict
 from holdfast.recorder.black_box import EVENTS_FILE, BlackBox
-from holdfast.recorder.progress import Phase, ProgressBoard
+from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, StepSample
 from holdfast.recorder.run_files import (
     ATTEMPT_LINE,
     BOARD_FILE,
     OUTPUT_FILE,
+    SAMPLES_FILE,
     SUPERVISED_FILE,
     SUPERVISOR_FOLDER,
     ProcessInfo,
@@ -28,6 +36,12 @@ from holdfast.recorder.run_files import (
 
 SHAPES = "mat1 and mat2 shapes cannot be multiplied (4x11 and 10x2)"
 START = time.time() - 100
+NAN, INFINITE = math.nan, math.inf
+
+
+SAMPLE = StepSample(
+    step=0, micro_steps=1, loss=None, grad_norm=None, learning_rate=0.1, seconds=0.1, wait_seconds=0.0
+)
 
 
 class SupervisedRun:
@@ -51,13 +65,19 @@ class SupervisedRun:
     def supervisor(self, *events: tuple[str, dict[str, Any]]) -> None:
         self.tell(self.path / SUPERVISOR_FOLDER, *events)
 
-    def process(self, pid: int, *events: tuple[str, dict[str, Any]], steps: int = 12, **more: Any) -> Path:
+    def process(
+        self, pid: int, *events: tuple[str, dict[str, Any]], steps: int = 12, losses: Any = (), **more: Any
+    ) -> Path:
         info = ProcessInfo(pid=pid, ticks=1, ppid=1, argv=["python"], started=START, role="trainer", **more)
         folder = write_process(self.path, info)
         board = ProgressBoard(folder / BOARD_FILE)
         board.enter(Phase.FORWARD_BACKWARD)
         board.count(step=steps, micro_step=steps)
         board.close()
+        ring = SampleRing(folder / SAMPLES_FILE)
+        for step, loss in enumerate(losses, start=1):
+            ring.append(replace(SAMPLE, step=step, loss=loss))
+        ring.close()
         self.tell(folder, *events)
         return folder
 
@@ -77,6 +97,21 @@ def traceback_of(message: str, exception: str = "RuntimeError") -> str:
 @pytest.fixture
 def run(tmp_path: Path) -> SupervisedRun:
     return SupervisedRun(tmp_path / "run")
+
+
+def of_run(path: Path, status: int, *, output: str = "", losses: Any = (), said: tuple[Any, ...] = ()) -> Verdict:
+    """Return the verdict on a run of one attempt with one trainer."""
+    run = SupervisedRun(path)
+    run.output(output)
+    run.process(7, ("torch_imported", {}), *said, steps=0, losses=losses)
+    run.supervisor(
+        ("attempt_started", {"attempt": 0}), ("process_ended", {"pid": 7, "status": status}), ended(status)
+    )
+    return judge(collect(path))
+
+
+def event(kind: str, /, **data: Any) -> Event:
+    return Event(kind=kind, global_step=0, unix_seconds=10.0, data=data)
 
 
 def test_an_exception_in_the_log_and_in_the_recording_is_one(run):
@@ -156,19 +191,6 @@ def test_a_guard_of_the_next_attempt_is_not_told_of_this_one(run, tmp_path):
     assert [each.text for each in collect(run.path, 1).statements if each.source == "guard"] == ["loss is NaN"]
 
 
-def test_what_a_guard_tried_is_told(run, tmp_path):
-    """The events of a guard that a process has opened are part of the facts, from this attempt on."""
-    guard = tmp_path / "elsewhere"
-    run.process(7, ("guard", {"path": str(guard)}))
-    run.supervisor(("attempt_started", {"attempt": 0}))
-    run.tell(guard / "recorder" / "rank0", ("loader_healed", {}), ("skip_step", {}), ("skip_step", {}))
-    run.supervisor(ended(-9, oom_kills=0))
-    assert collect(run.path).tried == (
-        "a Guard skipped the step, 2 times",
-        "a Guard replaced the workers of the loader",
-    )
-
-
 def test_an_error_that_the_process_and_its_guard_recorded_is_told_once(run, tmp_path):
     """What left the Guard and then the process is one statement; what the Guard alone saw is told too."""
     text = "a batch does not fit; may not split.\nFix: a smaller one.\n[H401] run `holdfast explain H401`"
@@ -221,20 +243,6 @@ def test_what_the_user_asked_for_is_no_failure_of_the_run(run, status, sent, cau
     assert judge(collect(run.path)).cause == cause
 
 
-def test_the_kernels_log_counts_only_for_our_own_processes(run):
-    """A kill of a process of this run is evidence; one of another on the same machine is not."""
-    line = "Out of memory: Killed process {} (python) total-vm:1kB"
-    run.process(7)
-    run.supervisor(
-        ("attempt_started", {"attempt": 0}),
-        ("kernel_log", {"lines": [line.format(7), line.format(4242), 5]}),
-        ended(-9, oom_kills=None),
-    )
-    facts = collect(run.path)
-    assert [each.text for each in facts.statements] == [line.format(7)]
-    assert judge(facts).cause == "H909"
-
-
 def test_damaged_files_are_named_and_end_nothing(run):
     """Rings that are cut, foreign or of a newer holdfast, and files of junk, leave the rest readable."""
     run.output(traceback_of(SHAPES))
@@ -277,3 +285,136 @@ def test_a_marker_that_the_command_prints_itself_does_not_hide_its_output(run):
     text = (run.path / OUTPUT_FILE).read_text()
     (run.path / OUTPUT_FILE).write_text("--- holdfast: attempt 1 ---\nfake\n" + text)
     assert [each.text for each in collect(run.path).statements] == [SHAPES]
+
+
+GAN = [value for step in range(100) for value in (0.7 + 0.01 * step, -30.0 * step)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "since"),
+    [
+        ((NAN,), 1),
+        ((INFINITE, NAN, NAN), 1),
+        ((1.0, 0.9, *[NAN] * 5), 3),
+        ((1.0, 0.9, 0.8, INFINITE, NAN), 4),
+        ((2.3, 1e9, 1e18, 1e27, 1e36), 2),  # the first is all that is left of its level
+        ((*[0.5] * 300, *[10.0**power for power in range(37)]), 307),
+        ((3e5, *[0.01] * 60, *[4e7] * 10), 62),
+        ((*[1.0] * 20, *[1e9, NAN] * 4), 21),
+        (GAN, None),
+        ((1.0, 0.9, NAN), None),  # one batch
+        ((1.0, NAN, 0.9, 0.8), None),  # it came back
+        ((1e-12, 0.1, *[1.0] * 30), None),  # a loss that begins at 0
+        ((*[0.002] * 50, *[2000.0] * 50), None),  # a part of it was switched on
+        ((-1.0, -20.0, *[-1e9] * 50), None),  # a return that grows
+        ((*[1.0] * 50, 1e12, 1.0), None),  # a spike
+        ([1e10 * (number % 7 / 7) ** 8 for number in range(200)], None),  # of single samples, not scaled
+        ((), None),
+    ],
+)
+def test_a_training_is_lost_if_nothing_good_comes_after_losses_that_are_not_finite_or_exploded(losses, since):
+    """The end decides; what is legitimate, such as a GAN's losses or a curriculum's, is not lost."""
+    lost = find_lost(list(enumerate(losses, start=1)))
+    assert (None if lost is None else lost.since) == since
+
+
+def test_a_run_whose_training_was_lost_did_not_end_well(tmp_path):
+    """Status 0 is no good end where the loss was lost, from the first step or later; no value at all says nothing."""
+    verdict = of_run(tmp_path / "run", 0, losses=(1.0, 0.8, 0.7, *[NAN] * 20))
+    assert (verdict.cause, verdict.family, verdict.exit_code) == ("H1617", "numerics", 19)
+    assert verdict.title == "ended with status 0, but the loss is not finite since step 4"
+    assert "not finite since step 4" in verdict.summary
+    assert "holdfast.watch" in verdict.fix
+    assert any("since step 4" in each.text for each in verdict.evidence)
+    assert "from the beginning" in of_run(tmp_path / "first", 0, losses=[NAN] * 3).title
+    assert "rose from 1 to 1e+36, since step 3" in of_run(tmp_path / "up", 0, losses=(1.0, 1.0, *[1e36] * 9)).title
+    for name, losses in {"well": (1.0, 0.8, 0.7), "unread": [None] * 30}.items():
+        well = of_run(tmp_path / name, 0, losses=losses)
+        assert (well.title, well.fix) == ("ended well", "Nothing is to be done.")
+        assert "caught" not in well.summary
+
+
+def test_what_was_recorded_of_a_loss_is_surer_than_what_was_printed(tmp_path):
+    """A printed NaN is no lost training where the recorded losses are good."""
+    assert of_run(tmp_path / "seen", 0, output="loss nan\nloss nan\n", losses=(0.5, 0.4)).cause == "H1601"
+
+
+FINDING = {
+    "rule": "H825", "severity": "advice", "about": "cause", "confidence": 0.8, "what": "the weights moved too far",
+    "fix": "lower the learning rate.", "where": "",
+}  # fmt: skip
+
+
+def test_a_fault_of_the_training_is_told_of_a_run_that_ended_well():
+    """What a Guard found stands in title, summary, evidence and fix, a cause before a symptom however severe."""
+    symptom = {**FINDING, "rule": "H804", "severity": "error", "about": "symptom", "what": "NaN in w"}
+    warning = event("preflight", rule="H630", what="num_workers=64 on 2 processors", fix="pass 2.")
+    events = (event("finding", **symptom), event("finding", **FINDING), event("note", **FINDING), warning)
+    verdict = judge(Facts(events=events, endings=(Ending(status=0),)))
+    assert (verdict.cause, verdict.exit_code) == ("H1601", 0)
+    assert verdict.title == "ended well, but its training has a fault: learning rate too high"
+    assert "the weights moved too far [H825]" in verdict.summary
+    assert verdict.fix.startswith("Lower the learning rate.")
+    quoted = [each.text for each in verdict.evidence]
+    assert [text.partition("]")[0][-4:] for text in quoted if "[H" in text] == ["H825", "H804", "H630"]
+    broken = (
+        event("finding", rule=["H825"], what=None),
+        event("preflight", rule=5),
+        event("finding", rule="H9", what=""),
+    )
+    assert judge(Facts(events=broken, endings=(Ending(status=0),))).exit_code == 0, "damaged events cost no verdict"
+
+
+def test_what_a_guard_did_is_told_with_the_newest_reason():
+    """The last line of why stands behind what was done, whatever key an event keeps it under."""
+    events = [
+        event("skip_step", reason="first"),
+        event("skip_step", reason="NaN in the batch; sample 4"),
+        event("sample_quarantined", evidence="Traceback\n  File\nValueError: 7.png cannot be read"),
+        event("loader_healed", cause="worker 1 was killed by SIGKILL"),
+        event("retry", reason=None),
+    ]
+    assert already_tried(events) == [
+        "a Guard tried again after freeing memory",
+        "a Guard skipped the step, 2 times: NaN in the batch; sample 4",
+        "a Guard replaced the workers of the loader: worker 1 was killed by SIGKILL",
+        "a Guard quarantined a sample that could not be loaded: ValueError: 7.png cannot be read",
+    ]
+
+
+def test_lines_of_the_kernel_about_other_processes_are_no_evidence():
+    """Kills and crashes count for own processes; lines about no process, such as of hardware, count always."""
+    lines = [
+        "python invoked oom-killer: gfp_mask=0xcc0",
+        "[1.0] oom-kill:constraint=CONSTRAINT_MEMCG,task_memcg=/other,task=python,pid=6023,uid=0",
+        "[1.0] Memory cgroup out of memory: Killed process 6023 (python) total-vm:1kB",
+        "python[6023]: segfault at 0 ip 0000",
+        "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",
+    ]
+    told = [event("kernel_log", lines=lines)]
+    assert [each.text for each in of_kernel(told, {5})] == [lines[-1]]
+    assert [each.text for each in of_kernel(told, {6023})] == lines
+
+
+def test_how_a_process_left_is_told_as_it_was_recorded(tmp_path):
+    """The message of sys.exit is quoted, past progress bars; one that never ended in order left as by os._exit."""
+    text = "step 1\n\x1b[31mno more data\x1b[0m\n\repoch 1:  34%|###   | 10/29 [00:00<00:00, 282.50it/s]"
+    exiting = ("exiting", {"how": "sys.exit", "status": 1})
+    verdict = of_run(tmp_path / "exit", 1, output=text, said=(exiting,))
+    assert verdict.cause == "H1607"
+    assert "`sys.exit`, and its last line is: no more data." in verdict.summary
+    assert "os._exit" in of_run(tmp_path / "os", 7, output=text).summary
+
+
+def test_changes_that_the_attempt_had_are_not_offered_again():
+    """A verdict offers what is new only."""
+    offered = next(each for each in all_signatures().values() if each.changes and each.role == "root")
+    statement = Statement(
+        text=offered.example.split(": ", 1)[-1], kind="exception", exception="RuntimeError", fatal=True
+    )
+    facts = Facts(statements=(statement,), endings=(Ending(status=1),))
+    first = judge(facts)
+    assert first.changes
+    again = judge(Facts(statements=(statement,), endings=facts.endings, extra={"changed": dict(first.changes)}))
+    assert again.cause == first.cause
+    assert again.changes == ()
