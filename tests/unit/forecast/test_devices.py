@@ -139,7 +139,7 @@ def test_a_calibrated_device_comes_before_the_catalogue() -> None:
         ({"bandwidth": None}, "device file"),
         ({"flops": {}}, "fp32"),
         ({"extra": 1}, "extra"),
-        ({"context_bytes": 0}, "context_bytes=0"),
+        ({"context_bytes": 0}, "context_bytes"),
         ({"bandwidth": 0}, "above 0"),
     ],
 )
