@@ -87,10 +87,10 @@ def run(
         order = Order(
             factory=factory,
             devices=devices,
-            precisions=_default_precisions(devices) if precision is None else _read_precisions(precision),
+            precisions=_read_precisions(precision, devices),
             global_batch_size=global_batch_size,
             longest=None if lengths is None else max(read_lengths(lengths)),
-            margin_bytes=None if margin is None else _read_margin(margin),
+            margin_bytes=_read_margin(margin),
             max_grad_norm=max_grad_norm,
             verify=verify,
         )
@@ -148,47 +148,39 @@ def read_lengths(path: Path) -> list[int]:
     Raises:
         PolicyError: It holds none, or something else (H419).
     """
+    found, wrong = [], ""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _no_lengths(path, "it is no text") from error
-    found = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        if not re.fullmatch(r"0*[1-9]\d{0,17}", line.strip(), re.ASCII):
-            raise _no_lengths(path, f"line {number} is {line.strip()[:40]!r}")
-        found.append(int(line))
-    if not found:
-        raise _no_lengths(path, "it is empty")
-    return found
-
-
-def _no_lengths(path: Path, why: str) -> PolicyError:
-    return PolicyError(
-        f"lengths file {path}: {why}",
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError:
+        lines, wrong = [], "it is no text"
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if line and not re.fullmatch(r"0*[1-9]\d{0,17}", line, re.ASCII):
+            wrong = f"line {number} is {line[:40]!r}"
+            break
+        found += [int(line)] if line else []
+    if found and not wrong:
+        return found
+    raise PolicyError(
+        f"lengths file {path}: {wrong or 'it is empty'}",
         limit="whole numbers above 0 are needed, one a line: the lengths of your samples",
         fix="write one length a line, in the unit of the batch's second dimension (tokens, frames).",
         rule="H419",
     )
 
 
-def _default_precisions(devices: Iterable[Device]) -> tuple[str, ...]:
-    return ("fp32", "bf16" if any(map(has_bf16, devices)) else "fp16")
-
-
-def _read_precisions(text: str) -> tuple[str, ...]:
+def _read_precisions(text: str | None, devices: Iterable[Device]) -> tuple[str, ...]:
+    if text is None:
+        return ("fp32", "bf16" if any(map(has_bf16, devices)) else "fp16")
     names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in _PRECISIONS]
-    if unknown or not names:
+    if not names or not set(names) <= set(_PRECISIONS):
         known = ", ".join(_PRECISIONS)
         raise _wrong(f"--precision {text!r}", f"it is a list of {known}", "write --precision fp32,bf16.")
     return names
 
 
-def _read_margin(text: str) -> int:
-    size = bytes_in(text)
-    if size is None:
+def _read_margin(text: str | None) -> int | None:
+    size = None if text is None else bytes_in(text)
+    if text is not None and size is None:
         raise _wrong(f"--margin {text!r}", "it is a number with GiB, GB, MiB or MB", "write --margin 1GiB.")
     return size
 
@@ -198,27 +190,19 @@ def _wrong(what: str, limit: str, fix: str) -> PolicyError:
 
 
 class _Progress(Watcher):
-    """Says what is being done: a spinner on a terminal, lines elsewhere, each once.
-
-    Args:
-        status: Of the terminal; None: lines.
-        quiet: Whether lines are left out.
-    """
+    """Says what is being done: in a spinner on a terminal, else in lines, each once, unless it is to be quiet."""
 
     def __init__(self, status: Status | None, *, quiet: bool) -> None:
         self._status, self._quiet = status, quiet
         self._said: set[str] = set()
 
     def traced(self, progress: tracing.Progress) -> None:
-        """Say what the process that traces does."""
         self._say(progress.text)
 
     def planned(self, row: Row) -> None:
-        """Say for which device plans are sought."""
         self._say(f"planning for {row.device}")
 
     def verifies(self, row: Row) -> None:
-        """Say that a plan is traced once more."""
         self._say(f"tracing micro-batches of {row.micro_batch_size} for {row.device} once more")
 
     def _say(self, text: str) -> None:
@@ -232,8 +216,5 @@ class _Progress(Watcher):
 @contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[Watcher]:
     terminal = Console(stderr=True)
-    if not terminal.is_terminal:
-        yield _Progress(None, quiet=quiet)
-        return
-    with terminal.status("starting") as status:
+    with terminal.status("starting") if terminal.is_terminal else contextlib.nullcontext() as status:
         yield _Progress(status, quiet=quiet)

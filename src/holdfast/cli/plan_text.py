@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import typer
+import yaml
 from rich.table import Table
 from rich.text import Text
 
@@ -38,12 +37,12 @@ def print_forecast(forecast: Forecast) -> None:
     """Print everything."""
     for plan in forecast.plans:
         _print_table(plan)
-    told = set()
+    shown = set()
     for plan in forecast.plans:
         step = (named(plan.shown), plan.shown.micro_batch_size, plan.shown.live_bytes)
-        if step not in told:
+        if step not in shown:
             _print_owners(plan)
-        told.add(step)
+        shown.add(step)
         _print_plan(forecast, plan)
     _print_assumptions(forecast)
 
@@ -68,9 +67,9 @@ def _print_owners(plan: DevicePlan) -> None:
     typer.echo(f"Who owns the peak of {peak} that tensors hold ({named(row)}, {samples})")
     groups = (("", shares.owners), ("modules", shares.modules), ("lines", shares.lines))
     for title, sizes in groups:
-        told = ", ".join(f"{name} {gib(count)}" for name, count in sizes.items() if count >= GIB / 1000)
-        if told:
-            typer.echo(f"  {title + ': ' if title else ''}{told}")
+        words = ", ".join(f"{name} {gib(count)}" for name, count in sizes.items() if count >= GIB / 1000)
+        if words:
+            typer.echo(f"  {title + ': ' if title else ''}{words}")
     typer.echo("")
 
 
@@ -147,19 +146,6 @@ def as_yaml(forecast: Forecast) -> str:
     (plan, *_) = forecast.plans
     row = plan.best
     assert row is not None
-    lines = [f"# {command_of(forecast.order)}", f"# a forecast: {what_to_take(row)}"]
-    lines += [f"# {text}" for text in beside_the_policy(forecast, row)]
-    return "\n".join([*map(_one_line, lines), *_yaml_fields(row.policy()), ""])
-
-
-def _yaml_fields(fields: Mapping[str, Any]) -> Iterable[str]:
-    for name, value in fields.items():
-        if isinstance(value, list):
-            yield f"{name}:"
-            yield from (f"  - {json.dumps(one)}" for one in value)
-        else:
-            yield f"{name}: {json.dumps(value)}"  # JSON's numbers, words and quoted texts are YAML too
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    lines = [command_of(forecast.order), f"a forecast: {what_to_take(row)}", *beside_the_policy(forecast, row)]
+    comments = "".join(f"# {' '.join(text.split())}\n" for text in lines)
+    return comments + yaml.safe_dump(row.policy(), sort_keys=False)

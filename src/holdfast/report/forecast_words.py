@@ -38,12 +38,12 @@ def sources(plan: DevicePlan) -> str:
     device = plan.question.device
     if device.measured:
         return "measured by holdfast calibrate"
-    told = {
+    figures = {
         "usable": f"usable {gib(device.usable_bytes)}",
         "context": f"context {gib(device.context_bytes)}",
         "rates": "rates",
     }
-    return "; ".join(f"{text} ({device.sources[name]})" for name, text in told.items() if name in device.sources)
+    return "; ".join(f"{text} ({device.sources[name]})" for name, text in figures.items() if name in device.sources)
 
 
 def named(row: Row) -> str:
@@ -124,9 +124,11 @@ def assumptions(said: Iterable[Assumption]) -> list[str]:
     lines: dict[str, list[str]] = {}
     for one in said:
         lines.setdefault(one.what, []).extend([one.line] if one.line else [])
-    told = [what + (f" (at {', '.join(dict.fromkeys(where))})" if where else "") for what, where in lines.items()]
+    sentences = [
+        what + (f" (at {', '.join(dict.fromkeys(where))})" if where else "") for what, where in lines.items()
+    ]
     return [
-        *told,
+        *sentences,
         "the step runs eagerly, on one device; torch.compile would need other memory",
         "the device was not asked: its figures are those above, and nothing else runs on it",
     ]

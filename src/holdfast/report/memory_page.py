@@ -121,8 +121,8 @@ def _sections(forecast: Forecast) -> Iterable[str]:
         yield plot(f"Memory over one step: {as_html(plan.question.device.name)}", f"memory-{number}", hint)
         yield _owners(plan)
         yield _table(plan)
-    told = "".join(f"<li>{as_html(text)}</li>" for text in assumptions(forecast.assumptions))
-    yield f"<section><h2>What was assumed</h2><ul>{told}</ul></section>"
+    items = "".join(f"<li>{as_html(text)}</li>" for text in assumptions(forecast.assumptions))
+    yield f"<section><h2>What was assumed</h2><ul>{items}</ul></section>"
 
 
 def _played(plan: DevicePlan) -> str:
@@ -141,10 +141,10 @@ def _recommended(forecast: Forecast, plan: DevicePlan) -> str:
         text = as_html(what_is_missing(plan), lines=True)
         return f'<section class="verdict"><p class="kicker">{name}</p><pre>{text}</pre></section>'
     lines = as_html("\n".join(to_paste(forecast, plan.best)), most=20_000, lines=True)
-    told = "" if plan.verification is None else f'<p class="sure">{as_html(verified(plan.verification))}</p>'
+    sure = "" if plan.verification is None else f'<p class="sure">{as_html(verified(plan.verification))}</p>'
     return (
         f'<section class="verdict well"><p class="kicker">Take on {name}</p>'
-        f"<h2>{as_html(what_to_take(plan.best))}</h2><pre>{lines}</pre>{told}</section>"
+        f"<h2>{as_html(what_to_take(plan.best))}</h2><pre>{lines}</pre>{sure}</section>"
     )
 
 

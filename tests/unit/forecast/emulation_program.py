@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from tests.unit.memory.allocations import FakeAllocations
+from tests.unit.forecast.allocations import FakeAllocations
 
 from holdfast.forecast.fake.device import ForecastDevice, forecast_device
 

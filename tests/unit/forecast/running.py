@@ -19,12 +19,6 @@ def run_emulation() -> dict[str, Any]:
     return _run("emulation_program.py")
 
 
-@cache
-def run_host_comparison() -> dict[str, Any]:
-    """Peaks of whole models on the real CPU and on the fake one."""
-    return _run("host_comparison_program.py")
-
-
 def _run(name: str) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

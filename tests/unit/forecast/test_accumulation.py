@@ -55,16 +55,6 @@ def test_steps_in_a_row_free_what_they_allocate(edit, variant):
     assert len(set(ends)) == 1
 
 
-def test_variants_are_found_again():
-    """The events of each implementation of the optimizer are those of before."""
-    trace = make_step(BLOCKS, 4, optimizer_bytes=5000)
-    both = with_accumulation(trace, 8)
-    for one, moved in zip(trace.variants, both.variants, strict=True):
-        before, after = trace.events[slice(*one.events)], both.events[slice(*moved.events)]
-        assert np.array_equal(np.sign(before), np.sign(after))
-        assert np.array_equal(trace.size_bytes[np.abs(before) - 1], both.size_bytes[np.abs(after) - 1])
-
-
 def with_batch(trace: Trace, dies: int) -> Trace:
     """Return the step with a batch of 1000 bytes, made at its beginning and freed before an event."""
     batch = len(trace.size_bytes)
@@ -127,10 +117,3 @@ def test_a_batch_beyond_all_memory_fits_nowhere(total):
     both = with_accumulation(with_batch(plain, len(plain.events)), total)
     assert live_peak(both) > 1 << 47
     assert live_bytes(*played(both, 6)).min() >= 0
-
-
-def test_what_needs_no_accumulation_stays_as_it_is():
-    """A global batch of one micro-batch, or of fewer samples, is the step itself."""
-    trace = make_step(BLOCKS, 4)
-    assert with_accumulation(trace, 4) is trace
-    assert with_accumulation(trace, 3) is trace

@@ -39,63 +39,6 @@ def test_rounding_goes_up_to_512_bytes_and_stays(sizes: list[int]) -> None:
 # Worked examples; the rules are those of CUDACachingAllocator.cpp
 
 
-def test_small_requests_share_a_segment_of_2_mib() -> None:
-    """Up to 1 MiB a request is packed into 2 MiB segments."""
-    allocator = CachingAllocator()
-    first, second = allocator.allocate(512), allocator.allocate(MIB)
-    assert (first.size, second.address - first.address) == (512, 512)
-    allocator.allocate(MIB)
-    assert actions(allocator) == [("alloc", 2), ("alloc", 2)]
-    assert allocator.allocated_bytes == 2 * MIB + 512
-
-
-def test_large_requests_below_10_mib_share_20_mib() -> None:
-    """A request above 1 MiB takes 20 MiB and splits them; from 10 MiB on it gets its own, rounded to 2 MiB."""
-    allocator = CachingAllocator()
-    allocator.allocate(MIB + 512)
-    allocator.allocate(9 * MIB)
-    allocator.allocate(9 * MIB)  # 10 MiB - 512 are left, so it fits
-    assert actions(allocator) == [("alloc", 20)]
-    block = allocator.allocate(11 * MIB)
-    assert actions(allocator)[1:] == [("alloc", 12)]
-    assert block.size == 12 * MIB  # a remainder of 1 MiB or less is not split off, and counts as allocated
-
-
-def test_best_fit_and_the_lower_address_among_equals() -> None:
-    """The smallest free block that is large enough is taken, and the lowest of several of that size."""
-    allocator = CachingAllocator()
-    blocks = [allocator.allocate(size * MIB) for size in (40, 20, 30, 20)]
-    for block in blocks:
-        allocator.free(block)
-    assert allocator.allocate(19 * MIB).address == blocks[1].address
-    assert allocator.allocate(19 * MIB).address == blocks[3].address
-    assert allocator.allocate(19 * MIB).address == blocks[2].address
-
-
-def test_neighbours_join() -> None:
-    """Freed neighbours of one segment become one block again, those of two segments never do."""
-    allocator = CachingAllocator()
-    blocks = [allocator.allocate(6 * MIB) for _ in range(4)]
-    assert actions(allocator) == [("alloc", 20), ("alloc", 20)]
-    for block in blocks:
-        allocator.free(block)
-    allocator.allocate(20 * MIB)
-    allocator.allocate(20 * MIB)
-    allocator.allocate(20 * MIB)
-    assert actions(allocator)[2:] == [("alloc", 20)]
-
-
-def test_cached_segments_are_given_back_before_it_fails() -> None:
-    """Under a cap all whole cached segments go back and the request is made again, which counts as a retry."""
-    allocator = CachingAllocator(cap_bytes=60 * MIB)
-    small, large = allocator.allocate(512), allocator.allocate(30 * MIB)
-    allocator.free(small)
-    allocator.free(large)
-    allocator.allocate(40 * MIB)
-    assert actions(allocator) == [("alloc", 2), ("alloc", 30), ("free", 30), ("free", 2), ("alloc", 40)]
-    assert (allocator.retries, allocator.peak_reserved_bytes) == (1, 40 * MIB)
-
-
 def test_a_segment_in_part_use_cannot_be_given_back() -> None:
     """Fragmentation: 12 free MiB of a 20 MiB segment do not help 24 MiB under a cap of 40; expandable segments do."""
     for fits in (False, True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import runpy
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,8 @@ import pytest
 import torch
 from benchmarks import forecast_real
 from benchmarks.forecast_live import row_of
-from benchmarks.forecast_models import MODELS, QUICK, Model, find_models, modules_of, train_step
-from benchmarks.gpu import forecast as gpu_forecast
-from benchmarks.gpu.forecast_decisions import MOST_SAMPLES, choose, judge
+from benchmarks.forecast_models import MODELS, QUICK, Model, modules_of, train_step
+from benchmarks.gpu.forecast_decisions import choose, judge
 from benchmarks.gpu.forecast_jobs import OUT_OF_MEMORY, STEPS, Outcome, Plan, build, train
 
 from holdfast.forecast.allocator.replay import replay
@@ -87,45 +86,15 @@ def test_the_profilers_record_is_added_up_from_the_first_step_on() -> None:
 
 
 @pytest.mark.slow
-def test_the_forecast_of_a_perceptron_is_exact() -> None:
-    """The live bytes of a forecast are those of the real run in a process of its own, for a model without scratch."""
-    row = row_of(next(model for model in OWN if model.name == "mlp"))
+@pytest.mark.parametrize(
+    ("name", "percent"), [("mlp", 0.01), ("encoder", 0.01), ("resnet", 2), ("unet", 2), ("lstm", 3), ("tacotron", 3)]
+)
+def test_forecasts_are_those_of_the_real_allocator(name: str, percent: float) -> None:
+    """Two training steps peak as forecast, scratch of operations included: exact without convolutions and LSTMs."""
+    row = row_of(next(model for model in MODELS if model.name == name))
     assert not row.failed
     assert row.error_percent is not None
-    assert abs(row.error_percent) <= 0.01
-
-
-@dataclass
-class Machine:
-    """A machine on which so many samples fit."""
-
-    fits: int
-    runs: int = 0
-
-    def run(self, plan: Plan, cap_bytes: int) -> Outcome:
-        self.runs += 1
-        return Outcome(ended="done" if plan.micro_batch_size <= self.fits else OUT_OF_MEMORY)
-
-
-@pytest.mark.parametrize(
-    ("chosen", "ran_out", "close", "runs"),
-    [(101, True, None, 1), (100, False, True, 2), (90, False, True, 2), (89, False, False, 2), (50, False, False, 2)],
-)
-def test_a_plan_is_judged_by_what_really_fits(chosen: int, ran_out: bool, close: bool | None, runs: int) -> None:
-    """On a machine that takes 100 samples, 90 to 100 are close, fewer are not, and more run out."""
-    machine = Machine(fits=100)
-    verdict = judge(Plan(model="any", precision="fp32", micro_batch_size=chosen), GIB, machine.run)
-    assert (verdict.ran_out, verdict.close, machine.runs) == (ran_out, close, runs)
-
-
-def test_a_plan_that_memory_does_not_limit_is_not_called_far_from_it() -> None:
-    """Where the most samples that are tried fit, or another error ends the second run, nothing is said."""
-    machine = Machine(fits=10**9)
-    verdict = judge(Plan(model="any", precision="fp32", micro_batch_size=MOST_SAMPLES), GIB, machine.run)
-    assert (verdict.ended, verdict.close, machine.runs) == ("done", None, 1)
-    endings = iter(["done", "RuntimeError: grid"])
-    plan = Plan(model="any", precision="fp32", micro_batch_size=9)
-    assert judge(plan, GIB, lambda *_: Outcome(ended=next(endings))).close is None
+    assert abs(row.error_percent) <= percent
 
 
 def _simulated(scaled: ScaledTrace, plan: Plan, cap_bytes: int) -> Outcome:
@@ -162,27 +131,6 @@ def test_a_plan_is_carried_out_as_it_says() -> None:
         norm.register_forward_hook(lambda *_, name=name: runs.append(name))
     train(plan, job, "cpu")
     assert (runs.count("0"), runs.count("1")) == (2 * STEPS, STEPS)  # the recomputed one runs twice in each step
-
-
-def test_the_gpu_benchmark_says_that_there_is_no_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without CUDA the script says so, writes nothing, and does not fail."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a device")
-    monkeypatch.setattr(sys, "argv", ["forecast", "--quick", "--out", "nowhere.json"])
-    gpu_forecast.main()
-    assert capsys.readouterr().out.strip() == "skipped: no CUDA device"
-    assert not Path("nowhere.json").exists()
-
-
-def test_jobs_that_make_their_own_step_run_in_fp32_only() -> None:
-    """The GPU benchmark runs every job in fp32, and the others in half precision too."""
-    models, _ = find_models(quick=True)
-    own_step = next(model for model in OWN if model.own_step)
-    jobs = list(gpu_forecast.jobs_of([*models, own_step], ("fp32", "bf16")))
-    assert [precision for model, precision in jobs if model is own_step] == ["fp32"]
-    assert len(jobs) == 2 * len(models) + 1
 
 
 def test_the_recipe_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -64,15 +63,6 @@ def test_a_step_that_grows_by_whole_bytes_is_reproduced_exactly(
     assert got.block_runs == expected.block_runs
     assert got.micro_batch_size == wanted
     assert live_peak(got) == live_peak(expected)
-
-
-@settings(max_examples=60, deadline=None)
-@given(programs, st.integers(5, 1000))
-def test_a_line_through_two_peaks_is_never_above_the_replayed_peak(program: list[Block], wanted: int) -> None:
-    """The peak is a convex function of the micro-batch: its own extrapolation can only fall short."""
-    two, four = make_step(program, 2, optimizer_bytes=50_000), make_step(program, 4, optimizer_bytes=50_000)
-    secant = live_peak(two) + (live_peak(four) - live_peak(two)) / 2 * (wanted - 2)
-    assert secant <= live_peak(fit([two, four]).at(wanted))
 
 
 def test_a_peak_that_moves_is_exact_where_the_secant_is_far_too_low() -> None:
@@ -179,21 +169,6 @@ def test_a_batch_beyond_all_memory_stays_above_any_device(batch: int) -> None:
     assert got.size_bytes[2] == 8
 
 
-def test_a_single_sample_is_said_to_be_extrapolated() -> None:
-    """Micro-batch 1 is no size that was traced and may take another way, which is said."""
-    scaled = fit([make_step([(Layer("linear", 40),)], size) for size in (2, 4)])
-    assert any("1 sample is extrapolated from 2 and 4" in one.what for one in scaled.at(1).assumptions)
-    assert scaled.at(2).assumptions == ()
-
-
-def test_growth_of_a_step_is_extrapolated_too() -> None:
-    """What a step leaves behind grows with the micro-batch as its storages do."""
-    two, four = (make_step([(Layer("linear", 40),)], size) for size in (2, 4))
-    assert fit([replace(four, growth_bytes=40), replace(two, growth_bytes=20)]).at(10).growth_bytes == 100
-    margins = fit([replace(four, uncalibrated_bytes=30), replace(two, uncalibrated_bytes=20)])
-    assert [margins.at(size).uncalibrated_bytes for size in (1, 2, 10)] == [20, 20, 60]
-
-
 def test_an_operation_that_only_one_batch_has_is_named_with_its_line() -> None:
     """A branch on the batch is found at its first operation, with the line of the user's."""
     program: list[Block] = [(Layer("linear", 40), Layer("relu", 40)), (Layer("gelu", 40),)]
@@ -217,24 +192,6 @@ def test_an_order_of_events_that_differs_is_named_by_its_operation() -> None:
         fit([two, replace(four, events=events)])
 
 
-@pytest.mark.parametrize("field", ["blocks", "carried", "precision", "variants"])
-def test_anything_else_that_differs_is_named(field: str) -> None:
-    """Traces that agree in all events but not in what they say of them are refused with the name of that."""
-    two, four = (make_step([(Layer("linear", 40),)], size, optimizer_bytes=80) for size in (2, 4))
-    value = "bf16" if field == "precision" else ()
-    with pytest.raises(NotAlignedError, match=f"their {field} differ"):
-        fit([two, replace(four, **{field: value})])
-
-
-def test_parameters_in_another_order_are_refused() -> None:
-    """Traces whose parameters come in another order would be mixed up without a word: they are refused."""
-    two, four = (make_step([(Layer("linear", 40), Layer("linear", 80))], size) for size in (2, 4))
-    sizes = four.size_bytes.copy()
-    sizes[[0, 1]] = sizes[[1, 0]]
-    with pytest.raises(NotAlignedError, match="parameters and states that live before it differ"):
-        fit([two, replace(four, size_bytes=sizes)])
-
-
 def test_what_a_step_keeps_or_has_for_each_sample_is_said() -> None:
     """Other numbers of storages before the step, or in its batch, are named in place of some operation."""
     two, four = (make_step([(Layer("linear", 40),)], size) for size in (2, 4))
@@ -246,25 +203,6 @@ def test_what_a_step_keeps_or_has_for_each_sample_is_said() -> None:
     with pytest.raises(NotAlignedError, match="its batch is 1 tensors, there 2") as caught:
         fit([two, replace(four, owner=owner, events=four.events[::-1])])
     assert "collate a list of samples" in caught.value.fix
-
-
-def test_names_in_another_order_are_still_the_same_operations() -> None:
-    """Operations are compared by name, whatever their numbers are."""
-    two, four = (make_step([(Layer("linear", 40), Layer("relu", 8))], size) for size in (2, 4))
-    count = len(four.names)
-    turned = replace(four, names=four.names[::-1], operation_name=(count - 1 - four.operation_name).astype(np.int32))
-    assert np.array_equal(fit([two, turned]).at(4).size_bytes, four.size_bytes)
-
-
-def test_traces_that_leave_a_point_out_are_our_mistake() -> None:
-    """Fitting needs every size at every length; anything else is no data but a bug."""
-    traces = [make_step([(Layer("linear", 40),)], size) for size in (2, 4)]
-    for wrong in (traces[:1], [*traces, traces[0]], [replace(traces[0], micro_batch_size=1), traces[1]]):
-        with pytest.raises(AssertionError):
-            fit(wrong)
-    six = [replace(traces[0], micro_batch_size=size, length=length) for size, length in product((2, 4), (8, 16))]
-    with pytest.raises(AssertionError, match="three"):
-        fit(six)
 
 
 def test_scratch_that_only_some_batches_take_is_taken_to_grow_with_the_batch() -> None:

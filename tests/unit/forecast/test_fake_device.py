@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -15,10 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.fake.device import forecast_device
-
-
-def _storages(module: nn.Module) -> int:
-    return len({p.untyped_storage()._cdata for p in module.parameters()})
 
 
 def _actual(tensor: torch.Tensor) -> str:
@@ -104,22 +99,6 @@ def a_step() -> Any:
         }
 
 
-@case
-def copies() -> Any:
-    with forecast_device() as device:
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        encoder = nn.TransformerEncoder(layer, 3).cuda()
-        copied = copy.deepcopy(encoder)
-        x = torch.zeros(2, 4, 8, device="cuda")
-        with _Operators() as operators:
-            encoder(x)
-        return {
-            "one mode": all(p.fake_mode is device.mode for m in (encoder, copied) for p in m.parameters()),
-            "own storages": _storages(nn.ModuleList([encoder, copied])) == 2 * len(list(encoder.parameters())),
-            "no copies in use": "aten._to_copy.default" not in operators.names,
-        }
-
-
 def _tied() -> nn.ModuleDict:
     model = nn.ModuleDict(
         {"embedding": nn.Embedding(11, 4), "rnn": nn.GRU(4, 4), "head": nn.Linear(4, 11, bias=False)}
@@ -161,15 +140,6 @@ def moves() -> Any:
             found[name] = _look_after(model, before, optimizer)
             found[name]["type"] = str(model["head"].weight.dtype)
     return found
-
-
-@case
-def halves_and_gradients() -> Any:
-    with forecast_device():
-        model = nn.Linear(3, 3).cuda()
-        model(torch.zeros(2, 3, device="cuda")).sum().backward()
-        model.half()
-        return [str(model.weight.dtype), str(model.weight.grad.dtype), _storages(model)]
 
 
 @case
@@ -266,11 +236,6 @@ def test_a_step_takes_the_way_of_cuda(results: dict[str, Any]) -> None:
     assert results["a_step"] == {"dropout": True, "foreach": True, "for_loop": 0, "big": 2**42}
 
 
-def test_deep_copies_stay_in_the_one_mode(results: dict[str, Any]) -> None:
-    """Layers cloned by deepcopy have one storage each, and using them copies nothing."""
-    assert results["copies"] == {"one mode": True, "own storages": True, "no copies in use": True}
-
-
 @pytest.mark.parametrize("way", ["to", "cuda", "to_type", "place", "place_real"])
 def test_a_module_is_moved_as_the_same_object(results: dict[str, Any], way: str) -> None:
     """Parameters keep their identity and their ties, buffers come along, and an older optimizer steps them."""
@@ -283,11 +248,6 @@ def test_a_module_is_moved_as_the_same_object(results: dict[str, Any], way: str)
         "stepped": 1,
         "type": "torch.float64" if way == "to_type" else "torch.float32",
     }
-
-
-def test_conversion_takes_gradients_along(results: dict[str, Any]) -> None:
-    """``half()`` on a model with gradients changes parameters and gradients in place."""
-    assert results["halves_and_gradients"] == ["torch.float16", "torch.float16", 2]
 
 
 def test_real_tensors_become_fake_with_known_values(results: dict[str, Any]) -> None:

@@ -153,60 +153,11 @@ def likely() -> Any:
 
 
 @case
-def optimizer_state() -> Any:
-    found: dict[str, Any] = {}
-    with forecast_device() as device:
-        for name in ("AdamW", "NAdam", "RAdam", "ASGD"):
-            for options in ({"foreach": False}, {"foreach": True}):
-                layer = torch.nn.Linear(2, 2).cuda()
-                optimizer = getattr(torch.optim, name)(layer.parameters(), **options)
-                for _ in range(3):
-                    layer(_on_device(2, 2)).sum().backward()
-                    optimizer.step()
-                state = optimizer.state[layer.weight]
-                found[f"{name} {options['foreach']}"] = [state["step"].item(), "mu_product" in state]
-                if name == "NAdam":
-                    found["product"] = round(state["mu_product"].item(), 3)
-        found["asked"] = len(device.assumptions)
-    return found
-
-
-@case
 def initialised() -> Any:
     with forecast_device() as device:
         torch.nn.init.trunc_normal_(_on_device(4))
         torch.nn.init.trunc_normal_(_on_device(4), mean=0.0, std=10.0, a=-0.1, b=0.1)
         return len(device.assumptions)
-
-
-@case
-def counters() -> Any:
-    with forecast_device():
-        seen = torch.zeros((), dtype=torch.long)
-        seen += 1
-        seen.add_(torch.ones((), dtype=torch.long))
-        rounds = torch.tensor(3)
-        rounds += 4
-        rounds.add_(seen)
-        flags = torch.ones_like(torch.randint(5, (2, 3), device="cuda"), dtype=torch.bool)
-        flags[0, 1] = False
-        before = int(flags.sum())
-        flags.fill_(True)
-        return [int(seen), int(rounds), before, bool(flags.all())]
-
-
-@case
-def printed_values() -> Any:
-    with forecast_device() as device:
-        loss = _on_device(3).mean()
-        return [
-            f"{loss:.3f} {loss.item():.1f}",
-            float(loss),
-            loss.detach().cpu().numpy().shape,
-            _on_device(2, 3).numpy(force=False).dtype.name,
-            _on_device(2, 0).tolist(),
-            {a.what.partition(":")[0] for a in device.assumptions}.__len__() >= 1,
-        ]
 
 
 @case
@@ -305,31 +256,9 @@ def test_random_numbers_are_taken_as_the_middle_of_their_range(results: dict[str
     ]
 
 
-def test_scalars_of_optimizers_keep_their_values(results: dict[str, Any]) -> None:
-    """Step counts on the host are exact after three steps, for-loop and foreach, and nothing is asked."""
-    found = results["optimizer_state"]
-    assert found.pop("asked") == 0
-    assert 0 < found.pop("product") < 1
-    assert found == {
-        f"{name} {foreach}": [3.0, name == "NAdam"]
-        for name in ("AdamW", "NAdam", "RAdam", "ASGD")
-        for foreach in (False, True)
-    }
-
-
 def test_an_initialisation_that_draws_again_ends(results: dict[str, Any]) -> None:
     """Torch's truncated normal distribution waits for numbers that suit; on fake ones it asks nothing."""
     assert results["initialised"] == 0
-
-
-def test_counters_count_once(results: dict[str, Any]) -> None:
-    """What torch's own constants follow is not followed a second time, and a fill makes everything known again."""
-    assert results["counters"] == [2, 9, 5, True]
-
-
-def test_numbers_can_be_printed(results: dict[str, Any]) -> None:
-    """Format strings, float(), numpy() and tolist() work on fake tensors, and say that the number is none."""
-    assert results["printed_values"] == ["1.000 1.0", 1.0, [], "float32", [[], []], True]
 
 
 def test_a_result_that_no_rule_knows_is_refused_by_name(results: dict[str, Any]) -> None:

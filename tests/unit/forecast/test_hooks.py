@@ -18,7 +18,6 @@ import torch
 from tests.prepared import run_prepared
 from tests.unit.forecast.allocations import real_allocations
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from holdfast.core.errors import PolicyError
@@ -75,12 +74,6 @@ def adamw_in_backward() -> Built:
 
 
 @job
-def sgd_in_backward() -> Built:
-    model = net()
-    return with_step(model, in_backward(model, lambda each: torch.optim.SGD(each, 0.1)), backward_of(model))
-
-
-@job
 def in_backward_with_recomputation() -> Built:
     model = net()
     optimizers = in_backward(model, lambda each: torch.optim.AdamW(each, foreach=False))
@@ -117,36 +110,6 @@ def hooks_on_what_is_no_leaf() -> Built:
         middle = model[:3](batch)
         middle.register_hook(lambda gradient: kept.append(gradient.repeat(8, 1)))
         model[3:](middle).square().mean().backward()
-        optimizer.step()
-
-    return with_step(model, optimizer, step)
-
-
-@job
-def saved_in_half_precision() -> Built:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
-
-    def step(batch: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        with saved_tensors_hooks(lambda saved: saved.half(), lambda packed: packed.float()):
-            loss = model(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-
-    return with_step(model, optimizer, step)
-
-
-@job
-def gradients_kept_at_zero() -> Built:
-    """Gradients that are set to zero live through the whole step, and several passes are added up in them."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-
-    def step(batch: torch.Tensor) -> None:
-        optimizer.zero_grad(set_to_none=False)
-        for part in batch.chunk(2):
-            model(part).square().mean().backward()
         optimizer.step()
 
     return with_step(model, optimizer, step)

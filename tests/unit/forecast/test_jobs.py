@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import warnings
 from collections.abc import Iterator
@@ -166,13 +165,6 @@ def test_a_loss_is_found_in_whatever_guard_takes() -> None:
     assert find_loss([]) is None
 
 
-def test_of_several_plain_terms_none_is_taken_for_the_loss() -> None:
-    """A dict or list of tensors has no loss that one could train alone, as Guard has it too."""
-    terms = [torch.tensor(2.0), torch.tensor(3.0)]
-    assert find_loss({"reconstruction": terms[0], "kl": terms[1]}) is None
-    assert find_loss(terms) is None
-
-
 def test_blocks_are_repeated_modules_or_else_the_children() -> None:
     """Names begin with the key of the model where there are several, as Guard names them."""
 
@@ -204,23 +196,6 @@ def said_of(job: Job) -> str:
     return " | ".join(assumption.what for assumption in job.assumptions)
 
 
-def test_a_step_may_make_its_gradients_as_it_likes() -> None:
-    """One that sets them by ``torch.autograd.grad`` and steps its optimizer owes nobody a loss."""
-
-    def build() -> dict[str, Any]:
-        model, optimizer = trained()
-
-        def step(batch: torch.Tensor) -> None:
-            (model.weight.grad,) = torch.autograd.grad(model(batch).mean(), [model.weight])
-            optimizer.step()
-
-        return {"model": model, "optimizer": optimizer, "step": step, "batch": torch.zeros(4, 2)}
-
-    with job_of(build) as job:
-        job.settle(2, None)
-        assert not job.accumulates
-
-
 @pytest.mark.parametrize("told", ["nobody", "step", "factory"])
 def test_a_length_that_nobody_is_told_of_is_refused(told: str) -> None:
     """A step that makes its own batch gets the length, or its factory did, or it is refused."""
@@ -250,38 +225,6 @@ def test_a_length_that_nobody_is_told_of_is_refused(told: str) -> None:
         else:
             job.settle(2, 50)
             assert 50 in seen
-
-
-def test_the_tensors_of_a_dataclass_are_the_batchs() -> None:
-    """Whatever can be resized is claimed as the batch, not lists and dicts only."""
-
-    @dataclasses.dataclass
-    class Pairs:
-        x: torch.Tensor
-        names: list[str]
-
-    def build() -> dict[str, Any]:
-        model, optimizer = trained()
-        batch = Pairs(torch.zeros(4, 2), ["a"] * 4)
-        return {"model": model, "optimizer": optimizer, "loss_fn": lambda b: model(b.x).mean(), "batch": batch}
-
-    claimed: list[Any] = []
-    with job_of(build) as job:
-        job.claim = claimed.extend
-        job.step(3)
-    assert [tuple(leaf.shape) for leaf in claimed if isinstance(leaf, torch.Tensor)] == [(3, 2)]
-
-
-def test_an_error_of_the_step_says_what_was_taken_for_its_batch_size() -> None:
-    """A batch without a batch dimension is not told as a mystery of shapes."""
-
-    def build() -> dict[str, Any]:
-        model, optimizer = trained()
-        return {"model": model, "optimizer": optimizer, "loss_fn": lambda b: model(b).mean(), "batch": torch.zeros(2)}
-
-    with job_of(build) as job, pytest.raises(PolicyError, match="taken to have 2 samples: batch") as caught:
-        job.settle(3, None)
-    assert caught.value.rule == "H414"
 
 
 @pytest.mark.parametrize(("half", "said"), [(True, "parameters in bfloat16,"), (False, "an autocast of its own")])

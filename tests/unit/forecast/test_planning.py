@@ -26,7 +26,6 @@ from holdfast.forecast.plan.planning import (
     nearest_miss,
     plan_rows,
     recommended,
-    with_relative_times,
 )
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, Trace, played
@@ -108,13 +107,6 @@ def test_every_combination_has_a_row():
     assert 0 < sizes["none"] < sizes["some"] <= sizes["all"]
 
 
-def test_what_fits_as_it_is_is_not_recomputed():
-    """A global batch that fits at once has rows without recomputation only: others would cost time for nothing."""
-    rows = plan_rows({"fp32": steps()}, ask(2000, 8))
-    assert {row.recompute for row in rows} == {"none"}
-    assert {row.micro_batch_size for row in rows} == {8}
-
-
 def test_gradients_that_wait_leave_less_room():
     """Where a batch is cut, gradients of earlier micro-batches live, and fewer samples fit than alone."""
     blocks = [(Layer("linear", 2 * MIB),)] * 3  # gradients of 32 MiB each
@@ -178,12 +170,6 @@ def test_the_fastest_is_recommended_and_of_equals_the_smallest_change(better, wo
     """Faster by more than a roofline can tell wins; within that, fewer changes do; what does not fit never does."""
     for rows in ([row(**better), row(**worse)], [row(**worse), row(**better)]):
         assert recommended(rows) == row(**better)
-
-
-def test_times_are_told_as_multiples_of_the_fastest_that_fits():
-    """A plan that does not fit is no measure."""
-    rows = [row(sample_seconds=2.0), row(sample_seconds=1.0, micro_batch_size=0), row(sample_seconds=3.0)]
-    assert [relative for _, relative in with_relative_times(rows)] == [1.0, 0.5, 1.5]
 
 
 def test_a_plan_is_a_policy():

@@ -16,16 +16,14 @@ from torch import nn
 from holdfast.forecast.plan.recompute_choice import choose
 from holdfast.forecast.trace.events import (
     OWNERS,
-    PHASES,
     BlockRun,
     Trace,
-    events_played,
     live_bytes,
     live_peak,
     played,
 )
 from holdfast.forecast.trace.extrapolation import fit
-from holdfast.forecast.trace.recomputation import dropped_bytes, with_recompute
+from holdfast.forecast.trace.recomputation import with_recompute
 from holdfast.forecast.trace.tracer import Tracer
 from holdfast.memory.recompute import recomputing
 
@@ -67,14 +65,6 @@ def check_whole(trace: Trace, like: Trace) -> None:
         assert np.array_equal(like.events[slice(*before.events)], trace.events[slice(*after.events)])
         operations = slice(*before.operations), slice(*after.operations)
         assert np.array_equal(like.operation_name[operations[0]], trace.operation_name[operations[1]])
-
-
-def test_nothing_to_recompute_leaves_the_trace_alone() -> None:
-    """Without blocks, and with blocks that have no backward pass, the very same trace comes back."""
-    trace = make_step([TRANSFORMER] * 2, 2)
-    assert with_recompute(trace, frozenset()) is trace
-    frozen = replace(trace, block_runs=tuple(replace(run, backward=-1) for run in trace.block_runs))
-    assert with_recompute(frozen, frozenset(trace.blocks)) is frozen
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
@@ -123,56 +113,6 @@ def test_at_every_backward_pass_of_a_block_no_less_lives_than_in_truth(
         assert live[before + ours.backward - 1] >= true_live[before + theirs.backward - 1]
 
 
-def test_outputs_that_the_block_saves_itself_are_not_counted_twice() -> None:
-    """A block that ends in a ReLU saves its output: the second copy takes over, and the first is gone by then."""
-    blocks: list[Block] = [(Layer("linear", 400), Layer("gelu", 400), Layer("relu", 400))] * 4
-    trace = make_step(blocks, 8)
-    edited = with_recompute(trace, names((0, 1, 2, 3)))
-    assert live_peak(edited) == live_peak(make_step(blocks, 8, recompute=range(4)))
-
-
-def test_an_input_that_nobody_saves_is_held_by_the_checkpoint() -> None:
-    """The input of a recomputed block lives to the end of its backward pass, although only the block needs it."""
-    blocks: list[Block] = [(Layer("linear", 4000), Layer("add", 4000)), (Layer("relu", 40), Layer("linear", 40))]
-    trace = make_step(blocks, 8)
-    edited = with_recompute(trace, names((1,)))
-    given_to = trace.block_runs[1].inputs[0]
-    free = int(np.flatnonzero(edited.events == -given_to - 1)[0])
-    assert np.flatnonzero(trace.events == -given_to - 1)[0] <= trace.block_runs[1].forward[1]
-    assert free > edited.block_runs[1].backward
-    assert live_peak(edited) == live_peak(make_step(blocks, 8, recompute=(1,)))
-
-
-def test_what_others_hold_is_not_dropped() -> None:
-    """A storage that outlives the backward pass is held from elsewhere: it stays, and its copy is counted too."""
-    trace = make_step([TRANSFORMER] * 2, 8)
-    run = trace.block_runs[0]
-    stashed = next(
-        storage for storage in _made(trace, run) if storage not in run.kept and _is_saved(trace, run, storage)
-    )
-    at = int(np.flatnonzero(trace.events == -stashed - 1)[0])
-    events = np.append(np.delete(trace.events, at), np.int32(-stashed - 1))
-    phases = np.append(np.delete(trace.event_phase, at), np.int8(PHASES.index("other")))
-    held = replace(trace, events=events.astype(np.int32), event_phase=phases)
-    edited = with_recompute(held, names((0,)))
-    check_whole(edited, held)
-    assert np.flatnonzero(edited.events == -stashed - 1)[0] == len(edited.events) - 1
-    assert live_peak(edited) >= live_peak(with_recompute(trace, names((0,))))
-    copies = np.flatnonzero(
-        (edited.size_bytes == trace.size_bytes[stashed]) & (edited.module == trace.module[stashed])
-    )
-    assert len(copies) >= 2
-
-
-def _made(trace: Trace, run: BlockRun) -> list[int]:
-    window = trace.events[slice(*run.forward)]
-    return (window[window > 0] - 1).tolist()
-
-
-def _is_saved(trace: Trace, run: BlockRun, storage: int) -> bool:
-    return bool(np.flatnonzero(trace.events == -storage - 1)[0] > run.backward)
-
-
 def test_a_block_that_runs_twice_is_recomputed_twice() -> None:
     """Each pass of a block drops and makes again what is its own."""
     runs = (0, 1, 0)
@@ -210,34 +150,6 @@ def test_a_block_around_others_is_recomputed_as_one() -> None:
     edited = with_recompute(trace, {"blocks"})
     check_whole(edited, trace)
     assert live_peak(edited) == live_peak(truth)
-
-
-def test_blocks_within_recomputed_blocks_are_recomputed_once_more() -> None:
-    """Nested checkpoints: the inner block runs forward three times, and its second drop is dropped too."""
-    trace = around(make_step([TRANSFORMER] * 4, 8), 1, 2)
-    outer, both = with_recompute(trace, {"blocks"}), with_recompute(trace, {"blocks", "blocks.1", "blocks.2"})
-    check_whole(both, trace)
-    block = int(trace.flops[slice(*trace.block_runs[0].operations)].sum())
-    assert outer.flops.sum() - trace.flops.sum() == 2 * block
-    assert both.flops.sum() - trace.flops.sum() == 4 * block
-    assert live_peak(both) <= live_peak(outer)
-
-
-def test_recomputed_operations_are_backward_work_of_the_same_size() -> None:
-    """The operations of the forward pass are repeated where the backward pass of the block begins."""
-    trace = make_step([TRANSFORMER] * 2, 8)
-    edited = with_recompute(trace, names((0,)))
-    run = trace.block_runs[0]
-    added = len(edited.flops) - len(trace.flops)
-    assert added == run.operations[1] - run.operations[0]
-    begin = int(np.searchsorted(edited.operation_event, edited.block_runs[0].backward))
-    repeated = slice(begin, begin + added)
-    forward = slice(*run.operations)
-    assert np.array_equal(edited.operation_name[repeated], trace.operation_name[forward])
-    assert np.array_equal(edited.flops[repeated], trace.flops[forward])
-    assert (edited.operation_phase[repeated] == PHASES.index("backward")).all()
-    offsets = edited.operation_event[repeated] - edited.operation_event[begin]
-    assert np.array_equal(offsets, trace.operation_event[forward] - trace.operation_event[run.operations[0]])
 
 
 def test_buffers_of_a_block_are_copied_for_the_second_time() -> None:
@@ -278,36 +190,6 @@ def test_cast_weights_live_as_long_as_autocast_caches_them() -> None:
     assert np.flatnonzero(at_once.events == -cast - 1)[0] <= at_once.block_runs[1].forward[0]
 
 
-def test_a_second_pass_casts_its_weights_again() -> None:
-    """A block that runs twice casts its weights once, but again in each recomputation."""
-    trace, _ = with_cast(runs=(0, 0))
-    edited = with_recompute(trace, names((0,)))
-    check_whole(edited, trace)
-    assert len(edited.size_bytes) == len(with_recompute(replace(trace, precision="fp32"), names((0,))).size_bytes) + 1
-
-
-def test_a_backward_pass_within_autocast_finds_the_cast_weights() -> None:
-    """Copies of weights that outlive the backward pass are in autocast's cache and are not made again."""
-    trace, cast = with_cast()
-    events = np.append(trace.events[trace.events != -cast - 1], np.int32(-cast - 1))
-    free = int(np.flatnonzero(trace.events == -cast - 1)[0])
-    phases = np.append(np.delete(trace.event_phase, free), np.int8(PHASES.index("other")))
-    cached = replace(trace, events=events.astype(np.int32), event_phase=phases)
-    edited = with_recompute(cached, names((0,)))
-    check_whole(edited, cached)
-    assert len(edited.size_bytes) == len(with_recompute(trace, names((0,))).size_bytes) - 1
-
-
-def test_other_variants_of_the_optimizer_stay_where_they_were() -> None:
-    """Each variant of the optimizer's step still covers the same events after the edit."""
-    trace = make_step([TRANSFORMER] * 3, 8, optimizer_bytes=4000)
-    edited = with_recompute(trace, names((0, 2)))
-    for name in ("foreach", "for-loop"):
-        inserted = int(events_played(edited, name).sum()) - int(events_played(trace, name).sum())
-        assert inserted == len(edited.events) - len(trace.events)
-        assert live_peak(edited, name) <= live_peak(trace, name)
-
-
 def test_recomputation_and_extrapolation_give_the_same_in_either_order() -> None:
     """A step that is scaled and then edited peaks as one that is edited and then scaled."""
     small, large = (make_step([TRANSFORMER] * 3, size) for size in (2, 4))
@@ -323,21 +205,6 @@ def test_recomputation_and_extrapolation_give_the_same_in_either_order() -> None
 
 def seconds(trace: Trace) -> float:
     return float(trace.flops.sum())
-
-
-def test_a_step_that_fits_recomputes_nothing() -> None:
-    """What fits as it is needs no recomputation, and one question is enough."""
-    asked: list[Trace] = []
-    trace = make_step([TRANSFORMER] * 3, 8)
-    assert choose(trace, lambda one: not asked.append(one), seconds) == frozenset()  # type: ignore[func-returns-value]
-    assert asked == [trace]
-
-
-def test_a_step_that_cannot_fit_is_said_not_to() -> None:
-    """If not even recomputing everything fits there is no choice."""
-    trace = make_step([TRANSFORMER] * 3, 8)
-    assert choose(trace, lambda one: False, seconds) is None
-    assert choose(make_step([(Layer("add", 8),)], 8), lambda one: False, seconds) is None
 
 
 def test_alike_blocks_are_taken_from_the_first_on_and_few_questions_are_asked() -> None:
@@ -380,32 +247,6 @@ def test_a_choice_fits_and_nothing_of_it_can_be_left_out(program: list[Block], s
     cost, without, everything = (seconds(with_recompute(trace, one)) for one in (chosen, (), trace.blocks))
     assert cheapest <= cost <= everything
     assert cost - without <= 2 * (cheapest - without) + 0.34 * (everything - without)
-
-
-def test_a_dear_block_is_exchanged_for_a_cheaper_one() -> None:
-    """Where the greedy order ends with more than is needed, leaving out and exchanging makes it cheaper."""
-    small: Block = (Layer("gelu", 100), Layer("gelu", 100), Layer("add", 100))
-    large: Block = (Layer("gelu", 4000), Layer("gelu", 4000), Layer("gelu", 100))
-    trace = make_step([small, small, large, small], 8)
-    cap = live_peak(with_recompute(trace, names((0,))))
-    assert cap < live_peak(trace)
-    chosen = choose(trace, lambda one: live_peak(one) <= cap, seconds)
-    assert chosen is not None
-    assert seconds(with_recompute(trace, chosen)) <= seconds(with_recompute(trace, names((0,))))
-
-
-def test_blocks_within_blocks_are_no_candidates() -> None:
-    """Of nested blocks the outer one is chosen: recomputing both costs three forward passes."""
-    trace = around(make_step([TRANSFORMER] * 4, 256), 1, 2)
-    everything = live_peak(with_recompute(trace, {"blocks"}))
-    assert choose(trace, lambda one: live_peak(one) <= everything, seconds) == {"blocks"}
-
-
-def test_what_a_block_saves_is_what_only_its_graph_holds() -> None:
-    """The saving of a block is its saved tensors without its output."""
-    trace = make_step([TRANSFORMER] * 2, 8)
-    # The inputs of the first linear, the second gelu and the second linear; the first gelu's is that of the block.
-    assert dropped_bytes(trace, "blocks.0") == 8 * (400 + 1600 + 1600)
 
 
 # Real modules, traced as they are and as `memory.recompute` runs them.

@@ -42,25 +42,6 @@ def test_the_published_sizes_come_out(mode: str, gates: int, reserve: int, works
     assert size.workspace_bytes == workspace
 
 
-def test_upper_bounds_are_above() -> None:
-    """The upper bounds are above what is counted, for every kind of layer."""
-    for mode, gates in (("lstm", 4), ("gru", 3), ("rnn", 1)):
-        size = published(mode, gates)
-        assert size.reserve_upper_bytes > size.reserve_bytes
-        assert size.workspace_upper_bytes > size.workspace_bytes
-
-
-def test_the_reserve_grows_as_the_layers_do() -> None:
-    """Twice the rows, directions or bytes of a value need twice the reserve, and a projection needs more."""
-    size = published("lstm", 4)
-    assert replace(size, rows=50_000).reserve_bytes == 2 * size.reserve_bytes
-    assert replace(size, directions=2).reserve_bytes == 2 * size.reserve_bytes
-    assert replace(size, element_bytes=2).reserve_bytes * 2 == size.reserve_bytes
-    assert replace(size, layers=1).reserve_bytes == 5 * 25_000 * 320 * 4
-    assert replace(size, layers=1, projection=64).reserve_bytes == 6 * 25_000 * 320 * 4
-    assert replace(size, dropout=0.1).reserve_upper_bytes > size.reserve_upper_bytes
-
-
 @pytest.fixture(scope="module")
 def emulated() -> dict[str, Any]:
     """What the program of the emulation saw on a fake device in a process of its own."""

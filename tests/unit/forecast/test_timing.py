@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from tests.unit.forecast.made_steps import Layer, make_step
 
-from holdfast.forecast.devices.catalogue import Device, find_device
+from holdfast.forecast.devices.catalogue import find_device
 from holdfast.forecast.devices.timing import (
-    BANDWIDTH_EFFICIENCY,
-    COMPUTE_EFFICIENCY,
     LAUNCH_SECONDS,
     operation_seconds,
     seconds_per_sample,
@@ -43,20 +41,6 @@ def test_an_operation_takes_what_takes_it_longest() -> None:
     assert operation_seconds(trace, DEVICE) == pytest.approx([1e-3, 1e-2, LAUNCH_SECONDS])
 
 
-@pytest.mark.parametrize(("dtype", "seconds"), [("fp32", 1e-2), ("bf16", 1e-3), ("fp64", 2e-2), ("other", 1e-2)])
-def test_each_dtype_runs_at_its_own_rate(dtype: str, seconds: float) -> None:
-    """Arithmetic runs at the rate of its dtype, and at that of fp32 where the device has none for it."""
-    assert operation_seconds(work([10**11], [0], dtype), DEVICE) == pytest.approx([seconds])
-
-
-def test_rates_of_a_data_sheet_are_not_reached() -> None:
-    """Rates that were not measured are taken down to what large operations reach."""
-    catalogue = replace(DEVICE, measured=False)
-    trace = work([10**11, 0], [0, 10**10])
-    expected = [1e-2 / COMPUTE_EFFICIENCY, 1e-2 / BANDWIDTH_EFFICIENCY]
-    assert operation_seconds(trace, catalogue) == pytest.approx(expected)
-
-
 def test_the_optimizer_steps_once_for_all_micro_steps() -> None:
     """Micro-steps multiply forward and backward, not the optimizer's step, of which one variant counts."""
     trace = make_step([(Layer("linear", 4000),)], 4, optimizer_bytes=10**10)
@@ -66,14 +50,6 @@ def test_the_optimizer_steps_once_for_all_micro_steps() -> None:
     assert loop == pytest.approx(in_model + 4e-2)
     assert step_seconds(trace, DEVICE) == foreach  # the user's own choice
     assert step_seconds(trace, DEVICE, micro_steps=8) == pytest.approx(8 * in_model + 1e-2)
-
-
-def test_a_sample_pays_its_share_of_the_step() -> None:
-    """The time for a sample is that of the whole step over its samples; a last micro-batch counts as a full one."""
-    trace = make_step([(Layer("linear", 4000),)], 4, optimizer_bytes=10**10)
-    assert seconds_per_sample(trace, DEVICE) == pytest.approx(step_seconds(trace, DEVICE) / 4)
-    expected = step_seconds(trace, DEVICE, micro_steps=3) / 9
-    assert seconds_per_sample(trace, DEVICE, global_batch_size=9) == pytest.approx(expected)
 
 
 def test_larger_micro_batches_are_more_efficient_until_the_device_is_busy() -> None:
@@ -87,11 +63,3 @@ def test_larger_micro_batches_are_more_efficient_until_the_device_is_busy() -> N
     assert all(later <= earlier for earlier, later in pairwise(times))
     assert times[0] > 2 * times[-1]
     assert times[-2] < 1.05 * times[-1]
-
-
-def test_the_rates_that_are_used_are_those_of_the_catalogue() -> None:
-    """A known device has what the roofline needs, and a faster one takes less time."""
-    trace = work([10**12], [10**10], "bf16")
-    slow, fast = (operation_seconds(trace, device).item() for device in (find_device("A10G"), find_device("H100")))
-    assert isinstance(find_device("T4"), Device)
-    assert fast < slow

@@ -84,22 +84,6 @@ def steps(draw: st.DrawFn, *, steady: bool) -> Trace:
     return memory.trace()
 
 
-@given(steps(steady=False), st.integers(0, 4))
-def test_each_storage_is_allocated_once_and_freed_at_most_once_and_later(trace: Trace, count: int) -> None:
-    """However a step leaves memory behind, playing it never frees what does not live nor allocates what does."""
-    events, sizes = played(trace, count)
-    live: set[int] = set()
-    allocated: set[int] = set()
-    for event in events.tolist():
-        if event > 0:
-            assert event not in allocated
-            allocated.add(event)
-            live.add(event)
-        else:
-            live.remove(-event)
-    assert all(0 < event <= len(sizes) for event in allocated)
-
-
 @given(steps(steady=True), st.integers(2, 5))
 def test_a_steady_step_needs_the_same_in_each_round(trace: Trace, count: int) -> None:
     """A step that replaces what it frees ends where it began and has the same peak however often it is played."""
@@ -185,22 +169,6 @@ def test_who_owns_the_peak_is_said_largest_first() -> None:
     ]
     assert dict(owners_at_peak(trace, "module", "fused")) == {"net": 2000, "": 300}
     assert OWNERS[int(live_by_owner(trace)[:, -1].argmax())] == "parameters"
-
-
-def test_rounding_is_by_storage() -> None:
-    """Live bytes in granules of 512 round each storage up, as CUDA's caching allocator counts them."""
-    assert live_peak(small_trace(), "fused", 512) == 1024 + 1024 + 512
-
-
-def test_gradients_are_carried_from_step_to_step() -> None:
-    """The gradient that a step leaves is the one that the next frees, under a new number each time."""
-    trace = small_trace()
-    assert len(trace.carried) == 1
-    events, sizes = played(trace, 3, "fused")
-    assert (events > 0).sum() - (events < 0).sum() == 2
-    assert live_bytes(events, sizes)[-1] == 2000
-    freed = (-events[events < 0]).tolist()
-    assert len(freed) == len(set(freed))
 
 
 def test_a_leak_grows_and_what_is_freed_for_good_stays_away() -> None:

@@ -28,7 +28,6 @@ from holdfast.forecast.trace.events import (
     Trace,
     live_bytes,
     live_peak,
-    operations_played,
     owners_at_peak,
     played,
     variants_played,
@@ -115,23 +114,6 @@ def accumulated() -> tuple[dict[str, Any], Step]:
     return {"models": {"model": model}, "optimizers": [optimizer]}, step
 
 
-def frozen() -> tuple[dict[str, Any], Step]:
-    model = Net()
-    model.requires_grad_(requires_grad=False)
-    adapters = nn.ModuleList(nn.Linear(48, 48) for _ in model.layers)
-    optimizer = torch.optim.Adam(adapters.parameters())
-
-    def step() -> None:
-        x = torch.randn(64, 48)
-        for layer, adapter in zip(model.layers, adapters, strict=True):
-            x = layer(x) + adapter(x)
-        optimizer.zero_grad()
-        model.head(x).square().mean().backward()
-        optimizer.step()
-
-    return {"models": {"model": model, "adapters": adapters}, "optimizers": [optimizer]}, step
-
-
 def two_networks() -> tuple[dict[str, Any], Step]:
     generator, critic = nn.Sequential(nn.Linear(16, 96), nn.Tanh(), nn.Linear(96, 48)), Net()
     optimizers = {
@@ -149,30 +131,6 @@ def two_networks() -> tuple[dict[str, Any], Step]:
         optimizers["generator"].step()
 
     return {"models": {"generator": generator, "critic": critic}, "optimizers": optimizers.values()}, step
-
-
-class Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * x * x * gradient
-
-
-def own_function() -> tuple[dict[str, Any], Step]:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        Cube.apply(model(torch.randn(64, 48))).mean().backward()
-        optimizer.step()
-
-    return {"models": {"model": model}, "optimizers": [optimizer]}, step
 
 
 def autocast() -> tuple[dict[str, Any], Step]:
@@ -203,7 +161,7 @@ def penalized() -> tuple[dict[str, Any], Step]:
     return {"models": {"model": model}, "optimizers": [optimizer]}, step
 
 
-JOBS = [plain, recomputed, reentrant, accumulated, frozen, two_networks, own_function, autocast, penalized]
+JOBS = [plain, recomputed, reentrant, accumulated, two_networks, autocast, penalized]
 
 
 class Answers(TorchDispatchMode):
@@ -331,15 +289,6 @@ def test_owners_have_their_exact_bytes() -> None:
     assert largest.startswith("model.layers.")
 
 
-def test_parameters_and_what_belongs_to_them_are_at_their_module() -> None:
-    """A weight, its gradients and its state carry the path of the module that holds the weight."""
-    fake = traced(plain)
-    up = fake.modules.index("model.layers.1.up")
-    for owner, expected in (("parameters", 1), ("gradients", 2)):
-        mine = (fake.module == up) & (fake.owner == OWNERS.index(owner))
-        assert fake.size_bytes[mine].sum() == expected * (48 * 192 + 192) * 4
-
-
 def test_activations_and_backward_carry_line_and_module_of_the_forward_pass() -> None:
     """What backward allocates for an operation is told by the line and the module that ran its forward pass."""
     fake = traced(plain)
@@ -350,28 +299,6 @@ def test_activations_and_backward_carry_line_and_module_of_the_forward_pass() ->
     modules = {fake.modules[fake.module[one]] for one in backward}
     assert {"model.layers.0.up", "model.layers.2.down", "model.head"} <= modules
     assert not any("torch" in line or "tracer.py" in line.replace("test_tracer.py", "") for line in fake.lines)
-
-
-def test_phases_follow_each_other() -> None:
-    """Forward, then backward, then clipping (other), then the optimizer, with the frees in between."""
-    fake = traced(plain)
-    played_phases = fake.operation_phase[operations_played(fake)]
-    changes = [PHASES[p] for p in played_phases[np.insert(np.diff(played_phases) != 0, 0, True)]]
-    assert changes == ["forward", "backward", "other", "optimizer"]
-
-
-def test_recomputation_is_backward_that_makes_activations() -> None:
-    """With checkpointing the blocks' insides are made in backward, and fewer of them live at once."""
-    full, less = traced(plain), traced(recomputed)
-    made = np.zeros(len(less.size_bytes), dtype=int)
-    made[less.events[less.events > 0] - 1] = less.event_phase[less.events > 0]
-    activations = less.owner == OWNERS.index("activations")
-    assert (made[activations] == PHASES.index("backward")).sum() > 10
-    assert any("gelu" in less.names[name] for name in less.operation_name[less.operation_phase == 1])
-    assert live_peak(less) < live_peak(full)
-    assert {"model.layers.0.up", "model.layers.2.up"} <= {
-        less.modules[less.module[one]] for one in np.where(activations)[0]
-    }
 
 
 def test_all_implementations_of_the_optimizer_are_tried() -> None:
@@ -396,25 +323,6 @@ def _rise(trace: Trace, begin: int, end: int) -> int:
     return int(live_bytes(trace.events[begin:end], trace.size_bytes).max(initial=0))
 
 
-def test_the_users_own_implementation_comes_first() -> None:
-    """An optimizer that was built as fused is traced as fused first."""
-
-    def build() -> tuple[dict[str, Any], Step]:
-        model = Net()
-        optimizer = torch.optim.Adam(model.parameters(), fused=True)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            model(torch.randn(8, 48)).sum().backward()
-            optimizer.step()
-
-        return {"models": {"model": model}, "optimizers": [optimizer]}, step
-
-    fake = trace_of(build, fake=True)
-    assert [one.name for one in fake.variants] == ["fused", "foreach", "for-loop"]
-    assert {one.call for one in fake.variants} == {0}
-
-
 def test_an_implementation_that_refuses_is_left_out_and_said() -> None:
     """Foreach does not take a learning rate in a tensor: it is no variant, leaves no event, and it is said why."""
 
@@ -434,38 +342,6 @@ def test_an_implementation_that_refuses_is_left_out_and_said() -> None:
     assert fake.variants[1].events[0] == fake.variants[0].events[1]
     assert ["lr as a Tensor" in one.what for one in fake.assumptions] == [True]
     assert fake.growth_bytes == 0
-
-
-def test_each_call_of_a_step_has_its_variants() -> None:
-    """Two optimizers in one step are two calls, each with what that optimizer offers."""
-    fake = traced(two_networks)
-    offered = {call: {one.name for one in fake.variants if one.call == call} for call in (0, 1)}
-    assert offered == {0: {"foreach", "for-loop"}, 1: {"foreach", "for-loop", "fused"}}
-    assert [one.name for one in variants_played(fake, "fused")] == ["for-loop", "fused"]
-
-
-def test_an_optimizer_without_choice_is_as_written() -> None:
-    """An optimizer of the user's is traced once."""
-
-    class Sign(torch.optim.Optimizer):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for parameter in self.param_groups[0]["params"]:
-                parameter.sub_(parameter.grad.sign(), alpha=0.01)
-
-    def build() -> tuple[dict[str, Any], Step]:
-        model = Net()
-        optimizer = Sign(model.parameters(), {})
-
-        def step() -> None:
-            model(torch.randn(8, 48)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return {"models": {"model": model}}, step
-
-    fake = trace_of(build, fake=True)
-    assert [one.name for one in fake.variants] == ["as written"]
 
 
 def test_real_parameters_are_stepped_once() -> None:
@@ -517,50 +393,6 @@ def test_an_output_that_the_block_itself_saves_is_told() -> None:
     assert fake.block_runs[0].saved == fake.block_runs[0].kept
 
 
-def test_a_block_in_a_checkpoint_of_the_users_is_left_alone() -> None:
-    """What it saves is not unpacked, which would recompute it, and it has no backward pass of its own."""
-    inside = trace_of(recomputed, fake=True, blocks=layers)
-    assert [(run.block, run.backward) for run in inside.block_runs] == [(0, -1), (1, -1), (2, -1)]
-    assert inside.operation_name.tolist() == traced(recomputed).operation_name.tolist()
-
-    def build() -> tuple[dict[str, Any], Step]:
-        watched, step = plain()
-        for layer in watched["models"]["model"].layers:
-            layer.forward = functools.partial(
-                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
-            )
-        return watched, step
-
-    within = trace_of(build, fake=True, blocks=layers)
-    assert [(run.block, run.backward) for run in within.block_runs] == [(0, -1), (1, -1), (2, -1)]
-
-
-def test_blocks_without_gradients_have_no_backward() -> None:
-    """A pass under no_grad is a run without a backward pass."""
-
-    def build() -> tuple[dict[str, Any], Step]:
-        watched, _ = plain()
-        model = watched["models"]["model"]
-
-        def step() -> None:
-            with torch.no_grad():
-                model(torch.randn(8, 48))
-
-        return watched, step
-
-    assert [run.backward for run in trace_of(build, fake=True, blocks=layers).block_runs] == [-1, -1, -1]
-
-
-def test_recomputation_stops_early_under_the_tracer() -> None:
-    """Non-reentrant checkpointing ends a recomputation by an exception; modules are told apart after it as before."""
-    fake = traced(recomputed)
-    recomputations = fake.operation_phase == PHASES.index("backward")
-    names = [fake.names[name] for name in fake.operation_name[recomputations & operations_played(fake)]]
-    forward = [fake.names[name] for name in fake.operation_name[fake.operation_phase == 0]]
-    assert 0 < names.count("aten.native_layer_norm") == forward.count("aten.native_layer_norm")
-    assert names.count("aten.add") < forward.count("aten.add") + 3  # the last one of each block is not made again
-
-
 def test_flops_moved_bytes_and_types() -> None:
     """A product counts two operations for each multiplication and moves its three matrices, in its own type."""
 
@@ -573,38 +405,6 @@ def test_flops_moved_bytes_and_types() -> None:
     assert fake.flops.tolist() == [2 * 30 * 20 * 10, 0]
     assert fake.moved_bytes.tolist() == [2 * (600 + 200 + 300), 2 * 2 * 600]
     assert [DTYPES[number] for number in fake.dtype] == ["bf16", "bf16"]
-
-
-def test_sparse_gradients_are_counted_by_their_parts() -> None:
-    """An embedding with sparse gradients is traced: the storages of its gradient are its indices and values."""
-
-    def build() -> tuple[dict[str, Any], Step]:
-        model = nn.Embedding(100, 16, sparse=True)
-        optimizer = torch.optim.SparseAdam(list(model.parameters()))
-
-        def step() -> None:
-            optimizer.zero_grad()
-            model(torch.arange(50)).sum().backward()
-            optimizer.step()
-
-        return {"models": {"model": model}, "optimizers": [optimizer]}, step
-
-    trace = trace_of(build)
-    assert growth(trace) == pytest.approx(measured_growth(build), rel=0.1)
-    assert trace.growth_bytes == 0
-    assert [one.name for one in trace.variants] == ["as written"]
-
-
-def test_attention_on_the_cpu_has_its_products() -> None:
-    """The CPU's attention kernel counts its two products forward and its five backward, as torch counts CUDA's."""
-
-    def build() -> tuple[dict[str, Any], Step]:
-        query = torch.randn(2, 4, 32, 16, requires_grad=True)
-        return {}, lambda: functional.scaled_dot_product_attention(query, query, query).sum().backward()
-
-    fake = trace_of(build, fake=True)
-    products = [flops for flops in fake.flops.tolist() if flops]
-    assert products == [2 * 2 * 2 * 4 * 32 * 32 * 16, 5 * 2 * 2 * 4 * 32 * 32 * 16]
 
 
 def test_forward_and_backward_flops_of_a_step() -> None:
@@ -660,17 +460,6 @@ def test_scratch_lies_on_top_of_what_the_operation_returns() -> None:
     assert trace.uncalibrated_bytes == uncalibrated.excess_bytes == expected.at_most - expected.bytes
 
 
-def test_what_is_claimed_is_the_batch() -> None:
-    """Tensors that are claimed, in nested containers, are the batch's."""
-    with without_data(), Tracer(CPU) as tracer:
-        batch = {"x": torch.randn(10), "more": [torch.randn(5)]}
-        with tracer.recording():
-            tracer.claim(batch)
-            (batch["x"] * 2).sum()
-        trace = tracer.trace(micro_batch_size=10)
-    assert by_owner(trace, "batch") == 60
-
-
 def test_a_leak_is_growth() -> None:
     """What the user keeps of every step is growth, by its bytes."""
 
@@ -704,53 +493,6 @@ def test_reference_cycles_live_to_the_end_of_the_step() -> None:
     trace = trace_of(build, fake=True)
     assert growth(trace) == 12000
     assert trace.growth_bytes == 0
-
-
-def test_a_failed_module_does_not_shift_the_paths() -> None:
-    """After an exception that the user catches, operations are at their own modules again."""
-
-    class Fails(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise ValueError
-
-    def build() -> tuple[dict[str, Any], Step]:
-        model = nn.ModuleDict({"bad": nn.Sequential(Fails()), "good": nn.Linear(48, 7)})
-
-        def step() -> None:
-            x = torch.randn(8, 48)
-            with contextlib.suppress(ValueError):
-                model["bad"](x)
-            (x + 1).sum()
-            model["good"](x)
-
-        return {"models": {"m": model}}, step
-
-    trace = trace_of(build, fake=True)
-    paths = {
-        int(trace.size_bytes[one]): trace.modules[trace.module[one]] for one in trace.events[trace.events > 0] - 1
-    }
-    assert paths[8 * 7 * 4] == "m.good"
-    assert paths[8 * 48 * 4] == ""
-
-
-@pytest.mark.slow
-def test_peaks_are_those_of_torchs_memory_tracker() -> None:
-    """Where torch's own MemTracker runs, it finds the same peak."""
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    def peak_of_theirs() -> int:
-        with KeptMode():
-            watched, step = plain()
-            tracker = MemTracker()
-            tracker.track_external(*watched["models"].values(), *watched["optimizers"])
-            with Answers(), tracker:
-                step()
-                tracker.reset_mod_stats()
-                step()
-            return int(tracker.get_tracker_snapshot("peak")[CPU]["Total"])
-
-    trace = traced(plain)
-    assert live_peak(trace) == pytest.approx(peak_of_theirs(), rel=1e-3)
 
 
 @pytest.mark.slow

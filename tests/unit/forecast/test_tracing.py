@@ -120,32 +120,6 @@ def test_lengths_come_from_the_sample_batch_or_from_the_factory() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
-def test_recomputation_is_traced_as_it_will_run() -> None:
-    """With all blocks recomputed the peak is lower and more is computed; no block keeps its activations."""
-    options: dict[str, Any] = {"sizes": (32,), "lengths": (128,)}
-    plain = traced("transformer", **options).traces[0]
-    blocks = plain.blocks
-    assert blocks == ("encoder.layers.0", "encoder.layers.1", "encoder.layers.2")
-    recomputed = traced("transformer", recompute=blocks, **options).traces[0]
-    assert live_peak(recomputed) < live_peak(plain)
-    assert recomputed.flops.sum() > plain.flops.sum()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
-def test_a_step_that_never_asks_its_guard_is_a_step_of_its_own() -> None:
-    """It is traced as the same step without one, in half precision too, and both optimizers count as stepped."""
-    for precision in ("fp32", "bf16"):
-        named, own = (traced(name, precision=precision) for name in ("gan_beside_a_guard", "gan"))
-        assert [live_peak(trace) for trace in named.traces] == [live_peak(trace) for trace in own.traces]
-        assert not any("optimizer" in said.what for said in named.assumptions)
-        assert not named.accumulates
-        put_around = any("autocast to bf16 was put around" in said.what for said in named.assumptions)
-        assert put_around == (precision == "bf16")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
 def test_a_step_that_takes_no_small_batch_is_traced_with_the_sample_batch() -> None:
     """The sizes are its own and twice that, and why is said; an error at that size too is that of the small one."""
     found = traced("cuts_by_itself")
@@ -278,18 +252,6 @@ def test_a_child_that_takes_too_long_is_ended() -> None:
     with pytest.raises(PolicyError, match=r"took more than 1 s while") as caught:
         trace_job(TraceRequest(factory=f"{FACTORIES}:sleeps"), timeout_seconds=1)
     assert caught.value.rule == "H415"
-    assert set(children_of(os.getpid())) <= set(before)
-
-
-def test_what_goes_wrong_here_ends_the_child() -> None:
-    """An exception in the callback comes through, and no process is left."""
-
-    def interrupt(progress: Progress) -> None:
-        raise KeyboardInterrupt
-
-    before = children_of(os.getpid())
-    with pytest.raises(KeyboardInterrupt):
-        trace_job(TraceRequest(factory=f"{FACTORIES}:sleeps"), interrupt)
     assert set(children_of(os.getpid())) <= set(before)
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,9 @@ def find_device(text: str) -> Device:
         return load_device(Path(text))
     name, _, size = text.rpartition(":")
     if name:
-        return _with_size(_named(name), _parse_size(size))
+        device, usable = _named(name), _parse_size(size)
+        sources = {**device.sources, "usable": "as given"}
+        return replace(device, name=f"{device.name}:{_words(usable)}", usable_bytes=usable, sources=sources)
     if _SIZE.fullmatch(text):
         return _of_unknown_kind(_parse_size(text))
     return _named(text)
@@ -130,7 +132,7 @@ def load_device(path: Path) -> Device:
         PolicyError: It cannot be read, or is no such file (H416).
     """
     try:
-        return _from_facts(json.loads(path.read_text(encoding="utf-8")))
+        return _device_of(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise PolicyError(
             f"device file {path}: {error}",
@@ -140,27 +142,20 @@ def load_device(path: Path) -> Device:
         ) from error
 
 
+def _device_of(facts: Any) -> Device:
+    if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
+        raise ValueError(f'it has no "format": "{FORMAT}"')
+    device = Device(**facts)
+    if not 0 < device.context_bytes < device.usable_bytes or min(device.bandwidth, device.flops["fp32"]) <= 0:
+        raise ValueError("context_bytes, bandwidth and flops must be above 0, and the context below usable_bytes")
+    return device if device.capability is None else replace(device, capability=tuple(device.capability))
+
+
 def save_device(device: Device, path: Path) -> None:
     """Write what `load_device` reads."""
     facts = {"format": FORMAT, **asdict(device)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-def _from_facts(facts: object) -> Device:
-    if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
-        raise ValueError(f'it has no "format": "{FORMAT}"')
-    odd = {entry.name for entry in fields(Device)} ^ facts.keys()
-    if odd:
-        raise ValueError(f"fields that are missing or unknown: {', '.join(sorted(odd))}")
-    if facts["capability"] is not None:
-        facts["capability"] = tuple(facts["capability"])
-    device = Device(**facts)
-    if not 0 < device.context_bytes < device.usable_bytes:
-        raise ValueError(f"context_bytes={device.context_bytes} is not within 0 and usable_bytes")
-    if not (device.bandwidth > 0 and device.flops["fp32"] > 0):
-        raise ValueError("bandwidth and flops must be above 0")
-    return device
 
 
 def _named(name: str) -> Device:
@@ -178,10 +173,10 @@ def _unknown(name: str, wanted: str) -> PolicyError:
     names = {_plain(device.name): device.name for device in known_devices()}
     near = [key for key in names if wanted and wanted in key]
     near += [key for key in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5) if key not in near]
-    told = ", ".join(names[key] for key in near[:4]) or ", ".join(names.values())
+    words = ", ".join(names[key] for key in near[:4]) or ", ".join(names.values())
     return PolicyError(
         f"device {name!r}",
-        limit=f"nothing is known by that name; nearest: {told}" if near else f"known are: {told}",
+        limit=f"nothing is known by that name; nearest: {words}" if near else f"known are: {words}",
         fix="use such a name, a size such as 24GiB, or a file that `holdfast calibrate` wrote there.",
         rule="H416",
     )
@@ -209,15 +204,6 @@ def _parse_size(text: str) -> int:
     return size
 
 
-def _with_size(device: Device, size: int) -> Device:
-    return replace(
-        device,
-        name=f"{device.name}:{_told(size)}",
-        usable_bytes=size,
-        sources={**device.sources, "usable": "as given"},
-    )
-
-
 def _of_unknown_kind(size: int) -> Device:
     """Return a device of which nothing but the size is known: NVIDIA's from Ampere on, with their largest context.
 
@@ -228,7 +214,7 @@ def _of_unknown_kind(size: int) -> Device:
     sources = {key: f"that of {near.name}, the nearest by size: {text}" for key, text in near.sources.items()}
     return replace(
         near,
-        name=_told(size),
+        name=_words(size),
         total_bytes=size,
         usable_bytes=size,
         context_bytes=max(one.context_bytes for one in likely),
@@ -237,7 +223,7 @@ def _of_unknown_kind(size: int) -> Device:
     )
 
 
-def _told(size: int) -> str:
+def _words(size: int) -> str:
     return f"{size / GIB:.4g}GiB"
 
 

@@ -55,7 +55,9 @@ def arranged(optimizer: torch.optim.Optimizer, implementation: str) -> Iterator[
     with contextlib.ExitStack() as stack:
         if implementation != "fused":  # what a gradient scaler leaves on an optimizer that unscales by itself
             attributes = vars(optimizer)
-            left = {name: attributes.pop(name) for name in ("grad_scale", "found_inf") if name in attributes}
+            left: dict[str, Any] = {
+                name: attributes.pop(name) for name in ("grad_scale", "found_inf") if name in attributes
+            }
             stack.callback(lambda: attributes.update(left))
         for group in optimizer.param_groups:
             _replace(stack, group, "foreach", implementation == "foreach")
