@@ -210,23 +210,6 @@ def test_a_loop_over_the_loader_itself_is_refused_where_it_would_not_accumulate(
         forget_settings()
 
 
-def test_a_schedule_that_the_accelerator_leaves_to_the_user_stays_his(tmp_path: Path) -> None:
-    """With ``step_scheduler_with_optimizer=False`` no step of the guard is one of the schedule."""
-    accelerator = accelerate.Accelerator(cpu=True, project_dir=tmp_path, step_scheduler_with_optimizer=False)
-    model = torch.nn.Linear(5, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    loader = DataLoader(TensorDataset(torch.randn(8, 5), torch.arange(8) % 3), batch_size=4)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    guard = holdfast.integrations.accelerate.accelerate_guard(
-        accelerator, model=model, optimizer=optimizer, loader=loader, scheduler=schedule
-    )
-    for batch in guard.batches(max_epochs=1):
-        guard.step(batch, loss_of(model))
-    schedule.step()
-    assert (guard.global_step, optimizer.param_groups[0]["lr"]) == (2, 0.5)
-
-
 def test_a_schedule_that_ends_before_the_windows_do_stays_at_its_end(tmp_path: Path) -> None:
     """A OneCycleLR planned for fewer steps than there are windows ends as in Accelerate's own loop, without error."""
     rates = {}

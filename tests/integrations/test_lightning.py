@@ -304,20 +304,6 @@ def test_a_window_with_a_batch_of_nan_leaves_no_trace(tmp_path, how, accumulated
     assert "skip_step" in kinds(tmp_path / "guarded")
 
 
-def test_only_the_samples_with_nan_are_left_out_of_a_window_where_the_policy_says_so(tmp_path):
-    """With ``drop_nonfinite_samples`` a step of three batches is made without the one sample that NaN came from."""
-    data = batches(3, bad=1)
-    plain, guarded = Small(dropout=0.0), Small(dropout=0.0)
-    by_hand = torch.optim.AdamW(plain.parameters(), lr=0.02)
-    good = [place for place in range(SIZE) if place != 2]
-    for x, y in (data[0], (data[1][0][good], data[1][1][good]), data[2]):
-        (F.mse_loss(plain.head(plain.body(x)), y) / 3).backward()
-    by_hand.step()
-    policy = {"drop_nonfinite_samples": True}
-    fit(guarded, tmp_path, data, max_epochs=1, strategy=HoldfastStrategy(policy), accumulate_grad_batches=3)
-    assert_same(guarded, plain)
-
-
 @pytest.mark.parametrize("made", [HoldfastStrategy, HoldfastCallback])
 def test_nan_that_persists_ends_training_with_a_reason(tmp_path, made):
     """After the patience of the policy training ends with H501, and the run directory is free again."""
@@ -624,7 +610,11 @@ def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_new_start(tmp_path):
 
 
 def test_what_contradicts_the_trainer_or_cannot_be_guarded_is_said_before_training(tmp_path):
-    """A policy against the trainer's clipping and an overridden backward are errors with a fix; no step was made."""
+    """A policy against the trainer's clipping, an overridden backward, no loss: errors with a fix; no step was made."""
+    silent = Small()
+    silent.training_step = lambda batch: None
+    with pytest.raises(PolicyError, match=r"returned None[^$]*H111"):
+        fit(silent, tmp_path, batches(), strategy=HoldfastStrategy())
     with pytest.raises(PolicyError, match="H109"):
         fit(Small(), tmp_path, batches(), strategy=HoldfastStrategy({"max_grad_norm": 2.0}), gradient_clip_val=1.0)
 

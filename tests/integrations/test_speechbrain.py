@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     from speechbrain.utils.checkpoints import Checkpointer
 
 from holdfast.integrations.speechbrain import HoldfastMixin
-from holdfast.integrations.speechbrain.batches import cut_padded, joined
+from holdfast.integrations.speechbrain.brain import cut_padded, joined
 
 logging.getLogger("speechbrain").setLevel(logging.ERROR)
 pytestmark = [pytest.mark.filterwarnings("ignore:.*recoverable is marked as optional")]

@@ -171,31 +171,6 @@ def test_train_loss_is_the_mean_of_the_steps_that_were_made_in_all_lives(tmp_pat
         assert done.training_loss == pytest.approx(whole, abs=1e-6)
 
 
-def test_a_bad_sample_is_named_and_left_out(tmp_path: Path) -> None:
-    """Of two accumulated batches only the sample with NaN is left out, and the rest counts by its own tokens."""
-    policy = {"drop_nonfinite_samples": True}
-    settings: dict[str, Any] = {"max_steps": 1, "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant"}
-    good = with_poison(5)
-    del good[5]
-    calm = make_trainer(guarded(), tmp_path / "a", Poisoned(make_gpt2(dropout=0.0)), good[:7], **settings)
-    calm.train()
-    hurt = make_trainer(
-        guarded(),
-        tmp_path / "b",
-        Poisoned(make_gpt2(dropout=0.0)),
-        with_poison(5),
-        holdfast_policy=policy,
-        **settings,
-    )
-    seen: list[Any] = []
-    keep = hurt._finalize_training
-    hurt._finalize_training = lambda *a, **k: (seen.extend(hurt.holdfast_guard.events()), keep(*a, **k))[1]
-    hurt.train()
-    assert distance(calm.model, hurt.model) < 1e-5
-    origin = next(event for event in seen if event.kind == "nonfinite_origin")
-    assert origin.data["bad_samples"] == [5]
-
-
 def test_persistent_nan_ends_with_weights_that_are_sound(tmp_path: Path) -> None:
     """When every batch gives NaN the run returns, then stops with H501; no weight was touched."""
     data = [with_poison(at)[at] for at in range(24)]
@@ -260,29 +235,6 @@ def test_evaluation_logs_and_the_best_model_are_the_trainers(tmp_path: Path) -> 
     }
     for path in (tmp_path / "b").glob("checkpoint-*"):
         assert (path / "manifest.json").is_file()
-
-
-def test_seq2seq_trainer_generates_while_it_is_guarded(tmp_path: Path) -> None:
-    """``predict_with_generate`` gives a guarded Seq2SeqTrainer the metrics that it gives a plain one."""
-    from transformers import Seq2SeqTrainingArguments
-
-    from holdfast.integrations.transformers import HoldfastSeq2SeqTrainer
-
-    found = []
-    for kind in (transformers.Seq2SeqTrainer, HoldfastSeq2SeqTrainer):
-        arguments = Seq2SeqTrainingArguments(
-            str(tmp_path), predict_with_generate=True, max_steps=2, eval_strategy="steps", eval_steps=1,
-            save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, learning_rate=0.1,
-        )  # fmt: skip
-        trainer = kind(
-            make_pegasus(), arguments, train_dataset=samples(ragged=False), eval_dataset=samples(4, ragged=False),
-            compute_metrics=lambda found: {"tokens": int(found.predictions.sum())},
-        )  # fmt: skip
-        trainer.model.generation_config.max_new_tokens = 4
-        trainer.train()
-        found.append([entry["eval_tokens"] for entry in trainer.state.log_history if "eval_tokens" in entry])
-    assert found[0] == found[1]
-    assert len(found[0]) == 2
 
 
 @pytest.mark.parametrize(

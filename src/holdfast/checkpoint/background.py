@@ -2,8 +2,6 @@
 
 The thread is no daemon: an interpreter that ends waits for it, so a save that was begun is finished. A process that
 is forked meanwhile does not have the thread and must not wait for it.
-
-Does not: decide what is done, or record anything (see ``run.saving``).
 """
 
 from __future__ import annotations
@@ -29,15 +27,10 @@ _LOOK_SECONDS = 0.02
 
 
 class Job(Generic[_Result]):
-    """A function that runs beside the training, begun at once.
-
-    Args:
-        run: What is done; it must not need the thread that begins it.
-        directory: Whose files it may write, for `wait_for_jobs`.
+    """A function that runs beside the training, begun at once; `directory` is where it may write.
 
     Raises:
-        MemoryError: memory is too short for a thread.
-        RuntimeError: there is no room for its stack.
+        MemoryError, RuntimeError: if there is no memory for a thread or its stack.
     """
 
     def __init__(self, run: Callable[[], _Result], directory: Path) -> None:
@@ -62,11 +55,7 @@ class Job(Generic[_Result]):
         return not self._found and self._error is None and self._thread.is_alive()
 
     def result(self) -> _Result | None:
-        """Wait for the end and return what came of it; None in a forked process, where it does not run.
-
-        Raises:
-            BaseException: what the function has raised, or MemoryError if it could not even begin.
-        """
+        """Wait for the end and return what came of it, or raise it; None in a forked process, which lacks it."""
         # Not join: an exception of a signal handler in it makes Python 3.11 believe that the thread has ended, and
         # then the interpreter does not wait for it either.
         while self._thread.is_alive() and not self._ended.wait(_LOOK_SECONDS):
@@ -87,19 +76,7 @@ def wait_for_jobs(directory: Path) -> None:
 
 
 def nonfinite_copies(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:
-    """Return the names of the tensors that hold NaN or Inf, and how many there are in all, with one thread only.
-
-    Args:
-        named: ``(name, tensor)`` pairs; the tensors lie on the host, in one piece.
-        most: Names to return.
-    """
-    everything = list(named)
-    small = [(name, tensor) for name, tensor in everything if tensor.numel() <= _ELEMENTS]
-    bad, _ = nonfinite_tensors(small, most=len(small))
-    for name, tensor in everything:
-        if (
-            tensor.numel() > _ELEMENTS
-            and nonfinite_tensors((name, piece) for piece in torch.split(tensor.reshape(-1), _ELEMENTS))[1]
-        ):
-            bad.append(name)
+    """Return what `nonfinite_tensors` returns for tensors on the host in one piece, with one thread only."""
+    pieces = [(name, piece) for name, tensor in named for piece in torch.split(tensor.reshape(-1), _ELEMENTS)]
+    bad = list(dict.fromkeys(nonfinite_tensors(pieces, most=len(pieces))[0]))
     return bad[:most], len(bad)

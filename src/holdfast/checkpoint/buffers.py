@@ -3,8 +3,6 @@
 One piece, reused from save to save. Its pages are touched ahead: the first touch of a page costs many times its copy.
 Forked processes do not get it: after a fork each page of it that a save writes to would be copied first, and the old
 ones would stay with the loader workers.
-
-Does not: know whether there is memory for it (``run.saving`` asks), or write anything to the disk.
 """
 
 from __future__ import annotations
@@ -24,11 +22,7 @@ Groups = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class HostBuffers:
-    """Memory for the copies of one state.
-
-    Args:
-        size_bytes: What it must hold, from `needed_bytes`.
-        cuda: A CUDA device that will copy into it, so that it is to be pinned; None: none will.
+    """Memory for the copies of one state, as many bytes as `needed_bytes` says, pinned for a device.
 
     Raises:
         OSError: if the system refuses the memory.
@@ -56,10 +50,7 @@ class HostBuffers:
                 weakref.finalize(self, runtime.cudaHostUnregister, address)
 
     def fill(self, groups: Groups) -> dict[str, dict[str, torch.Tensor]]:
-        """Return contiguous copies of all tensors, in the same groups; they are whole when this returns.
-
-        Args:
-            groups: Tensors by component and name, on any device. Copies that were returned before are overwritten.
+        """Return contiguous copies of all tensors, in the same groups; earlier ones are overwritten.
 
         Cost: one pass over memory. Copies from CUDA devices run side by side, then one event of each device is
         waited for; nothing is allocated there but for a tensor that does not lie in one piece.

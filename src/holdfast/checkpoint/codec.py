@@ -20,17 +20,9 @@ import torch
 from holdfast.core.errors import CheckpointError
 
 _TAG = "$"
-_FACTORIES: dict[str, Callable[[], Any]] = {
-    "int": int,
-    "float": float,
-    "list": list,
-    "dict": dict,
-    "set": set,
-}
+_FACTORIES: dict[str, Callable[[], Any]] = {kind.__name__: kind for kind in (int, float, list, dict, set)}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
+    **{kind.__name__: kind for kind in (tuple, set, frozenset)},
     "size": torch.Size,
 }
 _PLAIN_VALUES = "let state_dict() return one of these, for instance a tensor or a dict of numbers."
@@ -41,11 +33,7 @@ _PLAIN_ARRAYS = (
 
 
 class Encoder:
-    """Encode one component of a checkpoint, such as ``"model"``.
-
-    Args:
-        component: Name of the component, for error messages.
-    """
+    """Encode one component of a checkpoint, such as ``"model"``; its name is for error messages."""
 
     def __init__(self, component: str) -> None:
         self._component = component
@@ -187,12 +175,9 @@ _MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the value that `Encoder.encode` was given.
+    """Return the value that `Encoder.encode` was given, of its JSON form and the component's tensors by name.
 
-    Args:
-        value: The JSON form.
-        tensors: The component's tensors by name. One that lay in memory in another order is replaced by a copy that
-            lies so again.
+    A tensor that lay in memory in another order is replaced by a copy that lies so again.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]

@@ -16,12 +16,7 @@ def is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that holds each place of an expanded one once; all of it for any other.
-
-    Args:
-        tensor: Of the shape of `like`.
-        like: The other one.
-    """
+    """Return the part of a tensor that holds each place of an expanded one, `like`, once; all of it for any other."""
     if is_expanded(like):
         for dimension, (stride, size) in enumerate(zip(like.stride(), like.shape, strict=True)):
             if stride == 0 and size > 1:

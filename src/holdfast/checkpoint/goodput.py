@@ -32,8 +32,7 @@ def optimal_interval_seconds(
     of the next, so the training in between is this less `save_seconds`.
 
     Args:
-        save_seconds: C, how long a save holds the loop. Of one in the background this is its stall alone; the
-            interval is then at least as long as the writer takes.
+        save_seconds: C, how long a save holds the loop; of one in the background its stall alone.
         mean_seconds_between_failures: M, of the whole job; infinite gives an infinite interval.
         restart_seconds: R, from a failure until training goes on.
 
@@ -67,12 +66,7 @@ def effective_training_time_ratio(
     ``τ exp(-(R + L + τ)/M) / (M (1 - exp(-(τ + s)/M)))``. For a synchronous save, s = L = C, this is the usual
     ``τ / (M exp(R/M) (exp((τ + C)/M) - 1))`` (Daly 2006).
 
-    Args:
-        interval_seconds: Training between two saves, above 0.
-        save_seconds: From the beginning of a save until its checkpoint counts.
-        mean_seconds_between_failures: Of the whole job; infinite if nothing ever fails.
-        restart_seconds: From a failure until training goes on.
-        stall_seconds: How long a save holds the loop; None is all of `save_seconds`.
+    A `mean_seconds_between_failures` is infinite if nothing ever fails, a `stall_seconds` of None is all of the save.
 
     Raises:
         PolicyError: H706 for a number that cannot be, H709 for a save that is not over when the next is due.
@@ -138,7 +132,7 @@ def parse_failures(text: str, *, gpus: int) -> float:
     Args:
         text: ``"419/54d"``: so many in that time, of the whole job. ``"1/50000 gpu-hours"``: so many in that much
             time of one device.
-        gpus: Devices of the job, at least 1. Without effect on a count of the whole job.
+        gpus: Devices of the job, at least 1; without effect on a count of the whole job.
 
     Raises:
         PolicyError: H705 for a text that is no rate.

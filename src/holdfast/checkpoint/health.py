@@ -9,11 +9,7 @@ import torch
 
 
 def nonfinite_tensors(named: Iterable[tuple[str, torch.Tensor]], *, most: int = 5) -> tuple[list[str], int]:
-    """Return the names of the tensors that hold NaN or Inf, and how many there are in all.
-
-    Args:
-        named: ``(name, tensor)`` pairs; those that are not floating point or complex are passed over.
-        most: Names to return.
+    """Return the names of the tensors that hold NaN or Inf, `most` of them, and how many there are in all.
 
     Cost: reads every tensor once, no temporaries; one host sync for each device.
     """

@@ -2,8 +2,6 @@
 
 The availability-optimal interval (``checkpoint.goodput``), but never so short that saves take more than their share
 of the time, nor shorter than one write. Costs are medians of what was measured; what is not known yet is not guessed.
-
-Does not: measure, or save.
 """
 
 from __future__ import annotations
@@ -31,14 +29,10 @@ _WORTH = 1.2
 
 
 class SaveInterval(Decision):
-    """Save this often from now on.
+    """Save every so many steps from now on, which take about so many seconds.
 
-    Args:
-        steps: Optimizer steps from one save to the next.
-        seconds: About how long they take.
-        save_costs_seconds: What a save takes from the training: the loop stands still, then steps are slower.
-        write_seconds: From the beginning of a save until its checkpoint counts.
-        step_seconds: Of one step, save apart.
+    A save costs the training `save_costs_seconds`, in which the loop stands still or steps are slower, and takes
+    `write_seconds` until its checkpoint counts; a step takes `step_seconds`, save apart.
     """
 
     steps: int
@@ -51,10 +45,7 @@ class SaveInterval(Decision):
 class IntervalChooser:
     """Chooses the interval of one run, again and again.
 
-    Args:
-        mean_seconds_between_failures: Expected of the whole job.
-        most_overhead: Largest share of the time that saves may take.
-        most_minutes: From one save to the next; None: no limit.
+    Saves may take the share `most_overhead` of the time at most, and come after `most_minutes` at the latest.
     """
 
     def __init__(
@@ -74,12 +65,7 @@ class IntervalChooser:
         self.costs: deque[tuple[float, float]] = deque(maxlen=_SAVES)
 
     def boundary(self, seconds: float, *, writing: bool) -> None:
-        """Note that a step is over.
-
-        Args:
-            seconds: The time now, monotonic.
-            writing: Whether a save is written meanwhile.
-        """
+        """Note that a step is over, and whether a save is written meanwhile; times are monotonic."""
         if self._last is not None:
             (self._during if writing else self._usual).append(seconds - self._last)
             self._steps_to_wait -= 1
@@ -93,10 +79,8 @@ class IntervalChooser:
     def is_overdue(self, seconds: float, *, early: bool) -> bool:
         """Return whether a save is due by the time, whatever the interval in steps is.
 
-        Args:
-            seconds: The time now, monotonic.
-            early: Whether a young run is saved more often: after `EARLY_SECONDS`, and whenever it is twice as old as
-                at its last save, so that it never loses more than half of its time. Most runs that fail do so early.
+        With `early`, a young run is saved after `EARLY_SECONDS`, and whenever it is twice as old as at its last save,
+        so that it never loses more than half of its time. Most runs that fail do so early.
         """
         if self._began is None:
             return False
@@ -112,16 +96,11 @@ class IntervalChooser:
         self._last = seconds
 
     def first_save_took(self, seconds: float) -> None:
-        """Note the cost of the save before the first step: no other is known, and it is held to be an upper bound."""
+        """Note the cost of the save before the first step: an upper bound, as long as no other is known."""
         self._first = seconds, seconds
 
     def save_took(self, *, stall_seconds: float, seconds: float) -> None:
-        """Note what a save has cost; steps while it was written count with what they took beyond the usual.
-
-        Args:
-            stall_seconds: How long the loop stood still.
-            seconds: From the beginning of the save until its checkpoint counted.
-        """
+        """Note how long a save held the loop and took; steps meanwhile count with what they took beyond the usual."""
         slower = 0.0
         if self._usual and self._during:  # medians: an evaluation in between is no slow step
             slower = len(self._during) * (statistics.median(self._during) - statistics.median(self._usual))

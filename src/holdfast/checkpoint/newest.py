@@ -61,11 +61,10 @@ def newest_good(
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """Return what lies in a folder of checkpoints; one that was never made is empty.
+    """Return what is in a folder of checkpoints; one that was never made is empty.
 
     Raises:
-        CheckpointError: H312, for a folder that is there and cannot be read: a link to a disk that is not mounted, a
-            file in its place, missing rights, a network disk that is away.
+        CheckpointError: H312, for a folder that cannot be read: a dead link, a file in its place, missing rights.
     """
     try:
         return list(folder.iterdir())

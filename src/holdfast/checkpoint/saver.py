@@ -45,12 +45,7 @@ _TYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """The trees of a state, taken apart.
-
-    Args:
-        tensors: The live tensors by component and name, any device.
-        state: The JSON part by component; it shares nothing with the trees.
-    """
+    """The trees of a state, taken apart: the live tensors, and the JSON part by component, which shares nothing."""
 
     tensors: Groups
     state: Mapping[str, Any]
@@ -58,14 +53,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """State that waits to be written.
-
-    Args:
-        global_step: Optimizer steps committed.
-        tensors: By component and name: copies in host buffers, or the live tensors.
-        state: The JSON part by component.
-        places: Names by where the live tensors lay; empty if `tensors` are the live ones.
-    """
+    """State that waits to be written: copies in host buffers, with the places of the live ones, or these."""
 
     global_step: int
     tensors: Groups
@@ -83,10 +71,7 @@ class Snapshot:
 
 
 def encode(components: Mapping[str, Any]) -> Encoded:
-    """Take trees apart, without a copy of any tensor.
-
-    Args:
-        components: Trees by component name; the tensors of each lie in one file of that name.
+    """Take trees apart, by the name of their component, without a copy of any tensor.
 
     Raises:
         CheckpointError: H310, if something cannot be stored without pickle.
@@ -98,12 +83,11 @@ def encode(components: Mapping[str, Any]) -> Encoded:
         try:
             state[component] = encoder.encode(tree)
         except RecursionError as error:
-            raise CheckpointError(
-                f"{component} holds itself, or is nested too deeply",
-                limit="a checkpoint holds trees",
-                fix="let state_dict() return a tree in which nothing contains itself.",
-                rule="H310",
-            ) from error
+            limit, fix = (
+                "a checkpoint holds trees",
+                "let state_dict() return one where nothing contains itself.",
+            )
+            raise CheckpointError(f"{component} holds itself", limit=limit, fix=fix, rule="H310") from error
         tensors[component] = encoder.tensors
         for name, tensor in encoder.tensors.items():
             if tensor.dtype not in _DTYPES:
@@ -119,12 +103,9 @@ def encode(components: Mapping[str, Any]) -> Encoded:
 def snapshot(
     components: Mapping[str, Any] | Encoded, global_step: int, buffers: HostBuffers | None = None
 ) -> Snapshot:
-    """Gather state from live objects.
+    """Gather the state of a step, of trees by component name or what `encode` made of them.
 
-    Args:
-        components: Trees by component name, or what `encode` made of them.
-        global_step: Optimizer steps committed.
-        buffers: Where tensors are copied to, large enough; None: the snapshot holds the live ones.
+    Tensors are copied to `buffers`, if there are some; else the snapshot holds the live ones.
 
     Raises:
         CheckpointError: H310, if something cannot be stored without pickle.
@@ -215,11 +196,11 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def read_components(entry: Entry, names: Iterable[str], into: Groups | None = None) -> dict[str, Any]:
-    """Return trees of a checkpoint that was verified before.
+    """Return the trees of these components of a checkpoint that was verified before; what is not there is left out.
 
     Args:
         entry: The checkpoint.
-        names: Components to read; one that is not there is left out.
+        names: Of the components.
         into: Live tensors by component and name. One of the saved type and shape is overwritten and returned, unless
             it is expanded; all others are made, on the host.
 
@@ -241,26 +222,18 @@ def read_components(entry: Entry, names: Iterable[str], into: Groups | None = No
 
 
 def read_state(entry: Entry) -> dict[str, Any]:
-    """Return the JSON part of a checkpoint by component, as `encode` made it.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
+    """Return the JSON part of a checkpoint by component, as `encode` made it."""
     state: dict[str, Any] = json.loads((entry.path / STATE_FILE).read_bytes())
     return state
 
 
 def same_tensors(entry: Entry, component: str, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a checkpoint holds these very tensors, by their digests. Cost: one pass over them.
-
-    Args:
-        entry: The checkpoint; its files are not read.
-        component: Where to look; it may hold others too.
-        tensors: By name, any device.
+    """Return whether a component of a checkpoint holds these very tensors, by their digests; it may hold more.
 
     Raises:
-        CheckpointError: H311, if there is no manifest that can be trusted.
-        RunDirectoryError: H303, for a newer format, H307, if the system does not let it be read.
+        HoldfastError: as `read_manifest`.
+
+    Cost: one pass over the tensors; of the checkpoint only the manifest is read.
     """
     if not tensors:
         return True
@@ -269,11 +242,7 @@ def same_tensors(entry: Entry, component: str, tensors: Mapping[str, torch.Tenso
 
 
 def saved_names(entry: Entry, component: str) -> set[str]:
-    """Return the names of the tensors that a checkpoint holds of a component.
-
-    Raises:
-        HoldfastError: as `same_tensors`.
-    """
+    """Return the names of the tensors that a checkpoint holds of a component."""
     return set(read_manifest(entry.path).files.get(component + _SUFFIX, {})) - {HEADER}
 
 

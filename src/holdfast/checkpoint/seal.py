@@ -40,15 +40,7 @@ _PASSING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """A range of bytes of a file, with what it must hold.
-
-    Args:
-        begin: First byte.
-        end: One after the last byte.
-        sha256: Hexadecimal digest of the bytes.
-        dtype: For a tensor, its type as safetensors spells it.
-        shape: For a tensor, its shape.
-    """
+    """The bytes of a file from `begin` to before `end`, with their digest; of a tensor also type and shape."""
 
     begin: int
     end: int
@@ -59,15 +51,9 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All that a checkpoint must hold.
+    """All that a checkpoint must hold: for each file its extents by name, which cover it without gaps.
 
-    Args:
-        save_id: Number of the save in this run directory; larger is newer.
-        global_step: Optimizer steps committed.
-        unix_seconds: When it was written.
-        files: By file name, its extents by name; they cover the file without gaps.
-        written_by: Version of holdfast.
-        format: Version of this layout.
+    Of two saves in a run directory, the one with the larger `save_id` is newer.
     """
 
     save_id: int
@@ -178,7 +164,7 @@ def is_sealed(checkpoint: Path) -> bool:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether a save into a folder was begun and not sealed; an empty folder is what its first moment left."""
+    """Return whether a save into a folder was begun and not sealed; an empty folder is what its begin left."""
     if not folder.is_dir() or is_sealed(folder):
         return False
     return (folder / UNFINISHED).exists() or not any(folder.iterdir())
@@ -191,11 +177,7 @@ def was_whole(checkpoint: Path) -> bool:
 
 
 def check(checkpoint: Path) -> None:
-    """Verify a checkpoint before it is loaded; one that a framework wrote without holdfast passes.
-
-    Raises:
-        As `verify`; H311 also if the save was not finished.
-    """
+    """Verify a checkpoint before it is loaded; one that a framework wrote without holdfast passes."""
     if is_sealed(checkpoint) or is_unfinished(checkpoint):
         verify(checkpoint)
 
@@ -236,11 +218,7 @@ def unreadable(checkpoint: Path, error: OSError, name: str | None = None) -> Che
 
 
 def begin(folder: Path) -> None:
-    """Mark a folder as unfinished, durably, before a framework writes into it; it is made if need be.
-
-    Raises:
-        OSError: if the disk refuses.
-    """
+    """Mark a folder as unfinished, durably, before a framework writes into it; it is made if need be."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / UNFINISHED
     if is_sealed(folder):
@@ -252,12 +230,7 @@ def begin(folder: Path) -> None:
 
 
 def seal(checkpoint: Path, *, global_step: int, unix_seconds: float) -> None:
-    """Flush every file of a checkpoint, and write the digests of all of them.
-
-    Args:
-        checkpoint: A folder or a file, all of which is written.
-        global_step: Of its state.
-        unix_seconds: Now.
+    """Flush every file of a checkpoint, a folder or a file, and write the digests of all of them.
 
     Raises:
         OSError: if the disk refuses. There is no manifest then.

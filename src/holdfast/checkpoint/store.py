@@ -75,14 +75,10 @@ class Store:
 
         Args:
             on_damaged: Called with the path of each damaged one, as it was, and what is wrong with it.
-            before_step: Look only at those of at most so many steps; None: at all.
-
-        Returns:
-            None if there is none; with `before_step`, also if none verifies.
+            before_step: Look only at those of at most so many steps; None if none of them verifies.
 
         Raises:
-            CheckpointError: H312, if there are checkpoints and none verifies, or they are out of reach.
-            RunDirectoryError: H303, for a newer format, H307, if the system does not let one be read.
+            CheckpointError, RunDirectoryError: as `newest_good`.
         """
 
         def refused(path: Path, why: str) -> None:
@@ -116,9 +112,7 @@ class Store:
         return draft, save_id
 
     def commit(self, draft: Path, manifest: Manifest) -> Entry:
-        """Write the manifest and rename the draft to its final name.
-
-        The files that the manifest names must be flushed already.
+        """Write the manifest and rename the draft, whose files are flushed, to its final name.
 
         Raises:
             OSError: if the disk refuses; the draft is then still a draft.
@@ -135,15 +129,12 @@ class Store:
                 shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep: int, *, known_good: Entry | None = None) -> list[Path]:
-        """Delete all but the newest checkpoints, never the last good one.
+        """Delete all but the newest checkpoints, never the last good one, and return what was deleted.
 
         Args:
             keep: Checkpoints to keep, at least 1.
             known_good: One that was verified just now; else the kept ones are verified until one is good, and
                 more are kept if none is.
-
-        Returns:
-            What was deleted.
 
         Raises:
             RunDirectoryError: H307, if one must be verified and cannot be read; nothing is deleted then.

@@ -100,11 +100,7 @@ class AcceleratedGuard(Guard):
     _batches_of_a_step = 1
 
     def step(self, batch: Any, loss_fn: LossFunction, **named: Any) -> StepResult:
-        """Make one training step of a batch of ``guard.batches``, as `Guard.step`.
-
-        Raises:
-            BatchError: H203, for a single batch where a step is made of several. H2xx as there.
-        """
+        """Make one step of a batch of ``guard.batches``, as `Guard.step`; refuse part of a window (H203)."""
         if self._batches_of_a_step > 1 and not isinstance(batch, Window):
             raise BatchError(
                 f"a {type(batch).__name__} is given to guard.step, and "

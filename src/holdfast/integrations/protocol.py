@@ -41,15 +41,8 @@ _MOST_TEXT = 500
 Note = Callable[..., None]  # takes the kind of an event and its facts, such as `Guard.note`
 
 
-# --- refuse -------------------------------------------------------------------------------------------------------
-
-
 def load(name: str) -> Any:
-    """Import a module of a framework.
-
-    Raises:
-        PolicyError: H111, with the extra to install.
-    """
+    """Import a module of a framework; if that fails, raise H111 with the extra to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -66,11 +59,7 @@ def excluded(what: str, why: str, fix: str) -> PolicyError:
 
 
 def check_one_process(count: int, what: str) -> None:
-    """Refuse several processes or devices; `what` is the framework's name of their number.
-
-    Raises:
-        PolicyError: H108.
-    """
+    """Refuse several processes or devices (H108); `what` is the framework's name of their number."""
     if count > 1:
         raise PolicyError(
             f"{what}={count}",
@@ -103,9 +92,6 @@ def check_accelerator(accelerator: Any) -> str:
     return _PRECISIONS[found] if accelerator.native_amp else "fp32"
 
 
-# --- open ---------------------------------------------------------------------------------------------------------
-
-
 def emit(note: Note | None, kind: str, **facts: Any) -> None:
     """Record an event by what a guard gave for it, or log it where no guard is there yet."""
     if note is not None:
@@ -129,7 +115,7 @@ def open_guard(
     Args:
         run_dir: Where it is recorded.
         policy: From `hosted_policy`.
-        scaler: The framework's loss scaler, or None.
+        scaler: The framework's loss scaler.
         saves_in: The framework's folder of checkpoints, and what their names match; None: it saves nothing.
         carried: `carried_by` of the checkpoint that was loaded; None: none was, or one without holdfast.
         resumed: Whether the framework goes on from a checkpoint.
@@ -151,9 +137,6 @@ def open_guard(
     else:
         guard.load_state_dict(carried["guard"])
     return guard
-
-
-# --- carry --------------------------------------------------------------------------------------------------------
 
 
 def carried_by(guard: HostedGuard, devices: list[torch.device], **trees: Any) -> dict[str, Any]:
@@ -180,15 +163,8 @@ def restore_random_state(carried: Mapping[str, Any]) -> None:
     restore(RandomState.from_tree(carried_tree(carried, "random_state")))
 
 
-# --- save ---------------------------------------------------------------------------------------------------------
-
-
 def may_save(guard: HostedGuard | None) -> bool:
-    """Return whether the state is finite; if it is not, the run has returned to the last good one.
-
-    Raises:
-        NonFiniteError: H501, if there is none to return to.
-    """
+    """Return whether the state is finite; else the run has returned to the last good one, or H501 is raised."""
     why = None if guard is None else guard.nonfinite_state()
     if guard is None or why is None:
         return True
@@ -224,9 +200,6 @@ def attempt_save(write: Callable[[], None], name: str, note: Note | None, undo: 
     return True
 
 
-# --- resume -------------------------------------------------------------------------------------------------------
-
-
 def newest_checkpoint(
     candidates: Iterable[Path], note: Note | None = None, run_dir: Path | None = None
 ) -> Path | None:
@@ -252,9 +225,5 @@ def newest_checkpoint(
 
 
 def checkpoints_in(folder: Path, name: re.Pattern[str]) -> list[Path]:
-    """Return the folders in a folder whose names match, in no order; links that lead nowhere are among them.
-
-    Raises:
-        CheckpointError: H312, if it cannot be reached.
-    """
+    """Return the folders in a folder whose names match, in no order; links that lead nowhere are among them."""
     return [path for path in paths_in(folder) if name.fullmatch(path.name) and not path.is_file()]

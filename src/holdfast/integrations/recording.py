@@ -65,14 +65,7 @@ class Recording:
         return self._record is not None
 
     def open(self, usual: Any, *, by: str, world_size: int, global_step: int, model: nn.Module) -> None:
-        """Begin to record.
-
-        Args:
-            usual: Directory of the run; the recording goes into ``holdfast`` there unless a directory was given.
-            by: Whose loop it is.
-            world_size: Processes that train together.
-            global_step: Where training stands.
-            model: Whose buffers come back where a step is left out.
+        """Begin to record at a step of a model's training, in ``holdfast`` of the usual folder if none was given.
 
         Raises:
             PolicyError: H108, for several processes. RunDirectoryError: H30x.
@@ -106,11 +99,7 @@ class Recording:
             self._watch.__enter__()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Record what was found, and end; without effect if it is closed.
-
-        Args:
-            error: What ends the training.
-        """
+        """Record what was found, and the error that ends the training, if one does."""
         self.record_step()
         watching, self._watch = self._watch, None
         if watching is not None:

@@ -43,18 +43,6 @@ def test_copies_are_equal_and_share_nothing(kinds: list[tuple[torch.dtype, list[
         assert torch.equal(copy.float(), expected[name].float())
 
 
-def test_the_memory_is_used_again() -> None:
-    """The copies of the next state lie where those of the last one lay: nothing is allocated from save to save."""
-    live = {"model": {"a": torch.ones(1000), "b": torch.ones(7, dtype=torch.uint8)}}
-    buffers = HostBuffers(needed_bytes(live))
-    buffers.touch()
-    first = buffers.fill(live)
-    live["model"]["a"].fill_(2.0)
-    second = buffers.fill(live)
-    assert first["model"]["a"].data_ptr() == second["model"]["a"].data_ptr()
-    assert second["model"]["a"].unique().tolist() == [2.0]
-
-
 def test_forked_processes_do_not_get_the_memory() -> None:
     """The pages are left out of a fork, so that workers neither hold them nor make every save copy them first."""
     buffers = HostBuffers(2**20)

@@ -42,8 +42,6 @@ def _round_trip(value: Any) -> Any:
     "value",
     [
         None,
-        True,
-        0,
         -(2**80),
         0.1,
         -0.0,
@@ -52,9 +50,7 @@ def _round_trip(value: Any) -> Any:
         "text \u2028 \U0001f600 \x00",
         b"\x00\xff",
         1 - 2j,
-        [],
         {},
-        (),
         (1, (2,)),
         {1, 2},
         frozenset({"a"}),
@@ -84,36 +80,12 @@ def test_a_value_comes_back_with_its_type(value: Any) -> None:
     assert repr(found) == repr(value)
 
 
-def test_extras_of_containers_survive() -> None:
-    """The default factory and the longest length go on working after a round trip."""
-    assert _round_trip(collections.defaultdict(list))["new"] == []
-    assert _round_trip(collections.deque([1, 2], maxlen=2)).maxlen == 2
-    assert list(_round_trip(collections.OrderedDict(b=1, a=2))) == ["b", "a"]
-
-
 def test_nan_is_kept_as_strict_json() -> None:
     """NaN is no JSON number, and still comes back as NaN, also as the real part of a complex."""
     assert math.isnan(_round_trip({"lowest": math.nan})["lowest"])
     found = _round_trip(complex(math.nan, -math.inf))
     assert math.isnan(found.real)
     assert found.imag == -math.inf
-
-
-def test_optimizer_state_comes_back_and_goes_on_equally() -> None:
-    """The state of Adam, with its integer keys and tuples, loads into a twin that then takes the same step."""
-    weights = [nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(2, 2))]
-    adam = torch.optim.AdamW(weights, lr=0.1, betas=(0.8, 0.9))
-    for weight in weights:
-        weight.grad = torch.randn_like(weight)
-    adam.step()
-    twins = [nn.Parameter(weight.detach().clone()) for weight in weights]
-    other = torch.optim.AdamW(twins, lr=0.5)
-    other.load_state_dict(_round_trip(adam.state_dict()))
-    for weight, twin in zip(weights, twins, strict=True):
-        twin.grad = weight.grad
-    adam.step()
-    other.step()
-    assert all(torch.equal(a, b) for a, b in zip(weights, twins, strict=True))
 
 
 def test_tied_tensors_are_stored_once_and_stay_tied() -> None:
@@ -136,32 +108,11 @@ def test_other_views_of_the_same_memory_are_not_tied() -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in tree.items())
 
 
-def test_a_conjugated_view_is_not_its_original() -> None:
-    """A lazy conjugate shares memory with its original and still comes back with its own sign."""
-    number = torch.tensor([1 + 2j, 3 - 4j])
-    found = _round_trip({"plain": number, "conjugated": number.conj()})
-    assert torch.equal(found["plain"], number)
-    assert torch.equal(found["conjugated"], number.conj().resolve_conj())
-
-
 def test_equal_paths_do_not_overwrite_each_other() -> None:
     """Keys that read alike once joined are still stored apart."""
     tree = {"a": {"b": torch.tensor(1)}, "a.b": torch.tensor(2), 1: torch.tensor(3), "1": torch.tensor(4)}
     found = _round_trip(tree)
     assert (int(found["a"]["b"]), int(found["a.b"]), int(found[1]), int(found["1"])) == (1, 2, 3, 4)
-
-
-def test_arrays_come_back_as_copies() -> None:
-    """A numpy array keeps type and shape, can be written to, and does not alias the original."""
-    array = np.arange(6, dtype=np.uint16).reshape(2, 3)[:, ::2]
-    encoder = Encoder("test")
-    body = encoder.encode({"a": array, "scalar": np.array(2.5)})
-    array[:] = 0
-    found = decode(body, encoder.tensors)
-    assert found["a"].dtype == np.uint16
-    assert found["a"].tolist() == [[0, 2], [3, 5]]
-    found["a"][0, 0] = 9
-    assert found["scalar"].shape == ()
 
 
 @pytest.mark.parametrize(
@@ -173,21 +124,14 @@ def test_arrays_come_back_as_copies() -> None:
         Color.RED,
         Point(1),
         OwnDict(a=1),
-        bytearray(b"x"),
-        range(3),
         np.array(["text"]),
         np.array([object()]),
         np.zeros(2, dtype=np.longdouble),
-        np.zeros(2, dtype=np.dtype(np.float32).newbyteorder()),
-        np.str_("text"),
         np.datetime64("2020-01-01"),
         collections.defaultdict(lambda: 0),
-        collections.UserDict(a=1),
         torch.zeros(3).to_mkldnn(),
         TwoTensor(torch.zeros(3), torch.ones(3)),
-        slice(1),
         nn.Linear(1, 1),
-        int,
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -211,9 +155,77 @@ def test_a_sparse_tensor_comes_back_as_it_lay(coalesced):
     assert found.shape == tensor.shape
 
 
-@pytest.mark.parametrize("dtype", ["complex128", "object", "<U1", ">i4"])
-def test_an_array_that_cannot_be_stored_is_named_by_what_it_holds(dtype: str) -> None:
-    """That it is an array is not what is wrong with it."""
-    with pytest.raises(CheckpointError) as caught:
-        Encoder("model").encode(np.zeros(2, dtype))
-    assert caught.value.what == f"model is an array of {np.dtype(dtype)}"
+class WithUnit(np.ndarray):
+    """An array of the caller's own."""
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.ma.array([1.0, 9e9], mask=[0, 1]),
+        np.eye(2).view(np.matrix),
+        np.arange(3.0).view(WithUnit),
+        np.rec.array([(1.0, 2)], dtype=[("a", "f8"), ("b", "i4")]),
+        np.arange(3.0).view(np.recarray),
+    ],
+    ids=["masked", "matrix", "own", "records", "record_view"],
+)
+def test_an_array_that_is_more_than_its_numbers_is_refused(array: Any) -> None:
+    """It would come back without its mask, product or unit: H310 names the place, the kind and the way out."""
+    with pytest.raises(CheckpointError, match=r"state\.own\['deep'\]\['0'\] is a ") as caught:
+        Encoder("state.own").encode({"deep": [array]})
+    assert caught.value.rule == "H310"
+    assert type(array).__name__ in caught.value.what
+    assert "numpy.asarray" in caught.value.fix
+    assert "mask" in caught.value.fix
+
+
+def test_equal_sets_are_stored_alike() -> None:
+    """The order in which a set was filled, or that a process gives it, is not seen in what is stored."""
+    numbers = list(range(0, 4000, 8))
+    numbers_back = [*reversed(numbers)]
+    there, back = set(numbers), set(numbers_back)
+    assert list(there) != list(back)
+    assert Encoder("run").encode({"seen": there}) == Encoder("run").encode({"seen": back})
+    words = {f"word {number}" for number in range(99)}
+    assert decode(Encoder("run").encode(frozenset(words)), {}) == words
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+        torch.arange(24).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.ones(4, 1, 2, 2).to(memory_format=torch.channels_last),
+        torch.arange(6.0).reshape(2, 3).t().to(torch.complex64),
+        torch.arange(6.0).reshape(2, 3).to(torch.complex128).t().conj(),
+    ],
+    ids=["permuted", "channels_last", "one_channel", "complex", "conjugated"],
+)
+def test_a_dense_tensor_comes_back_as_it_lay(tensor: torch.Tensor) -> None:
+    """Its strides are those that were saved, whatever order the bytes had in the file."""
+    encoder = Encoder("run")
+    body = encoder.encode({"one": tensor, "two": tensor})
+    stored = {name: each.contiguous() for name, each in encoder.tensors.items()}
+    found = decode(body, stored)
+    assert found["one"].stride() == tensor.stride()
+    assert torch.equal(found["one"], tensor)
+    tied = found["one"].data_ptr() == found["two"].data_ptr()
+    assert tied is not tensor.is_conj(), "as before: a lazy conjugate is computed at each place"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3).expand(4, 3), torch.arange(24.0).reshape(4, 6)[:, ::2], torch.zeros(2, 0).t(), torch.ones(()),
+        torch.arange(9.0).as_strided((3, 3), (1, 1)), torch.arange(4.0).reshape(2, 2),
+    ],
+    ids=["expanded", "slice", "empty", "scalar", "overlapping", "rows"],
+)  # fmt: skip
+def test_other_tensors_come_back_row_by_row(tensor: torch.Tensor) -> None:
+    """No memory is made for the gaps of a slice, and none is shared within a tensor that overlaps itself."""
+    encoder = Encoder("run")
+    body = encoder.encode(tensor)
+    assert "stride" not in body
+    stored = {name: each.contiguous() for name, each in encoder.tensors.items()}
+    assert torch.equal(decode(body, stored), tensor)

@@ -21,16 +21,6 @@ def test_what_is_expanded() -> None:
     assert once(whole, whole) is whole
 
 
-def test_one_copy_for_each_place() -> None:
-    """Writing the part that holds each place once writes the whole."""
-    base = torch.zeros(2, 1, 3, 1)
-    view = base.expand(2, 4, 3, 5)
-    new = torch.arange(6.0).reshape(2, 1, 3, 1).expand(2, 4, 3, 5).contiguous()
-    once(view, view).copy_(once(new, view))
-    assert torch.equal(view, new)
-    assert base.flatten().tolist() == [0, 1, 2, 3, 4, 5]
-
-
 def test_loading_leaves_a_view_or_makes_it_dense() -> None:
     """Equal elements are written through to what shares the memory; others need memory of their own."""
     base = torch.zeros(1)

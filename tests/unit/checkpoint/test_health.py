@@ -19,11 +19,9 @@ def test_one_bad_value_is_found(place: int, dtype: torch.dtype, bad: float) -> N
     tensor[place] = bad
     named = [("good", torch.randn(5)), ("bad", tensor), ("other", torch.randn(5).double())]
     assert nonfinite_tensors(named) == (["bad"], 1)
-
-
-def test_a_bad_imaginary_part_is_found() -> None:
-    """Both parts of a complex number count."""
-    assert nonfinite_tensors([("z", torch.tensor([1 + 1j, complex(0, math.nan)]))]) == (["z"], 1)
+    assert nonfinite_tensors([("z", torch.tensor([1 + 1j, complex(0, bad)]))]) == (["z"], 1)
+    beyond_fp32 = torch.tensor([1e300, bad], dtype=torch.float64)
+    assert nonfinite_tensors([("a", beyond_fp32)]) == (["a"], 1)
 
 
 def test_the_largest_finite_values_are_healthy() -> None:
@@ -32,11 +30,6 @@ def test_the_largest_finite_values_are_healthy() -> None:
     named = [(str(kind), torch.full((3,), torch.finfo(kind).max, dtype=kind)) for kind in types]
     named.append(("mixed", torch.tensor([1e300, -1e300], dtype=torch.float64)))
     assert nonfinite_tensors(named) == ([], 0)
-
-
-def test_fp64_beyond_the_range_of_fp32_does_not_hide_nan() -> None:
-    """A NaN next to 1e300 is found."""
-    assert nonfinite_tensors([("a", torch.tensor([1e300, math.nan], dtype=torch.float64))]) == (["a"], 1)
 
 
 def test_what_cannot_be_nonfinite_is_passed_over() -> None:

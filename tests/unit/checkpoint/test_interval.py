@@ -123,20 +123,3 @@ def test_the_interval_follows_the_steps_but_not_their_noise() -> None:
     steps.make(128, 0.4)
     assert chooser.decide() is not None
     assert chooser.steps == pytest.approx(before / 4, rel=0.02)
-
-
-def test_one_slow_save_changes_little() -> None:
-    """The cost is a median: a save that met a busy disk does not make the next ones rare."""
-    chooser, _ = _decided(0.1, 0.1, 1.0)
-    before = chooser.steps
-    for _ in range(2):
-        chooser.save_took(stall_seconds=0.1, seconds=1.0)
-    chooser.save_took(stall_seconds=60.0, seconds=90.0)
-    assert chooser.decide() is None
-    assert chooser.steps == before
-
-
-def test_a_clock_that_stands_still_decides_nothing() -> None:
-    """Without time there are no costs to weigh."""
-    assert _decided(0.0, 0.1, 0.1)[1] is None
-    assert _decided(0.1, 0.0, 0.0)[1] is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import resource
 from collections.abc import Iterator
@@ -14,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
+from holdfast.checkpoint import saver
 from holdfast.checkpoint.saver import Snapshot, encode, read_components, snapshot, write
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.errors import CheckpointError
+from holdfast.core.version import __version__
 from holdfast.testing import memory_limited
 
 
@@ -78,29 +78,10 @@ def test_the_manifest_covers_what_was_written(store: Store) -> None:
     tensors = manifest.files["model.safetensors"]
     assert (tensors["a"].dtype, tensors["a"].shape) == ("F32", (3, 5))
     assert set(tensors) == {"a", "b", "c", "header of the file"}
-    assert (manifest.unix_seconds, manifest.written_by) == (7.5, "0.0.1")
+    assert (manifest.unix_seconds, manifest.written_by) == (7.5, __version__)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int8,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [*saver._DTYPES, torch.complex64, torch.complex128], ids=str)
 def test_every_type_of_tensor_comes_back(dtype: torch.dtype, store: Store) -> None:
     """Vectors, scalars and empty tensors of every type keep type, shape and values."""
     tree = {
@@ -112,63 +93,6 @@ def test_every_type_of_tensor_comes_back(dtype: torch.dtype, store: Store) -> No
     for name, tensor in tree.items():
         assert (found[name].dtype, found[name].shape) == (dtype, tensor.shape)
         assert torch.equal(found[name].to(torch.complex128), tensor.to(torch.complex128))
-
-
-def test_tied_weights_are_one_on_disk_and_one_after(store: Store) -> None:
-    """A tensor under two names takes its place once, and both names find it."""
-    weight = torch.randn(4, 4)
-    entry = _save(store, model={"embedding": weight, "head": weight})
-    assert list(load_file(entry.path / "model.safetensors")) == ["embedding"]
-    found = read_components(entry, ["model"])["model"]
-    assert found["embedding"] is found["head"]
-    assert torch.equal(found["head"], weight)
-
-
-def test_tensors_that_do_not_lie_in_one_piece_come_back(store: Store) -> None:
-    """Transposed, strided, expanded and sliced tensors keep their values; neighbours in one storage too."""
-    flat = torch.arange(12.0)
-    tree = {
-        "turned": torch.randn(3, 4).T,
-        "every second": torch.arange(10)[::2],
-        "expanded": torch.ones(1).expand(4),
-        "first half": flat[:6],
-        "second half": flat[6:],
-        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    }
-    found = _saved(store, tree)
-    assert all(torch.equal(found[name], tensor) for name, tensor in tree.items())
-
-
-def test_what_was_read_does_not_hang_on_to_the_file(store: Store) -> None:
-    """The tensors are copies: they survive the checkpoint, and may be changed."""
-    entry = _save(store, part={"a": torch.ones(3)})
-    found = read_components(entry, ["part"])["part"]
-    with (entry.path / "part.safetensors").open("r+b") as file:
-        file.write(bytes((entry.path / "part.safetensors").stat().st_size))
-    assert found["a"].add_(1).tolist() == [2, 2, 2]
-
-
-def test_components_that_are_not_there_are_left_out(store: Store) -> None:
-    """Asking for more than was saved gives what there is, and a component without tensors has no file."""
-    entry = _save(store, run={"a": 1})
-    assert read_components(entry, ["run", "scheduler"]) == {"run": {"a": 1}}
-    assert not (entry.path / "run.safetensors").exists()
-
-
-def test_the_state_file_is_strict_json(store: Store) -> None:
-    """NaN, Inf and non-text keys do not make the file unreadable for other tools."""
-    entry = _save(store, run={"best": float("inf"), "by epoch": {1: float("nan")}})
-
-    def refuse(text: str) -> None:
-        raise AssertionError(text)
-
-    assert json.loads((entry.path / "state.json").read_text(), parse_constant=refuse)
-
-
-def test_a_snapshot_knows_its_size(store: Store) -> None:
-    """The bytes of the tensors are counted before anything is written, tied ones once."""
-    weight = torch.zeros(10)
-    assert snapshot({"a": {"x": weight, "y": weight}, "b": torch.zeros(3, dtype=torch.int64)}, 0).size_bytes() == 64
 
 
 def test_state_that_holds_itself_is_refused() -> None:
@@ -197,13 +121,6 @@ def test_a_write_that_fails_leaves_the_older_checkpoint(limit_bytes: int, store:
     assert [path.name for path in store.directory.iterdir()] == [old.path.name]
     old.verify()
     assert _save(store, 3, model={"a": torch.ones(50_000)}).save_id == 2
-
-
-def test_a_write_of_state_that_fails_leaves_nothing(store: Store) -> None:
-    """Also if only the JSON part is refused, after the tensors were written, nothing is left."""
-    with _largest_file(4096), pytest.raises(OSError):
-        _save(store, 2, model={"a": torch.ones(5)}, run={"text": "x" * 10_000})
-    assert list(store.directory.iterdir()) == []
 
 
 def test_too_little_room_is_said_before_the_write(store: Store) -> None:
@@ -248,24 +165,6 @@ def test_odd_tensors_are_saved(store: Store, tree: Any) -> None:
     found = _saved(store, tree)
     assert list(found) == list(tree)
     assert all(found[key].shape == value.shape for key, value in tree.items())
-
-
-def test_tensors_that_share_memory_are_saved_apart(store: Store) -> None:
-    """A flat buffer and views of it come back with their values, each of its own shape."""
-    flat = torch.arange(6.0)
-    found = _saved(store, {"flat": flat, "matrix": flat.view(2, 3), "head": flat[:3]})
-    assert torch.equal(found["flat"], flat)
-    assert torch.equal(found["matrix"], flat.view(2, 3))
-    assert torch.equal(found["head"], flat[:3])
-
-
-def test_lazily_negated_and_conjugated_tensors_keep_their_sign(store: Store) -> None:
-    """Two views of the same memory that differ only in sign come back as they read."""
-    z = torch.tensor([1 + 2j, 3 - 4j])
-    found = _saved(store, {"plain": z.imag, "negated": z.conj().imag, "conjugated": z.conj()})
-    assert found["plain"].tolist() == [2.0, -4.0]
-    assert found["negated"].tolist() == [-2.0, 4.0]
-    assert found["conjugated"].tolist() == [1 - 2j, 3 + 4j]
 
 
 def test_live_tensors_are_overwritten_where_they_lie(store: Store) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.newest import move_aside
 from holdfast.checkpoint.seal import Extent, Manifest
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.core.durable import write_file
@@ -66,17 +67,11 @@ def test_the_newest_save_comes_first_also_after_a_rollback(store: Store) -> None
     assert _steps(store) == [150, 200, 100]
 
 
-def test_numbers_sort_as_numbers(store: Store) -> None:
-    """Beyond the digits of the usual name, a larger number is still newer."""
-    for name in ("999999-step00000001", "1000000-step00000002"):
-        (store.directory / name).mkdir(parents=True)
-    assert _steps(store) == [2, 1]
-    assert store.next_save_id() == 1_000_001
-
-
 def test_what_is_no_checkpoint_is_left_alone(store: Store) -> None:
-    """Foreign files and directories are neither listed nor deleted."""
+    """Foreign files and directories are neither listed nor deleted; drafts and half-deleted ones go."""
     _save(store, 1)
+    for name in (".tmp-000002-step00000002", ".tmp-doomed-000000-step00000000"):  # of killed saves
+        (store.directory / name / "deep").mkdir(parents=True)
     (store.directory / "notes").mkdir()
     (store.directory / "step5").write_text("")
     (store.directory / "000001-step00000001.bak").mkdir()
@@ -86,43 +81,6 @@ def test_what_is_no_checkpoint_is_left_alone(store: Store) -> None:
     assert len(_names(store)) == 4
 
 
-def test_leftovers_of_killed_saves_are_removed(store: Store) -> None:
-    """Drafts and half-deleted directories go; complete checkpoints stay."""
-    _save(store, 1)
-    for name in (".tmp-000002-step00000002", ".tmp-doomed-000000-step00000000"):
-        (store.directory / name / "deep").mkdir(parents=True)
-        (store.directory / name / "deep" / "data").write_text("x")
-    store.clean_up()
-    assert _names(store) == ["000001-step00000001"]
-
-
-def test_a_draft_under_the_same_name_is_begun_anew(store: Store) -> None:
-    """A save that was killed does not leave its files in the next one."""
-    draft, _ = store.begin(5)
-    (draft / "old").write_text("half")
-    again, _ = store.begin(5)
-    assert again == draft
-    assert list(again.iterdir()) == []
-
-
-def test_what_is_set_aside_is_kept_but_not_tried_again(store: Store) -> None:
-    """A damaged checkpoint leaves the list, keeps its files, and its number is not used again."""
-    _save(store, 1)
-    bad = _save(store, 2)
-    path = store.set_aside(bad)
-    assert _steps(store) == [1]
-    assert [entry.path for entry in store.damaged()] == [path]
-    assert (path / "data").exists()
-    assert _save(store, 3).save_id == 3
-
-
-def test_setting_aside_replaces_an_older_one_of_the_same_name(store: Store) -> None:
-    """A name that was set aside before does not stop the run."""
-    entry = _save(store, 1)
-    (store.directory / f"damaged-{entry.path.name}").mkdir()
-    assert (store.set_aside(entry) / "data").exists()
-
-
 def test_the_newest_are_kept(store: Store) -> None:
     """Pruning to two keeps the two newest and tells what it deleted."""
     entries = [_save(store, step) for step in (1, 2, 3, 4)]
@@ -130,6 +88,28 @@ def test_the_newest_are_kept(store: Store) -> None:
     assert _steps(store) == [4, 3]
     assert deleted == [entries[1].path, entries[0].path]
     assert _names(store) == ["000003-step00000003", "000004-step00000004"]
+
+
+def test_the_newest_good_one_is_found_and_damaged_ones_are_moved_aside(store: Store) -> None:
+    """They leave the list, keep their files, and their numbers are not used again; if all are damaged, none moves."""
+    entries = [_save(store, step) for step in (1, 2, 3)]
+    (store.directory / f"damaged-{entries[2].path.name}").mkdir()  # of an earlier attempt
+    _spoil(entries[2])
+    said: list[tuple[str, str]] = []
+    good = store.newest_good(lambda path, why: said.append((path.name, why)))
+    assert good == entries[1]
+    assert [name for name, _ in said] == [entries[2].path.name]
+    assert (_steps(store), [entry.global_step for entry in store.damaged()]) == ([2, 1], [3])
+    assert (store.damaged()[0].path / "data").exists()
+    assert _save(store, 4).save_id == 4
+    assert store.newest_good(lambda *_: None, before_step=1) == entries[0]
+    for entry in store.entries():
+        _spoil(entry)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="H312"):
+            store.newest_good(lambda *_: None)
+    assert store.newest_good(lambda *_: None, before_step=2) is None
+    assert _steps(store) == [4, 2, 1]
 
 
 @pytest.mark.parametrize("keep", [1, 0, -5])
@@ -149,6 +129,9 @@ def test_the_last_good_one_is_never_deleted(store: Store) -> None:
     assert store.prune(1) == [entries[0].path]
     assert _steps(store) == [4, 3, 2]
     entries[1].verify()
+    _spoil(entries[1])
+    assert store.prune(1) == [], "damaged ones are better than nothing"
+    assert _steps(store) == [4, 3, 2]
 
 
 def test_a_known_good_one_that_would_not_be_kept_does_not_count(store: Store) -> None:
@@ -160,17 +143,9 @@ def test_a_known_good_one_that_would_not_be_kept_does_not_count(store: Store) ->
     assert _steps(store) == [3, 2, 1]
 
 
-def test_if_none_is_good_none_is_deleted(store: Store) -> None:
-    """Damaged checkpoints are better than nothing."""
-    for entry in [_save(store, step) for step in (1, 2, 3)]:
-        _spoil(entry)
-    assert store.prune(1) == []
-    assert _steps(store) == [3, 2, 1]
-
-
-def test_what_was_set_aside_goes_once_newer_good_ones_replaced_it(store: Store) -> None:
+def test_what_was_moved_aside_goes_once_newer_good_ones_replaced_it(store: Store) -> None:
     """A damaged directory is deleted when `keep` newer checkpoints exist, and not before."""
-    store.set_aside(_save(store, 1))
+    move_aside(_save(store, 1).path)
     second = _save(store, 2)
     store.prune(2, known_good=second)
     assert len(store.damaged()) == 1
@@ -178,11 +153,3 @@ def test_what_was_set_aside_goes_once_newer_good_ones_replaced_it(store: Store) 
     store.prune(2, known_good=third)
     assert store.damaged() == []
     assert _names(store) == ["000002-step00000002", "000003-step00000003"]
-
-
-def test_a_damaged_entry_does_not_verify(store: Store) -> None:
-    """Verification of an entry covers its manifest and its files."""
-    entry = _save(store, 1)
-    (entry.path / "data").write_text("more")
-    with pytest.raises(CheckpointError):
-        entry.verify()

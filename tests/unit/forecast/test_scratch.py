@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.forecast.allocations import real_allocations
-from tests.unit.forecast.running import run_host_comparison
 
 from holdfast.forecast.kernels import scratch_cpu
 from holdfast.forecast.kernels.scratch import Scratch, Uncalibrated, scratch_of

@@ -14,11 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.events import Event
-from holdfast.explain.evidence import Ending, Facts
-from holdfast.explain.judging import judge
-from holdfast.explain.signatures import all_signatures
-from holdfast.explain.signatures.leaks import BY_KIND
 from holdfast.supervise.leaks import census
 from holdfast.supervise.leaks.holders import Holders, Step, locals_of, text_of
 from holdfast.supervise.leaks.lines import Lines

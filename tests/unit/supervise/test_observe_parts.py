@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import json
 import math
-import pickle
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,16 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.events import Event
-from holdfast.core.raised import describe_exception
-from holdfast.recorder.black_box import EventRing
-from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, StepSample, read_board, read_samples
-from holdfast.recorder.reader import read_events
+from holdfast.recorder.progress import Phase, ProgressBoard, SampleRing, read_samples
 from holdfast.recorder.run_files import (
     PROCESSES_FOLDER,
     ProcessInfo,
-    announce_recording,
-    on_recording,
     read_processes,
     write_process,
 )

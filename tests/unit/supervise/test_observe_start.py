@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from typing import Any
 import pytest
 
 from holdfast.core.events import Event
-from holdfast.recorder.progress import Phase, read_board
+from holdfast.recorder.progress import read_board
 from holdfast.recorder.reader import read_events
-from holdfast.recorder.run_files import BOARD_FILE, FAULTHANDLER_FILE, ProcessInfo, read_processes
-from holdfast.supervise.observe.environment import INJECTED, observing
+from holdfast.recorder.run_files import BOARD_FILE, FAULTHANDLER_FILE, read_processes
+from holdfast.supervise.observe.environment import observing
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 _OUTSIDE = sys._base_executable  # type: ignore[attr-defined] # the interpreter without the packages of the environment

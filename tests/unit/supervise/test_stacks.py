@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.explain.hangs.evidence import Examined
 from holdfast.supervise.watch import stacks
-from holdfast.supervise.watch.process_evidence import catches_sigusr1, read_kernel_view, uses_gpu
+from holdfast.supervise.watch.process_evidence import catches_sigusr1, read_kernel_view
 from holdfast.supervise.watch.stacks import Stacks, Subject, find_py_spy, read_faulthandler
 
 Start = Callable[..., subprocess.Popen[bytes]]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import math
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,7 +17,7 @@ from holdfast.supervise import process_tree
 from holdfast.supervise.launch.commands import CommandError, find_launcher, find_program, make_environment
 from holdfast.supervise.launch.kernel import count_oom_kills, lines_of_death, memory_limits
 from holdfast.supervise.launch.run_folder import RunFolder, choose_folder
-from holdfast.supervise.process_tree import MARK_VARIABLE, Process, Tree, descendants, kill_all, marked_processes
+from holdfast.supervise.process_tree import MARK_VARIABLE, Tree, kill_all, marked_processes
 
 
 def test_a_command_that_does_not_exist_is_127_and_one_that_is_not_executable_is_126(tmp_path, monkeypatch):

@@ -46,18 +46,9 @@ class HoldfastCallback(Callback):
             trainer.strategy.checkpoint_io = VerifiedCheckpointIO(self._recording.note)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Open the recording.
-
-        Raises:
-            PolicyError: H108, for several processes. RunDirectoryError: H30x.
-        """
-        self._recording.open(
-            trainer.default_root_dir,
-            by="Lightning",
-            world_size=trainer.world_size,
-            global_step=trainer.global_step,
-            model=pl_module,
-        )
+        """Open the recording."""
+        given = {"world_size": trainer.world_size, "global_step": trainer.global_step, "model": pl_module}
+        self._recording.open(trainer.default_root_dir, by="Lightning", **given)
         if pl_module.automatic_optimization:
             self._recording.watch(pl_module, trainer.optimizers[0])
 
@@ -81,11 +72,7 @@ class HoldfastCallback(Callback):
             self._loss = loss.detach() * trainer.accumulate_grad_batches
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Empty gradients that hold NaN or Inf.
-
-        Raises:
-            NonFiniteError: H501, after too many such steps in a row.
-        """
+        """Empty gradients that hold NaN or Inf; after too many such steps in a row, raise H501."""
         loss, self._loss = self._loss, None
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._recording.before_step(optimizer, loss, scaled=scaled, undo=pl_module.automatic_optimization)

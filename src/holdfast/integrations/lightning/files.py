@@ -38,10 +38,7 @@ def folder_of(trainer: Any) -> Path | None:
 
 
 def save_when_stopped(trainer: Any, exception: BaseException) -> None:
-    """Save a checkpoint if this exception is Lightning's way to end after SIGTERM; the batch was finished by then.
-
-    It is saved beside those of the trainer's ``ModelCheckpoint``, as ``stopped-step=N.ckpt``.
-    """
+    """Save ``stopped-step=N.ckpt`` if this exception is Lightning's way to end, after the batch, at SIGTERM."""
     if isinstance(exception, SIGTERMException):
         folder = folder_of(trainer) or Path(trainer.default_root_dir, "checkpoints")
         trainer.save_checkpoint(folder / f"stopped-step={trainer.global_step}.ckpt")
@@ -152,10 +149,7 @@ def _local(path: Any) -> Path | None:
 
 
 def _spoiled(checkpoint: dict[str, Any]) -> list[str]:
-    """Return what must not be saved: moments that are not finite, weights and buffers with NaN.
-
-    A state dict does not say which are buffers, and masks and minima among them may be infinite on purpose.
-    """
+    # A state dict does not say which are buffers, and masks and minima among them may be infinite on purpose.
     weights = {
         name: each for name, each in checkpoint.get("state_dict", {}).items() if isinstance(each, torch.Tensor)
     }

@@ -20,7 +20,7 @@ from holdfast.guard.accumulation import Accumulation, divided
 from holdfast.guard.hosted import HostedGuard
 from holdfast.guard.result import StepResult
 from holdfast.guard.splitting.split_safety import LossFunction
-from holdfast.integrations.protocol import load
+from holdfast.integrations.protocol import excluded, load
 from holdfast.loader.splitting import Split, batch_size
 
 load("lightning.pytorch")
@@ -141,7 +141,13 @@ class TrainerSteps:
                     if attempting:
                         self._result = found
                         self._call_hooks("on_before_backward", self._loss)
-            return divided(self._loss, self._divisor)  # type: ignore[arg-type]  # the guard refuses None before
+            if self._loss is None:
+                raise excluded(
+                    "training_step returned None",
+                    "a guarded step needs a loss",
+                    "return one, and leave batches out in the loader; steps with NaN are skipped by themselves.",
+                )
+            return divided(self._loss, self._divisor)
         finally:
             self._loss, self._part, self._passing = None, None, False
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from holdfast.core.policy import Policy
 from holdfast.core.policy_sources import from_speechbrain
@@ -26,9 +28,9 @@ from holdfast.integrations.protocol import (
     open_guard,
     restore_random_state,
 )
-from holdfast.integrations.speechbrain.batches import detached, joined, samples_in, split_of
 from holdfast.integrations.speechbrain.checkpoints import NAME, sealed
 from holdfast.loader.loader import DataLoader
+from holdfast.loader.splitting import Split
 
 _RECOVERABLE = "holdfast"
 
@@ -209,7 +211,8 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
             loss: torch.Tensor = self.compute_objectives(outputs, part, stage)
         assert self._holdfast_steps is not None
         if self._holdfast_steps.attempting:
-            self._holdfast_seen.append((detached(outputs), samples_in(part)))
+            seen = tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+            self._holdfast_seen.append((seen, samples_in(part)))
         return divided(loss, self.grad_accumulation_factor)
 
     def _holdfast_active(self) -> list[str]:
@@ -268,3 +271,76 @@ def _save(brain: HoldfastMixin, path: Any) -> None:
 def _load(brain: HoldfastMixin, path: Any, end_of_epoch: Any) -> None:
     del end_of_epoch
     brain._holdfast_carried = torch.load(path, weights_only=True)
+
+
+def is_padded(batch: Any) -> bool:
+    """Return whether this is a ``PaddedBatch``, whose parts are attributes."""
+    return hasattr(batch, "at_position") and hasattr(batch, "batchsize")
+
+
+def split_of(batch: Any) -> Split:
+    """Return how a batch of SpeechBrain's is cut."""
+    return cut_padded if is_padded(batch) else 0
+
+
+def samples_in(batch: Any) -> int:
+    """Return the samples of a ``PaddedBatch`` or of the first tensor of another batch."""
+    if is_padded(batch):
+        return len(batch)
+    first = batch[0] if isinstance(batch, (list, tuple)) else batch
+    return len(first) if hasattr(first, "__len__") else 1
+
+
+def cut_padded(batch: Any, size: int) -> list[Any]:
+    """Cut a ``PaddedBatch`` into parts of so many samples; padding and relative lengths stay as they are."""
+    name = next(name for name in vars(batch) if name.endswith("__keys"))  # private, as its length is
+    length = name.removesuffix("keys") + "length"
+    parts = []
+    for start in range(0, len(batch), size):
+        part = copy.copy(batch)
+        for key in vars(batch)[name]:
+            setattr(part, key, _cut(batch[key], slice(start, start + size)))
+        setattr(part, length, min(size, len(batch) - start))
+        parts.append(part)
+    return parts
+
+
+def _cut(value: Any, where: slice) -> Any:
+    if not hasattr(value, "lengths"):
+        return value[where]
+    return type(value)(value.data[where], value.lengths[where])  # PaddedData
+
+
+def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Put together what ``compute_forward`` returned for the parts of a batch.
+
+    Args:
+        parts: Tuples, lists, dicts and tensors, of one structure.
+        sizes: Samples of each part.
+
+    Returns:
+        The same structure: tensors joined along their first dimension, lists with an entry for each sample, such as
+        decoded words, one after the other. What has no such dimension is that of the last part.
+    """
+
+    def flattened(part: Any, size: int) -> tuple[list[Any], Any]:
+        return tree_flatten(part, lambda value: isinstance(value, list) and len(value) == size and _is_plain(value))
+
+    if len(parts) == 1:
+        return parts[0]
+    leaves, structures = zip(*map(flattened, parts, sizes), strict=True)
+    if any(structure != structures[0] for structure in structures):
+        return parts[-1]
+    return tree_unflatten([_join(each, sizes) for each in zip(*leaves, strict=True)], structures[0])
+
+
+def _join(leaves: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if isinstance(leaves[0], list):
+        return [entry for leaf in leaves for entry in leaf]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    fits = [len(tensor) for tensor in tensors] == list(sizes)
+    return torch.cat(tensors) if fits else leaves[-1]
+
+
+def _is_plain(value: Any) -> bool:
+    return not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))

@@ -1,8 +1,7 @@
 """SpeechBrain's checkpointer, with folders that are sealed when they are whole and verified before they are loaded.
 
 SpeechBrain writes ``CKPT.yaml`` first and the files after it, so an interrupted save looks like a finished one. Here
-the folder is marked as unfinished before that, and a manifest with digests comes last; a folder that does not verify
-is renamed to ``damaged-CKPT+...``, where SpeechBrain does not look.
+the folder is marked as unfinished before that; one that does not verify becomes ``damaged-CKPT+...``.
 """
 
 from __future__ import annotations
@@ -68,11 +67,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         return None if good is None else candidates[good]
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Load a checkpoint, verified unless it was written without holdfast.
-
-        Raises:
-            CheckpointError: H311.
-        """
+        """Load a checkpoint, verified (H311) unless it was written without holdfast."""
         check(Path(checkpoint.path))
         super().load_checkpoint(checkpoint)
 

@@ -42,12 +42,7 @@ class CallbackParts:
         weakref.finalize(self, self._stop.uninstall)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:  # noqa: ARG002
-        """Open the recording, and look at the checkpoint that was resumed from.
-
-        Raises:
-            PolicyError: H108, for several processes. RunDirectoryError: H30x.
-            CheckpointError: H311, if the checkpoint does not hold what was saved.
-        """
+        """Open the recording, and verify the checkpoint that was resumed from (H311)."""
         if state.global_step:
             check(_folder(args, state))
         self._stop.uninstall()
@@ -67,11 +62,7 @@ class CallbackParts:
         self._recording.begin_batch(first=True)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:  # noqa: ARG002
-        """Empty gradients that hold NaN or Inf.
-
-        Raises:
-            NonFiniteError: H501, after too many such steps in a row.
-        """
+        """Empty gradients that hold NaN or Inf; after too many such steps in a row, raise H501."""
         optimizer = named["optimizer"]
         self._recording.before_step(optimizer, None, scaled=getattr(optimizer, "scaler", None) is not None)
 
@@ -81,11 +72,7 @@ class CallbackParts:
         self._look(args, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:  # noqa: ARG002
-        """Take the loss and the norm of the steps that are logged; those of others are not known.
-
-        Raises:
-            CheckpointError: H311, if the best model is about to be loaded and its checkpoint has changed.
-        """
+        """Take the loss and the norm of logged steps; verify the best model before it is loaded (H311)."""
         if logs and "loss" in logs:
             norm = logs.get("grad_norm")
             self._recording.loss, self._recording.norm = float(logs["loss"]), None if norm is None else float(norm)
@@ -107,11 +94,7 @@ class CallbackParts:
             control.should_save = args.save_strategy != "no"
 
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:  # noqa: ARG002
-        """Seal what the Trainer has written; move it aside if its weights are not finite.
-
-        Raises:
-            NonFiniteError: H501, for weights or moments with NaN or Inf: training on is of no use.
-        """
+        """Seal what the Trainer has written; if its weights or moments hold NaN or Inf, move it aside: H501."""
         folder = _folder(args, state)
         if not folder.is_dir():  # of a hyperparameter search
             return

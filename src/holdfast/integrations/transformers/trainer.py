@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
-from holdfast.core.errors import OutOfMemoryError
+from holdfast.core.errors import BatchError, OutOfMemoryError
 from holdfast.core.policy import Policy
 from holdfast.guard.hosted import HostedGuard, hosted_policy
+from holdfast.guard.splitting.window import Window
 from holdfast.integrations.protocol import Framework, check_accelerator, excluded, load, may_save, open_guard
 from holdfast.integrations.transformers.checkpoints import NAME, carried_in, check_best, resumable, save_sealed
-from holdfast.integrations.transformers.loss import TrainerLoss
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.splitting import Split
+from holdfast.loader.splitting import Split, batch_size, select
 from holdfast.memory.oom import find_out_of_memory
 
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
@@ -57,7 +58,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         self._holdfast_given = Policy.of(holdfast_policy)
         self._holdfast_settings()  # a contradiction is an error before anything else is made
         self._holdfast_run_dir, self._holdfast_split = holdfast_run_dir, holdfast_split
-        self._holdfast_loss: TrainerLoss | None = None
+        self._holdfast_loss: _TrainerLoss | None = None
         self._holdfast_window: list[Any] = []
         self._holdfast_loader: DataLoader | None = None
         self._holdfast_indices: list[list[int] | None] = []
@@ -123,7 +124,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         )
         if carried is None:
             guard.count_from(self.state.global_step)  # of a checkpoint that was written without holdfast
-        self._holdfast_loss, self._holdfast_window = TrainerLoss(self, model, self._holdfast_split), []
+        self._holdfast_loss, self._holdfast_window = _TrainerLoss(self, model, self._holdfast_split), []
         self._holdfast_step_before = vars(self.optimizer).get("step")
         self.optimizer.step = _StepMade(self.optimizer)  # the guard steps the optimizer inside this one
         self.holdfast_guard = guard
@@ -364,3 +365,78 @@ class _PlacedLoader:
     @staticmethod
     def collate_fn(batch: Any) -> Any:
         return batch
+
+
+class _TrainerLoss:
+    """The loss, batch by batch of one accumulation window, normalised as the Trainer means it.
+
+    The Trainer has three ways, and which one holds is asked of the model itself, once:
+
+        items used      the model is given how many label tokens the window holds, and losses of batches add up
+        items ignored   it is given them, and its forward takes any keyword and uses none (Pegasus, Bart and others in
+                        transformers 5.17). The Trainer then adds up means, so that the gradient is as many times too
+                        large as there are batches. Here the guard finds out what the means are over, and weights them
+        no items        the model takes none: the mean of the means of the batches, as in the Trainer
+    """
+
+    def __init__(self, trainer: Any, model: torch.nn.Module, split: Split = 0) -> None:
+        self._trainer = trainer
+        self._model = model
+        self._split = split
+        self._items: Any = None
+        self._batches = 1
+        self._uses_items: bool | None = None
+
+    def window(self, batches: Sequence[Any], items: Any, guard: HostedGuard) -> Window:
+        """Return what one step is made of, and be the loss function of it; `items` is what the Trainer counted."""
+        self._items, self._batches = items, len(batches)
+        if items is not None and self._uses_items is None:
+            self._find_out(batches[0], guard)
+        return Window(batches, added=items is None or self._uses_items is not False, on_cut=self._cut)
+
+    def _cut(self, batches: Sequence[Any]) -> None:
+        """Take in that samples were taken out of the window."""
+        self._batches = len(batches)
+        if self._items is not None:
+            self._items = self._trainer._get_num_items_in_batch(list(batches), self._trainer.args.device)
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the loss of one batch, or of a part of one, as it goes into the step."""
+        loss = self._compute(batch, self._items)
+        mean_of_means = self._items is None and self._trainer.compute_loss_func is None
+        return loss / self._batches if mean_of_means else loss
+
+    def _compute(self, batch: Any, items: Any) -> torch.Tensor:
+        # Accelerate has put autocast around forward, and around nothing else.
+        with (
+            torch.autocast(self._trainer.args.device.type, enabled=False),
+            self._trainer.compute_loss_context_manager(),
+        ):
+            loss: torch.Tensor = self._trainer.compute_loss(self._model, batch, num_items_in_batch=items)
+        return loss
+
+    def _find_out(self, batch: Any, guard: HostedGuard) -> None:
+        """Ask one sample, or a batch that cannot be cut, whether its loss depends on the items of the window."""
+        try:
+            size = batch_size(batch, self._split)
+            most_labels = int(batch["labels"].reshape(size, -1).ne(-100).sum(-1).argmax())
+            batch = select(batch, size, [most_labels], self._split)
+        except (BatchError, RuntimeError):
+            pass
+
+        def loss_with(items: int) -> float:
+            # A label smoother takes the labels out of a batch, so each has its own.
+            return float(self._compute(copy.copy(batch), torch.tensor(items, device=self._trainer.args.device)))
+
+        with guard.trying():
+            once, twice = loss_with(1), loss_with(2)
+        if not (math.isfinite(once) and math.isfinite(twice)) or once == 0.0:
+            return  # asked again in the next step
+        self._uses_items = once != twice
+        if not self._uses_items:
+            guard.note(
+                "items_ignored",
+                model=type(self._model).__name__,
+                why="its loss is a mean whatever num_items_in_batch is, and Trainer would add up such means; "
+                "they are weighted by what they are over instead",
+            )
