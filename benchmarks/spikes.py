@@ -1,7 +1,7 @@
 """The spike detector: how often it disturbs a healthy run, and how many damaged states it lets pass as good.
 
 How: healthy trainings with rough losses (`spikes_runs`) are recorded, then judged. In copies of them faults are
-planted at random steps (`spikes_faults`). A fault counts as damage if a later state, looked at every 100 steps, has
+planted at random steps . A fault counts as damage if a later state, looked at every 100 steps, has
 lost a quarter of what the training had gained, and stands beyond all states of the undisturbed twin; it is missed if
 the first such state would be called good: no hard step since the fault, and nothing suspected until 50 steps after
 it (a rollback from a divergence returns to no state that is younger). Three detectors in use
@@ -17,7 +17,6 @@ import copy
 import math
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +31,7 @@ from benchmarks import spikes_runs as runs
 from benchmarks.forks import single_threaded
 from benchmarks.results_file import Result, read_options
 from benchmarks.spikes_detectors import OTHERS, SYNTHETIC, Ours, Row, log_normal, synthetic
-from benchmarks.spikes_faults import FAULTS, Fault
+from benchmarks.spikes_runs import FAULTS, Fault
 from holdfast.numerics.spikes import GOOD_AFTER, Level, SpikeDetector
 
 Make = Callable[[int], runs.Training]
@@ -47,15 +46,10 @@ _GAIN_LOST = 0.25
 
 @dataclass(slots=True, kw_only=True)
 class Recording:
-    """What a training did.
+    """What a training did."""
 
-    Args:
-        rows: Player, loss and gradient norm of each step.
-        states: Loss on held-out batches before each step that is a multiple of 100.
-    """
-
-    rows: list[Row]
-    states: dict[int, float]
+    rows: list[Row]  # player, loss and gradient norm of each step
+    states: dict[int, float]  # loss on held-out batches before each step that is a multiple of 100
 
 
 def build(make: Make, seed: int) -> tuple[runs.Training, dict[str, float]]:
@@ -116,21 +110,13 @@ def prepare(training: runs.Training, rates: dict[str, float], step: int, fault: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planted:
-    """A healthy training up to a fault, and what followed.
-
-    Args:
-        program: Its name.
-        fault: Name of the fault.
-        before: What the detector saw until then.
-        after: What came from the fault on.
-        damaged_after: Steps from the fault to the first damaged state; None if there is none.
-    """
+    """A healthy training up to a fault, and what followed."""
 
     program: str
     fault: str
     before: list[Row]
     after: list[Row]
-    damaged_after: int | None
+    damaged_after: int | None  # steps from the fault to the first damaged state
 
 
 def record(make: Make, seed: int, steps: int, *, plant: bool) -> tuple[Recording, list[Planted]]:
@@ -197,13 +183,6 @@ def notices(detector: Any, planted: Planted, *, later: int = 0) -> bool:
 
 
 # --- under a guard ------------------------------------------------------------------------------------------
-
-
-def guard_watches() -> bool:
-    """Say whether this version of the guard uses the detector."""
-    _ = holdfast.Guard  # its modules are loaded when it is first asked for
-    rooms = [module for name, module in sys.modules.items() if name.startswith("holdfast.guard.")]
-    return any(getattr(module, "SpikeDetector", None) is SpikeDetector for module in rooms)
 
 
 def train_guarded(make: Make, seed: int, steps: int, fault: Fault, struck_at: int, action: str) -> float:
@@ -279,9 +258,6 @@ def report_planted(result: Result, which: str, planted: Sequence[Planted]) -> No
 
 
 def report_guarded(result: Result, programs: Sequence[Make], steps: int) -> None:
-    if not guard_watches():
-        result.notes.append("this version of the guard does not use the detector")
-        return
     damaged = unharmed = 0
     for make in programs:
         training, rates = build(make, 2)

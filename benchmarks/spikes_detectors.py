@@ -1,5 +1,7 @@
 """The detectors compared, re-implemented in a few lines where they are not ours, and series made by chance."""
 
+# ruff: noqa: D102 - `flags` takes one step and says if it is flagged, `suspects` if a state would not be called good now
+
 from __future__ import annotations
 
 import math
@@ -20,15 +22,17 @@ class Ours:
         self.detector = SpikeDetector(objective=objective)
 
     def flags(self, name: str, loss: float, norm: float) -> bool:
-        """Take one step, and say whether it is flagged."""
         level = self.detector.judge(name, loss, norm)
         if level is not Level.HARD:
             self.detector.accepted(name, loss, norm)
         return level in (Level.HARD, Level.DIVERGED) or not (math.isfinite(loss) and math.isfinite(norm))
 
     def suspects(self) -> bool:
-        """Say whether a state would not be called good now."""
         return not self.detector.is_calm()
+
+
+def _never(_: Any) -> bool:
+    return False
 
 
 class ZClip:
@@ -39,7 +43,6 @@ class ZClip:
         self.mean = self.variance = 0.0
 
     def flags(self, _: str, __: float, norm: float) -> bool:
-        """Take one step, and say whether it is flagged."""
         if len(self.seen) < 25:
             self.seen.append(norm)
             self.mean, self.variance = statistics.fmean(self.seen), statistics.pvariance(self.seen)
@@ -51,9 +54,7 @@ class ZClip:
         self.variance = 0.97 * self.variance + 0.03 * (value - self.mean) ** 2
         return spiked
 
-    def suspects(self) -> bool:
-        """Say whether a state would not be called good now."""
-        return False
+    suspects = _never
 
 
 class Olmo:
@@ -64,7 +65,6 @@ class Olmo:
         self.norms: list[float] = []
 
     def flags(self, _: str, loss: float, norm: float) -> bool:
-        """Take one step, and say whether it is flagged."""
         spiked = False
         for kept, value in ((self.losses, loss), (self.norms, norm)):
             if len(kept) == 128:
@@ -75,9 +75,7 @@ class Olmo:
             kept.append(value)
         return spiked
 
-    def suspects(self) -> bool:
-        """Say whether a state would not be called good now."""
-        return False
+    suspects = _never
 
 
 class Megatron:
@@ -87,15 +85,12 @@ class Megatron:
         self.losses: list[float] = []
 
     def flags(self, _: str, loss: float, __: float) -> bool:
-        """Take one step, and say whether it is flagged."""
         if len(self.losses) < 100:
             self.losses.append(loss)
             return False
         return not loss <= 10 * max(self.losses)
 
-    def suspects(self) -> bool:
-        """Say whether a state would not be called good now."""
-        return False
+    suspects = _never
 
 
 OTHERS = {"ZClip 2.5": ZClip, "OLMo 6 sd of 128": Olmo, "Megatron 10 x": Megatron}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from evals.not_learning.parts import mlp
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - as everybody spells it
 
@@ -27,42 +28,29 @@ def _unchanged(_: int) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """One training from its beginning.
-
-    Args:
-        model: What is trained.
-        players: Optimizer and loss function by name; each is stepped once per step, in order.
-        batch: A batch by its number.
-        spoil: What a broken pipeline makes of a batch: inputs or targets of a wrong scale.
-        lr_factor: Schedule of the learning rate, by step.
-    """
+    """One training from its beginning."""
 
     model: nn.Module
-    players: dict[str, tuple[torch.optim.Optimizer, Callable[[Any], torch.Tensor]]]
-    batch: Callable[[int], Any]
-    spoil: Callable[[Any], Any]
-    lr_factor: Callable[[int], float] = _unchanged
+    players: dict[str, tuple[torch.optim.Optimizer, Callable[[Any], torch.Tensor]]]  # stepped in this order
+    batch: Callable[[int], Any]  # by its number
+    spoil: Callable[[Any], Any]  # what a broken pipeline makes of a batch: inputs or targets of a wrong scale
+    lr_factor: Callable[[int], float] = _unchanged  # by step
 
 
 def _of(seed: int, number: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 1_000_003 + number)
 
 
-def _single(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loss: Callable[[Any], torch.Tensor],
-    batch: Callable[[int], Any],
-    spoil: Callable[[Any], Any] | None = None,
-    lr_factor: Callable[[int], float] = _unchanged,
-) -> Training:
-    if spoil is None:
-        spoil = _inputs_times_1000
-    return Training(model=model, players={"all": (optimizer, loss)}, batch=batch, spoil=spoil, lr_factor=lr_factor)
-
-
 def _inputs_times_1000(batch: Batch) -> Batch:
     return batch[0] * 1000, batch[1]
+
+
+def _single(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any], torch.Tensor],
+    batch: Callable[[int], Any], spoil: Callable[[Any], Any] = _inputs_times_1000,
+    lr_factor: Callable[[int], float] = _unchanged,
+) -> Training:  # fmt: skip
+    return Training(model=model, players={"all": (optimizer, loss)}, batch=batch, spoil=spoil, lr_factor=lr_factor)
 
 
 def _targets_times_1000(batch: Batch) -> Batch:
@@ -87,8 +75,7 @@ class _CharacterModel(nn.Module):
         self.head = nn.Linear(hidden, 96)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.cell(self.embed(tokens))[0])
-        return out
+        return self.head(self.cell(self.embed(tokens))[0])
 
 
 def _pieces(text: torch.Tensor, seed: int, size: int, longest: int) -> Callable[[int], Batch]:
@@ -133,8 +120,7 @@ class _Transformer(nn.Module):
         hidden = self.embed(tokens) + self.place[:length]
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask)
-        out: torch.Tensor = self.head(hidden)
-        return out
+        return self.head(hidden)
 
 
 def transformer(seed: int) -> Training:
@@ -153,8 +139,7 @@ class _Adder(nn.Module):
         self.head = nn.Linear(hidden, 1)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.cell(rows)[0][:, -1])[:, 0]
-        return out
+        return self.head(self.cell(rows)[0][:, -1])[:, 0]
 
 
 def adding_rnn(seed: int) -> Training:
@@ -188,9 +173,7 @@ def _blobs(seed: int, size: int, classes: int, wrong: float, width: int = 20) ->
 
 
 def _mlp(inputs: int, outputs: int, hidden: int = 48) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, outputs)
-    )
+    return mlp(inputs, hidden, hidden, outputs)
 
 
 def _class_loss(model: nn.Module) -> Callable[[Batch], torch.Tensor]:
@@ -373,3 +356,46 @@ def gan(seed: int) -> Training:
 
 DESIGN = (char_gru, transformer, adding_rnn, label_noise, heavy_regression, likelihood)
 HELD_OUT = (char_lstm, curriculum, small_images, triplets, skip_grams, variational, heavy_squares)
+
+
+# --- faults ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One way to spoil a run: its learning rate, weights, moments or batches."""
+
+    name: str
+    strike: Callable[[Training, int], None] = lambda _training, _since: (
+        None
+    )  # before each step from the planted one on
+    spoils_batches: int = 0  # from the planted step on, as a broken pipeline does
+    lr_factor: Callable[[int], float] = _unchanged  # by the steps since the planted one
+
+
+def _scale_a_matrix(training: Training, since: int) -> None:
+    if since == 0:
+        matrices = [p for p in training.model.parameters() if p.ndim >= 2]
+        with torch.no_grad():
+            matrices[len(matrices) // 2].mul_(100.0)
+
+
+def _break_moments(training: Training, since: int) -> None:
+    """Zero Adam's second moment, or multiply the momentum of SGD by 1,000."""
+    for optimizer, _ in training.players.values() if since == 0 else ():
+        for state in optimizer.state.values():
+            if "exp_avg_sq" in state:
+                state["exp_avg_sq"].zero_()
+            else:
+                state["momentum_buffer"].mul_(1000.0)
+
+
+FAULTS = (
+    Fault(name="lr x 30 from then on", lr_factor=lambda _: 30.0),
+    Fault(name="lr x 1000 for one step", lr_factor=lambda since: 1000.0 if since == 0 else 1.0),
+    Fault(name="lr x 100 for five steps", lr_factor=lambda since: 100.0 if since < 5 else 1.0),
+    Fault(name="one weight matrix x 100", strike=_scale_a_matrix),
+    Fault(name="broken moments", strike=_break_moments),
+    Fault(name="20 broken batches", spoils_batches=20),
+    Fault(name="lr growing by 2 % a step", lr_factor=lambda since: 1.02**since),
+)

@@ -9,7 +9,7 @@ import holdfast
 from holdfast.explain.rules import all_rules
 
 _SOURCE = Path(holdfast.__file__).parent
-_RULE = re.compile(r'rule="(H\w*)"')
+_RULE = re.compile(r'(?:rule=|_cause\(\s*)"(H\w*)"')
 _CHOSEN = re.compile(r'rule="(H\w*)" if .+ else "(H\w*)"')
 
 

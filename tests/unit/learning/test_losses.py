@@ -104,7 +104,7 @@ def test_right_arguments_raise_no_flag(loss: Callable[[Tensor], Tensor]) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
-def test_a_broadcast_that_pairs_all_with_all_is_told_with_its_shapes() -> None:
+def test_a_broadcast_that_pairs_all_with_all_is_reported_with_its_shapes() -> None:
     """(N, 1) against (N,) is N x N pairs; a single number against all is fine."""
     wrong = seen(lambda z: F.mse_loss(z[:, :1], torch.randn(N)))["mse_loss#1"]
     assert wrong.flags["broadcast"] == 3

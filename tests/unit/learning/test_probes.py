@@ -313,7 +313,7 @@ def test_the_forked_copy_finds_what_the_probe_in_place_finds(name):
 
 
 def test_evidence_names_the_place_and_the_numbers():
-    """A reversed layer, an ignored tensor and a rate are told by name and with what would be better."""
+    """A reversed layer, an ignored tensor and a rate are named and with what would be better."""
     torch.manual_seed(3)
     found = {}
     for name in ("reversed hook on one layer", "output ignores input", "rate too high for SGD"):

@@ -54,7 +54,7 @@ def _train(directory: Any, fault: str, lr: float) -> tuple[list[Any], list[torch
 
 
 @pytest.mark.parametrize(("fault", "lr", "cause"), [("input lost", 0.1, "H830"), ("wrong sign", 1e-3, "H831")])
-def test_what_only_a_trial_can_tell_is_told(tmp_path, fault, lr, cause):
+def test_what_only_a_trial_can_tell_is_reported(tmp_path, fault, lr, cause):
     """An input that does not reach the loss, and a backward pass with the wrong sign."""
     events, _, _ = _train(tmp_path, fault, lr)
     (search,) = [event for event in events if event.kind == "searched_cause"]

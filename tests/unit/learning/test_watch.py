@@ -103,7 +103,7 @@ def test_a_finding_is_logged_once_and_in_time(caplog: pytest.LogCaptureFixture) 
     assert [(record.levelname, "[H836]" in record.message) for record in caplog.records] == [("ERROR", True)]
 
 
-def test_an_ignored_rule_and_a_frozen_parameter_are_not_told() -> None:
+def test_an_ignored_rule_and_a_frozen_parameter_are_not_reported() -> None:
     """What the caller declares is believed."""
     assert train(clear=False, ignore=("H811",))[0] == []
 

@@ -214,7 +214,7 @@ def test_a_finite_step_has_no_origin() -> None:
     assert reader(masked(row=None)) is None
 
 
-def test_of_an_in_place_operation_the_old_value_is_told() -> None:
+def test_of_an_in_place_operation_the_old_value_is_reported() -> None:
     """The operand of ``log_`` is described as it was before it was overwritten."""
     origin = find(Net(lambda x: (x * 0).log_()), torch.randn(SAMPLES, 8))
     assert origin is not None
@@ -250,7 +250,7 @@ class Root(torch.autograd.Function):
 
 
 def test_a_custom_function_is_named_by_its_class() -> None:
-    """A division in the backward of a custom Function is told with the class, its line and its module."""
+    """A division in the backward of a custom Function is reported with the class, its line and its module."""
     origin = find(Net(lambda x: Root.apply((x * (x > 0)) ** 2)), torch.randn(SAMPLES, 8))
     assert origin is not None
     assert (origin.op, origin.aten, origin.module, origin.phase) == ("Root", "aten.div", "blocks.2", "backward")
@@ -275,7 +275,7 @@ def test_a_checkpointed_block_keeps_its_module(reentrant: bool) -> None:
     assert (origin.op, origin.module, origin.phase) == ("sqrt", "inner.1", "backward")
 
 
-def test_fp16_overflow_of_scaled_gradients_is_told_apart() -> None:
+def test_fp16_overflow_of_scaled_gradients_is_distinguished() -> None:
     """A loss scale that is too large is a finite overflow, and no fault of the operation."""
     model, x = nn.Linear(8, 4), torch.randn(SAMPLES, 8)
 

@@ -15,7 +15,7 @@ _WITH_SIGMOID = "binary_cross_entropy_with_logits"
 _DROP_ACTIVATION = "remove the activation after the last layer."
 
 
-@checks("H801", "contract", "error", "symptom", 0.95)
+@checks(rule="H801", tier="contract", severity="error", kind="symptom", confidence=0.95)
 def _nonfinite_loss(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, optimizer in facts.optimizers.items():
         if optimizer.nonfinite_losses:
@@ -24,7 +24,7 @@ def _nonfinite_loss(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name, severity="note" if gradient_first(optimizer) else "error")
 
 
-@checks("H806", "contract", "error", "cause", 0.9)
+@checks(rule="H806", tier="contract", severity="error", kind="cause", confidence=0.9)
 def _nonfinite_input(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, given in facts.inputs.items():
         if given.nonfinite:
@@ -34,7 +34,7 @@ def _nonfinite_input(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name, severity="error" if facts.broken else "note", calls=given.calls)
 
 
-@checks("H836", "contract", "error", "cause", 0.95)
+@checks(rule="H836", tier="contract", severity="error", kind="cause", confidence=0.95)
 def _softmax_twice(facts: Facts, say: Say) -> Iterator[Finding]:
     for place, site in facts.losses.items():
         if site.function != _WITH_SIGMOID and site.always("softmax_input"):
@@ -43,7 +43,7 @@ def _softmax_twice(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, place, severity="advice" if site.function == "softmax" else "error")
 
 
-@checks("H837", "contract", "advice", "cause", 0.85)
+@checks(rule="H837", tier="contract", severity="advice", kind="cause", confidence=0.85)
 def _rectified_scores(facts: Facts, say: Say) -> Iterator[Finding]:
     for place, site in facts.losses.items():
         by_values = site.always("rectified", 20) and not site.always("softmax_input")  # whose zeros are rounded
@@ -55,7 +55,7 @@ def _rectified_scores(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, _DROP_ACTIVATION, place)
 
 
-@checks("H838", "contract", "error", "cause", 0.9)
+@checks(rule="H838", tier="contract", severity="error", kind="cause", confidence=0.9)
 def _sigmoid_twice(facts: Facts, say: Say) -> Iterator[Finding]:
     sources = {"sigmoid_source": "sigmoid", "softmax_input": "softmax", "tanh_source": "tanh"}
     for place, site in facts.losses.items():
@@ -72,7 +72,7 @@ def _sigmoid_twice(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, place, severity="advice", confidence=0.7)
 
 
-@checks("H839", "contract", "error", "cause", 0.95)
+@checks(rule="H839", tier="contract", severity="error", kind="cause", confidence=0.95)
 def _not_log_probabilities(facts: Facts, say: Say) -> Iterator[Finding]:
     for place, site in facts.losses.items():
         if site.function not in ("nll_loss", "ctc_loss") or site.always("batch_axis"):
@@ -86,7 +86,7 @@ def _not_log_probabilities(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, place, severity="advice", confidence=0.75)
 
 
-@checks("H840", "contract", "error", "cause", 0.9)
+@checks(rule="H840", tier="contract", severity="error", kind="cause", confidence=0.9)
 def _climbs_its_loss(facts: Facts, say: Say) -> Iterator[Finding]:
     if not facts.minimizes_one_loss:
         return  # players against each other climb each other's losses
@@ -100,7 +100,7 @@ def _climbs_its_loss(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(what, fix, place, severity="error" if exact else "advice")
 
 
-@checks("H831", "contract", "error", "cause", 0.85)
+@checks(rule="H831", tier="contract", severity="error", kind="cause", confidence=0.85)
 def _optimizer_climbs(facts: Facts, say: Say) -> Iterator[Finding]:
     falling = [site for site in facts.losses.values() if site.signs.count(1) >= _FEWEST and -1 not in site.signs]
     for name, optimizer in facts.optimizers.items():
@@ -109,7 +109,7 @@ def _optimizer_climbs(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, "remove maximize=True.", name)
 
 
-@checks("H841", "contract", "error", "cause", 0.95)
+@checks(rule="H841", tier="contract", severity="error", kind="cause", confidence=0.95)
 def _broadcast_targets(facts: Facts, say: Say) -> Iterator[Finding]:
     for place, site in facts.losses.items():
         if site.always("broadcast"):
@@ -121,7 +121,7 @@ def _broadcast_targets(facts: Facts, say: Say) -> Iterator[Finding]:
                 yield say(what, fix, place)
 
 
-@checks("H842", "contract", "error", "cause", 0.9)
+@checks(rule="H842", tier="contract", severity="error", kind="cause", confidence=0.9)
 def _softmax_over_batch(facts: Facts, say: Say) -> Iterator[Finding]:
     what = "the softmax before the loss is taken over the batch axis: samples compete with each other"
     fix = "use dim=1 (or -1), the axis of the classes."
@@ -132,7 +132,7 @@ def _softmax_over_batch(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, place, severity="advice", confidence=0.7)
 
 
-@checks("H855", "contract", "error", "cause", 0.85)
+@checks(rule="H855", tier="contract", severity="error", kind="cause", confidence=0.85)
 def _outside_of_range(facts: Facts, say: Say) -> Iterator[Finding]:
     for place, site in facts.losses.items():
         if site.mostly("target_out_of_range"):
@@ -154,7 +154,7 @@ def _outside_of_range(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, place)
 
 
-@checks("H807", "window", "advice", "cause", 0.85)
+@checks(rule="H807", tier="window", severity="advice", kind="cause", confidence=0.85)
 def _outlier_targets(facts: Facts, say: Say) -> Iterator[Finding]:
     for place, site in facts.losses.items():
         sizes = sorted(site.target_sizes)

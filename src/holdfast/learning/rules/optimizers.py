@@ -19,7 +19,7 @@ def gradient_first(optimizer: OptimizerFacts) -> bool:
     return gradient is not None and (loss is None or gradient < loss)
 
 
-@checks("H802", "contract", "error", "symptom", 0.95)
+@checks(rule="H802", tier="contract", severity="error", kind="symptom", confidence=0.95)
 def _nonfinite_gradient(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, optimizer in facts.optimizers.items():
         if optimizer.nonfinite_gradients:
@@ -29,7 +29,7 @@ def _nonfinite_gradient(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name, severity="error" if first else "note", first_in=optimizer.nonfinite_names)
 
 
-@checks("H804", "contract", "error", "symptom", 0.95)
+@checks(rule="H804", tier="contract", severity="error", kind="symptom", confidence=0.95)
 def _nonfinite_weights(facts: Facts, say: Say) -> Iterator[Finding]:
     bad = [name for name, layer in facts.layers.items() if layer.nonfinite]
     bad += [name for model in facts.models.values() for name in model.nonfinite_buffers]
@@ -38,7 +38,7 @@ def _nonfinite_weights(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(f"NaN or Inf in {', '.join(bad[:5])}", fix, count=len(bad))
 
 
-@checks("H805", "contract", "error", "symptom", 0.95)
+@checks(rule="H805", tier="contract", severity="error", kind="symptom", confidence=0.95)
 def _nonfinite_optimizer_state(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, optimizer in facts.optimizers.items():
         if optimizer.nonfinite_state:
@@ -47,7 +47,7 @@ def _nonfinite_optimizer_state(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name)
 
 
-@checks("H811", "contract", "error", "cause", 0.95)
+@checks(rule="H811", tier="contract", severity="error", kind="cause", confidence=0.95)
 def _gradients_leak(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, optimizer in facts.optimizers.items():
         # Two in a row could be a deliberate warm-up of gradients; a forgotten zero_grad never stops.
@@ -56,7 +56,7 @@ def _gradients_leak(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, "call optimizer.zero_grad() before each backward pass of a new step.", name)
 
 
-@checks("H812", "contract", "error", "cause", 0.9)
+@checks(rule="H812", tier="contract", severity="error", kind="cause", confidence=0.9)
 def _never_stepped(facts: Facts, say: Say) -> Iterator[Finding]:
     # 200 as in numerics.md 4.4; at the end of a run a few are enough, since no step is to come.
     if facts.backwards_since_step < (10 if facts.ended else 200) or not facts.models or facts.steps:
@@ -69,7 +69,7 @@ def _never_stepped(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(what, "call optimizer.step() after backward.")
 
 
-@checks("H813", "contract", "error", "cause", 0.9)
+@checks(rule="H813", tier="contract", severity="error", kind="cause", confidence=0.9)
 def _step_without_gradients(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, optimizer in facts.optimizers.items():
         idle = optimizer.no_gradient_steps
@@ -82,7 +82,7 @@ def _step_without_gradients(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(f"{idle} steps in a row had no gradient in any tensor of the optimizer", fix, name)
 
 
-@checks("H814", "contract", "note", "cause", 0.4)
+@checks(rule="H814", tier="contract", severity="note", kind="cause", confidence=0.4)
 def _parameter_without_gradient(facts: Facts, say: Say) -> Iterator[Finding]:
     if any(optimizer.no_gradient_steps >= _IN_A_ROW for optimizer in facts.optimizers.values()):
         return  # nothing gets one: H813
@@ -104,7 +104,7 @@ def _parameter_without_gradient(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name)
 
 
-@checks("H815", "contract", "advice", "symptom", 0.9)
+@checks(rule="H815", tier="contract", severity="advice", kind="symptom", confidence=0.9)
 def _gradients_all_zero(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, optimizer in facts.optimizers.items():
         if optimizer.zero_gradient_steps >= _IN_A_ROW and not optimizer.zeroed:
@@ -114,7 +114,7 @@ def _gradients_all_zero(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name, severity="note" if done else "advice")
 
 
-@checks("H817", "contract", "error", "cause", 0.95)
+@checks(rule="H817", tier="contract", severity="error", kind="cause", confidence=0.95)
 def _gradient_reversed(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, optimizer in facts.optimizers.items():
         for count, done in ((optimizer.reversed, "reversed"), (optimizer.zeroed, "set to zero")):
@@ -124,7 +124,7 @@ def _gradient_reversed(facts: Facts, say: Say) -> Iterator[Finding]:
                 yield say(what, fix, name)
 
 
-@checks("H819", "contract", "advice", "cause", 0.85)
+@checks(rule="H819", tier="contract", severity="advice", kind="cause", confidence=0.85)
 def _learning_rate_gone(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, optimizer in facts.optimizers.items():
         steps, whole = optimizer.steps, facts.total_steps
@@ -141,7 +141,7 @@ def _learning_rate_gone(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name)
 
 
-@checks("H820", "contract", "advice", "cause", 0.8)
+@checks(rule="H820", tier="contract", severity="advice", kind="cause", confidence=0.8)
 def _scheduler_out_of_step(facts: Facts, say: Say) -> Iterator[Finding]:
     faded = any(optimizer.low_lr_steps > 0.2 * optimizer.steps for optimizer in facts.optimizers.values())
     for name, scheduler in facts.schedulers.items():
@@ -163,7 +163,7 @@ def _fault_of(scheduler: SchedulerFacts, *, faded: bool) -> str:
     return ""
 
 
-@checks("H821", "contract", "advice", "cause", 0.7)
+@checks(rule="H821", tier="contract", severity="advice", kind="cause", confidence=0.7)
 def _scheduler_on_skipped_steps(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, scheduler in facts.schedulers.items():
         several, steps = scheduler.several, scheduler.optimizer_steps
@@ -173,7 +173,7 @@ def _scheduler_on_skipped_steps(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name, **asdict(scheduler))
 
 
-@checks("H854", "contract", "advice", "cause", 0.9)
+@checks(rule="H854", tier="contract", severity="advice", kind="cause", confidence=0.9)
 def _plateau_on_batch_losses(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, scheduler in facts.schedulers.items():
         fed = scheduler.every_step + scheduler.several

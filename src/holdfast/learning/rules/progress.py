@@ -125,7 +125,7 @@ def _likely_reason(facts: Facts) -> str:
     return f"look first at this: {'; '.join(reasons)}." if reasons else ""
 
 
-@checks("H828", "window", "advice", "symptom", 0.9)
+@checks(rule="H828", tier="window", severity="advice", kind="symptom", confidence=0.9)
 def _no_better_than_constant(facts: Facts, say: Say) -> Iterator[Finding]:
     progress = progress_of(facts)
     if progress.state == "constant" and facts.steps >= 200:
@@ -139,7 +139,7 @@ def _no_better_than_constant(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(what, _likely_reason(facts) or fix, start=progress.start)
 
 
-@checks("H826", "window", "advice", "symptom", 0.9)
+@checks(rule="H826", tier="window", severity="advice", kind="symptom", confidence=0.9)
 def _diverged(facts: Facts, say: Say) -> Iterator[Finding]:
     progress = progress_of(facts)
     if progress.state == "diverged":
@@ -147,7 +147,7 @@ def _diverged(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(f"the loss rose from {progress.start:.4g} to {progress.end:.4g}", fix, noise=progress.noise)
 
 
-@checks("H832", "window", "note", "symptom", 0.5)
+@checks(rule="H832", tier="window", severity="note", kind="symptom", confidence=0.5)
 def _plateau(facts: Facts, say: Say) -> Iterator[Finding]:
     progress = progress_of(facts)
     if progress.state == "flat" and facts.steps >= 200:
@@ -163,7 +163,7 @@ def _step_sizes(facts: Facts) -> tuple[list[float], list[float]]:
     return usual, [layer.largest_ratio for layer in matrices if layer.largest_ratio is not None]
 
 
-@checks("H825", "window", "advice", "cause", 0.8)
+@checks(rule="H825", tier="window", severity="advice", kind="cause", confidence=0.8)
 def _learning_rate_too_high(facts: Facts, say: Say) -> Iterator[Finding]:
     _, steps = _step_sizes(facts)
     largest = middle(steps) if steps else 0.0
@@ -180,7 +180,7 @@ def _learning_rate_too_high(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(f"{moved}, and the loss blew up", fix, **progress.evidence())
 
 
-@checks("H824", "window", "advice", "cause", 0.8)
+@checks(rule="H824", tier="window", severity="advice", kind="cause", confidence=0.8)
 def _learning_rate_too_low(facts: Facts, say: Say) -> Iterator[Finding]:
     progress, steps = progress_of(facts), [step for sizes in _step_sizes(facts) for step in sizes]
     planned = max(facts.total_steps or 0, facts.steps)
@@ -194,7 +194,7 @@ def _learning_rate_too_low(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(what, fix, **progress.evidence())
 
 
-@checks("H823", "window", "note", "symptom", 0.6)
+@checks(rule="H823", tier="window", severity="note", kind="symptom", confidence=0.6)
 def _weights_stand_still(facts: Facts, say: Say) -> Iterator[Finding]:
     still = {
         name: layer
@@ -213,7 +213,7 @@ def _weights_stand_still(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(f"{what}: {', '.join(list(still)[:5])}", fix, severity=severity)
 
 
-@checks("H827", "window", "note", "symptom", 0.6)
+@checks(rule="H827", tier="window", severity="note", kind="symptom", confidence=0.6)
 def _loss_spikes(facts: Facts, say: Say) -> Iterator[Finding]:
     losses = main_losses(facts)[20:]
     if len(losses) < 50 or min(losses) <= 0:
@@ -227,7 +227,7 @@ def _loss_spikes(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(what, "look at these batches; clip the gradient.", usual=math.exp(usual), largest=max(losses))
 
 
-@checks("H833", "window", "advice", "cause", 0.85)
+@checks(rule="H833", tier="window", severity="advice", kind="cause", confidence=0.85)
 def _overfitting(facts: Facts, say: Say) -> Iterator[Finding]:
     seen = facts.validations
     if len(seen) < 4 or facts.objective != "minimize":
@@ -247,7 +247,7 @@ def _overfitting(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(what, fix, best_step=seen[best][0])
 
 
-@checks("H818", "window", "note", "cause", 0.5)
+@checks(rule="H818", tier="window", severity="note", kind="cause", confidence=0.5)
 def _always_clipped(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, optimizer in facts.optimizers.items():
         norms = [norm for norm in optimizer.gradient_norms if math.isfinite(norm) and norm > 0]
@@ -268,7 +268,7 @@ def _always_clipped(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name, scaled=optimizer.scaled)
 
 
-@checks("H858", "window", "advice", "cause", 0.85)
+@checks(rule="H858", tier="window", severity="advice", kind="cause", confidence=0.85)
 def _weights_decay_away(facts: Facts, say: Say) -> Iterator[Finding]:
     shares = [
         layer.last_weight_rms / layer.first_weight_rms

@@ -73,7 +73,7 @@ class LearningRule:
 REGISTERED: dict[str, LearningRule] = {}
 
 
-def checks(rule: str, tier: Tier, severity: Severity, kind: Kind, confidence: float) -> Callable[[Check], Check]:
+def checks(*, rule: str, tier: Tier, severity: Severity, kind: Kind, confidence: float) -> Callable[[Check], Check]:
     """Register a function as the check of a rule."""
 
     def register(check: Check) -> Check:

@@ -12,7 +12,7 @@ _SETTLED = 3
 """Steps after which a gradient that has not come will not come for another reason than a fault of the set-up."""
 
 
-@checks("H808", "contract", "note", "cause", 0.5)
+@checks(rule="H808", tier="contract", severity="note", kind="cause", confidence=0.5)
 def _weights_outside(facts: Facts, say: Say) -> Iterator[Finding]:
     if facts.steps < _SETTLED:
         return
@@ -30,7 +30,7 @@ def _weights_outside(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(what, fix, name, severity=advice_if(served), first=model.outside)
 
 
-@checks("H809", "contract", "error", "cause", 0.95)
+@checks(rule="H809", tier="contract", severity="error", kind="cause", confidence=0.95)
 def _foreign_parameters(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, optimizer in facts.optimizers.items():
         replaced, foreign = optimizer.replaced, optimizer.foreign
@@ -44,7 +44,7 @@ def _foreign_parameters(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name, severity="error" if foreign == optimizer.tensors or replaced else "advice")
 
 
-@checks("H810", "contract", "error", "cause", 0.95)
+@checks(rule="H810", tier="contract", severity="error", kind="cause", confidence=0.95)
 def _only_frozen(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, optimizer in facts.optimizers.items():
         # Phases that freeze one player for a while are healthy: it must never have had a gradient.
@@ -54,7 +54,7 @@ def _only_frozen(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, "call requires_grad_(True) on what shall learn before the optimizer is made.", name)
 
 
-@checks("H822", "contract", "error", "cause", 0.95)
+@checks(rule="H822", tier="contract", severity="error", kind="cause", confidence=0.95)
 def _symmetric_start(facts: Facts, say: Say) -> Iterator[Finding]:
     moved = any(optimizer.moved >= 10 for optimizer in facts.optimizers.values())
     for name, model in facts.models.items():
@@ -64,7 +64,7 @@ def _symmetric_start(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name)
 
 
-@checks("H834", "contract", "advice", "cause", 0.8)
+@checks(rule="H834", tier="contract", severity="advice", kind="cause", confidence=0.8)
 def _wrong_mode(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, model in facts.models.items():
         modal = ", ".join(model.modal)
@@ -80,7 +80,7 @@ def _wrong_mode(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, f"{name} in evaluation")
 
 
-@checks("H835", "contract", "advice", "cause", 0.7)
+@checks(rule="H835", tier="contract", severity="advice", kind="cause", confidence=0.7)
 def _normalised_alone(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, given in facts.inputs.items():
         if facts.models[name].batch_norm and given.calls >= 10 and 0 < given.largest_batch < 4:
@@ -88,7 +88,7 @@ def _normalised_alone(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, "use larger batches, or GroupNorm, which does not depend on the batch.", name)
 
 
-@checks("H857", "contract", "advice", "cause", 0.8)
+@checks(rule="H857", tier="contract", severity="advice", kind="cause", confidence=0.8)
 def _nearly_all_dropped(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, model in facts.models.items():
         # UMLAUT warns from 0.5 (numerics.md 4.1), which healthy models use; 0.85 and more keep one unit in seven.

@@ -16,7 +16,7 @@ _BATCHES = 20
 _FEWEST_UTTERANCES = 8
 
 
-@checks("H830", "window", "advice", "symptom", 0.85)
+@checks(rule="H830", tier="window", severity="advice", kind="symptom", confidence=0.85)
 def _output_ignores_input(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, given in facts.inputs.items():
         if given.answers >= 2 * _BATCHES and given.same_answers > 0.8 * given.answers:
@@ -29,7 +29,7 @@ def _output_ignores_input(facts: Facts, say: Say) -> Iterator[Finding]:
             )
 
 
-@checks("H843", "window", "advice", "cause", 0.85)
+@checks(rule="H843", tier="window", severity="advice", kind="cause", confidence=0.85)
 def _sorted_labels(facts: Facts, say: Say) -> Iterator[Finding]:
     for place, site in facts.losses.items():
         expected, seen = site.expected_labels or 0.0, site.distinct_labels or 0.0
@@ -39,7 +39,7 @@ def _sorted_labels(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, "shuffle: DataLoader(..., shuffle=True).", place, batches=site.labelled_calls)
 
 
-@checks("H844", "window", "advice", "cause", 0.8)
+@checks(rule="H844", tier="window", severity="advice", kind="cause", confidence=0.8)
 def _nothing_to_learn(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, given in facts.inputs.items():
         if given.calls >= _BATCHES and given.constant > 0.95 * given.calls:
@@ -58,7 +58,7 @@ def _nothing_to_learn(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, place, severity=advice_if(trivial), last_loss=site.values[-1])
 
 
-@checks("H845", "window", "note", "cause", 0.6)
+@checks(rule="H845", tier="window", severity="note", kind="cause", confidence=0.6)
 def _same_batch(facts: Facts, say: Say) -> Iterator[Finding]:
     # Full-batch training looks the same; a batch of a loader is small and a power of two.
     classified = any(site.labelled_calls for site in facts.losses.values())
@@ -71,7 +71,7 @@ def _same_batch(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name, severity=advice_if(loader), batch=given.batch)
 
 
-@checks("H846", "window", "advice", "cause", 0.7)
+@checks(rule="H846", tier="window", severity="advice", kind="cause", confidence=0.7)
 def _workers_repeat(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, given in facts.inputs.items():
         seen, pairs = given.compared_pairs, given.repeated_pairs
@@ -81,7 +81,7 @@ def _workers_repeat(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name, different=given.different)
 
 
-@checks("H847", "window", "note", "cause", 0.8)
+@checks(rule="H847", tier="window", severity="note", kind="cause", confidence=0.8)
 def _dead_units(facts: Facts, say: Say) -> Iterator[Finding]:
     dead = {name: min(shares) for name, shares in facts.dead_units.items() if len(shares) >= 3}
     bad = {name: share for name, share in dead.items() if share > 0.5}  # catalogue 47
@@ -96,7 +96,7 @@ def _dead_units(facts: Facts, say: Say) -> Iterator[Finding]:
 _Lost = tuple[str, str, dict[str, Any]]  # what is said, where, evidence
 
 
-@checks("H848", "window", "note", "cause", 0.7)
+@checks(rule="H848", tier="window", severity="note", kind="cause", confidence=0.7)
 def _depth_profile(facts: Facts, say: Say) -> Iterator[Finding]:
     progress = progress_of(facts)
     lost = progress.failing or facts.broken
@@ -167,7 +167,7 @@ def _exploding(facts: Facts) -> _Lost | None:
     return None
 
 
-@checks("H856", "window", "note", "cause", 0.8)
+@checks(rule="H856", tier="window", severity="note", kind="cause", confidence=0.8)
 def _input_scale(facts: Facts, say: Say) -> Iterator[Finding]:
     for name, given in facts.inputs.items():
         if far_from_unit(given) and not facts.models[name].normalised_input:
@@ -177,7 +177,7 @@ def _input_scale(facts: Facts, say: Say) -> Iterator[Finding]:
             yield say(what, fix, name, severity=severity, mean_to_spread=given.offset)
 
 
-@checks("H852", "window", "advice", "symptom", 0.8)
+@checks(rule="H852", tier="window", severity="advice", kind="symptom", confidence=0.8)
 def _alignment_failed(facts: Facts, say: Say) -> Iterator[Finding]:
     alignment = facts.alignment
     if not alignment or alignment["utterances"] < _FEWEST_UTTERANCES:
@@ -192,7 +192,7 @@ def _alignment_failed(facts: Facts, say: Say) -> Iterator[Finding]:
         yield say(what, fix, alignment=alignment)
 
 
-@checks("H853", "window", "advice", "symptom", 0.75)
+@checks(rule="H853", tier="window", severity="advice", kind="symptom", confidence=0.75)
 def _player_has_won(facts: Facts, say: Say) -> Iterator[Finding]:
     players = facts.optimizers if facts.objective == "adversarial" else {}
     for winner, won in players.items():
