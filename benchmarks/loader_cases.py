@@ -56,7 +56,7 @@ class UnbuildableError(Exception):
 
 
 class Samples:
-    """Samples that are their index, noise from all three generators, and a payload; one has a fault, once, by a marker."""
+    """Samples that are their index, noise from all three generators, and a payload; one of them has a fault, once."""
 
     def __init__(self, kind: Kind | None, at: int, marker: Path) -> None:
         self.kind = kind

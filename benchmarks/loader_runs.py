@@ -92,7 +92,7 @@ def run_case(
     make: Callable[..., Iterable[Any]] = make_ours,
     expected: list[str] | None = None,
 ) -> Outcome:
-    """Let a fault, one of `KINDS`, befall one epoch of a loader; the seed chooses the sample, the order and the moment.
+    """Let a fault, one of `KINDS`, befall one epoch of a loader; the seed chooses sample, order and moment.
 
     `make` returns the loader for a dataset, and `expected` are the digests of its undisturbed epoch, by default
     holdfast's own. The marker that it has struck lies in `place`.

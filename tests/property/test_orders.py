@@ -13,7 +13,6 @@ from holdfast.loader.order.orders import (
     Order,
     Sequential,
     Shuffled,
-    TokenBatches,
     Weighted,
 )
 from holdfast.loader.order.permutation import permuted
@@ -94,32 +93,6 @@ def test_buckets_need_less_padding_than_a_shuffle(seed: int, epoch: int, batch_s
         found = lengths[order.indices(seed, epoch, 0, 3000)]
         padded.append(np.maximum.reduceat(found, np.arange(0, 3000, batch_size)).sum())
     assert padded[0] < padded[1] * 0.7
-
-
-@_FAST
-@given(_LENGTHS, st.integers(0, 100), st.integers(1, 9), st.integers(1, 9), st.data())
-def test_batches_of_tokens_hold_each_position_once_whatever_the_ranks(
-    lengths: list[int], spare: int, world_size: int, other_world_size: int, data: st.DataObject
-) -> None:
-    """Steps keep to the limit, all ranks make the same number, and another world size goes on where one stopped."""
-    order = LengthBucketed(lengths, window=16, group=4)
-    batches = TokenBatches(order, max_tokens=max(lengths) + spare)
-    change = data.draw(st.integers(0, len(lengths)))
-    position, taken = 0, Counter[int]()
-    while position < len(lengths):
-        ranks = world_size if position < change else other_world_size
-        counted = batches.count(3, 1, position, ranks)
-        shares = batches.parts(3, 1, position, ranks)
-        assert len(shares) == ranks
-        for share in shares:
-            held = [lengths[index] for index in order.indices(3, 1, share.positions.start, share.positions.stop)]
-            assert 0 < max(held) * len(held) <= batches.max_tokens or max(held) == 0
-            taken.update([] if share.repeated else share.positions)
-        assert shares[0].positions.start == position
-        position = max(share.positions.stop for share in shares)
-        assert batches.count(3, 1, position, ranks) == counted - 1
-    assert taken == Counter(range(len(lengths)))
-    assert batches.parts(3, 1, position, 2) == []
 
 
 @_FAST

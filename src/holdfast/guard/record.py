@@ -36,8 +36,8 @@ _LOUD = {
     "cannot_split", "diagnosis_limited", "split_refused", "onednn_switched_off", "spike", "spike_clipped",
     "samples_dropped", "micro_batch_dropped", "learning_rate_lowered", "finding", "side_effects",
     "schedulers_wait", "rolled_back", "save_postponed", "saves_synchronous", "loader_healed",
-    "sample_quarantined", "dataset_not_deterministic", "stream_read_over", "preflight", "quarantine_full",
-    "ranks_not_divided", "changes_not_saved", "samples_taken_back", "not_saved", "begins_anew",
+    "sample_quarantined", "descriptor_limit_raised", "stream_read_over", "preflight", "quarantine_full",
+    "ranks_not_divided", "changes_not_saved", "not_saved", "begins_anew",
     "recording_moved_aside", "rollback_failed",
 }  # fmt: skip
 

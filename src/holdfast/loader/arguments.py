@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from holdfast.core.errors import LoaderError
-from holdfast.loader.order.orders import Order, Sequential, Shuffled, TokenBatches
+from holdfast.loader.order.orders import Order, Sequential, Shuffled
 from holdfast.loader.order.plan import ByBatch, ByPosition, Plan
 from holdfast.loader.order.ranks import ranks_now
 from holdfast.loader.order.sampled import Sampled
@@ -78,16 +78,15 @@ def _need(usable: Any, what: str, limit: str, fix: str) -> None:
 def _check_order(dataset: Any, given: dict[str, Any]) -> None:
     sampler, batch_sampler = given.get("sampler"), given.get("batch_sampler")
     _need(
-        not isinstance(sampler, TokenBatches) and not isinstance(batch_sampler, Order),
-        f"{type(sampler or batch_sampler).__name__} as the wrong kind of sampler",
-        "TokenBatches yield batches, orders yield indices",
-        "pass batch_sampler=TokenBatches(...), or sampler= with an order.",
+        not isinstance(batch_sampler, Order),
+        f"batch_sampler={type(batch_sampler).__name__}",
+        "an order yields indices",
+        "pass it as sampler=.",
     )
-    order = batch_sampler.order if isinstance(batch_sampler, TokenBatches) else sampler
-    if isinstance(order, Order) and isinstance(dataset, Sized):
+    if isinstance(sampler, Order) and isinstance(dataset, Sized):
         _need(
-            order.samples == len(dataset),
-            f"{type(order).__name__} of {order.samples} samples with a dataset of {len(dataset)}",
+            sampler.samples == len(dataset),
+            f"{type(sampler).__name__} of {sampler.samples} samples with a dataset of {len(dataset)}",
             "some would never come, or are not there",
             "make it for this dataset: one length or weight for each sample.",
         )
@@ -181,8 +180,7 @@ def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repea
     """
     sampler, batch_sampler, dataset = given.get("sampler"), given.get("batch_sampler"), loader.dataset
     samples = len(dataset) if isinstance(dataset, Sized) else None
-    tokens = batch_sampler if isinstance(batch_sampler, TokenBatches) else None
-    own = batch_sampler if sampler is None and tokens is None else None if isinstance(sampler, Order) else sampler
+    own = None if isinstance(sampler, Order) else sampler if batch_sampler is None else batch_sampler
     _need(
         own is None or not named or ranks[1] == 1,
         f"rank={ranks[0]}, world_size={ranks[1]} with {type(own).__name__}",
@@ -190,12 +188,10 @@ def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repea
         "let it divide by ranks and leave rank= and world_size= out, or pass an order of holdfast, such as "
         "shuffle=True or Weighted, which the loader divides.",
     )
-    if batch_sampler is not None and tokens is None:
+    if batch_sampler is not None:
         return ByBatch(Sampled(batch_sampler, loader.seed, repeats=repeats, batches=True, samples=samples))
     order: Any
-    if tokens is not None:
-        order = tokens.order
-    elif isinstance(sampler, Order):
+    if isinstance(sampler, Order):
         order = sampler
     elif sampler is not None:
         order, ranks = Sampled(sampler, loader.seed, repeats=repeats, samples=samples), (0, 1)
@@ -204,9 +200,8 @@ def plan_of(loader: Any, given: dict[str, Any], ranks: tuple[int, int], *, repea
     return ByPosition(
         order=order,
         seed=loader.seed,
-        batch_size=1 if tokens is not None else loader.batch_size,
+        batch_size=loader.batch_size,
         drop_last=loader.drop_last,
         rank=ranks[0],
         world_size=ranks[1],
-        tokens=tokens,
     )

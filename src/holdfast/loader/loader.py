@@ -307,7 +307,7 @@ class DataLoader(TorchDataLoader[Any]):
 
     def _batches(self, source: MapSource | StreamSource, places: deque[Place], drawn: Drawn | None) -> Generator[Any]:
         """Yield batches, and put down where the epoch stands after each."""
-        if self._plan is not None and self._at.position and not self._plan.steps(self._epoch, self._at.position):
+        if self._plan is not None and self._at.position and not self._plan.steps(self._at.position):
             self._nothing_left()
         if self._unchecked:
             self._check_machine()
@@ -374,7 +374,7 @@ class DataLoader(TorchDataLoader[Any]):
         """Return the batches of an epoch, of this rank."""
         self._look_at_ranks()
         if self._plan is not None:
-            return self._plan.steps(self._epoch, 0)
+            return self._plan.steps(0)
         items, size = len(self.dataset), self.batch_size or 1  # type: ignore[arg-type] # as torch, if it has no length
         return steps_left(0, items, size, self._ranks[1], drop_last=self.drop_last)
 

@@ -73,7 +73,8 @@ def micro_batches(
     if len(starts) > 1 and size - starts[-1] < smallest:
         starts.pop()
     lengths = [end - start for start, end in zip(starts, [*starts[1:], size], strict=False)]
-    return [(_cut(batch, split, size, start, length), length) for start, length in zip(starts, lengths, strict=True)]
+    ends = zip(starts, lengths, strict=True)
+    return [(_part_of(batch, split, size, slice(start, start + length)), length) for start, length in ends]
 
 
 def select(batch: Any, size: int, indices: Sequence[int], split: Split = 0) -> Any:
@@ -81,16 +82,7 @@ def select(batch: Any, size: int, indices: Sequence[int], split: Split = 0) -> A
     if callable(split):
         raise _uncuttable("a batch that a function cuts")
 
-    def choose(path: str, leaf: Any, how: SplitSpec) -> Any:
-        if how == "items" or (how is not None and _is_plain_list(leaf) and len(leaf) == size):
-            return type(leaf)([leaf[index] for index in indices])
-        if _size(path, leaf, how) is None:
-            return leaf
-        if isinstance(leaf, torch.Tensor):
-            return leaf.index_select(how, torch.as_tensor(indices, device=leaf.device))  # type: ignore[arg-type]
-        return leaf.take(indices, axis=how)
-
-    return _map(batch, split, "batch", choose)
+    return _part_of(batch, split, size, list(indices))
 
 
 def _is_usual(batch: Any) -> bool:
@@ -222,19 +214,17 @@ def _size(path: str, leaf: Any, how: SplitSpec) -> int | None:
     return int(leaf.shape[how])
 
 
-def _cut(batch: Any, spec: SplitSpec, size: int, start: int, length: int) -> Any:
-    part = slice(start, start + length)
+def _part_of(batch: Any, spec: SplitSpec, size: int, part: slice | list[int]) -> Any:
+    """Return some samples of a batch: tensors as views for a slice, as copies for a list of places."""
 
-    def cut(path: str, leaf: Any, how: SplitSpec) -> Any:
-        if how == "items":
-            return leaf[part]
+    def choose(path: str, leaf: Any, how: SplitSpec) -> Any:
+        if how == "items" or (how is not None and _is_plain_list(leaf) and len(leaf) == size):
+            return leaf[part] if isinstance(part, slice) else type(leaf)([leaf[place] for place in part])
         if _size(path, leaf, how) is None:
-            return leaf[part] if how is not None and _is_plain_list(leaf) and len(leaf) == size else leaf
-        if isinstance(leaf, torch.Tensor):
-            return leaf.narrow(how, start, length)  # type: ignore[arg-type]
+            return leaf
         return leaf[(slice(None),) * (how % leaf.ndim) + (part,)]
 
-    return _map(batch, spec, "batch", cut)
+    return _map(batch, spec, "batch", choose)
 
 
 def _uncuttable(what: str) -> BatchError:

@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 from holdfast import DataLoader, Guard, LoaderError
-from holdfast.loader.order.orders import LengthBucketed, TokenBatches, Weighted
+from holdfast.loader.order.orders import LengthBucketed, Weighted
 from holdfast.loader.workers import processes as worker_processes
 
 
@@ -137,21 +137,6 @@ def test_a_key_may_name_many_samples(keys: Callable[[], Any], workers: int, tmp_
         hurt.ledger.keep_in(tmp_path / "ledger")
         assert _items(hurt) == [0, 10, 20, *([60, 70, 80] * 2), 90, 100, 110]
         assert len(hurt.ledger) == 1
-
-
-def test_an_error_of_a_sampler_is_no_workers() -> None:
-    """A sampler whose list is gone raises its own error at once, and no worker is replaced for it."""
-
-    class Listed(OwnChance):
-        def __iter__(self) -> Iterator[int]:
-            raise FileNotFoundError("the list is gone")
-
-    loader = DataLoader(list(range(20)), sampler=Listed(), num_workers=2)
-    events: list[str] = []
-    loader._happened = lambda kind, **facts: events.append(kind)
-    with pytest.raises(FileNotFoundError, match="the list is gone"):
-        next(iter(loader))
-    assert "loader_healed" not in events
 
 
 def test_a_loader_can_be_copied_and_sent_to_a_process() -> None:
@@ -289,9 +274,7 @@ def test_an_order_that_was_made_for_other_data_is_refused() -> None:
     for given in (
         {"sampler": LengthBucketed([1.0, 2.0])},
         {"sampler": Weighted([1.0] * 5, 3)},
-        {"batch_sampler": TokenBatches(LengthBucketed([1.0] * 5), 10)},
         {"batch_sampler": LengthBucketed([1.0] * 3)},
-        {"sampler": TokenBatches(LengthBucketed([1.0] * 3), 10)},
     ):
         with pytest.raises(LoaderError) as caught:
             DataLoader([1, 2, 3], **given)
@@ -318,14 +301,3 @@ def test_torch_raises_about_no_worker_of_ours(monkeypatch: pytest.MonkeyPatch) -
     raised.append("DataLoader worker (pid 1234) is killed by signal: Killed.")
     with pytest.raises(RuntimeError, match="1234"):
         worker_processes._on_child(signal.SIGCHLD, None)
-
-
-@pytest.mark.parametrize(
-    ("workers", "kind"), [(0, "_SingleProcessDataLoaderIter"), (1, "_MultiProcessingDataLoaderIter")]
-)
-def test_a_profiler_sees_the_waits_for_batches(workers: int, kind: str) -> None:
-    """Under the name that torch's loader gives them, one for each batch and for the end."""
-    with torch.profiler.profile() as profiler:
-        assert len(list(DataLoader(list(range(6)), batch_size=2, num_workers=workers))) == 3
-    waits = {event.key: event.count for event in profiler.key_averages()}
-    assert waits[f"enumerate(DataLoader)#{kind}.__next__"] in (3, 4)

@@ -7,7 +7,6 @@ import os
 import random
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +116,6 @@ def test_the_file_is_the_same_whoever_computes_it(tmp_path, how):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.h5", "b.h5"]
 
 
-@pytest.mark.slow
-def test_the_file_is_the_same_from_spawned_workers(tmp_path):
-    """Workers that are spawned, with a dataset and a function that are pickled, compute the same file."""
-    build(range(10), noisy, tmp_path / "a.h5").close()
-    build(range(10), noisy, tmp_path / "b.h5", num_workers=1, multiprocessing_context="spawn").close()
-    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
-
-
 def test_a_build_leaves_the_random_state_alone(tmp_path):
     """Building in this process draws nothing from its own random numbers, nor does it change its threads."""
     before = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
@@ -232,46 +223,6 @@ def test_the_old_cache_can_be_read_until_a_rebuild_is_complete(tmp_path, monkeyp
     with pytest.raises(LoaderError, match="was replaced by another one") as caught:
         old[0]
     assert caught.value.rule == "H620"
-
-
-def test_a_cache_that_is_being_written_has_one_writer_and_no_reader(tmp_path):
-    """While it is built, a reader and a second builder are told who builds, in this process and in another."""
-    path, found = tmp_path / "f.h5", []
-
-    def told() -> list[tuple[str, str]]:
-        answers = []
-        for attempt in (lambda: FeatureCache(path), lambda: build([1], identity, path)):
-            with pytest.raises(LoaderError) as caught:
-                attempt()
-            answers.append((caught.value.rule, caught.value.what))
-        return answers
-
-    class Curious:
-        def __call__(self, sample: int) -> int:
-            if sample == 2:
-                found.extend(told())
-                with multiprocessing.get_context("fork").Pool(1) as pool:
-                    found.extend(pool.apply(_in_a_child, (path, os.getpid())))
-            return sample
-
-    curious: Callable[[int], int] = Curious()
-    assert list(build([1, 2, 3], curious, path)) == [1, 2, 3]
-    assert len(found) == 4
-    assert all(rule == "H621" and f"process {os.getpid()}" in what for rule, what in found), found
-
-
-def _in_a_child(path: Path, parent: int) -> list[tuple[str, str]]:
-    from holdfast.core.lock import _held
-
-    _held.clear()  # what a process that was not forked in the middle of a build would have
-    assert os.getpid() != parent
-    answers = []
-    for attempt in (lambda: FeatureCache(path), lambda: build([1], identity, path)):
-        try:
-            attempt()
-        except LoaderError as error:
-            answers.append((error.rule, error.what))
-    return answers
 
 
 def test_a_flipped_bit_is_found_when_its_item_is_read(tmp_path):

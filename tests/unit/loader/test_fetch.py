@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.loader.loader import DataLoader
 from holdfast.loader.order.plan import Entry
 from holdfast.loader.random_state import capture
 from holdfast.loader.workers.fetch import Fetcher, Report, find_nonfinite, shortage_in
@@ -197,3 +198,30 @@ def test_values_that_are_not_finite_are_bad_if_asked_for() -> None:
 def test_what_a_machine_is_short_of_is_told_from_what_a_sample_lacks(error: Exception, what: str | None) -> None:
     """An error that more room would cure does not count against the sample."""
     assert shortage_in(error) == what
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_row_of_bad_samples_is_replaced_or_a_missing_drive(workers: int) -> None:
+    """Up to sixteen behind a batch are passed over and quarantined; beyond that none is, and its own error comes."""
+
+    class CutShort:
+        bad = range(10, 30)
+
+        def __len__(self) -> int:
+            return 60
+
+        def __getitem__(self, index: int) -> int:
+            if index in self.bad:
+                raise OSError("truncated")
+            return index
+
+    loader = DataLoader(CutShort(), batch_size=8, num_workers=workers, quarantine=30)
+    found = [index for batch in loader for index in batch.tolist()]
+    assert found == [30 if index in CutShort.bad else index for index in range(60)]
+    assert [entry.index for entry in loader.ledger] == list(CutShort.bad)
+    CutShort.bad = range(10, 60)
+    loader = DataLoader(CutShort(), batch_size=8, num_workers=workers, quarantine=60)
+    with pytest.raises(OSError, match="truncated") as caught:
+        list(loader)
+    assert "None of 22 samples in a row could be read: is a folder or a drive missing?" in caught.value.__notes__[0]
+    assert not len(loader.ledger)

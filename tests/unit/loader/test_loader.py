@@ -52,14 +52,6 @@ class Stream(IterableDataset[int]):
         return iter(range(first, self.length, step))
 
 
-class NoisyStream(IterableDataset[torch.Tensor]):
-    """Random numbers that a stream draws as it goes, from all three generators."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for _ in range(7):
-            yield torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))], dtype=torch.float64)
-
-
 class ReverseByEpoch(SequentialSampler):
     """A sampler that wants to be told the epoch, as a distributed one does."""
 
@@ -169,30 +161,6 @@ def test_it_resumes_exactly_after_any_batch(make_loader: Callable[[], Any]) -> N
     check_resumable(make_loader, _same)
 
 
-def test_what_a_stream_draws_resumes_too() -> None:
-    """Augmentation in a stream depends neither on where the run was stopped nor on what training draws."""
-
-    def make_loader() -> DataLoader:
-        return DataLoader(NoisyStream(), batch_size=2, seed=3)
-
-    check_resumable(make_loader, torch.equal)
-    quiet = list(make_loader())
-    random.seed(5)
-    disturbed = []
-    for batch in make_loader():
-        before = random.getstate()
-        random.random()
-        torch.rand(3)
-        disturbed.append(batch)
-        assert random.getstate() != before
-    assert all(torch.equal(a, b) for a, b in zip(quiet, disturbed, strict=True))
-    torch.manual_seed(6)
-    expected = torch.rand(2)
-    torch.manual_seed(6)
-    list(make_loader())
-    assert torch.equal(torch.rand(2), expected)
-
-
 def test_workers_give_the_same_samples_and_augmentation() -> None:
     """Zero and two workers give equal batches in two epochs, and a cut may change the number of workers."""
     alone = DataLoader(Augmented(), batch_size=4, shuffle=True, seed=2)
@@ -283,19 +251,6 @@ def test_a_position_of_another_order_is_refused(name: str, other: Callable[[], D
         loader.load_state_dict(state)
     assert caught.value.rule == "H604"
     assert loader.state_dict()["consumed"] == 0
-
-
-def test_a_position_in_batches_is_refused_by_a_loader_that_counts_otherwise() -> None:
-    """With a batch sampler the position counts batches, so other batches, or none, are an H604."""
-    loader = DataLoader(list(range(12)), batch_sampler=BatchSampler(SequentialSampler(range(12)), 2, drop_last=False))
-    next(iter(loader))
-    for other in (
-        DataLoader(list(range(12)), batch_sampler=BatchSampler(SequentialSampler(range(12)), 4, drop_last=False)),
-        DataLoader(list(range(12)), batch_size=2),
-    ):
-        with pytest.raises(LoaderError, match="position was saved") as caught:
-            other.load_state_dict(loader.state_dict())
-        assert caught.value.rule == "H604"
 
 
 def test_an_epoch_can_be_named() -> None:

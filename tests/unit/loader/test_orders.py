@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections import Counter
@@ -16,7 +15,6 @@ from holdfast.loader.order.orders import (
     Order,
     Sequential,
     Shuffled,
-    TokenBatches,
     Weighted,
 )
 from holdfast.loader.order.permutation import permuted
@@ -36,13 +34,13 @@ def _padding(order: Order, batch_size: int) -> float:
     return 1 - float(batches.sum() / (batches.max(axis=1) * batch_size).sum())
 
 
-def _chi_square(counts: list[int], expected: float) -> float:
-    return sum((count - expected) ** 2 / expected for count in counts)
-
-
 def _limit(freedom: int) -> float:
     """Return what chi-square passes once in 30,000 times: its mean and 4 deviations (Wilson and Hilferty, 1931)."""
     return freedom * (1 - 2 / (9 * freedom) + 4 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def _chi_square(counts: list[int], expected: float) -> float:
+    return sum((count - expected) ** 2 / expected for count in counts)
 
 
 def test_the_hash_is_splitmix64() -> None:
@@ -54,13 +52,6 @@ def test_the_hash_is_splitmix64() -> None:
         4593380528125082431,
         16408922859458223821,
     ]
-
-
-def test_permutations_are_the_same_on_every_machine() -> None:
-    """These numbers are part of the promise that a position in a checkpoint means the same sample."""
-    assert permuted(np.arange(8), 8, 1).tolist() == [4, 3, 7, 0, 1, 5, 6, 2]
-    assert permuted(np.arange(4), 50_000_000, 2).tolist() == [31931779, 35050689, 11998094, 11268153]
-    assert permuted(np.array([0, 2**62 - 1]), 2**62, 3).tolist() == [3384233096042334748, 1420770011704519321]
 
 
 def test_orders_are_the_same_on_every_machine() -> None:
@@ -136,19 +127,6 @@ def test_buckets_save_most_padding() -> None:
     assert _padding(bucketed, 40) < _padding(shuffled, 40) / 5
 
 
-def test_samples_meet_others_in_the_next_epoch() -> None:
-    """Of the pairs that share a batch of 32 in one epoch, less than a quarter share one in the next."""
-    for samples in (300, 2000, 20_000):
-        order = LengthBucketed(_LENGTHS[:samples])
-        first, second = (np.argsort(_whole(order, epoch)) // 32 for epoch in (0, 1))
-        pairs = [
-            (a, b)
-            for batch in range(samples // 32)
-            for a, b in itertools.combinations(np.flatnonzero(first == batch), 2)
-        ]
-        assert np.mean([second[a] == second[b] for a, b in pairs]) < 0.25
-
-
 def test_identities_tell_orders_apart_and_survive_json() -> None:
     """Whatever changes the order changes its identity, which is made of JSON values."""
     lengths = list(range(600))
@@ -168,25 +146,3 @@ def test_identities_tell_orders_apart_and_survive_json() -> None:
     assert len(set(identities)) == len(orders)
     assert [json.loads(each) for each in identities] == [order.identity() for order in orders]
     assert LengthBucketed(np.array(lengths, dtype=np.int16)).identity() == LengthBucketed(lengths).identity()
-
-
-def test_a_sample_longer_than_the_limit_is_refused() -> None:
-    """No batch could hold it, and the error names it."""
-    with pytest.raises(LoaderError, match="sample 2 has a length of 9") as caught:
-        TokenBatches(LengthBucketed([1, 2, 9, 3]), max_tokens=8)
-    assert caught.value.rule == "H606"
-    with pytest.raises(LoaderError, match="max_samples=0"):
-        TokenBatches(LengthBucketed([1]), max_tokens=8, max_samples=0)
-
-
-def test_batches_of_tokens_are_as_large_as_they_can_be() -> None:
-    """Every batch but the last would break a limit with one sample more."""
-    order = LengthBucketed(_LENGTHS[:3000])
-    batches = TokenBatches(order, max_tokens=200, max_samples=60)
-    start = 0
-    while start < len(order):
-        stop = batches.stop(0, 0, start)
-        lengths = _LENGTHS[order.indices(0, 0, start, stop + 1)]
-        assert len(lengths[: stop - start]) * lengths[: stop - start].max() <= 200
-        assert stop == len(order) or stop - start == 60 or len(lengths) * lengths.max() > 200
-        start = stop

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.loader import DataLoader
-from holdfast.loader.order.orders import LengthBucketed, TokenBatches, Weighted
+from holdfast.loader.order.orders import Weighted
 from holdfast.loader.order.sampled import Sampled
 
 _DATA = list(range(60))
@@ -57,20 +57,6 @@ class ByEpoch:
         return iter(self.batches)
 
 
-class ByDraw:
-    """The same, but drawn when it is iterated, from python's generator."""
-
-    def __init__(self) -> None:
-        self.batches = _cut(list(range(60)), 0)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.batches = _cut(random.sample(range(60), 60), random.randrange(1000))
-        return iter(self.batches)
-
-
 class Indices:
     """The samples of such batches one by one: a sampler whose length depends on the epoch."""
 
@@ -89,7 +75,6 @@ class Indices:
 
 _MAKE: dict[str, Callable[[], DataLoader]] = {
     "set_epoch": lambda: DataLoader(_DATA, batch_sampler=ByEpoch()),
-    "drawn": lambda: DataLoader(_DATA, batch_sampler=ByDraw()),
     "sampler": lambda: DataLoader(_DATA, batch_size=4, sampler=Indices()),
 }
 
@@ -145,8 +130,6 @@ def test_ranks_are_given_for_orders_of_holdfast_only() -> None:
         assert len(DataLoader(_DATA, rank=0, world_size=1, **own))
     assert len(list(DataLoader(_DATA, sampler=divided))) == 30
     assert len(list(DataLoader(_DATA, sampler=Weighted([1.0] * 60), rank=1, world_size=2))) == 30
-    tokens = TokenBatches(LengthBucketed([1.0] * 60), max_tokens=3)
-    assert len(list(DataLoader(_DATA, batch_sampler=tokens, rank=1, world_size=2))) == 10
 
 
 # --- indices that come twice ------------------------------------------------------------------------------------

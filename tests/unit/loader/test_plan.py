@@ -31,7 +31,7 @@ def test_entries_are_the_order_cut_into_batches() -> None:
     for start in (0, 4, 20, 22):
         rest = [entry.indices for entry, _ in _plan().entries(0, start, ())]
         assert rest == [entry.indices for entry, after in found if after > start]
-        assert _plan().steps(0, start) == len(rest)
+        assert _plan().steps(start) == len(rest)
 
 
 def test_spares_follow_in_the_order_and_begin_anew_at_its_end() -> None:
@@ -72,7 +72,7 @@ def test_a_batch_samplers_batches_stay_as_they_are() -> None:
     assert [(entry.indices, after) for entry, after in found] == [((3, 1), 1), ((2,), 2), ((0, 4), 3)]
     assert [entry.spares for entry, _ in found] == [(2, 0, 4, 3, 1), (0, 4, 3, 1, 2), (3, 1, 2, 0, 4)]
     assert [entry.indices for entry, _ in plan.entries(0, 2, ())] == [(0, 4)]
-    assert plan.steps(0, 2) == 1
+    assert plan.steps(2) == 1
 
 
 class FromPython:
@@ -186,17 +186,6 @@ def test_an_epoch_that_is_set_on_a_sampler_is_the_next_one(batches: bool) -> Non
     assert _seen(loader) == epochs[7], "an epoch that was left"
     sampler.set_epoch(1)
     assert _seen(make(sampler)) == epochs[1], "set before the loader was made"
-
-
-def test_an_epoch_that_goes_back_is_told() -> None:
-    """It may be that a sampler's own state was loaded, which lags behind."""
-    sampler, events = _distributed(), []
-    loader = DataLoader(Noisy(), batch_size=4, sampler=sampler)
-    loader._happened = lambda kind, **facts: events.append((kind, facts["before"], facts["now"]))
-    loader.go_to(4)
-    sampler.set_epoch(3)
-    next(iter(loader))
-    assert events == [("epoch_set_back", 4, 3)]
 
 
 @pytest.mark.parametrize("cut", [0, 1])

@@ -15,21 +15,6 @@ from holdfast.loader.quarantine import FILE_NAME, Ledger, Quarantined, read_ledg
 ENTRY = {"index": 3, "kind": "raised", "epoch": 0, "evidence": "x", "unix_seconds": 5.0, "released": False}
 
 
-class Repairable:
-    """Ten samples, of which some raise until they are repaired."""
-
-    def __init__(self) -> None:
-        self.bad = {3}
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> int:
-        if index in self.bad:
-            raise OSError(f"no file for {index}")
-        return index
-
-
 def _ledger(limit: float = 5, at: float = 1.0) -> Ledger:
     return Ledger(limit, None, lambda: at)
 
@@ -147,21 +132,6 @@ def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
     assert "No such file" in str(told[0])
     assert told[1:] == [None]
     assert [*read_ledger(place / FILE_NAME)] == [3, 5]
-
-
-def test_a_released_sample_is_read_again_and_quarantine_again_if_it_is_bad() -> None:
-    """A loader replaces what its ledger holds, reads what was released, and finds out anew what is still bad."""
-    data = Repairable()
-    loader = DataLoader(data, batch_size=5, collate_fn=list)
-    assert list(loader) == [[0, 1, 2, 4, 4], [5, 6, 7, 8, 9]]
-    data.bad.clear()
-    assert next(iter(loader)) == [0, 1, 2, 4, 4]
-    assert loader.ledger.release([3]) == [3]
-    assert loader.ledger.release([3]) == []
-    assert next(iter(loader)) == [0, 1, 2, 3, 4]
-    data.bad.add(3)
-    assert next(iter(loader)) == [0, 1, 2, 4, 4]
-    assert [(entry.index, entry.epoch, entry.released) for entry in loader.ledger] == [(3, 3, False)]
 
 
 @pytest.mark.parametrize(

@@ -37,17 +37,6 @@ def test_what_is_drawn_after_a_restore_was_drawn_before() -> None:
         assert _draw() == first
 
 
-def test_the_second_half_of_a_pair_of_normals_is_state() -> None:
-    """A state that was captured between the two halves of a pair gives the second half again."""
-    np.random.randn()
-    random.gauss(0, 1)
-    state = capture()
-    expected = (np.random.randn(), np.random.randn(), random.gauss(0, 1))
-    np.random.rand(5)
-    restore(state)
-    assert (np.random.randn(), np.random.randn(), random.gauss(0, 1)) == expected
-
-
 def test_a_state_travels_through_a_checkpoint() -> None:
     """The tree of a state survives the codec, so a resumed run draws what an undisturbed one would."""
     _draw()

@@ -21,7 +21,6 @@ import json, sys
 from torch import distributed
 from torch.utils.data import IterableDataset, get_worker_info
 from holdfast import DataLoader
-from holdfast.loader.order.orders import LengthBucketed, TokenBatches
 
 class Plain(IterableDataset):
     def __iter__(self):
@@ -35,10 +34,8 @@ class Own(Plain):
         return iter(range(8)) if info is None else iter(range(info.id, 8, info.num_workers))
 
 rank, store = int(sys.argv[1]), sys.argv[2]
-tokens = TokenBatches(LengthBucketed([1.0] * 8), max_tokens=2)
 loaders = {
     "samples": DataLoader(list(range(8)), batch_size=2, shuffle=True),
-    "tokens": DataLoader(list(range(8)), batch_sampler=tokens),
     "stream": DataLoader(Plain(), batch_size=2),
     "sharded": DataLoader(Own(), batch_size=2),
     "given": DataLoader(list(range(8)), batch_size=2, rank=0, world_size=1),
@@ -72,7 +69,7 @@ def test_a_process_group_may_be_made_after_the_loader(tmp_path: Path) -> None:
             rank.kill()
             rank.wait()
     assert one["first"] == other["first"]
-    for name in ("samples", "tokens", "stream"):
+    for name in ("samples", "stream"):
         (length, samples), (others_length, others) = one["found"][name], other["found"][name]
         assert sorted(samples + others) == list(range(8)), name
         assert length == others_length == 2, name

@@ -40,21 +40,6 @@ def _parts(batch: Any, micro_batch_size: int, split: Any = 0) -> list[Any]:
     return [part for part, _ in pairs]
 
 
-def test_the_usual_batch_is_cut_along_its_first_dimension(x: torch.Tensor) -> None:
-    """A tuple of inputs and targets gives parts of the asked size, the last one shorter, as views."""
-    parts = micro_batches((x, torch.arange(5)), 5, 2)
-    assert [length for _, length in parts] == [2, 2, 1]
-    assert [part[1].tolist() for part, _ in parts] == [[0, 1], [2, 3], [4]]
-    assert parts[1][0][0].data_ptr() == x[2].data_ptr()
-
-
-@pytest.mark.parametrize("batch", [torch.zeros(3, 2), [torch.zeros(3)], {"x": torch.zeros(3, 1)}, (torch.zeros(3),)])
-def test_every_container_keeps_its_type(batch: Any) -> None:
-    """A part has the type of the batch that it was cut from."""
-    assert batch_size(batch) == 3
-    assert [type(part) for part in _parts(batch, 2)] == [type(batch)] * 2
-
-
 def test_named_tuples_dataclasses_and_mappings_are_kept(x: torch.Tensor) -> None:
     """Structures with names come back as themselves, also frozen, nested and user-made ones."""
     batch = UserDict(
@@ -80,15 +65,6 @@ def test_lists_of_names_are_cut_and_other_lists_are_shared(x: torch.Tensor) -> N
     assert (first["names"], second["names"]) == (["a", "b", "c"], ["d", "e"])
     assert second["numbers"] == (4, 5)
     assert first["classes"] == second["classes"] == ["cat", "dog"]
-
-
-def test_what_has_no_batch_dimension_is_shared(x: torch.Tensor) -> None:
-    """0-dimensional tensors, numbers, text and None go to every part as they are."""
-    scalar = torch.tensor(3.0)
-    batch = {"x": x, "scalar": scalar, "rate": 0.5, "name": "abcde", "none": None, "np": np.float32(2), "flag": True}
-    for part in _parts(batch, 2):
-        assert part["scalar"] is scalar
-        assert {**part, "x": None} == {**batch, "x": None}
 
 
 def test_arrays_are_cut_like_tensors(x: torch.Tensor) -> None:

@@ -183,33 +183,6 @@ def test_a_timeout_is_counted_only_while_somebody_waits(start: Callable[..., Any
     assert "kept the loop waiting for 0.3 s" in loss.cause
 
 
-def test_a_timeout_is_for_one_batch(start: Callable[..., Any]) -> None:
-    """A loop that loading keeps waiting all the time, though never for long, loses no workers."""
-    watch, _, _ = start(_busy, timeout_seconds=0.5)
-    for _ in range(300):
-        with watch:
-            time.sleep(0.005)
-    assert not watch.lost
-
-
-def test_time_without_work_is_not_that_of_a_sample(start: Callable[..., Any]) -> None:
-    """After an evaluation, while workers had nothing to do, a stuck sample is found as soon as before."""
-
-    def pauses(board: Board, number: int) -> None:
-        for batch in range(2):
-            board.of(number)[NUMBER] = batch
-            board.of(number)[PLACE] = 0
-            has_ended(board.of(number))
-            time.sleep(0.5)
-        time.sleep(1e6)
-
-    watch, _, board = start(pauses)
-    while board.look(0).done < 2:
-        time.sleep(0.01)
-    time.sleep(0.1)
-    assert watch.longest_seconds < 0.25
-
-
 def test_nobody_busy_and_no_batch_is_a_loss(start: Callable[..., Any]) -> None:
     """If all workers are idle while the loop waits, a batch was lost on its way."""
     watch, _, _ = start(_idle, _idle, limit_seconds=0.3)

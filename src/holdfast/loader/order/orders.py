@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar, final
@@ -21,7 +20,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from holdfast.core.errors import LoaderError
 from holdfast.loader.order.permutation import permuted
-from holdfast.loader.order.ranks import Share
 from holdfast.loader.seeds import derive_seed, random_bits
 
 _BLOCK = 4096  # positions; from here on the cost of a call no longer shows in the cost of a position
@@ -30,7 +28,6 @@ _LARGEST_GROUP, _LARGEST_WINDOW = 256, 8192
 # batches of 48 5 % (they span groups), shuffled 62 %. A window of 4096 has 1.1 % and 5 %; groups of 128 have 9 % at
 # 48, groups of 512 3 %, but lengths then rise over twice as many batches.
 _LEAST_WINDOWS = 4  # with one window for all samples, the same ones would meet in each epoch
-_PEEK = 64  # positions that are looked at together when a batch is cut
 _CHUNK = 2**20  # numbers that are digested at a time, so that no second copy of all is made
 
 
@@ -226,94 +223,6 @@ class LengthBucketed(Order):
         return np.concatenate([by_length[first : first + self._group] for first in starts[groups]])
 
 
-@final
-class TokenBatches:
-    """Batches of a length-bucketed order that hold at most so many tokens, padding included.
-
-    A batch takes one position after another while its longest sample times their number stays within the limit. It
-    depends on where it begins and on nothing before that, so any position can be resumed from.
-
-    Args:
-        order: The order that is cut.
-        max_tokens: Limit of the samples in a batch times the longest of them, in the unit of the lengths.
-        max_samples: Limit of the samples in a batch, for very short ones; None for none.
-
-    Raises:
-        LoaderError: H606 if a sample alone is longer than the limit, or the limit of samples is less than 1.
-    """
-
-    def __init__(self, order: LengthBucketed, max_tokens: float, max_samples: int | None = None) -> None:
-        self.order, self.max_tokens = order, max_tokens
-        self._counted: tuple[tuple[int, int, int, int], int] | None = None
-        self.max_samples = len(order) if max_samples is None else max_samples
-        longest = float(order.lengths.max(initial=0))
-        if not longest <= max_tokens:
-            raise _unusable(
-                f"sample {int(order.lengths.argmax())} has a length of {longest:g}",
-                f"no batch may hold more than max_tokens={max_tokens:g}",
-                "raise max_tokens, or leave such samples out of the data set.",
-                rule="H606",
-            )
-        if max_samples is not None and max_samples < 1:
-            what = f"max_samples={max_samples}"
-            raise _unusable(what, "a batch holds at least 1", "pass max_samples >= 1, or leave it out.", rule="H606")
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches of epoch 0 with seed 0: what a loader that knows no orders takes."""
-        start = 0
-        while start < len(self.order):
-            first, start = start, self.stop(0, 0, start)
-            yield self.order.indices(0, 0, first, start)
-
-    def __len__(self) -> int:
-        """Return how many batches epoch 0 with seed 0 has."""
-        return self.count(0, 0)
-
-    def stop(self, seed: int, epoch: int, start: int) -> int:
-        """Return the position after the batch that begins at a position; the cost grows with that batch alone."""
-        longest, stop = 0.0, start
-        end = min(start + self.max_samples, len(self.order))
-        while stop < end:
-            indices = self.order.indices(seed, epoch, stop, min(stop + _PEEK, end))
-            for length in self.order.lengths[indices].tolist():
-                longest = max(longest, length)
-                if longest * (stop + 1 - start) > self.max_tokens:
-                    return stop
-                stop += 1
-        return stop
-
-    def parts(self, seed: int, epoch: int, start: int, world_size: int) -> list[Share]:
-        """Return what each rank takes in the step that begins at a position; empty at the end of the epoch.
-
-        Ranks take the batches that follow one another. Where the epoch has fewer batches left than there are ranks,
-        the largest are halved, so that all ranks make the step; what is within the limit stays within it.
-        """
-        cuts = [start]
-        while len(cuts) <= world_size and cuts[-1] < len(self.order):
-            cuts.append(self.stop(seed, epoch, cuts[-1]))
-        pieces = [range(first, stop) for first, stop in itertools.pairwise(cuts)]
-        while 0 < len(pieces) < world_size and max(map(len, pieces)) > 1:
-            place = max(range(len(pieces)), key=lambda number: len(pieces[number]))
-            piece = pieces[place]
-            middle = piece.start + (len(piece) + 1) // 2
-            pieces[place : place + 1] = [range(piece.start, middle), range(middle, piece.stop)]
-        ranks = range(world_size if pieces else 0)
-        many = len(pieces)
-        return [Share(positions=pieces[rank % many], repeated=rank >= many) for rank in ranks]
-
-    def count(self, seed: int, epoch: int, start: int = 0, world_size: int = 1) -> int:
-        """Return the steps to the end of an epoch; the cost grows with its positions, and the answer is kept."""
-        asked = (seed, epoch, start, world_size)
-        if self._counted is None or self._counted[0] != asked:
-            steps = 0
-            while start < len(self.order):
-                for _ in range(world_size):
-                    start = self.stop(seed, epoch, start)
-                steps += 1
-            self._counted = asked, steps
-        return self._counted[1]
-
-
 def _numbers(name: str, values: ArrayLike) -> NDArray[Any]:
     """Return a copy of plain numbers, so that nobody can change the order while it is in use."""
     fix = f"pass {name} as a list or array with one such number per sample."
@@ -331,8 +240,8 @@ def _numbers(name: str, values: ArrayLike) -> NDArray[Any]:
     return array
 
 
-def _unusable(what: str, limit: str, fix: str, *, rule: str = "H605") -> LoaderError:
-    return LoaderError(what, limit=limit, fix=fix, rule=rule)
+def _unusable(what: str, limit: str, fix: str) -> LoaderError:
+    return LoaderError(what, limit=limit, fix=fix, rule="H605")
 
 
 def _digest(numbers: NDArray[Any]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple, final
 
-from holdfast.loader.order.orders import Order, TokenBatches
+from holdfast.loader.order.orders import Order
 from holdfast.loader.order.ranks import rank_positions, steps_left
 from holdfast.loader.order.sampled import Sampled
 from holdfast.loader.quarantine import key_of
@@ -82,7 +82,7 @@ class Plan(ABC):
         """Yield the indices from here to the end of the epoch, and then those from its beginning on."""
 
     @abstractmethod
-    def steps(self, epoch: int, start: int) -> int:
+    def steps(self, start: int) -> int:
         """Return how many entries follow."""
 
     @abstractmethod
@@ -110,7 +110,6 @@ class ByPosition(Plan):
     drop_last: bool
     rank: int
     world_size: int
-    tokens: TokenBatches | None = None
 
     @property
     def alone(self) -> bool:
@@ -118,17 +117,11 @@ class ByPosition(Plan):
         return self.batch_size is None
 
     def _step(self, epoch: int, start: int) -> tuple[list[Any], int | None, int, int] | None:
-        if self.tokens is not None:
-            shares = self.tokens.parts(self.seed, epoch, start, self.world_size)
-            if not shares:
-                return None
-            positions, after = shares[self.rank].positions, max(each.positions.stop for each in shares)
-        else:
-            size, most = self.batch_size or 1, self.order.count(epoch)
-            share = rank_positions(start, most, size, self.rank, self.world_size, drop_last=self.drop_last)
-            if share is None:
-                return None
-            positions, after = share.positions, min(start + size * self.world_size, most)
+        size, most = self.batch_size or 1, self.order.count(epoch)
+        share = rank_positions(start, most, size, self.rank, self.world_size, drop_last=self.drop_last)
+        if share is None:
+            return None
+        positions, after = share.positions, min(start + size * self.world_size, most)
         indices = self.order.indices(self.seed, epoch, positions.start, positions.stop)
         return indices, positions.start if self.order.repeats else None, positions.stop, after
 
@@ -138,10 +131,8 @@ class ByPosition(Plan):
             for first in range(begin, end, _PART):
                 yield from self.order.indices(self.seed, epoch, first, min(first + _PART, end))
 
-    def steps(self, epoch: int, start: int) -> int:
+    def steps(self, start: int) -> int:
         """Return how many entries follow."""
-        if self.tokens is not None:
-            return self.tokens.count(self.seed, epoch, start, self.world_size)
         return steps_left(start, len(self.order), self.batch_size or 1, self.world_size, drop_last=self.drop_last)
 
     def among(self, rank: int, world_size: int) -> ByPosition:
@@ -175,9 +166,8 @@ class ByBatch(Plan):
         for number in range(stop, stop + len(batches)):
             yield from batches[number % len(batches)]
 
-    def steps(self, epoch: int, start: int) -> int:
+    def steps(self, start: int) -> int:
         """Return how many entries follow."""
-        del epoch
         return max(0, len(self.batches) - start)
 
     @property
