@@ -1,6 +1,6 @@
 """Advice that is passed on about training, and what comes of it when it is measured.
 
-How: each claim is tried as it is told, beside what it is said to be better than or equal to, on small models with
+How: each claim is tried as it is given, beside what it is said to be better than or equal to, on small models with
 several seeds. The verdict follows from the figures: nobody types it. Memory is the peak that the kernel counts in a
 forked child; times are CPU times of both sides in turns, but for the loaders, which wait by design.
 
@@ -46,7 +46,6 @@ Figures = dict[str, dict[str, Any]]
 
 
 # Halving the learning rate when accumulation doubles
-
 _RULES = {"rate / 4": 1 / _K, "same rate": 1.0, "rate x 2": _K**0.5, "rate x 4": float(_K)}
 _OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "SGD": lambda parameters, factor: torch.optim.SGD(parameters, lr=0.05 * factor),
@@ -63,15 +62,11 @@ def _classes(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.where(wrong, torch.randint(4, (2048,), generator=chance), labels)
 
 
-def _network() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-
-
 def final_loss(name: str, factor: float, accumulate: int, seed: int) -> float:
     """Train on the same samples in the same order, and return the loss over all of them."""
     torch.manual_seed(seed)
     inputs, labels = _classes(seed)
-    model = _network()
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = _OPTIMIZERS[name](model.parameters(), factor)
     order = torch.split(torch.cat([torch.randperm(2048) for _ in range(3)]), 8)
     for number, chosen in enumerate(order, start=1):
@@ -95,10 +90,6 @@ def measure_rates(result: Result, seeds: int) -> None:
 # One checkpoint around the whole loss
 
 
-def _blocks() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
-
-
 def _plain(model: nn.Sequential, inputs: torch.Tensor) -> torch.Tensor:
     return model(inputs).square().mean()  # type: ignore[no-any-return]
 
@@ -119,7 +110,8 @@ _CHECKPOINTS = {"no": _plain, "one": _around_everything, "one for each block": _
 def peak_of_step(kind: str) -> tuple[int, float]:
     """Return the bytes that a forward and backward add at their peak, and their CPU seconds."""
     torch.manual_seed(0)
-    model, inputs = _blocks(), torch.randn(100_000, 64)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+    inputs = torch.randn(100_000, 64)
     _CHECKPOINTS[kind](model, inputs[:10]).backward()  # type: ignore[no-untyped-call]
     reset_peak()
     before, started = resident_bytes(), time.process_time()
@@ -153,7 +145,7 @@ def measure_same_batch(result: Result, seeds: int) -> None:
     for seed in range(seeds):
         torch.manual_seed(seed)
         inputs, labels = _classes(seed)
-        model = _network()
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
         whole = _gradient(model, [(inputs, labels)])
         batches = [(inputs[chosen], labels[chosen]) for chosen in torch.split(torch.randperm(2048), 16)[:_REPEATS]]
         first = _gradient(model, batches[:1])
@@ -191,8 +183,7 @@ class Samples(Dataset[torch.Tensor]):
     """Samples that lie in memory, or for which one waits 2 ms, as for a disk or a network."""
 
     def __init__(self, kind: str, count: int) -> None:
-        self._kind = kind
-        self._count = count
+        self._kind, self._count = kind, count
 
     def __len__(self) -> int:
         return self._count
@@ -207,13 +198,6 @@ def _threads_in_worker(_: list[torch.Tensor]) -> int:
     return torch.get_num_threads()
 
 
-def _threads_under_torchrun() -> int:
-    """Return what a process reports that was started as torchrun starts its own, with OMP_NUM_THREADS=1."""
-    code = "import torch; print(torch.get_num_threads())"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return int(subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True).stdout)
-
-
 def _epoch_seconds(kind: str, workers: int) -> float:
     loader = DataLoader(Samples(kind, 512), batch_size=16, num_workers=workers)
     started = time.perf_counter()
@@ -225,7 +209,10 @@ def _epoch_seconds(kind: str, workers: int) -> float:
 def measure_workers(result: Result, repeats: int) -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
     (inside,) = DataLoader(Samples("in memory", 1), num_workers=1, collate_fn=_threads_in_worker)
-    counts = [_threads_under_torchrun(), inside]
+    code = "import torch; print(torch.get_num_threads())"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as torchrun starts its own
+    run = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
+    counts = [int(run.stdout), inside]
     result.add_samples("get_num_threads() under torchrun, and in a worker", "workers", counts)
     for kind in ("in memory", "waiting"):
         seconds: dict[int, list[float]] = {workers: [] for workers in _WORKERS}
@@ -241,13 +228,6 @@ def measure_workers(result: Result, repeats: int) -> None:
 
 
 # Clipping
-
-
-def measure_overflow(result: Result) -> None:
-    sets = overflows()
-    for method in METHODS:
-        right = sum(is_clipped_right(gradients, method) for gradients in sets.values())
-        result.add_count(f"{method}: finite overflows that are clipped right", right, len(sets))
 
 
 def loss_after_clipping(limit: float | None, seed: int) -> float:
@@ -269,7 +249,11 @@ def loss_after_clipping(limit: float | None, seed: int) -> float:
     return losses[-1] / losses[0]
 
 
-def measure_limits(result: Result, seeds: int) -> None:
+def measure_clipping(result: Result, seeds: int) -> None:
+    sets = overflows()
+    for method in METHODS:
+        right = sum(is_clipped_right(gradients, method) for gradients in sets.values())
+        result.add_count(f"{method}: finite overflows that are clipped right", right, len(sets))
     for limit in (None, 5.0, -1.0, 0.0):
         ratios = [loss_after_clipping(limit, seed) for seed in range(seeds)]
         shown = "off" if limit is None else f"limit {limit:g}"
@@ -281,14 +265,7 @@ def measure_limits(result: Result, seeds: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A piece of advice.
-
-    Args:
-        claim: As it is told.
-        shown: Figures beside it, and how each is called in the table.
-        holds: Whether it is true by the figures; None where it cannot be measured.
-        instead: What to do.
-    """
+    """A piece of advice, the figures beside it with their names in the table, its test, and what to do instead."""
 
     claim: str
     shown: tuple[tuple[str, str], ...]
@@ -296,17 +273,16 @@ class Claim:
     instead: str
 
 
-def _halving_is_closest(figures: Figures) -> bool:
-    def distance(name: str, rule: str) -> float:
-        ratio: float = figures[f"{name}, 4 x the accumulation, {rule}: final loss, before = 1"]["value"]
-        return abs(ratio - 1)
-
-    return all(min(_RULES, key=partial(distance, name)) == "rate / 4" for name in _OPTIMIZERS)
-
-
 def _value(figures: Figures, what: str) -> float:
     value: float = figures[what]["value"]
     return value
+
+
+def _halving_is_closest(figures: Figures) -> bool:
+    def distance(name: str, rule: str) -> float:
+        return abs(_value(figures, f"{name}, 4 x the accumulation, {rule}: final loss, before = 1") - 1)
+
+    return all(min(_RULES, key=partial(distance, name)) == "rate / 4" for name in _OPTIMIZERS)
 
 
 def _rule_finds_the_best(figures: Figures) -> bool:
@@ -315,6 +291,7 @@ def _rule_finds_the_best(figures: Figures) -> bool:
 
 
 _DATA = ("in memory", "waiting")
+_ONE = "time with 1 worker beside the best"
 _THREADS = "get_num_threads() under torchrun, and in a worker"
 _SAME = f"the same batch {_REPEATS} times"
 _RIGHT = "finite overflows that are clipped right"
@@ -364,13 +341,7 @@ CLAIMS = (
         shown=(
             (_THREADS, "the rule gives"),
             *((f"{kind} data: best num_workers of {_WORKERS}", f"best for {kind} data") for kind in _DATA),
-            *(
-                (
-                    f"{kind} data: time with num_workers=1, best = 1",
-                    f"time with 1 worker beside the best, {kind} data, x",
-                )
-                for kind in _DATA
-            ),
+            *((f"{kind} data: time with num_workers=1, best = 1", f"{_ONE}, {kind} data, x") for kind in _DATA),
         ),
         holds=_rule_finds_the_best,
         instead="Measure with your own data; the cores that the process may use are a limit for data that computes",
@@ -383,9 +354,7 @@ CLAIMS = (
     ),
     Claim(
         claim="Clip to a negative number to turn clipping off",
-        shown=tuple(
-            (f"{limit}: {_AFTER}", f"{limit}: loss x") for limit in ("off", "limit 5", "limit -1", "limit 0")
-        ),
+        shown=tuple((f"{each}: {_AFTER}", f"{each}: loss x") for each in ("off", "limit 5", "limit -1", "limit 0")),
         holds=lambda figures: _value(figures, f"limit -1: {_AFTER}") < 1.1 * _value(figures, f"off: {_AFTER}"),
         instead="`max_grad_norm=None`; a negative limit climbs the gradient, and 0 stops training",
     ),
@@ -393,11 +362,7 @@ CLAIMS = (
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the Markdown table of a result file's content.
-
-    Args:
-        result: As `json.loads` gives it.
-    """
+    """Return the Markdown table of a result file's content."""
     figures: Figures = {figure["what"]: figure for figure in result["figures"]}
     lines = ["| claim | verdict | measured | instead |", "|---|---|---|---|"]
     for claim in CLAIMS:
@@ -427,8 +392,7 @@ def main() -> None:
     measure_checkpoints(result, repeats)
     measure_same_batch(result, seeds)
     measure_workers(result, repeats)
-    measure_overflow(result)
-    measure_limits(result, seeds)
+    measure_clipping(result, seeds)
     result.write()
     found = table(json.loads(options.out.read_text()))
     if options.quick:

@@ -1,4 +1,4 @@
-"""A long run with random failures, played event by event: what the formulas of ``checkpoint.goodput`` are held against.
+"""A long run with random failures, played event by event, for the formulas of ``checkpoint.goodput``.
 
 The formulas are derived; here nothing is: a training loop, a writer and a source of failures act in the order of
 their times.
@@ -14,7 +14,7 @@ import statistics
 def simulate_run(
     interval: float, save: float, between: float, restart: float, *, stall: float, failures: int, seed: int
 ) -> tuple[float, float]:
-    """Play a run until it has failed so many times; all times in seconds, as `effective_training_time_ratio` has them.
+    """Play a run until it has failed so many times; the times are those of `effective_training_time_ratio`.
 
     Returns:
         The share of the time that is training in a checkpoint, and its standard error.

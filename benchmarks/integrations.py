@@ -17,6 +17,7 @@ every training ends, with the weights of the undisturbed one, bit for bit (up to
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import random
 import re
@@ -30,18 +31,13 @@ from typing import Any
 import torch
 
 from benchmarks.forks import Counter, in_a_fork, single_threaded
-from benchmarks.integrations_job import FAULTS, STEPS, Fault, Framework, How, Life
+from benchmarks.integrations_job import FAULTS, STEPS, WARM_STEPS, Fault, Framework, How, Life
 from benchmarks.results_file import Result, read_options
 from holdfast.core.policy import Policy
 from holdfast.memory.host_memory import set_malloc_threshold
 from holdfast.testing import flip_bit
 
-MODULES = (
-    "integrations_transformers",
-    "integrations_accelerate",
-    "integrations_lightning",
-    "integrations_speechbrain",
-)
+MODULES = ("integrations_transformers", "integrations_accelerate", "integrations_lightning")
 """Each has a ``FRAMEWORK``; one that cannot be imported is left out, and that is said."""
 _LIVES = 3
 _ROUNDING = 1e-5
@@ -60,11 +56,7 @@ def frameworks(result: Result) -> list[Framework]:
 
 
 def run(framework: Framework, life: Life) -> tuple[list[float] | None, int, str]:
-    """Carry out a training in at most three lives.
-
-    Returns:
-        The weights at its end or None, its lives, and what ended the last one.
-    """
+    """Carry out a training in at most three lives; return its weights or None, its lives, and what ended it."""
     for number in range(1, _LIVES + 1):
         fate = in_a_fork(partial(framework.live, replace(life, first=number == 1)), 300)
         if fate.value is not None:
@@ -119,16 +111,11 @@ def measure_faults(framework: Framework, result: Result, faults: tuple[Fault, ..
                 weights, lives, why, made = live(how, fault, dropout=dropout)
                 outcome = compared(weights, references[-1.0 if fault == "nan" else dropout])
                 lost = max(0, made - STEPS)
-                rows.append(
-                    {"framework": framework.name, "fault": fault, "how": how, "lives": lives,
-                     "survived": weights is not None,
-                     "lost_steps": lost if weights is not None else None, "result": outcome,
-                     "ended_by": re.sub(r"'?/[^\s']*/([^/\s']+)'?", r"\1", why)}  # no paths of a temporary folder
-                )  # fmt: skip
-                print(
-                    f"{framework.name}, {fault}, {how}: {outcome}, {lives} lives, {lost} steps again ({why})",
-                    flush=True,
-                )
+                ended_by = re.sub(r"'?/[^\s']*/([^/\s']+)'?", r"\1", why)  # no paths of a temporary folder
+                facts = {"framework": framework.name, "fault": fault, "how": how, "lives": lives, "result": outcome}
+                ended = {"survived": weights is not None, "lost_steps": None if weights is None else lost}
+                rows.append({**facts, **ended, "ended_by": ended_by})
+                print(facts, lost, why, flush=True)
     return rows
 
 
@@ -142,8 +129,8 @@ def measure_cost(framework: Framework, rounds: int, steps: int) -> dict[str, lis
     with tempfile.TemporaryDirectory() as name:
         for number in range(rounds):
             for how in chance.sample(hows, len(hows)):
-                seconds = framework.timed(how, Path(name, f"{number}-{hows.index(how)}"), steps)
-                found[how].append(statistics.median(seconds))
+                times = framework.timed(how, Path(name, f"{number}-{hows.index(how)}"), steps)[WARM_STEPS:]
+                found[how].append(statistics.median(after - before for before, after in itertools.pairwise(times)))
     return found
 
 
@@ -168,16 +155,11 @@ def main() -> None:
             mine = [row for row in rows if row["framework"] == name and row["how"] == how]
             target = len(mine) if how == "full" else None
             ended = sum(row["survived"] and row["result"] != "NaN" for row in mine)
-            result.add_count(
-                f"{name}, {how}: faults after which training ends with finite weights",
-                ended,
-                len(mine),
-                expected=target,
-            )
             equal = sum(row["result"] in good for row in mine)
-            result.add_count(
-                f"{name}, {how}: of these, with the result of the undisturbed run", equal, len(mine), expected=target
-            )
+            what = f"{name}, {how}: faults after which training ends with finite weights"
+            result.add_count(what, ended, len(mine), expected=target)
+            what = f"{name}, {how}: of these, with the result of the undisturbed run"
+            result.add_count(what, equal, len(mine), expected=target)
             again = [row["lost_steps"] for row in mine if row["lost_steps"] is not None]
             result.samples[f"{name}, {how}: steps made again"] = again
     result.samples["table"] = rows

@@ -31,17 +31,10 @@ POISON = 2  # a token that makes a loss of NaN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """One life of a training.
+    """One start of a training, which goes on from what it finds in its folder.
 
-    Args:
-        folder: Of the run; a second life goes on from what it finds there.
-        fault: What comes at step `AT`.
-        how: With what of holdfast.
-        first: Whether it is the first life; the fault of a later one does not come again, but for memory and NaN.
-        made: Counts the optimizer steps of all lives.
-        accumulate: Batches in an optimizer step.
-        dropout: Of the model; 0 where batches are cut, which is then a matter of rounding only.
-        without: Leave out the batches of the step that the NaN is in.
+    The fault comes at step `AT` of the first start; those of memory and NaN come again. Dropout is 0 where batches
+    are cut, which is then a matter of rounding only. `without` leaves out the step that the NaN is in.
     """
 
     folder: Path
@@ -71,17 +64,11 @@ class Life:
 
     def strikes_at(self, step: int) -> bool:
         """Say whether a fault that comes once comes now."""
-        return self.first and step == (
-            AT + 2 if self.fault == "flipped bit" else AT
-        )  # then there are two checkpoints
+        return self.first and step == (AT + 2 if self.fault == "flipped bit" else AT)  # after two checkpoints
 
 
 class Decoder(nn.Module):
-    """A recurrent decoder with dropout; its loss is that of the next token.
-
-    Args:
-        life: Whose faults of memory and of NaN it has.
-    """
+    """A recurrent decoder with dropout and the faults of a life; its loss is that of the next token."""
 
     def __init__(self, life: Life) -> None:
         super().__init__()
@@ -151,6 +138,15 @@ def ended(model: nn.Module) -> list[float]:
     return values
 
 
+def timed_job(steps: int) -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    """Return a decoder of 0.6 million weights, and its samples for so many steps of two batches of 8."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=64, n_embd=128, n_layer=3, n_head=4))
+    return model, [{"input_ids": each, "labels": each} for each in torch.randint(3, 512, (steps * 16, 64))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """What is measured of one framework.
@@ -160,7 +156,7 @@ class Framework:
         hows: With what of holdfast it is tried.
         live: Carries out a life, in a process of its own, and returns all weights.
         newest: Returns the file with the weights of the newest checkpoint.
-        timed: Trains so many steps in a folder and returns the CPU seconds of each.
+        timed: Trains so many steps in a folder and returns the CPU time at the end of each.
     """
 
     name: str

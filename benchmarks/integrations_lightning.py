@@ -6,26 +6,14 @@ import importlib.metadata
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import holdfast
-from benchmarks.integrations_job import (
-    BATCH,
-    EVERY,
-    WARM_STEPS,
-    Decoder,
-    Framework,
-    How,
-    Life,
-    die_in,
-    ended,
-    step_was_made,
-)
+from benchmarks import integrations_job as job
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the imports of Lightning itself
@@ -57,11 +45,11 @@ class _Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=0.0)
 
 
-class _Striking(Callback):
-    """Brings the fault."""
+class _OnStep(Callback):
+    """Calls a function after each step."""
 
-    def __init__(self, life: Life) -> None:
-        self.life = life
+    def __init__(self, call: Callable[[int], None]) -> None:
+        self._call = call
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         if trainer.global_step == 0:
@@ -69,92 +57,61 @@ class _Striking(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            step_was_made(self.life, trainer.global_step)
+            self._call(trainer.global_step)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
     return sorted((folder / "saved").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def live(life: Life) -> list[float]:
+def live(life: job.Life) -> list[float]:
     """Train, from the newest checkpoint if there is one."""
-    saves = ModelCheckpoint(
-        dirpath=life.folder / "saved", every_n_train_steps=EVERY, save_top_k=-1, filename="{step}"
-    )
-    settings: dict[str, Any] = {"callbacks": [_Striking(life), saves]}
-    loader: Any = torch.utils.data.DataLoader(life.data(), batch_size=BATCH)
+    saves = ModelCheckpoint(life.folder / "saved", "{step}", every_n_train_steps=job.EVERY, save_top_k=-1)
+    settings: dict[str, Any] = {"callbacks": [_OnStep(lambda step: job.step_was_made(life, step)), saves]}
+    loader: Any = torch.utils.data.DataLoader(life.data(), batch_size=job.BATCH)
     if life.how == "callback":
         settings["callbacks"].append(HoldfastCallback())
     if life.how == "full":
         settings["strategy"] = HoldfastStrategy({"recompute": False})
-        loader = holdfast.DataLoader(life.data(), batch_size=BATCH)
+        loader = holdfast.DataLoader(life.data(), batch_size=job.BATCH)
     if life.fault == "killed while saving" and life.first:
-        die_in(torch, "save", 2)
-    module = _Module(Decoder(life), 0.01)
-    trainer = pl.Trainer(
-        max_steps=life.steps,
-        accumulate_grad_batches=life.accumulate,
-        default_root_dir=life.folder,
-        **settings,
-        **_QUIET,
-    )
+        job.die_in(torch, "save", 2)
+    module = _Module(job.Decoder(life), 0.01)
+    settings |= {"accumulate_grad_batches": life.accumulate, "default_root_dir": life.folder}
+    trainer = pl.Trainer(max_steps=life.steps, **settings, **_QUIET)
     found = _checkpoints(life.folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, loader, ckpt_path=str(found[-1]) if found else None)
     if trainer.global_step < life.steps:
         raise SystemExit("stopped")
-    return ended(module.model)
+    return job.ended(module.model)
 
 
-def newest(folder: Path, _: How) -> Path:
+def newest(folder: Path, _: job.How) -> Path:
     """Return the newest checkpoint, which holds the weights."""
     return _checkpoints(folder)[-1]
 
 
-class _Clock(Callback):
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self.seconds.append(time.process_time())
-
-
-def timed(how: How, folder: Path, steps: int) -> list[float]:
-    """Return the CPU seconds of each step of a decoder of 0.6 million weights, saves among them."""
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=512, n_positions=64, n_embd=128, n_layer=3, n_head=4))
-    tokens = torch.randint(3, 512, (steps * 16, 64))
-    clock = _Clock()
+def timed(how: job.How, folder: Path, steps: int) -> list[float]:
+    """Return the CPU time after each step, saves among them."""
+    model, data = job.timed_job(steps)
+    seconds: list[float] = []
+    clock = _OnStep(lambda _: seconds.append(time.process_time()))
     saves = ModelCheckpoint(dirpath=folder / "saved", every_n_train_steps=steps)
     settings: dict[str, Any] = {"callbacks": [clock, saves]}
     if how == "callback":
         settings["callbacks"].append(HoldfastCallback())
     if how == "full":
         settings["strategy"] = HoldfastStrategy()
-    trainer = pl.Trainer(
-        max_steps=steps,
-        accumulate_grad_batches=2,
-        gradient_clip_val=1.0,
-        default_root_dir=folder,
-        **settings,
-        **_QUIET,
-    )
-    data = [{"input_ids": each, "labels": each} for each in tokens]
+    settings |= {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "default_root_dir": folder}
+    trainer = pl.Trainer(max_steps=steps, **settings, **_QUIET)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(_Module(model, 5e-5), torch.utils.data.DataLoader(data, batch_size=8))
-    return [
-        after - before
-        for before, after in zip(clock.seconds[WARM_STEPS:], clock.seconds[WARM_STEPS + 1 :], strict=False)
-    ]
+    return seconds
 
 
-FRAMEWORK = Framework(
-    name=f"lightning {importlib.metadata.version('lightning')}",
-    hows=("alone", "callback", "full"),
-    live=live,
-    newest=newest,
-    timed=timed,
-)
+_VERSION = importlib.metadata.version("lightning")
+_HOWS: tuple[job.How, ...] = ("alone", "callback", "full")
+FRAMEWORK = job.Framework(name=f"lightning {_VERSION}", hows=_HOWS, live=live, newest=newest, timed=timed)
