@@ -51,15 +51,7 @@ fork_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mechanism:
-    """A way to stand still.
-
-    Args:
-        act: Does not return.
-        kind: What a watchdog must call it.
-        frame: Function that it must blame, if that is not `act` itself.
-        prepare: Called in the training process before workers are started.
-        places: Where it can be planted.
-    """
+    """A way to stand still."""
 
     act: Callable[[Path], Any]
     kind: str
@@ -533,13 +525,7 @@ def evaluate(model: Model, strike: Callable[[], Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfRanks:
-    """What rank 1 of 2 does while rank 0 waits for it.
-
-    Args:
-        act: What it does instead of its share of a collective.
-        kind: What a watchdog must call it.
-        frame: Function to blame.
-    """
+    """What rank 1 of 2 does while rank 0 waits for it."""
 
     act: Callable[[Path], Any]
     kind: str

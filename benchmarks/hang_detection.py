@@ -44,31 +44,18 @@ _BLIND = 4  # every so many are run again without py-spy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What came of one case.
-
-    Args:
-        case: Its name.
-        found: Whether a hang was told at all.
-        late_seconds: Between limit and notice, by the watchdog's clock.
-        since_strike_seconds: From the moment of the hang to the notice, less the limit; None: it has no such moment.
-        examined_seconds: Between notice and verdict.
-        kind_right: Whether the kind is that which was planted.
-        phase_right: Likewise, the phase.
-        frame_right: Likewise, function and line.
-        remedy: What is to be done.
-        told: What was told.
-    """
+    """What came of one case."""
 
     case: str
-    found: bool
-    late_seconds: float = 0.0
-    since_strike_seconds: float | None = None
-    examined_seconds: float = 0.0
+    found: bool  # whether a hang was reported at all
+    late_seconds: float = 0.0  # between limit and notice, by the watchdog's clock
+    since_strike_seconds: float | None = None  # from the hang to the notice, less the limit; None: no such moment
+    examined_seconds: float = 0.0  # between notice and verdict
     kind_right: bool = False
     phase_right: bool = False
     frame_right: bool = False
     remedy: str = ""
-    told: str = ""
+    words: str = ""
 
     @property
     def right(self) -> bool:
@@ -111,25 +98,20 @@ def running(case: str, folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def watch(case: str, folder: Path, py_spy: str | None) -> tuple[list[Hang], list[tuple[float, str, dict[str, Any]]]]:
-    """Run a case under the watchdog, and return the first hang that it told, with all events."""
+    """Run a case under the watchdog, and return the first hang that it reported, with all events."""
     (folder / "run").mkdir()
     stop, hangs = threading.Event(), []
     events: list[tuple[float, str, dict[str, Any]]] = []
 
-    def tell(kind: str, /, **facts: Any) -> None:
+    def emit(kind: str, /, **facts: Any) -> None:
         events.append((time.monotonic(), kind, facts))
 
     def on_hang(hang: Hang) -> None:
         hangs.append(hang)
         stop.set()
 
-    watchdog = Watchdog(
-        folder / "run",
-        limits=limits_of(case),
-        tell=tell,
-        on_hang=on_hang,
-        stacks=Stacks(folder / "run", pause=stop.wait, py_spy=py_spy),
-    )
+    stacks = Stacks(folder / "run", pause=stop.wait, py_spy=py_spy)
+    watchdog = Watchdog(folder / "run", limits=limits_of(case), emit=emit, on_hang=on_hang, stacks=stacks)
     with running(case, folder):
         thread = threading.Thread(target=watchdog.run, args=(stop,))
         thread.start()
@@ -154,36 +136,28 @@ def row_of(case: str, py_spy: str | None = None) -> Row:
         hangs, events = watch(case, Path(folder), py_spy)
         if not hangs:
             errors = (Path(folder) / "stderr.txt").read_text(errors="replace")[-300:]
-            return Row(case=case, found=False, told=f"{[kind for _, kind, _ in events]} {errors}")
+            return Row(case=case, found=False, words=f"{[kind for _, kind, _ in events]} {errors}")
         struck = [float(path.read_text()) for path in Path(folder).glob("struck-*")]
     hang = hangs[0]
     kind, phase, function = expected(case)
     noticed = [(at, facts) for at, name, facts in events if name == "hang_suspected"][-1]
-    file_line, _, told_function = hang.frame.rpartition(" in ")
+    file_line, _, blamed_function = hang.frame.rpartition(" in ")
     file, _, line = file_line.rpartition(":")
     lines = marked_lines().get(function)
     right_place = (
-        told_function.split(".<locals>")[0] == function
+        blamed_function.split(".<locals>")[0] == function
         and file.endswith("hang_cases.py")
         and (lines is None or int(line) in lines)
     )
-    told_at = next(at for at, name, _ in events if name == "hang")
+    reported_at = next(at for at, name, _ in events if name == "hang")
+    has_moment = struck and not case.endswith(("/start", "/ending"))
     return Row(
-        case=case,
-        found=True,
-        late_seconds=noticed[1]["seconds"] - noticed[1]["limit"],
-        since_strike_seconds=(
-            noticed[0] - min(struck) - noticed[1]["limit"]
-            if struck and not case.endswith(("/start", "/ending"))
-            else None
-        ),
-        examined_seconds=told_at - noticed[0],
-        kind_right=hang.kind == kind,
-        phase_right=phase in (None, hang.phase),
-        frame_right=right_place,
-        remedy=hang.remedy,
-        told=f"{hang.kind}, {hang.phase}, {hang.frame.rpartition('/')[2]}, odd {hang.odd_one_out}, {hang.sentence}",
-    )
+        case=case, found=True, late_seconds=noticed[1]["seconds"] - noticed[1]["limit"],
+        since_strike_seconds=noticed[0] - min(struck) - noticed[1]["limit"] if has_moment else None,
+        examined_seconds=reported_at - noticed[0], kind_right=hang.kind == kind,
+        phase_right=phase in (None, hang.phase), frame_right=right_place, remedy=hang.remedy,
+        words=f"{hang.kind}, {hang.phase}, {hang.frame.rpartition('/')[2]}, odd {hang.odd_one_out}, {hang.sentence}",
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -205,7 +179,7 @@ def main() -> None:
     rows = []
     for case in cases:
         rows.append(row_of(case))
-        print(f"  {'right' if rows[-1].right else 'WRONG'} {case}: {rows[-1].told}", flush=True)
+        print(f"  {'right' if rows[-1].right else 'WRONG'} {case}: {rows[-1].words}", flush=True)
     add(result, rows)
     blind = [row_of(case, py_spy="") for case in cases[::_BLIND]]
     for what, count in (

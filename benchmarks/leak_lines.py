@@ -2,7 +2,7 @@
 
 Each script trains in a process of its own, observed as `holdfast run` observes. After a few steps a trace is
 requested, as the supervisor does when memory grows; that it grows is not waited for. Right is only the marked line.
-All are loops of one file, without workers, and the trace was mended against each of them.
+All are loops of one file, without workers, and the trace was adjusted to each of them.
 """
 
 from __future__ import annotations
@@ -34,23 +34,14 @@ _QUICK = 10  # every so many cases
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What came of one case.
-
-    Args:
-        case: Its name.
-        line_right: Whether the largest leak that was told is kept by the marked line.
-        kind_right: Whether it is of the kind that was planted.
-        others: Further leaks that were told, none of which was planted.
-        trace_seconds: Time in the looks.
-        told: What was told.
-    """
+    """What came of one case."""
 
     case: str
-    line_right: bool
+    line_right: bool  # whether the largest leak is kept by the marked line
     kind_right: bool
-    others: int
-    trace_seconds: float
-    told: str
+    others: int  # further leaks, none of which was planted
+    trace_seconds: float  # in the looks
+    words: str
 
 
 @contextmanager
@@ -100,7 +91,7 @@ def row_of(case: str) -> Row:
         if not leaks:
             return Row(
                 case=case, line_right=False, kind_right=False, others=0, trace_seconds=_seconds(events),
-                told=f"nothing {[event.kind for event in events]} {errors} {failed}",
+                words=f"nothing {[event.kind for event in events]} {errors} {failed}",
             )  # fmt: skip
         *others, leak = leaks
         places = [f"{script}:{number} " for number in lines]
@@ -110,9 +101,9 @@ def row_of(case: str) -> Row:
             kind_right=leak["form"] == {**CASES, **HELD_OUT}[case].kind,
             others=sum(not other["retained_at"].startswith(tuple(places)) for other in others),
             trace_seconds=_seconds(events),
-            told=" | ".join(
+            words=" | ".join(
                 f"{each['form']}: {each['what']}, {each['bytes_per_step']} B, by {each['held_by']}, at "
-                f"{each['retained_at'].removeprefix(folder)}, made at {each['allocated_at'].removeprefix(folder)}"
+                f"{each['retained_at'].removeprefix(folder)}"
                 for each in reversed(leaks)
             ),
         )
@@ -129,12 +120,12 @@ def main() -> None:
     cases = list(every)[:: _QUICK if options.quick else 1]
     result = Result(options=options, parameters={"cases": len(cases), "steps_before": _STEPS_BEFORE})
     result.notes.append(
-        "held out: written when the trace was done; 7 of 11 were right at first, and the others were mended then"
+        "held out: written when the trace was done; those that were wrong at first were fixed then"
     )
     rows = []
     for case in cases:
         rows.append(row_of(case))
-        print(f"  {'right' if rows[-1].line_right else 'WRONG'} {case}: {rows[-1].told}", flush=True)
+        print(f"  {'right' if rows[-1].line_right else 'WRONG'} {case}: {rows[-1].words}", flush=True)
     for what, group in (("all", every), ("of these: cases held out until they were mended", HELD_OUT)):
         of_group = [row for row in rows if row.case in group]
         right = sum(row.line_right for row in of_group)

@@ -51,21 +51,12 @@ _MARK = b"SUPERVISED_BY_HOLDFAST="
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of one kill.
-
-    Args:
-        victim: Who was killed.
-        left: Processes that lived a second later.
-        made: Steps that the script had made.
-        lost: Of these, those that the ring of samples lacks.
-        cause: Of the verdict.
-        family: Of the verdict.
-    """
+    """What came of one kill."""
 
     victim: str
-    left: int
-    made: int
-    lost: int
+    left: int  # processes that lived a second later
+    made: int  # steps that the script had made
+    lost: int  # of these, those that the ring of samples lacks
     cause: str
     family: str
 
@@ -160,14 +151,8 @@ def _look_at(run: Path, victim: str, left: int, *, made: int) -> Outcome:
         cause, family = verdict["cause"], verdict["family"]
     except (ValueError, KeyError, TypeError):
         cause = family = f"no verdict, exit code {explained.returncode}"
-    return Outcome(
-        victim=victim,
-        left=left,
-        made=made,
-        lost=len(set(range(1, made + 1)) - set(recorded)),
-        cause=cause,
-        family=family,
-    )
+    lost = len(set(range(1, made + 1)) - set(recorded))
+    return Outcome(victim=victim, left=left, made=made, lost=lost, cause=cause, family=family)
 
 
 def main(options: Options) -> None:

@@ -19,15 +19,15 @@ _EACH = [
 
 
 def _check(row: Row) -> None:
-    assert row.found, row.told
-    assert row.kind_right, row.told
-    assert row.frame_right, row.told
-    assert row.phase_right, row.told
+    assert row.found, row.words
+    assert row.kind_right, row.words
+    assert row.frame_right, row.words
+    assert row.phase_right, row.words
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*_NOW, *_EACH, *(name for name in RANKS if name not in _NOW)])
-def test_a_hang_is_told_with_its_kind_phase_and_line(case: str) -> None:
+def test_a_hang_is_reported_with_its_kind_phase_and_line(case: str) -> None:
     """Whatever it waits for and wherever: in the dataset, a worker, the model, a callback, another rank."""
     _check(row_of(case))
 

@@ -19,11 +19,7 @@ _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def find_launcher_name(argv: Sequence[str]) -> str | None:
-    """Return the launcher that a command line runs, such as ``"torchrun"`` or ``"torch.distributed.run"``, or None.
-
-    Args:
-        argv: The words, with the program's own first.
-    """
+    """Return the launcher that a command line (with the program's own word first) runs, or None."""
     if not argv:
         return None
     if _PYTHON.match(_base(argv[0])):

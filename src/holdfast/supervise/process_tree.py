@@ -69,9 +69,6 @@ class Tree:
     What the supervisor runs for itself, such as py-spy or the sentinel, stays in its own session; the command never
     does. What was there before is spared: a script may start a daemon and then execute us in its place. Process 1 of
     a container inherits the orphans of strangers too, so there a child counts only if it carries the mark.
-
-    Args:
-        mark: In the environment of the command.
     """
 
     def __init__(self, mark: str) -> None:
@@ -107,12 +104,7 @@ class Tree:
 
 
 def marked_processes(mark: str, sessions: Iterable[int]) -> set[int]:
-    """Return the live processes that carry the mark, those of the sessions, and the descendants of both.
-
-    Args:
-        mark: One of the marks in `MARK_VARIABLE`, which are separated by commas.
-        sessions: Numbers of sessions.
-    """
+    """Return the live processes that carry the mark, those of the sessions, and the descendants of both."""
     table, wanted = read_table(), set(sessions)
     tops = [each.pid for each in table.values() if each.session in wanted or _carries(each.pid, mark)]
     found = {*tops, *descendants(table, tops)}

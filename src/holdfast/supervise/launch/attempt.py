@@ -55,32 +55,18 @@ class End:
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """Serve one command until nothing of it is left.
+    """Serve one command until nothing of it is left."""
 
-    Args:
-        number: From 0.
-        run: The run directory.
-        child: The command; it leads a session of its own.
-        tree: Its processes.
-        streams: Its streams.
-        copier: Moves what it prints.
-        signals: Entered already.
-        sentinel: Revived when somebody kills it.
-        launcher: If the command starts ranks.
-        grace_seconds: Between asking it to end and SIGKILL.
-        emit: Records an event.
-    """
-
-    number: int
+    number: int  # from 0
     run: Path
-    child: subprocess.Popen[bytes]
+    child: subprocess.Popen[bytes]  # it leads a session of its own
     tree: Tree
     streams: Streams
     copier: Copier
-    signals: Signals
+    signals: Signals  # entered already
     sentinel: Sentinel
     launcher: Launcher | None
-    grace_seconds: float
+    grace_seconds: float  # between asking it to end and SIGKILL
     emit: Callable[..., None]
     _hangs: SimpleQueue[Hang] = field(default_factory=SimpleQueue, init=False)
     _lines: SimpleQueue[str] = field(default_factory=SimpleQueue, init=False)

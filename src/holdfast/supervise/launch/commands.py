@@ -30,15 +30,10 @@ class CommandError(PolicyError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """A program that starts the ranks, and starts them again by itself.
+    """A program that starts the ranks, and starts them again by itself."""
 
-    Args:
-        name: Such as ``"torchrun"``.
-        restarts: How often it restarts its workers.
-    """
-
-    name: str
-    restarts: int
+    name: str  # such as "torchrun"
+    restarts: int  # how often it restarts its workers
 
 
 def find_program(command: Sequence[str]) -> str:
@@ -87,15 +82,7 @@ def find_launcher(command: Sequence[str]) -> Launcher | None:
 def make_environment(
     environment: Mapping[str, str], run: Path, attempt: int, mark: str, *, observe: bool
 ) -> dict[str, str]:
-    """Return the environment of the command.
-
-    Args:
-        environment: Ours, with what a verdict has changed.
-        run: The run directory.
-        attempt: Its number.
-        mark: By which the sentinel finds every process; marks of supervisors above us are kept.
-        observe: Whether Python processes record themselves.
-    """
+    """Return the environment of the command."""
     found = dict(environment)
     if observe:
         from holdfast.supervise.observe.environment import observing
@@ -133,12 +120,7 @@ def _may_read_stdin() -> bool:
 
 
 class Sentinel:
-    """The process that ends the command's processes if this one is killed.
-
-    Args:
-        mark: In the environment of the command, see `process_tree.marked_processes`.
-        note: File in which it says that it had to.
-    """
+    """The process that ends the command's processes if this one is killed."""
 
     def __init__(self, mark: str, note: Path) -> None:
         self._mark, self._note = mark, note

@@ -203,12 +203,7 @@ class Sink:
 
 
 class Copier:
-    """Move what the command prints to the log and to our streams.
-
-    Args:
-        log: The file.
-        quiet: Nothing of ours is said.
-    """
+    """Move what the command prints to the log and to our streams."""
 
     def __init__(self, log: OutputLog, *, quiet: bool = False) -> None:
         self._log = log
@@ -218,11 +213,7 @@ class Copier:
         self._sinks: dict[int, Sink] = {}
 
     def take(self, sources: Sequence[tuple[int, int]]) -> None:
-        """Read from these from now on; they are closed when they end.
-
-        Args:
-            sources: Pairs of a descriptor to read from and one of our own streams.
-        """
+        """Read from these from now on; they are closed when they end."""
         for source, target in sources:
             os.set_blocking(source, False)
             self._sources[source] = self._sinks.setdefault(target, Sink(target))
@@ -318,11 +309,7 @@ def _poll(wishes: Polled, seconds: float, wanted: int = -1) -> Polled:
 
 
 class Streams:
-    """The two output streams of a command: its ends for the command, ours to read from.
-
-    Args:
-        ours: Our own stdout and stderr.
-    """
+    """The two output streams of a command: its ends for the command, ours to read from."""
 
     def __init__(self, ours: tuple[int, int] = (1, 2)) -> None:
         self.theirs: list[int] = []

@@ -62,26 +62,19 @@ def _limits(limits: HangLimits) -> dict[str, str]:
     found = {}
     for phase in Phase:
         seconds = limits.floor(phase)
-        learned = "" if limits.limit(phase, 1e9) == seconds else f", or {limits.factor:g} x its longest"
+        learned = "" if limits.limit(phase, 1e9) == seconds else f", or {limits.factor:g} x its longest lately"
         found[name_of(phase)] = "no limit" if math.isinf(seconds) else f"{seconds:g} s{learned}"
-    least, moving = limits.floor_seconds, limits.moving_seconds
-    found["floor"] = f"{30 if least is None else least:g} s for each phase of a step"
-    found["factor"] = f"{limits.factor:g} x the longest that a phase took lately"
-    left_alone = "for ever" if math.isinf(moving) else f"{moving:g} s"
+    left_alone = "for ever" if math.isinf(limits.moving_seconds) else f"{limits.moving_seconds:g} s"
     found["moving"] = f"{left_alone}, for which a process that still computes is left alone"
     return found
 
 
-def _restarts(plan: Plan) -> dict[str, str]:
+def _restarts(plan: Plan) -> str:
     budgets, launcher = plan.budgets, find_launcher(plan.command)
     if launcher is not None and launcher.restarts:
-        workers = f"left to {launcher.name}, which restarts them {launcher.restarts} times"
-        return {"workers": workers, "command": "none"}
-    return {
-        "a cause that may pass": f"at most {budgets.max_restarts}, after {budgets.first_delay_seconds:g} s, doubled "
-        f"each time up to {budgets.most_delay_seconds:g} s",
-        "out of memory": "counted with these, at once, only if something can be changed",
-        "stopped from outside": f"at most {budgets.max_preemptions}",
-        "a user's error": "none",
-        "the same cause again": f"none at the same step, or with less than {budgets.least_steps} steps between",
-    }
+        return f"left to {launcher.name}, which restarts its workers {launcher.restarts} times"
+    return (
+        f"at most {budgets.max_restarts}, after {budgets.first_delay_seconds:g} s, doubled each time up to "
+        f"{budgets.most_delay_seconds:g} s; {budgets.max_preemptions} more if stopped from outside; none after a "
+        f"user's error, or the same cause at the same step or within {budgets.least_steps} steps"
+    )

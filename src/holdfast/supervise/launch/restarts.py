@@ -79,14 +79,7 @@ class Stop:
 def decide_restart(
     verdict: Verdict, history: Sequence[Past], budgets: Budgets, environment: Mapping[str, str]
 ) -> Again | Stop:
-    """Return what to do after an attempt.
-
-    Args:
-        verdict: On the attempt.
-        history: All attempts of this supervisor, the newest last; at least one.
-        budgets: How often and how fast.
-        environment: Of the attempt.
-    """
+    """Return what to do after an attempt."""
     if verdict.family == "ended well":
         return Stop(why="the command ended well")
     if verdict.restart == "stop":

@@ -114,11 +114,6 @@ class RunFolder:
     def describe(self, command: Sequence[str], started: float, limits: Mapping[str, float] | None = None) -> None:
         """Write what is known before the start.
 
-        Args:
-            command: Its words.
-            started: Unix time.
-            limits: How long each phase may stand still at least, in seconds; infinite ones are left out.
-
         Raises:
             RunDirectoryError: H722.
         """

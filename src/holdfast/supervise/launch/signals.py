@@ -26,9 +26,6 @@ class Signals:
     """Pass signals on while the context lasts; what came is read with `take`.
 
     A signal that is ignored when we start stays so, for the command too: that is what ``nohup`` asks for.
-
-    Args:
-        tree: The processes of the command.
     """
 
     def __init__(self, tree: Tree) -> None:

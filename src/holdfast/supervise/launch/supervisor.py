@@ -38,31 +38,18 @@ _ENDING = ASKING_TO_END | {signal.SIGHUP}  # between attempts nobody handles the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How it all ended.
+    """How it all ended."""
 
-    Args:
-        status: Exit code of the command, as a shell says it: 128 + the number of a signal.
-        attempts: How often it was started.
-        seconds: From the first start to the end.
-        why: Why it is not started again, as a sentence without a full stop.
-        verdict: On the last attempt.
-        run: The run directory.
-    """
-
-    status: int
-    attempts: int
-    seconds: float
-    why: str
+    status: int  # exit code of the command, as a shell says it: 128 + the number of a signal
+    attempts: int  # how often it was started
+    seconds: float  # from the first start to the end
+    why: str  # it is not started again, as a sentence without a full stop
     verdict: Verdict
     run: Path
 
 
 class Supervisor:
     """Run a command to its end, from the main thread of this process.
-
-    Args:
-        plan: What to run, and how.
-        quiet: Print nothing but what the command prints.
 
     Raises:
         RunDirectoryError: H722 to H724, before anything is started.

@@ -24,13 +24,7 @@ _OURS = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - as it stands in a f
 
 
 class Endings:
-    """Watch for the end of this process.
-
-    Args:
-        emit: Records an event.
-        leaves: Called with how the process leaves, its status, and what ``sys.exit`` was asked to print.
-        watch: Knows when `threading` and `multiprocessing` are imported.
-    """
+    """Watch for the end of this process."""
 
     def __init__(
         self, emit: Callable[..., None], leaves: Callable[[str, int | None, str], None], watch: ImportWatch

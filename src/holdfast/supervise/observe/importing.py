@@ -16,11 +16,7 @@ Act = Callable[[ModuleType], None]
 
 
 class ImportWatch:
-    """Acts when modules have been imported.
-
-    Args:
-        failed: Gets what an act raises: an import never fails because of us.
-    """
+    """Acts when modules have been imported."""
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed

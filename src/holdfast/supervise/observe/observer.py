@@ -48,9 +48,6 @@ _observer: Observer | None = None
 def start(run: str) -> None:
     """Observe this process from now on, if the run directory is there; once. Called by ``injected/sitecustomize.py``.
 
-    Args:
-        run: The run directory, as an absolute path.
-
     Raises:
         OSError: if it cannot be written.
     """
@@ -62,10 +59,6 @@ def start(run: str) -> None:
 
 class Observer:
     """Observes this process, and those that are forked from it.
-
-    Args:
-        run: The run directory.
-        attempt: Of the supervisor.
 
     Raises:
         OSError: if the folder of this process cannot be made or written.

@@ -19,11 +19,7 @@ from holdfast.recorder.run_files import FAULTHANDLER_FILE
 
 
 class Stacks:
-    """Write stacks into a file of this process.
-
-    Args:
-        taken: Called when the script handles the signal itself.
-    """
+    """Write stacks into a file of this process."""
 
     def __init__(self, taken: Callable[[], None]) -> None:
         self._taken = taken

@@ -44,13 +44,7 @@ def _noted(method: Callable[[Steps, *P], None]) -> Callable[[Steps, *P], None]:
 
 
 class Steps:
-    """Counts the steps of this process and shows its phases.
-
-    Args:
-        observer: Of this process.
-        torch: The module.
-        finds_optimizer: Whether any optimizer was made so far.
-    """
+    """Counts the steps of this process and shows its phases."""
 
     def __init__(self, observer: Observer, torch: ModuleType, finds_optimizer: Callable[[], bool]) -> None:
         self.observer = observer

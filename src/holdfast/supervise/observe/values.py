@@ -24,13 +24,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class OnItsWay:
-    """A value that a GPU has been asked for.
-
-    Args:
-        slot: Pinned memory of one element.
-        event: Of the script's stream, after the copy.
-        reader: Reads an element at an address.
-    """
+    """A value that a GPU has been asked for."""
 
     def __init__(self, slot: Any, event: Any, reader: Callable[[int], float]) -> None:
         self.slot, self.event, self._reader = slot, event, reader
@@ -62,11 +56,7 @@ class ValueReader:
         self._given_up: list[Any] = []
 
     def begin(self, under_way: list[Any]) -> None:
-        """Begin anew in a forked process, which cannot use the GPU of its parent, not even to free what is its.
-
-        Args:
-            under_way: What else belongs to that GPU.
-        """
+        """Begin anew in a forked process, which cannot use the GPU of its parent, not even to free what is its."""
         self._given_up += [self._free, *under_way]
         self._free = {}
 

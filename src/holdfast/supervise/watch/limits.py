@@ -142,9 +142,6 @@ class LearnedLimits:
 
     A window closes after an hour in which a phase ended at least 256 times: what comes seldom is never forgotten, and
     what comes with each step is forgotten after one to two hours.
-
-    Args:
-        limits: What was asked for.
     """
 
     def __init__(self, limits: HangLimits) -> None:

@@ -84,13 +84,7 @@ class Taken:
 
 
 class Stacks:
-    """Take stacks and number the dumps.
-
-    Args:
-        run: The run's directory; dumps go into its folder of stacks.
-        pause: Waits for some seconds; returns early when the supervisor ends.
-        py_spy: Path of the program, empty for none; None to look for it.
-    """
+    """Take stacks and number the dumps."""
 
     def __init__(self, run: Path, *, pause: Callable[[float], Any] = time.sleep, py_spy: str | None = None) -> None:
         self._folder = run / STACKS_FOLDER
@@ -284,12 +278,7 @@ def _joined(pid: int, threads: Sequence[ThreadLook], view: KernelView) -> tuple[
 
 
 def ask_for_stacks(pid: int, file: Path) -> tuple[ThreadLook, ...] | None:
-    """Let an observed process write its own stacks; None if it has no handler for that, or does not answer.
-
-    Args:
-        pid: The process.
-        file: Where its faulthandler writes to.
-    """
+    """Let an observed process write its own stacks; None if it has no handler for that, or does not answer."""
     try:
         before = file.stat().st_size
         if not file.is_file() or not catches_sigusr1(pid):  # who replaces it by a pipe gets no reader

@@ -41,16 +41,7 @@ class _State:
 
 
 class Trends:
-    """Follow the memory of the trainers of a run.
-
-    Args:
-        run: The run directory.
-        emit: Records an event.
-        clock: Seconds; unused samples are not read again before they grow.
-        available_bytes: Asked for what the host may still take; None if unknown.
-        say: Prints a line.
-        attempt: Number of the attempt; processes of others are passed over.
-    """
+    """Follow the memory of the trainers of a run."""
 
     def __init__(
         self,

@@ -25,13 +25,7 @@ _UNKNOWN = Standing(pid=0, phase=Phase.STARTING, since_seconds=0.0, progress=0, 
 
 
 class Watched:
-    """One observed process.
-
-    Args:
-        folder: Where it records itself.
-        info: What it says of itself.
-        limits: How long is too long.
-    """
+    """One observed process."""
 
     def __init__(self, folder: Path, info: ProcessInfo, limits: HangLimits) -> None:
         self.folder, self.info = folder, info
@@ -109,13 +103,7 @@ class Watched:
 
 
 class WatchedProcesses:
-    """All observed processes of one attempt.
-
-    Args:
-        run: The run directory.
-        attempt: Its number.
-        limits: How long is too long.
-    """
+    """All observed processes of one attempt."""
 
     def __init__(self, run: Path, attempt: int, limits: HangLimits) -> None:
         self._folder, self._attempt, self._limits = run / PROCESSES_FOLDER, attempt, limits

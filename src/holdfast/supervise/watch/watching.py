@@ -30,16 +30,7 @@ def watching(
     on_hang: Callable[[Hang], None],
     say: Callable[[str], None],
 ) -> Iterator[None]:
-    """Look at one attempt while the context lasts.
-
-    Args:
-        run: The run directory.
-        attempt: Its number.
-        limits: Of hangs.
-        emit: Records an event; from any thread.
-        on_hang: Takes a hang; from any thread.
-        say: Prints a line; from any thread.
-    """
+    """Look at one attempt while the context lasts."""
     stop = threading.Event()
 
     def watch_progress() -> None:
