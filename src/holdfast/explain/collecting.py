@@ -19,9 +19,17 @@ from holdfast.explain.logs.files import opened
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.runs.curves import find_lost, lost_of_run
-from holdfast.explain.runs.guards import how_closed, of_guards
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable
-from holdfast.explain.runs.statements import already_tried, merged, of_exceptions, of_kernel, same, text_of
+from holdfast.explain.runs.statements import (
+    already_tried,
+    how_closed,
+    merged,
+    of_exceptions,
+    of_guards,
+    of_kernel,
+    same,
+    text_of,
+)
 from holdfast.recorder.progress import Standing
 from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, process_lives
 

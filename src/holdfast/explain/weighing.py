@@ -19,9 +19,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.explain.evidence import Facts, Statement
+from holdfast.explain.evidence import Facts, Statement, is_own_code
 from holdfast.explain.matching import match_all
-from holdfast.explain.places import is_own_code
 from holdfast.explain.rules import all_rules
 from holdfast.explain.signature import Family, Signature
 from holdfast.explain.signatures import all_signatures, endings

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from holdfast.core.events import Event
 from holdfast.explain import remarks
-from holdfast.explain.evidence import Facts, Frame, Statement
+from holdfast.explain.evidence import Facts, Frame, Statement, is_own_code, library_file, own_frame
 from holdfast.explain.logs.text import quoted
-from holdfast.explain.places import is_own_code, library_file, own_frame
 from holdfast.explain.rules import all_rules
 from holdfast.explain.runtime_causes import End
 from holdfast.explain.signature import Signature

@@ -18,8 +18,6 @@ import torch
 from holdfast.core.events import Event
 from holdfast.explain.evidence import Ending, Facts
 from holdfast.explain.judging import judge
-from holdfast.explain.signatures import all_signatures
-from holdfast.explain.signatures.leaks import BY_KIND
 from holdfast.supervise.observe import retention_census
 from holdfast.supervise.observe.retention import Retention
 from holdfast.supervise.observe.retention_lines import Name, Sources
@@ -362,14 +360,6 @@ def test_a_value_that_is_replaced_is_told_by_what_it_builds_on(tmp_path: Path) -
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------------
-
-
-def test_every_form_has_signatures_for_host_and_device() -> None:
-    """Each form of a leak is known twice, and the ids are those of the registry."""
-    for on_host, on_device in BY_KIND.values():
-        assert int(on_device.id[1:]) == int(on_host.id[1:]) + 20
-        assert (on_host.family, on_device.family) == ("host out of memory", "out of memory")
-        assert all_signatures()[on_host.id] is on_host
 
 
 def test_a_leak_is_the_cause_only_where_memory_ran_out() -> None:

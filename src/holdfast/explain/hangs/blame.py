@@ -128,7 +128,7 @@ def diagnose_hang(processes: Sequence[Examined], suspect: int, *, gone_ranks: Se
             blamed, how, in_worker = worker, how_it_stands(worker, group=1), True
         elif any(is_idle_worker(each) for each in processes if each.ppid == blamed.pid):
             frame = user_frame(blamed.last.main.frames)
-            how = How(kind="loader", confidence=0.7, frame=frame, doing="waits for a batch, and no worker makes one,")
+            how = How("loader", 0.7, frame, "waits for a batch, and no worker makes one,")
     how = _with_children(how, processes, blamed)
     return Diagnosis(
         kind=how.kind,
@@ -218,9 +218,7 @@ def _with_children(how: How, processes: Sequence[Examined], blamed: Examined) ->
         todo += families.get(child.pid, ())
     if share < _WORKING_SHARE:
         return how
-    return How(
-        kind="merely slow", confidence=0.6, frame=how.frame, doing="waits for a process that works", moving=True
-    )
+    return How("merely slow", 0.6, how.frame, "waits for a process that works", moving=True)
 
 
 def describe_frame(frame: Frame | None) -> str:
