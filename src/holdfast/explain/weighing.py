@@ -39,23 +39,14 @@ _CERTAIN = (0.97, 0.93, 0.80, 0.70, 0.40)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One possible cause.
+    """One possible cause."""
 
-    Args:
-        signature: What is known about it.
-        statement: What it was seen in.
-        tier: See the module.
-        confidence: Before it is compared with others and with how the process ended.
-        chain: All exceptions of its chain, the root first.
-        also: Other signatures that fit the same statements, the best first.
-    """
-
-    signature: Signature
-    statement: Statement
-    tier: int
-    confidence: float
-    chain: tuple[Statement, ...] = ()
-    also: tuple[Signature, ...] = ()
+    signature: Signature  # what is known about it
+    statement: Statement  # what it was seen in
+    tier: int  # see the module
+    confidence: float  # before it is compared with others and with how the process ended
+    chain: tuple[Statement, ...] = ()  # all exceptions of its chain, the root first
+    also: tuple[Signature, ...] = ()  # other signatures that fit the same statements, the best first
 
     @property
     def generic(self) -> bool:

@@ -67,21 +67,13 @@ _FETCH = re.compile(
 
 
 class How(NamedTuple):
-    """How a process stands still.
+    """How a process stands still."""
 
-    Args:
-        kind: See `HangKind`.
-        confidence: Between 0 and 1.
-        frame: To blame, or None.
-        doing: The rest of a sentence that begins with the process.
-        moving: Whether it uses a processor or moves bytes, so that it may come to an end.
-    """
-
-    kind: HangKind
-    confidence: float
-    frame: Frame | None
-    doing: str
-    moving: bool = False
+    kind: HangKind  # see `HangKind`
+    confidence: float  # between 0 and 1
+    frame: Frame | None  # to blame, or None
+    doing: str  # the rest of a sentence that begins with the process
+    moving: bool = False  # whether it uses a processor or moves bytes, so that it may come to an end
 
 
 def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:

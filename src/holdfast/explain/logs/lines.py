@@ -45,23 +45,14 @@ _SHARE_LABELLED = 0.6  # of the lines that must begin like srun --label before t
 
 @dataclass(frozen=True, slots=True)
 class CleanLine:
-    """One line, or one part of it between carriage returns, without what stands before the message.
+    """One line, or one part of it between carriage returns, without what stands before the message."""
 
-    Args:
-        number: Of the line in the log.
-        text: The message.
-        shown: The same with the level and the name of the logger.
-        rank: Or None.
-        unix_seconds: Or None.
-        level: Of a logger, upper case, or None.
-    """
-
-    number: int
-    text: str
-    shown: str
+    number: int  # of the line in the log
+    text: str  # the message
+    shown: str  # the same with the level and the name of the logger
     rank: int | None = None
     unix_seconds: float | None = None
-    level: str | None = None
+    level: str | None = None  # of a logger, upper case, or None
 
 
 def clean_lines(lines: Iterable[LogLine]) -> list[CleanLine]:

@@ -49,31 +49,18 @@ _CPLUSPLUS = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogText:
-    """What a log says.
+    """What a log says."""
 
-    Args:
-        statements: In order of the lines; of a chain of exceptions the root first.
-        endings: Of ranks, as a table or a line of a launcher says.
-        ended_well: Whether its end says that the training is done.
-        total_lines: Of the whole log.
-        total_bytes: Likewise.
-        complete: Whether all of it was looked at closely.
-        losses: Line and value of each training loss that was printed.
-        norms: The same of norms of gradients.
-        cut_off: Frame with which it ends inside a traceback, or an empty text.
-        last_line: That is no progress bar, cut, or an empty text.
-    """
-
-    statements: tuple[Statement, ...]
-    endings: tuple[Ending, ...]
-    ended_well: bool
-    total_lines: int
-    total_bytes: int
-    complete: bool
-    losses: tuple[tuple[int, float], ...] = ()
-    norms: tuple[tuple[int, float], ...] = ()
-    cut_off: str = ""
-    last_line: str = ""
+    statements: tuple[Statement, ...]  # in order of the lines; of a chain of exceptions the root first
+    endings: tuple[Ending, ...]  # of ranks, as a table or a line of a launcher says
+    ended_well: bool  # whether its end says that the training is done
+    total_lines: int  # of the whole log
+    total_bytes: int  # likewise
+    complete: bool  # whether all of it was looked at closely
+    losses: tuple[tuple[int, float], ...] = ()  # line and value of each training loss that was printed
+    norms: tuple[tuple[int, float], ...] = ()  # the same of norms of gradients
+    cut_off: str = ""  # frame with which it ends inside a traceback, or an empty text
+    last_line: str = ""  # that is no progress bar, cut, or an empty text
 
 
 def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:

@@ -1,5 +1,4 @@
-"""Statements from events: what processes recorded when they raised, what the kernel wrote, what guards tried, and how
-guards ended: closed in order, left by an error, or cut off.
+"""Statements from events: what processes raised, what the kernel wrote, what guards tried, and how guards ended.
 
 A Guard's last event is ``closed``, or ``left_by_exception`` with what it writes while it closes. Does not: judge.
 """
@@ -224,15 +223,10 @@ _BEGINS = ("loop", "resumed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """How a Guard closed.
+    """How a Guard closed."""
 
-    Args:
-        how: ``"finished"``, ``"stopped"`` on request, or ``"left"``: its loop was left early, nobody knows why.
-        reason: Of a request to stop, such as ``"SIGTERM"``, or an empty text.
-    """
-
-    how: str
-    reason: str = ""
+    how: str  # ``"finished"``, ``"stopped"`` on request, or ``"left"``: its loop was left early, nobody knows why
+    reason: str = ""  # of a request to stop, such as ``"SIGTERM"``, or an empty text
 
 
 def how_closed(events: Sequence[Event]) -> Closed | None:
