@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -115,7 +115,7 @@ def _of_guard(recordings: Recordings) -> Facts:
         source=str(recordings.run),
         missing=tuple(missing),
         lost=lost_of_run([], folders, (0.0, math.inf))[0],
-        extra={"guard_closed": asdict(closed) if closed else None, "steps": newest.global_step if newest else None},
+        extra={"guard_closed": closed, "steps": newest.global_step if newest else None},
     )
 
 

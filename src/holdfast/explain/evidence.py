@@ -76,22 +76,15 @@ class Lost:
     """That a training was lost before its end: nothing good came after."""
 
     what: Literal["loss", "gradients"]  # which values say so
-    how: Literal["not finite", "exploded"]  # not finite any more, or many orders of magnitude above what it was
     since: int  # step of the first bad value; in a log its line
     always: bool = False  # whether no value before was good
-    before: float = 0.0  # level of a loss before it exploded
-    after: float = 0.0  # newest loss after that
     log: str = ""  # name of the log that says so; empty: what was recorded of the steps
 
     def sentence(self) -> str:
         """Return this as a sentence without capital and full stop."""
-        if self.how == "exploded":
-            return f"the loss rose from {self.before:.3g} to {self.after:.3g}, {self._where()}"
         subject = "the loss is" if self.what == "loss" else "the gradients are"
-        return f"{subject} not finite {'from the beginning' if self.always else self._where()}"
-
-    def _where(self) -> str:
-        return f"since line {self.since} of {self.log}" if self.log else f"since step {self.since}"
+        since = f"since line {self.since} of {self.log}" if self.log else f"since step {self.since}"
+        return f"{subject} not finite {'from the beginning' if self.always else since}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

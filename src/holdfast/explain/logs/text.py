@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from holdfast.explain.evidence import Ending, Statement
 from holdfast.explain.logs.keeping import Readable, is_relevant, keep_lines
 from holdfast.explain.logs.lines import CleanLine, clean_lines
-from holdfast.explain.logs.losses import printed_losses, printed_norms
-from holdfast.explain.logs.progress import Pulse, is_end, is_progress_bar
+from holdfast.explain.logs.progress import Pulse, is_end, is_progress_bar, printed_losses, printed_norms
 from holdfast.explain.logs.tracebacks import (
     HEADER,
     Raised,
@@ -73,6 +72,7 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
     """
     kept = keep_lines(stream, first_number=first_number)
     lines = clean_lines(kept.lines)
+    numbered = [(line.number, line.text) for line in lines]
     statements: list[Statement] = []
     endings: list[Ending] = []
     done = _ended_well(lines)
@@ -91,8 +91,8 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
         total_lines=kept.total_lines,
         total_bytes=kept.total_bytes,
         complete=kept.complete,
-        losses=printed_losses(lines),
-        norms=printed_norms(lines),
+        losses=printed_losses(numbered),
+        norms=printed_norms(numbered),
         cut_off=cut_off,
         last_line=_last_line(lines),
     )

@@ -9,7 +9,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from holdfast.core.events import Event
@@ -221,16 +221,10 @@ _OF_AN_END = frozenset(
 _BEGINS = ("loop", "resumed")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed:
-    """How a Guard closed."""
-
-    how: str  # ``"finished"``, ``"stopped"`` on request, or ``"left"``: its loop was left early, nobody knows why
-    reason: str = ""  # of a request to stop, such as ``"SIGTERM"``, or an empty text
-
-
-def how_closed(events: Sequence[Event]) -> Closed | None:
+def how_closed(events: Sequence[Event]) -> dict[str, str] | None:
     """Return how a Guard closed, or None: its newest event does not say so.
+
+    ``how`` is "finished", "stopped" on request for a ``reason`` such as "SIGTERM", or "left" by a loop that broke off.
 
     Args:
         events: By time.
@@ -240,7 +234,7 @@ def how_closed(events: Sequence[Event]) -> Closed | None:
         return None
     begun = max((index for index, event in enumerate(events) if event.kind in _BEGINS), default=0)
     stops = [event for event in events[begun:] if event.kind == "stop_requested"]
-    return Closed(how=how, reason=text_of(stops[-1].data.get("reason")) if stops and how == "stopped" else "")
+    return {"how": how, "reason": text_of(stops[-1].data.get("reason")) if stops and how == "stopped" else ""}
 
 
 def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> list[Statement]:
@@ -258,7 +252,7 @@ def of_guards(events: Sequence[Event], *, last_step: float | None = None) -> lis
     if ends:
         at, newest = ends[-1]
         went_on = at < going or events[at].unix_seconds < (last_step or 0.0)
-        ended = not went_on and (closed is None or closed.how == "left")
+        ended = not went_on and (closed is None or closed["how"] == "left")
         ends[-1] = at, [replace(each, fatal=ended) for each in newest]
     found = [each for _, statements in ends for each in statements]
     return [replace(each, position=index) for index, each in enumerate(found)]
