@@ -74,9 +74,7 @@ def main() -> None:
     options = read_options("verdicts", __doc__ or "")
     chosen = all_failures()[:: _QUICK_EVERY if options.quick else 1]
     result = Result(options=options, parameters={"failures": len(chosen), "signatures": len(all_signatures())})
-    outcomes = [
-        Outcome(failure=each, bare=_judged(each.log, None), known=_judged(each.log, each.status)) for each in chosen
-    ]
+    outcomes = [Outcome(failure=each, bare=judged(each.log), known=judged(each.log, each.status)) for each in chosen]
     _count_corpus(outcomes, result)
     _judge_failures(outcomes, result)
     _judge_splits(outcomes, result)
@@ -86,7 +84,8 @@ def main() -> None:
     result.write()
 
 
-def _judged(log: str, status: int | None) -> Verdict:
+def judged(log: str, status: int | None = None) -> Verdict:
+    """Return the verdict on a log, with the exit status if that is known."""
     return judge(collect_stream(io.BytesIO(log.encode(errors="replace")), name="run.log", status=status))
 
 
@@ -154,7 +153,7 @@ def _add_answers(result: Result, what: str, answers: Sequence[tuple[Outcome, Ver
 
 def _judge_other_wordings(result: Result) -> None:
     texts = [(each.id, text) for each in all_signatures().values() for text in each.also.values()]
-    causes = [(cause, _judged(text, 1).cause, text) for cause, text in texts]
+    causes = [(cause, judged(text, 1).cause, text) for cause, text in texts]
     for cause, found, text in causes:
         if found != cause:
             print(f"    other wording of {cause}: {found}: {text[:90]!r}")
@@ -228,7 +227,7 @@ def _judge_healthy(result: Result) -> None:
     healthy = all_healthy()
     wrong = well = 0
     for each in healthy:
-        verdict = _judged(each.log, None)
+        verdict = judged(each.log)
         well += verdict.family == "ended well"
         if verdict.family not in ("ended well", "unknown"):
             wrong += 1

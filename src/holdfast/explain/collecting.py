@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,9 +19,17 @@ from holdfast.explain.logs.files import opened
 from holdfast.explain.logs.keeping import Readable
 from holdfast.explain.logs.text import LogText, read_log
 from holdfast.explain.runs.curves import find_lost, lost_of_run
-from holdfast.explain.runs.guards import how_closed, of_guards
 from holdfast.explain.runs.recordings import Recordings, open_recordings, unreadable
-from holdfast.explain.runs.statements import already_tried, merged, of_exceptions, of_kernel, same, text_of
+from holdfast.explain.runs.statements import (
+    already_tried,
+    how_closed,
+    merged,
+    of_exceptions,
+    of_guards,
+    of_kernel,
+    same,
+    text_of,
+)
 from holdfast.recorder.progress import Standing
 from holdfast.recorder.run_files import ATTEMPT_LINE, OUTPUT_FILE, process_lives
 
@@ -107,7 +115,7 @@ def _of_guard(recordings: Recordings) -> Facts:
         source=str(recordings.run),
         missing=tuple(missing),
         lost=lost_of_run([], folders, (0.0, math.inf))[0],
-        extra={"guard_closed": asdict(closed) if closed else None, "steps": newest.global_step if newest else None},
+        extra={"guard_closed": closed, "steps": newest.global_step if newest else None},
     )
 
 

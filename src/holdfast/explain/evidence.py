@@ -5,11 +5,20 @@ Nothing here judges. Collected from a run directory or from a bare log by ``coll
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from holdfast.core.events import Event
+
+# Looked for in ``file:function``. A frozen module has no file; ``<string>:__init__`` is what `dataclass` writes.
+_FOREIGN = re.compile(
+    r"/(?:site|dist)-packages/|/lib(?:64)?/(?:python|pypy)\d|^<(?!string>|stdin>|ipython)|^<string>:__|/tqdm/"
+    r"|/torch/(?:nn|utils|optim|distributed|autograd|_ops|_tensor)|(?:^|/)runpy\.py:"
+    r"|/holdfast/(?:guard|loader|forecast|memory|numerics|learning|checkpoint|supervise|recorder|core|integrations)/"
+)
+_INSTALLED = re.compile(r"^.*/(?:(?:site|dist)-packages|lib(?:64)?/(?:python|pypy)[\d.]+)/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,123 +33,88 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """One text that somebody printed or raised.
+    """One text that somebody printed or raised."""
 
-    Args:
-        text: An exception's message, which may have several lines, or one line of a log, without escape sequences.
-        kind: ``"exception"`` (with a traceback, or recorded by the observer), ``"line"`` otherwise.
-        exception: Bare name of the exception class, or None.
-        frames: Of the traceback, innermost last.
-        source: Where it stands, such as ``"train.log:1041"`` or ``"process 4711"``.
-        position: Order within its source.
-        unix_seconds: When, or None if unknown.
-        rank: Of the process, or None.
-        pid: Of the process, or None.
-        fatal: Whether it ended its process; False: it was caught or logged; None: unknown.
-        cause: Whether another exception was raised from it: then it is nearer to the root than that one.
-        logged: Whether a logger printed it, so somebody had caught it, at least for a while.
-        overtaken: Lines of progress stand after it, but they can have waited in a buffer, or be of another process.
-        resumed: A line of a retry or of progress stands between it and the next exception of its process.
-        rule: Of holdfast, where whoever recorded it knew that, such as ``"H401"``.
-    """
-
-    text: str
+    text: str  # an exception's message, which may have several lines, or one line of a log, without escape sequences
+    # ``"exception"`` (with a traceback, or recorded by the observer), ``"line"`` otherwise
     kind: Literal["exception", "line"] = "line"
-    exception: str | None = None
-    frames: tuple[Frame, ...] = ()
-    source: str = ""
-    position: int = 0
-    unix_seconds: float | None = None
-    rank: int | None = None
-    pid: int | None = None
-    fatal: bool | None = None
-    cause: bool = False
-    logged: bool = False
+    exception: str | None = None  # bare name of the exception class, or None
+    frames: tuple[Frame, ...] = ()  # of the traceback, innermost last
+    source: str = ""  # where it stands, such as ``"train.log:1041"`` or ``"process 4711"``
+    position: int = 0  # order within its source
+    unix_seconds: float | None = None  # when, or None if unknown
+    rank: int | None = None  # of the process, or None
+    pid: int | None = None  # of the process, or None
+    fatal: bool | None = None  # whether it ended its process; False: it was caught or logged; None: unknown
+    cause: bool = False  # whether another exception was raised from it: then it is nearer to the root than that one
+    logged: bool = False  # whether a logger printed it, so somebody had caught it, at least for a while
+    # lines of progress stand after it, but they can have waited in a buffer, or be of another process
     overtaken: bool = False
-    resumed: bool = False
-    rule: str | None = None
+    resumed: bool = False  # A line of a retry or of progress stands between it and the next exception of its process
+    rule: str | None = None  # of holdfast, where whoever recorded it knew that, such as ``"H401"``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a process or the whole command ended.
+    """How a process or the whole command ended."""
 
-    Args:
-        status: Exit code, negative for a signal; None: it did not end, or nobody knows.
-        pid: None: the whole command.
-        rank: Or None.
-        role: As ``ProcessInfo.role``; ``"command"`` for what the supervisor has started.
-        unix_seconds: When, or None.
-        oom_kills: How far the ``oom_kill`` counter of its control group rose meanwhile; None if unknown.
-        sent_by: ``"user"``, ``"supervisor"``, ``"scheduler"``, or None: who sent the signal, as far as known.
-        phase: Name of the last phase, lower case, or None.
-        step: Steps that it had made, or None.
-    """
-
-    status: int | None
-    pid: int | None = None
+    status: int | None  # exit code, negative for a signal; None: it did not end, or nobody knows
+    pid: int | None = None  # None: the whole command
     rank: int | None = None
-    role: str = "other"
-    unix_seconds: float | None = None
+    role: str = "other"  # as ``ProcessInfo.role``; ``"command"`` for what the supervisor has started
+    unix_seconds: float | None = None  # when, or None
+    # how far the ``oom_kill`` counter of its control group rose meanwhile; None if unknown
     oom_kills: int | None = None
+    # ``"user"``, ``"supervisor"``, ``"scheduler"``, or None: who sent the signal, as far as known
     sent_by: str | None = None
-    phase: str | None = None
-    step: int | None = None
+    phase: str | None = None  # name of the last phase, lower case, or None
+    step: int | None = None  # steps that it had made, or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """That a training was lost before its end: nothing good came after.
+    """That a training was lost before its end: nothing good came after."""
 
-    Args:
-        what: Which values say so.
-        how: Not finite any more, or many orders of magnitude above what it was.
-        since: Step of the first bad value; in a log its line.
-        always: Whether no value before was good.
-        before: Level of a loss before it exploded.
-        after: Newest loss after that.
-        log: Name of the log that says so; empty: what was recorded of the steps.
-    """
-
-    what: Literal["loss", "gradients"]
-    how: Literal["not finite", "exploded"]
-    since: int
-    always: bool = False
-    before: float = 0.0
-    after: float = 0.0
-    log: str = ""
+    what: Literal["loss", "gradients"]  # which values say so
+    since: int  # step of the first bad value; in a log its line
+    always: bool = False  # whether no value before was good
+    log: str = ""  # name of the log that says so; empty: what was recorded of the steps
 
     def sentence(self) -> str:
         """Return this as a sentence without capital and full stop."""
-        if self.how == "exploded":
-            return f"the loss rose from {self.before:.3g} to {self.after:.3g}, {self._where()}"
         subject = "the loss is" if self.what == "loss" else "the gradients are"
-        return f"{subject} not finite {'from the beginning' if self.always else self._where()}"
-
-    def _where(self) -> str:
-        return f"since line {self.since} of {self.log}" if self.log else f"since step {self.since}"
+        since = f"since line {self.since} of {self.log}" if self.log else f"since step {self.since}"
+        return f"{subject} not finite {'from the beginning' if self.always else since}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """All that is known of a run, or of its newest attempt.
+    """All that is known of a run, or of its newest attempt."""
+
+    statements: tuple[Statement, ...] = ()  # in the order in which they were seen, of all sources
+    endings: tuple[Ending, ...] = ()  # of the command and of processes
+    events: tuple[Event, ...] = ()  # of the supervisor, the processes and guards, by time
+    tried: tuple[str, ...] = ()  # what earlier attempts were restarted for, and what was changed, one sentence each
+    source: str = ""  # what it was collected from, such as ``"runs/last"`` or ``"train.log"``
+    missing: tuple[str, ...] = ()  # what could not be had, one sentence each, such as "no exit status: only a log"
+    lost: Lost | None = None  # that its training was lost, or None: it was not, or nobody knows
+    extra: Mapping[str, Any] = field(default_factory=dict)  # anything else as JSON values, such as versions
+
+
+def is_own_code(frame: Frame) -> bool:
+    """Return whether a frame is the user's own: neither Python's library, nor an installed package, nor holdfast."""
+    return _FOREIGN.search(f"{frame.file}:{frame.function}") is None
+
+
+def own_frame(frames: Sequence[Frame]) -> Frame:
+    """Return the innermost frame of the user's own code, else the innermost.
 
     Args:
-        statements: In the order in which they were seen, of all sources.
-        endings: Of the command and of processes.
-        events: Of the supervisor, the processes and guards, by time.
-        tried: What earlier attempts were restarted for, and what was changed, one sentence each.
-        source: What it was collected from, such as ``"runs/last"`` or ``"train.log"``.
-        missing: What could not be had, one sentence each, such as "no exit status: only a log".
-        lost: That its training was lost, or None: it was not, or nobody knows.
-        extra: Anything else as JSON values, such as versions.
+        frames: Innermost last; at least one.
     """
+    return next((frame for frame in reversed(frames) if is_own_code(frame)), frames[-1])
 
-    statements: tuple[Statement, ...] = ()
-    endings: tuple[Ending, ...] = ()
-    events: tuple[Event, ...] = ()
-    tried: tuple[str, ...] = ()
-    source: str = ""
-    missing: tuple[str, ...] = ()
-    lost: Lost | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+
+def library_file(frame: Frame) -> str:
+    """Return the file of a library's frame from its package on, such as ``"torch/nn/functional.py"``."""
+    return _INSTALLED.sub("", frame.file)

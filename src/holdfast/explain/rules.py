@@ -23,17 +23,11 @@ _SECTION = re.compile(r"^## (H\d{3,4}): ([^\n]+)\n\n(.+?)(?=^## |\Z)", re.MULTIL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule.
+    """One rule."""
 
-    Args:
-        id: Such as ``"H101"``.
-        title: What is wrong, in a few words.
-        text: Meaning, why it matters, the fix and, of a finding, when it errs; Markdown.
-    """
-
-    id: str
-    title: str
-    text: str
+    id: str  # such as ``"H101"``
+    title: str  # what is wrong, in a few words
+    text: str  # meaning, why it matters, the fix and, of a finding, when it errs; Markdown
 
 
 @functools.cache

@@ -36,29 +36,18 @@ _CANNOT_EXECUTE = (126, 127)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How the attempt ended, as far as that is known.
+    """How the attempt ended, as far as that is known."""
 
-    Args:
-        cause: Id of the signature for it, or None if nothing is known.
-        confidence: That it is this, if no text says more.
-        status: That decides: of the command, or of the rank that a launcher saw fail first; None: unknown.
-        well: Whether the command ended with status 0.
-        why: Short words for the summary.
-        exhibits: What it rests on.
-        hang: The event of the hang that was ended, or None.
-        asked: When the user asked it to end, or None.
-        first_rank: That a launcher saw fail first, or None.
-    """
-
-    cause: str | None = None
-    confidence: float = 0.0
+    cause: str | None = None  # id of the signature for it, or None if nothing is known
+    confidence: float = 0.0  # that it is this, if no text says more
+    # that decides: of the command, or of the rank that a launcher saw fail first; None: unknown
     status: int | None = None
-    well: bool = False
-    why: str = ""
-    exhibits: tuple[Exhibit, ...] = ()
-    hang: Event | None = None
-    asked: float | None = None
-    first_rank: int | None = None
+    well: bool = False  # whether the command ended with status 0
+    why: str = ""  # short words for the summary
+    exhibits: tuple[Exhibit, ...] = ()  # what it rests on
+    hang: Event | None = None  # the event of the hang that was ended, or None
+    asked: float | None = None  # when the user asked it to end, or None
+    first_rank: int | None = None  # that a launcher saw fail first, or None
 
     @property
     def signal(self) -> int | None:

@@ -14,21 +14,14 @@ from holdfast.explain.signature import FAMILIES, Family, Restart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhibit:
-    """One piece of evidence.
+    """One piece of evidence."""
 
-    Args:
-        text: Quoted as it was seen, cut to a few lines.
-        source: Where, such as ``"output.log:1041"``.
-        role: ``"root"``, ``"cascade"``, ``"confirmation"`` or ``"fact"`` (an exit status, a counter, a last step).
-        unix_seconds: When, or None.
-        rank: Of the process, or None.
-    """
-
-    text: str
-    source: str
+    text: str  # quoted as it was seen, cut to a few lines
+    source: str  # where, such as ``"output.log:1041"``
+    # ``"root"``, ``"cascade"``, ``"confirmation"`` or ``"fact"`` (an exit status, a counter, a last step)
     role: str = "fact"
-    unix_seconds: float | None = None
-    rank: int | None = None
+    unix_seconds: float | None = None  # when, or None
+    rank: int | None = None  # of the process, or None
 
     def __post_init__(self) -> None:
         """Sanitise the texts."""
@@ -37,41 +30,24 @@ class Exhibit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Why a run ended. Its texts are `holdfast.core.text.sanitise`d, whoever makes it.
+    """Why a run ended. Its texts are `holdfast.core.text.sanitise`d, whoever makes it."""
 
-    Args:
-        cause: Id of the signature or rule, such as ``"H901"``; ``"H1600"`` is "unknown".
-        family: Its class.
-        title: A few words.
-        summary: What happened, one paragraph in plain words: what stopped it, when and where.
-        fix: What to do, in the order of what to try first.
-        confidence: Between 0 and 1.
-        evidence: What it rests on, the strongest first.
-        runner_up: Id and title of the next best cause with its confidence, or None.
-        tried: What was tried already.
-        missing: What would have made it surer.
-        restart: What a supervisor may do.
-        changes: Environment variables for the next attempt.
-        where: Innermost frame of the user's own code, ``file:line in function``, or an empty text.
-        rank: Of the process that failed first, or None.
-        step: Steps that it had made, or None.
-    """
-
-    cause: str
-    family: Family
-    title: str
-    summary: str
-    fix: str
-    confidence: float
-    evidence: tuple[Exhibit, ...] = ()
+    cause: str  # id of the signature or rule, such as ``"H901"``; ``"H1600"`` is "unknown"
+    family: Family  # its class
+    title: str  # A few words
+    summary: str  # what happened, one paragraph in plain words: what stopped it, when and where
+    fix: str  # what to do, in the order of what to try first
+    confidence: float  # between 0 and 1
+    evidence: tuple[Exhibit, ...] = ()  # what it rests on, the strongest first
+    # id and title of the next best cause with its confidence, or None
     runner_up: tuple[str, str, float] | None = None
-    tried: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    restart: Restart = "stop"
-    changes: tuple[tuple[str, str], ...] = ()
-    where: str = ""
-    rank: int | None = None
-    step: int | None = None
+    tried: tuple[str, ...] = ()  # what was tried already
+    missing: tuple[str, ...] = ()  # what would have made it surer
+    restart: Restart = "stop"  # what a supervisor may do
+    changes: tuple[tuple[str, str], ...] = ()  # environment variables for the next attempt
+    where: str = ""  # innermost frame of the user's own code, ``file:line in function``, or an empty text
+    rank: int | None = None  # of the process that failed first, or None
+    step: int | None = None  # steps that it had made, or None
 
     def __post_init__(self) -> None:
         """Sanitise the texts."""

@@ -15,13 +15,13 @@ Does not: look at how processes ended (see ``runtime_causes``), or choose (see `
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from holdfast.explain.evidence import Facts, Statement
-from holdfast.explain.matching import match_all
-from holdfast.explain.places import is_own_code
+from holdfast.explain.evidence import Facts, Statement, is_own_code
 from holdfast.explain.rules import all_rules
 from holdfast.explain.signature import Family, Signature
 from holdfast.explain.signatures import all_signatures, endings
@@ -36,27 +36,21 @@ _ONLY_REPEATS = frozenset({"_RemoteTraceback", "RemoteTraceback", "ExceptionGrou
 _OWN_RULE = re.compile(r"\[(H\d{3,4})\] run `holdfast explain")
 _CERTAIN = (0.97, 0.93, 0.80, 0.70, 0.40)
 """Confidence by tier. Set so that it agrees with the share that is right in benchmarks/results/verdicts.json."""
+# Characters that are searched: messages list keys of a state dict; no line of an error is so long.
+_MOST_OF_A_MESSAGE = 20_000
+_MOST_OF_A_LINE = 4_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One possible cause.
+    """One possible cause."""
 
-    Args:
-        signature: What is known about it.
-        statement: What it was seen in.
-        tier: See the module.
-        confidence: Before it is compared with others and with how the process ended.
-        chain: All exceptions of its chain, the root first.
-        also: Other signatures that fit the same statements, the best first.
-    """
-
-    signature: Signature
-    statement: Statement
-    tier: int
-    confidence: float
-    chain: tuple[Statement, ...] = ()
-    also: tuple[Signature, ...] = ()
+    signature: Signature  # what is known about it
+    statement: Statement  # what it was seen in
+    tier: int  # see the module
+    confidence: float  # before it is compared with others and with how the process ended
+    chain: tuple[Statement, ...] = ()  # all exceptions of its chain, the root first
+    also: tuple[Signature, ...] = ()  # other signatures that fit the same statements, the best first
 
     @property
     def generic(self) -> bool:
@@ -257,3 +251,81 @@ def _fix_of(text: str) -> str:
 
 def _in_one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+# --- which signatures fit a statement ----------------------------------------------------------------------------
+
+
+class Match(NamedTuple):
+    """One signature that fits a statement; the smaller the order, the better it fits."""
+
+    order: tuple[float, ...]
+    signature: Signature
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    signature: Signature
+    patterns: tuple[re.Pattern[str], ...]
+    frames: tuple[re.Pattern[str], ...]
+    in_frames: tuple[tuple[re.Pattern[str], re.Pattern[str]], ...]
+
+    def order(self, statement: Statement) -> tuple[float, ...] | None:
+        """Return how well the signature fits, or None if it does not."""
+        signature, patterns = self.signature, self.patterns
+        named = 0
+        if statement.kind == "exception":
+            places = [f"{frame.file}:{frame.function}" for frame in statement.frames]
+            if signature.exceptions and statement.exception not in (None, *signature.exceptions):
+                return None
+            if self.frames and not _any(self.frames, places):
+                return None
+            named = bool(signature.exceptions) + bool(self.frames)
+            patterns += tuple(text for text, frame in self.in_frames if _any([frame], places))
+        elif signature.only_exceptions:
+            return None
+        length = _matched(statement, patterns)
+        if length is None:
+            return None
+        # One that names a class or frames knows more; then the longer text says more; at last the id, to be definite.
+        return (signature.rank, -named, -length, int(signature.id[1:]))
+
+
+@functools.cache
+def _compiled() -> tuple[_Compiled, ...]:
+    def of(patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+        return tuple(re.compile(pattern, re.IGNORECASE) for pattern in patterns)
+
+    return tuple(
+        _Compiled(
+            signature=each,
+            patterns=of(each.patterns),
+            frames=of(each.frames),
+            in_frames=tuple((re.compile(text, re.IGNORECASE), re.compile(frame)) for text, frame in each.in_frames),
+        )
+        for each in all_signatures().values()
+        if each.patterns or each.in_frames
+    )
+
+
+def match_all(statement: Statement) -> list[Match]:
+    """Return every signature that fits a statement, the best first."""
+    found = [(each.order(statement), each.signature) for each in _compiled()]
+    matches = [Match(order, signature) for order, signature in found if order is not None]
+    return sorted(matches, key=lambda match: match.order)
+
+
+def _any(patterns: Iterable[re.Pattern[str]], places: Iterable[str]) -> bool:
+    return any(pattern.search(place) for pattern in patterns for place in places)
+
+
+def _matched(statement: Statement, patterns: tuple[re.Pattern[str], ...]) -> int | None:
+    """Return how many characters the pattern that fits best covers, or None."""
+    texts = [statement.text[: _MOST_OF_A_MESSAGE if statement.kind == "exception" else _MOST_OF_A_LINE]]
+    if statement.exception is not None:
+        texts.append(f"{statement.exception}: {texts[0]}" if texts[0] else statement.exception)
+    for text in texts:
+        found = [match.end() - match.start() for pattern in patterns if (match := pattern.search(text)) is not None]
+        if found:
+            return max(found)
+    return None

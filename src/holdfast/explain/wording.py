@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from holdfast.core.events import Event
 from holdfast.explain import remarks
-from holdfast.explain.evidence import Facts, Frame, Statement
+from holdfast.explain.evidence import Facts, Frame, Statement, is_own_code, library_file, own_frame
 from holdfast.explain.logs.text import quoted
-from holdfast.explain.places import is_own_code, library_file, own_frame
 from holdfast.explain.rules import all_rules
 from holdfast.explain.runtime_causes import End
 from holdfast.explain.signature import Signature
@@ -28,25 +27,15 @@ _MOST_WHOLE = 500  # likewise, where the message is all that is known, or is of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What was chosen, and from what: all that the words of a verdict are made of.
+    """What was chosen, and from what: all that the words of a verdict are made of."""
 
-    Args:
-        facts: All that is known.
-        end: How it ended.
-        signature: The cause.
-        confidence: Between 0 and 1.
-        candidate: What it was seen in, or None: only in how it ended.
-        candidates: All of them.
-        runner_up: As `Verdict.runner_up`.
-    """
-
-    facts: Facts
-    end: End
-    signature: Signature
-    confidence: float
-    candidate: Candidate | None
-    candidates: tuple[Candidate, ...]
-    runner_up: tuple[str, str, float] | None
+    facts: Facts  # all that is known
+    end: End  # how it ended
+    signature: Signature  # the cause
+    confidence: float  # between 0 and 1
+    candidate: Candidate | None  # what it was seen in, or None: only in how it ended
+    candidates: tuple[Candidate, ...]  # all of them
+    runner_up: tuple[str, str, float] | None  # as `Verdict.runner_up`
 
 
 def in_words(made: Judgement) -> Verdict:

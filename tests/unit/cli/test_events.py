@@ -142,10 +142,10 @@ def test_damaged_rings_are_named_and_the_rest_is_told(run):
 
 def test_hostile_events_cannot_command_the_terminal(run):
     """Escape sequences and line ends in kinds and facts are shown as text."""
-    data = {"\x1b[2Jkey\n": "\x1b]0;x\x07\u202e", "long": "y" * 9_999}
-    write(run / "g" / "recorder" / "rank0", (3.2, "evil\x1b[31m\nkind", 8, data))
+    data = {"\x1b[2Jkey\n\r": "\x1b]0;x\x07\u202e\r", "type": "Bad\x1b[2J\rError", "long": "y" * 9_999}
+    write(run / "g" / "recorder" / "rank0", (3.2, "evil\x1b[31m\n\rkind", 8, data))
     output = call(run).output
-    assert not {"\x1b", "\x07", "\u202e"} & set(output)
+    assert not {"\x1b", "\x07", "\u202e", "\r"} & set(output)
     assert len(output.splitlines()) == 6
     assert max(map(len, output.splitlines())) < 1_000
 

@@ -17,7 +17,7 @@ from holdfast.explain.rules import catalogue
 from holdfast.explain.signature import FAMILIES
 from holdfast.explain.verdict import Exhibit, Verdict
 from holdfast.recorder.black_box import BlackBox
-from holdfast.recorder.run_files import OUTPUT_FILE, SUPERVISOR_FOLDER
+from holdfast.recorder.run_files import OUTPUT_FILE, SUPERVISOR_FOLDER, ProcessInfo, write_process
 
 app = make_app()
 
@@ -147,9 +147,38 @@ def test_junk_is_unknown_and_no_error(tmp_path, junk):
     assert "unknown" in explained.output
 
 
-def test_a_hostile_log_cannot_command_the_terminal():
-    """Markup of rich stays text, and escape sequences from any field of a verdict do not reach the terminal."""
-    evil = "\x1b]0;title\x07\x1b[2J[red]x[/red][link=file:///etc]y[/link]\u202e\x9b31m"
+EVIL = "\x1b]0;title\x07\x1b[2J\u202e\u2066\x9b31m\rgone"
+"""An escape sequence, a title, bidirectional controls and a carriage return."""
+
+
+def is_harmless(shown: str) -> bool:
+    return not {"\x1b", "\x07", "\u202e", "\u2066", "\x9b", "\r"} & set(shown)
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_hostile_recording_cannot_command_the_terminal(tmp_path, options):
+    """Controls in a message, a file name and an exception type reach neither the text nor the JSON."""
+    run = supervised(tmp_path / "run", 1)
+    folder = write_process(run, ProcessInfo(pid=7, ticks=1, ppid=1, argv=[], role="trainer"))
+    raised = {
+        "type": f"Bad{EVIL}Error",
+        "message": f"a{EVIL}b",
+        "frames": [[f"t{EVIL}.py", 3, f"f{EVIL}"]],
+        "fatal": True,
+    }
+    box = BlackBox(folder)
+    box.event(Event(kind="exception", global_step=0, unix_seconds=0.5, data=raised))
+    box.close()
+    (run / OUTPUT_FILE).write_text("")
+    shown = call(run, *options).output
+    assert is_harmless(json.dumps(json.loads(shown), ensure_ascii=False) if options else shown)
+    assert "Bad" in shown
+    assert "t" in json.loads(call(run, "--json").output)["where"]
+
+
+def test_markup_in_a_verdict_stays_text():
+    """What looks like markup of rich, or a link, is shown as it is; controls in any field of a verdict are not."""
+    evil = f"{EVIL}[red]x[/red][link=file:///etc]y[/link]"
     verdict = Verdict(
         cause="H965", family="shape or type", title=evil, summary=evil, fix=evil, confidence=0.5,
         evidence=(Exhibit(text=evil, source=evil),), runner_up=("H901", evil, 0.1), tried=(evil,), missing=(evil,),
@@ -160,4 +189,4 @@ def test_a_hostile_log_cannot_command_the_terminal():
     out.file.close()
     assert "[red]x[/red]" in shown
     assert "[link=file:///etc]y[/link]" in shown
-    assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(shown)
+    assert is_harmless(shown)

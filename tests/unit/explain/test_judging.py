@@ -116,13 +116,6 @@ def test_facts_get_their_verdict(case):
     assert verdict.confidence < case.get("below", 1.0)
 
 
-@pytest.mark.parametrize("wrap", ["`{}`", "**{}**", '"{}"', "18:46:44  {}"])
-def test_quoted_lines_are_unwrapped(wrap):
-    """A log that somebody quoted in a report, or with bare times, is read like the log itself."""
-    verdict = of_log("\n".join(wrap.format(line) for line in f"{TRACE}RuntimeError: {SHAPES}".splitlines()))
-    assert (verdict.cause, verdict.where) == ("H965", "/home/me/train.py:9 in step")
-
-
 def test_a_plain_failure_is_named_with_its_place():
     """The verdict quotes the exception, names the user's own line and says what to change."""
     verdict = of_log(f"{TRACE}RuntimeError: {SHAPES}\n", status=1)

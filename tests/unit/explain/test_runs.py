@@ -287,9 +287,6 @@ def test_a_marker_that_the_command_prints_itself_does_not_hide_its_output(run):
     assert [each.text for each in collect(run.path).statements] == [SHAPES]
 
 
-GAN = [value for step in range(100) for value in (0.7 + 0.01 * step, -30.0 * step)]
-
-
 @pytest.mark.parametrize(
     ("losses", "since"),
     [
@@ -297,23 +294,15 @@ GAN = [value for step in range(100) for value in (0.7 + 0.01 * step, -30.0 * ste
         ((INFINITE, NAN, NAN), 1),
         ((1.0, 0.9, *[NAN] * 5), 3),
         ((1.0, 0.9, 0.8, INFINITE, NAN), 4),
-        ((2.3, 1e9, 1e18, 1e27, 1e36), 2),  # the first is all that is left of its level
-        ((*[0.5] * 300, *[10.0**power for power in range(37)]), 307),
-        ((3e5, *[0.01] * 60, *[4e7] * 10), 62),
-        ((*[1.0] * 20, *[1e9, NAN] * 4), 21),
-        (GAN, None),
+        ((*[1.0] * 20, *[INFINITE, NAN] * 4), 21),
         ((1.0, 0.9, NAN), None),  # one batch
         ((1.0, NAN, 0.9, 0.8), None),  # it came back
-        ((1e-12, 0.1, *[1.0] * 30), None),  # a loss that begins at 0
-        ((*[0.002] * 50, *[2000.0] * 50), None),  # a part of it was switched on
-        ((-1.0, -20.0, *[-1e9] * 50), None),  # a return that grows
         ((*[1.0] * 50, 1e12, 1.0), None),  # a spike
-        ([1e10 * (number % 7 / 7) ** 8 for number in range(200)], None),  # of single samples, not scaled
         ((), None),
     ],
 )
-def test_a_training_is_lost_if_nothing_good_comes_after_losses_that_are_not_finite_or_exploded(losses, since):
-    """The end decides; what is legitimate, such as a GAN's losses or a curriculum's, is not lost."""
+def test_a_training_is_lost_if_nothing_good_comes_after_losses_that_are_not_finite(losses, since):
+    """The end decides; one bad batch is not the end."""
     lost = find_lost(list(enumerate(losses, start=1)))
     assert (None if lost is None else lost.since) == since
 
@@ -327,7 +316,6 @@ def test_a_run_whose_training_was_lost_did_not_end_well(tmp_path):
     assert "holdfast.watch" in verdict.fix
     assert any("since step 4" in each.text for each in verdict.evidence)
     assert "from the beginning" in of_run(tmp_path / "first", 0, losses=[NAN] * 3).title
-    assert "rose from 1 to 1e+36, since step 3" in of_run(tmp_path / "up", 0, losses=(1.0, 1.0, *[1e36] * 9)).title
     for name, losses in {"well": (1.0, 0.8, 0.7), "unread": [None] * 30}.items():
         well = of_run(tmp_path / name, 0, losses=losses)
         assert (well.title, well.fix) == ("ended well", "Nothing is to be done.")

@@ -22,10 +22,10 @@ from holdfast.explain.hangs.blame import KINDS as HANG_KINDS
 from holdfast.explain.hangs.blame import SIGNATURES_OF
 from holdfast.explain.judging import judge
 from holdfast.explain.logs.keeping import is_relevant
-from holdfast.explain.matching import match_all
 from holdfast.explain.rules import all_rules, catalogue, find_rule
 from holdfast.explain.signature import FAMILIES, Restart, Role, Signature
 from holdfast.explain.signatures import all_signatures, endings, leaks
+from holdfast.explain.weighing import match_all
 
 CATALOGUE = all_signatures()
 BY_PATTERN = [each for each in CATALOGUE.values() if each.patterns]

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.core.events import Event
+from holdfast.explain.evidence import Ending, Facts
+from holdfast.explain.judging import judge
 from holdfast.supervise.leaks import census
 from holdfast.supervise.leaks.holders import Holders, Step, locals_of, text_of
 from holdfast.supervise.leaks.lines import Lines
@@ -310,3 +313,13 @@ def test_the_line_that_adds_is_found(tmp_path: Path, text: str, name: str, kind:
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_leak_is_the_cause_only_where_memory_ran_out() -> None:
+    """Killed for memory with a traced leak is that leak, with its line; a run that ended well stays well."""
+    data = {"form": "graph", "signature": "H1502", "retained_at": "t.py:3 in f: x.append(loss)", "held_by": "x[...]"}
+    leak = Event(kind="leak", global_step=9, unix_seconds=1.0, data=data)
+    killed = judge(Facts(events=(leak,), endings=(Ending(status=-9, oom_kills=1),)))
+    assert killed.cause == "H1502"
+    assert killed.fix.startswith("Look first at t.py:3")
+    assert judge(Facts(events=(leak,), endings=(Ending(status=0),))).cause == "H1601"

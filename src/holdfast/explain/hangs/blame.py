@@ -39,68 +39,38 @@ _WORKING_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What a hang is.
+    """What a hang is."""
 
-    Args:
-        kind: How the blamed process stands still.
-        confidence: Between 0 and 1.
-        process: The one to blame.
-        frame: Its innermost frame of user code, else the innermost of all, or None.
-        odd_one_out: Rank that the others wait for, or None.
-        moving: Whether the blamed process uses a processor or moves bytes.
-        heals: Whether what waits is a loader of holdfast, which replaces its workers itself.
-        sentence: All this in words.
-    """
-
-    kind: HangKind
-    confidence: float
-    process: Examined
-    frame: Frame | None
-    odd_one_out: int | None
-    moving: bool
-    heals: bool
-    sentence: str
+    kind: HangKind  # how the blamed process stands still
+    confidence: float  # between 0 and 1
+    process: Examined  # the one to blame
+    frame: Frame | None  # its innermost frame of user code, else the innermost of all, or None
+    odd_one_out: int | None  # rank that the others wait for, or None
+    moving: bool  # whether the blamed process uses a processor or moves bytes
+    heals: bool  # whether what waits is a loader of holdfast, which replaces its workers itself
+    sentence: str  # all this in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """A process that makes no progress, and what is to be done.
+    """A process that makes no progress, and what is to be done."""
 
-    Args:
-        pid: The process whose progress stands still.
-        rank: Its rank, or None.
-        phase: In words, such as ``"data wait"``.
-        step: Steps that it had made.
-        seconds: How long it had stood still when it was noticed.
-        limit_seconds: What was allowed.
-        kind: See `KINDS`.
-        signature: Id of what is known about the kind.
-        confidence: Between 0 and 1.
-        blamed_pid: The process to blame, maybe a loader worker or another rank.
-        blamed_role: Its role.
-        frame: ``file:line in function`` of its innermost user code, or an empty text.
-        odd_one_out: Rank that the others wait for, or None.
-        sentence: What happened, in words.
-        remedy: See `Remedy`.
-        files: Names of the stack dumps in the run's folder of stacks.
-    """
-
-    pid: int
-    rank: int | None
-    phase: str
-    step: int
-    seconds: float
-    limit_seconds: float
-    kind: HangKind
-    signature: str
-    confidence: float
-    blamed_pid: int
-    blamed_role: str
-    frame: str
-    odd_one_out: int | None
-    sentence: str
-    remedy: Remedy
-    files: tuple[str, ...] = ()
+    pid: int  # the process whose progress stands still
+    rank: int | None  # its rank, or None
+    phase: str  # in words, such as ``"data wait"``
+    step: int  # steps that it had made
+    seconds: float  # how long it had stood still when it was noticed
+    limit_seconds: float  # what was allowed
+    kind: HangKind  # see `KINDS`
+    signature: str  # id of what is known about the kind
+    confidence: float  # between 0 and 1
+    blamed_pid: int  # the process to blame, maybe a loader worker or another rank
+    blamed_role: str  # its role
+    frame: str  # ``file:line in function`` of its innermost user code, or an empty text
+    odd_one_out: int | None  # rank that the others wait for, or None
+    sentence: str  # what happened, in words
+    remedy: Remedy  # see `Remedy`
+    files: tuple[str, ...] = ()  # names of the stack dumps in the run's folder of stacks
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of the event ``"hang"``."""
@@ -128,7 +98,7 @@ def diagnose_hang(processes: Sequence[Examined], suspect: int, *, gone_ranks: Se
             blamed, how, in_worker = worker, how_it_stands(worker, group=1), True
         elif any(is_idle_worker(each) for each in processes if each.ppid == blamed.pid):
             frame = user_frame(blamed.last.main.frames)
-            how = How(kind="loader", confidence=0.7, frame=frame, doing="waits for a batch, and no worker makes one,")
+            how = How("loader", 0.7, frame, "waits for a batch, and no worker makes one,")
     how = _with_children(how, processes, blamed)
     return Diagnosis(
         kind=how.kind,
@@ -218,9 +188,7 @@ def _with_children(how: How, processes: Sequence[Examined], blamed: Examined) ->
         todo += families.get(child.pid, ())
     if share < _WORKING_SHARE:
         return how
-    return How(
-        kind="merely slow", confidence=0.6, frame=how.frame, doing="waits for a process that works", moving=True
-    )
+    return How("merely slow", 0.6, how.frame, "waits for a process that works", moving=True)
 
 
 def describe_frame(frame: Frame | None) -> str:

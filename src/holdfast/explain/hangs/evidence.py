@@ -96,46 +96,27 @@ def waits_for(*, syscall: str, channel: str = "", target: str = "", library: str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadLook:
-    """One thread at one moment.
+    """One thread at one moment."""
 
-    Args:
-        tid: Its number for the system; 0 if unknown.
-        name: As Python calls it.
-        main: Whether it is the main thread.
-        frames: Python frames, innermost last.
-        holds_gil: Whether it holds the interpreter's lock; None if unknown.
-        waits: What it waits for.
-        target: File, pipe or socket of that, if it is one.
-    """
-
-    tid: int = 0
-    name: str = ""
-    main: bool = False
-    frames: tuple[Frame, ...] = ()
-    holds_gil: bool | None = None
-    waits: Waits = ""
-    target: str = ""
+    tid: int = 0  # its number for the system; 0 if unknown
+    name: str = ""  # as Python calls it
+    main: bool = False  # whether it is the main thread
+    frames: tuple[Frame, ...] = ()  # python frames, innermost last
+    holds_gil: bool | None = None  # whether it holds the interpreter's lock; None if unknown
+    waits: Waits = ""  # what it waits for
+    target: str = ""  # file, pipe or socket of that, if it is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLook:
-    """One process at one moment.
+    """One process at one moment."""
 
-    Args:
-        seconds: When, on the monotonic clock.
-        source: Where the stacks are from: ``"py-spy"``, ``"faulthandler"`` or ``"/proc"`` (no stacks).
-        state: Letter of ``/proc/<pid>/stat``.
-        cpu_seconds: Used so far.
-        io_bytes: Read and written so far, as far as known.
-        threads: Its threads, the main one first.
-    """
-
-    seconds: float
-    source: str = "/proc"
-    state: str = "S"
-    cpu_seconds: float = 0.0
-    io_bytes: int = 0
-    threads: tuple[ThreadLook, ...] = ()
+    seconds: float  # when, on the monotonic clock
+    source: str = "/proc"  # where the stacks are from: ``"py-spy"``, ``"faulthandler"`` or ``"/proc"`` (no stacks)
+    state: str = "S"  # letter of ``/proc/<pid>/stat``
+    cpu_seconds: float = 0.0  # used so far
+    io_bytes: int = 0  # read and written so far, as far as known
+    threads: tuple[ThreadLook, ...] = ()  # its threads, the main one first
 
     @property
     def main(self) -> ThreadLook:
@@ -145,34 +126,21 @@ class ProcessLook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """One process that was looked at, mostly twice, about a second apart.
+    """One process that was looked at, mostly twice, about a second apart."""
 
-    Args:
-        pid: Its number.
-        ppid: Its parent's.
-        role: As ``ProcessInfo.role``; ``"unobserved"`` for one without an observer.
-        rank: Or None.
-        phase: In words, such as ``"data wait"``; empty if it has no board.
-        step: Steps that it has made.
-        seconds: How long it has stood still; 0 if it has no board.
-        judged: Whether its progress is watched.
-        looks: In order.
-        native: Names of the native functions that the main thread is in below Python's, innermost first, or None if
-            nobody asked.
-        uses_gpu: Whether it has a device of a GPU open.
-    """
-
-    pid: int
-    ppid: int = 0
-    role: str = "other"
+    pid: int  # its number
+    ppid: int = 0  # its parent's
+    role: str = "other"  # as ``ProcessInfo.role``; ``"unobserved"`` for one without an observer
     rank: int | None = None
-    phase: str = ""
-    step: int = 0
-    seconds: float = 0.0
-    judged: bool = False
-    looks: tuple[ProcessLook, ...] = ()
+    phase: str = ""  # in words, such as ``"data wait"``; empty if it has no board
+    step: int = 0  # steps that it has made
+    seconds: float = 0.0  # how long it has stood still; 0 if it has no board
+    judged: bool = False  # whether its progress is watched
+    looks: tuple[ProcessLook, ...] = ()  # in order
+    # names of the native functions that the main thread is in below Python's, innermost first, or None if nobody
+    # asked
     native: tuple[str, ...] | None = None
-    uses_gpu: bool = False
+    uses_gpu: bool = False  # whether it has a device of a GPU open
 
     @property
     def last(self) -> ProcessLook:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from holdfast.explain.evidence import Frame
+from holdfast.explain.evidence import Frame, is_own_code
 from holdfast.explain.hangs.evidence import Examined, ThreadLook, clean
-from holdfast.explain.places import is_own_code
 
 HangKind = Literal[
     "loader",
@@ -68,23 +66,14 @@ _FETCH = re.compile(
 )  # with the function
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class How:
-    """How a process stands still.
+class How(NamedTuple):
+    """How a process stands still."""
 
-    Args:
-        kind: See `HangKind`.
-        confidence: Between 0 and 1.
-        frame: To blame, or None.
-        doing: The rest of a sentence that begins with the process.
-        moving: Whether it uses a processor or moves bytes, so that it may come to an end.
-    """
-
-    kind: HangKind
-    confidence: float
-    frame: Frame | None
-    doing: str
-    moving: bool = False
+    kind: HangKind  # see `HangKind`
+    confidence: float  # between 0 and 1
+    frame: Frame | None  # to blame, or None
+    doing: str  # the rest of a sentence that begins with the process
+    moving: bool = False  # whether it uses a processor or moves bytes, so that it may come to an end
 
 
 def own_part(frames: Sequence[Frame]) -> tuple[Frame, ...]:
@@ -163,7 +152,7 @@ def how_it_stands(process: Examined, *, group: int) -> How:
     if process.last.state in "Tt":
         traced = " by a debugger" if process.last.state == "t" else " by a signal"
         frame = user_frame(process.last.main.frames)
-        return How(kind="stopped", confidence=0.98, frame=frame, doing=f"was stopped{traced}")
+        return How("stopped", 0.98, frame, f"was stopped{traced}")
     thread = _thread_to_blame(process)
     if _burns(process, thread):
         return _burning(process, thread, group)
@@ -200,28 +189,28 @@ def _burns(process: Examined, thread: ThreadLook) -> bool:
 def _burning(process: Examined, thread: ThreadLook, group: int) -> How:
     stacks = _stacks(process, thread)
     if not stacks:
-        return How(kind="merely slow", confidence=0.4, frame=None, doing="uses a processor", moving=True)
+        return How("merely slow", 0.4, None, "uses a processor", moving=True)
     frame = _common_user_frame(stacks)
     below = _below(stacks[-1])
     still = len(set(stacks)) == 1
     if group > 1 and _any(_COLLECTIVE, below):
-        return How(kind="collective", confidence=0.8, frame=frame, doing="waits in a collective, polling")
+        return How("collective", 0.8, frame, "waits in a collective, polling")
     native = " ".join(process.native or ())
     if still and (_any(_CUDA, below) or _NATIVE_CUDA.search(native) or (process.uses_gpu and process.native is None)):
         if group > 1:
-            return How(kind="collective", confidence=0.5, frame=frame, doing="waits for the GPU, and that for others")
-        return How(kind="GPU sync", confidence=0.75, frame=frame, doing="waits for the GPU")
+            return How("collective", 0.5, frame, "waits for the GPU, and that for others")
+        return How("GPU sync", 0.75, frame, "waits for the GPU")
     if still and process.native != ():
         name = f" ({clean(process.native[0])})" if process.native else ", or in a loop on one line"
         what = f"is in native code{name}, using a processor,"
         sure = 0.9 if process.native else 0.6
-        return How(kind="native code", confidence=sure, frame=frame, doing=what, moving=True)
+        return How("native code", sure, frame, what, moving=True)
     if not any(_any(_TORCH, _below(stack)) for stack in stacks):
         functions = {(each.file, each.function) for each in map(user_frame, stacks) if each is not None}
         sure = 0.7 if still else 0.85 if len(functions) == 1 else 0.6
         what = "is in a loop on one line, or in a built-in function," if still else "is in a loop"
-        return How(kind="Python loop", confidence=sure, frame=frame, doing=what, moving=True)
-    return How(kind="merely slow", confidence=0.6, frame=frame, doing="computes, and its stack moves,", moving=True)
+        return How("Python loop", sure, frame, what, moving=True)
+    return How("merely slow", 0.6, frame, "computes, and its stack moves,", moving=True)
 
 
 def _common_user_frame(stacks: Sequence[Sequence[Frame]]) -> Frame | None:
@@ -247,7 +236,7 @@ def _merely_slow(process: Examined, thread: ThreadLook) -> How | None:
     if process.io_rate < _MOVING_BYTES_A_SECOND and not (moved and process.cpu_share >= _MOVING_SHARE):
         return None
     frame = _common_user_frame(stacks) if stacks else None
-    return How(kind="merely slow", confidence=0.6, frame=frame, doing="works, mostly waiting,", moving=True)
+    return How("merely slow", 0.6, frame, "works, mostly waiting,", moving=True)
 
 
 # --- it waits ---------------------------------------------------------------------------------------------------
@@ -270,16 +259,13 @@ def _blocked(process: Examined, thread: ThreadLook, group: int) -> How:
     below, frame = _below(thread.frames), user_frame(thread.frames)
     where = "" if thread.main else f", in its thread {clean(thread.name) or thread.tid},"
     if _any(_COLLECTIVE, below) or (group > 1 and _any(_BACKWARD, below)):
-        return How(kind="collective", confidence=0.9, frame=frame, doing=f"waits in a collective{where}")
+        return How("collective", 0.9, frame, f"waits in a collective{where}")
     if thread.waits == "openmp":
-        return How(kind="OpenMP", confidence=0.95, frame=frame, doing=f"waits for threads of OpenMP{where}")
+        return How("OpenMP", 0.95, frame, f"waits for threads of OpenMP{where}")
     if _holds_gil(process, thread):
-        return How(
-            kind="native code", confidence=0.9, frame=frame,
-            doing=f"waits in native code and holds the interpreter's lock{where}",
-        )  # fmt: skip
+        return How("native code", 0.9, frame, f"waits in native code and holds the interpreter's lock{where}")
     kind, confidence, doing = _waiting(process, thread, below)
-    return How(kind=kind, confidence=confidence, frame=frame, doing=doing + where)
+    return How(kind, confidence, frame, doing + where)
 
 
 def _holds_gil(process: Examined, thread: ThreadLook) -> bool:

@@ -43,32 +43,20 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line as it was written, without its end.
+    """One line as it was written, without its end."""
 
-    Args:
-        number: From 1.
-        data: Cut in the middle if it is very long.
-    """
-
-    number: int
-    data: bytes
+    number: int  # from 1
+    data: bytes  # cut in the middle if it is very long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLog:
-    """What was kept of a log.
+    """What was kept of a log."""
 
-    Args:
-        lines: In order.
-        total_lines: Of the whole log.
-        total_bytes: Likewise.
-        complete: Whether nothing was left out.
-    """
-
-    lines: tuple[LogLine, ...]
-    total_lines: int
-    total_bytes: int
-    complete: bool
+    lines: tuple[LogLine, ...]  # in order
+    total_lines: int  # of the whole log
+    total_bytes: int  # likewise
+    complete: bool  # whether nothing was left out
 
 
 def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:

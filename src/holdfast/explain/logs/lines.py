@@ -30,9 +30,6 @@ _DATE = r"\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?
 _TIME = re.compile(rf"\[?({_DATE})\]?(?:\s*[-|:,] |[ \t]|(?=\[)|$)")
 _AMERICAN = re.compile(r"\[?(\d\d/\d\d/\d{4} \d\d:\d\d:\d\d)\]?(?:\s*[-|:,] |[ \t])")
 _CLOCK = re.compile(r"\[?\d\d:\d\d:\d\d(?:[.,]\d{1,6})?\]?[ \t]{1,2}(?=\S|[ \t]+\S)")
-# A line as people quote it: wrapped as a whole, or with its class or its message in bold.
-_QUOTED = re.compile(r"^(\s*)(`|\*\*|\*|\"|')((?:(?!\2).|(?<=File )(?=\2)\"[^\"]+\")+)\2\s*$")
-_BOLD = re.compile(r"^(\s*)\*\*(\w[^*]{0,300})\*\*|(?<=: )\*\*([^*]{1,2000})\*\*$")
 _LEVELS = "DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL|SUCCESS|TRACE"
 _LEVEL = re.compile(
     rf"(?:[\w.<>/-]{{1,80}} [-|] |\[[\w.<>:/ -]{{1,80}}\]\s?){{0,2}}[\[(]?({_LEVELS})[\])]?"
@@ -45,23 +42,14 @@ _SHARE_LABELLED = 0.6  # of the lines that must begin like srun --label before t
 
 @dataclass(frozen=True, slots=True)
 class CleanLine:
-    """One line, or one part of it between carriage returns, without what stands before the message.
+    """One line, or one part of it between carriage returns, without what stands before the message."""
 
-    Args:
-        number: Of the line in the log.
-        text: The message.
-        shown: The same with the level and the name of the logger.
-        rank: Or None.
-        unix_seconds: Or None.
-        level: Of a logger, upper case, or None.
-    """
-
-    number: int
-    text: str
-    shown: str
+    number: int  # of the line in the log
+    text: str  # the message
+    shown: str  # the same with the level and the name of the logger
     rank: int | None = None
     unix_seconds: float | None = None
-    level: str | None = None
+    level: str | None = None  # of a logger, upper case, or None
 
 
 def clean_lines(lines: Iterable[LogLine]) -> list[CleanLine]:
@@ -115,7 +103,6 @@ def _without_prefixes(number: int, text: str, *, labelled: bool) -> CleanLine:
     rank: int | None = None
     seconds: float | None = None
     patterns = (_RANK, _TEE, _MPI, _SRUN) if labelled else (_RANK, _TEE, _MPI)
-    text = _BOLD.sub(r"\1\2\3", _QUOTED.sub(r"\1\3", text))
     for _ in range(6):
         if not text or (text[0] in " \t" and not labelled):
             break

@@ -1,13 +1,12 @@
-"""Whether a line shows that a training goes on, or that it is done.
+"""What lines show of a training: that it goes on, or is done, and the losses and norms of gradients that it printed.
 
-Words say it, or, in a log without such words, a form of line that keeps coming back with other numbers. Does not: say
-anything about lines of errors.
+Words say that it goes on, or, in a log without such words, a form of line that keeps coming back with other numbers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from holdfast.explain.logs.keeping import is_relevant
 
@@ -38,6 +37,14 @@ _ERROR_METRIC = re.compile(r"\berr(?:or)?(?:_?rate)?\W{0,3}#", re.IGNORECASE)  #
 _OF_A_TRACEBACK = re.compile(r'\s*File "|frame #|\S{1,300}:\d+: ')
 _HABIT = 3  # times that a form of line came before what it is to be progress after
 _LOOKED_AT = 400  # lines after a statement among which forms are looked for
+_VALUE_TEXT = r"(?:nan|inf(?:inity)?|\d{1,30}(?:\.\d{0,30})?(?:e[-+]?\d{1,4})?|\.\d{1,30}(?:e[-+]?\d{1,4})?)(?![\w.])"
+_VALUE = rf"['\"]?\)?\s{{0,8}}(?:[:=|]|is)?\s{{0,8}}(?:tensor\()?([-+]?{_VALUE_TEXT})"
+_LOSS = re.compile(rf"([\w/.-]{{0,60}}?loss(?:es)?){_VALUE}", re.IGNORECASE)
+_NORM = re.compile(rf"([\w/.-]{{0,60}}?grad(?:ient)?[_ -]?norm){_VALUE}", re.IGNORECASE)
+_PLAIN_LOSS = re.compile(r"(?:train(?:ing)?[_/.-]?)?loss", re.IGNORECASE)
+_EVALUATION = re.compile(
+    r"(?:^|[^a-z])(?:val(?:id(?:at(?:ion|ing))?)?|eval(?:uat(?:ion|ing))?|test(?:ing)?|dev)(?![a-z])", re.IGNORECASE
+)
 
 
 def is_progress_bar(text: str) -> bool:
@@ -108,3 +115,27 @@ def _forms(texts: Sequence[str]) -> list[str]:
             counts[form] = "#" in form and not of_frame and not is_relevant(_ERROR_METRIC.sub("", form))
         found.append(form if counts[form] else "")
     return found
+
+
+def printed_losses(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], ...]:
+    """Return number of the line and value of each training loss, oldest first, from numbered lines.
+
+    Where any is called plainly ``loss`` or ``train_loss``, only these count: others are parts of it.
+    """
+    found = list(_values(lines, _LOSS))
+    plain = [each for each in found if _PLAIN_LOSS.fullmatch(each[0])]
+    return tuple((number, value) for _, number, value in plain or found)
+
+
+def printed_norms(lines: Sequence[tuple[int, str]]) -> tuple[tuple[int, float], ...]:
+    """Return line and value of each norm of gradients, oldest first."""
+    return tuple((number, value) for _, number, value in _values(lines, _NORM))
+
+
+def _values(lines: Sequence[tuple[int, str]], named: re.Pattern[str]) -> Iterator[tuple[str, int, float]]:
+    for number, text in lines:
+        until = 0
+        for match in named.finditer(text):
+            if not _EVALUATION.search(text, until, match.end(1)):
+                yield match[1], number, float(match[2])
+            until = match.end()

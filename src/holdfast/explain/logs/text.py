@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from holdfast.explain.evidence import Ending, Statement
 from holdfast.explain.logs.keeping import Readable, is_relevant, keep_lines
 from holdfast.explain.logs.lines import CleanLine, clean_lines
-from holdfast.explain.logs.losses import printed_losses, printed_norms
-from holdfast.explain.logs.progress import Pulse, is_end, is_progress_bar
+from holdfast.explain.logs.progress import Pulse, is_end, is_progress_bar, printed_losses, printed_norms
 from holdfast.explain.logs.tracebacks import (
     HEADER,
     Raised,
@@ -49,31 +48,18 @@ _CPLUSPLUS = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogText:
-    """What a log says.
+    """What a log says."""
 
-    Args:
-        statements: In order of the lines; of a chain of exceptions the root first.
-        endings: Of ranks, as a table or a line of a launcher says.
-        ended_well: Whether its end says that the training is done.
-        total_lines: Of the whole log.
-        total_bytes: Likewise.
-        complete: Whether all of it was looked at closely.
-        losses: Line and value of each training loss that was printed.
-        norms: The same of norms of gradients.
-        cut_off: Frame with which it ends inside a traceback, or an empty text.
-        last_line: That is no progress bar, cut, or an empty text.
-    """
-
-    statements: tuple[Statement, ...]
-    endings: tuple[Ending, ...]
-    ended_well: bool
-    total_lines: int
-    total_bytes: int
-    complete: bool
-    losses: tuple[tuple[int, float], ...] = ()
-    norms: tuple[tuple[int, float], ...] = ()
-    cut_off: str = ""
-    last_line: str = ""
+    statements: tuple[Statement, ...]  # in order of the lines; of a chain of exceptions the root first
+    endings: tuple[Ending, ...]  # of ranks, as a table or a line of a launcher says
+    ended_well: bool  # whether its end says that the training is done
+    total_lines: int  # of the whole log
+    total_bytes: int  # likewise
+    complete: bool  # whether all of it was looked at closely
+    losses: tuple[tuple[int, float], ...] = ()  # line and value of each training loss that was printed
+    norms: tuple[tuple[int, float], ...] = ()  # the same of norms of gradients
+    cut_off: str = ""  # frame with which it ends inside a traceback, or an empty text
+    last_line: str = ""  # that is no progress bar, cut, or an empty text
 
 
 def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
@@ -86,6 +72,7 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
     """
     kept = keep_lines(stream, first_number=first_number)
     lines = clean_lines(kept.lines)
+    numbered = [(line.number, line.text) for line in lines]
     statements: list[Statement] = []
     endings: list[Ending] = []
     done = _ended_well(lines)
@@ -104,8 +91,8 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
         total_lines=kept.total_lines,
         total_bytes=kept.total_bytes,
         complete=kept.complete,
-        losses=printed_losses(lines),
-        norms=printed_norms(lines),
+        losses=printed_losses(numbered),
+        norms=printed_norms(numbered),
         cut_off=cut_off,
         last_line=_last_line(lines),
     )

@@ -44,23 +44,15 @@ _BUILTINS = {
 
 @dataclass(slots=True)
 class Raised:
-    """One exception as a traceback shows it.
+    """One exception as a traceback shows it."""
 
-    Args:
-        exception: Bare name of its class.
-        message: May have several lines.
-        frames: Innermost last.
-        number: Line of the log with the name of the class.
-        wrapped: Those that it only repeats or that led to it, the root first; they have none of their own.
-        unix_seconds: Of its line, or None.
-    """
-
-    exception: str
-    message: str
-    frames: tuple[Frame, ...]
-    number: int
+    exception: str  # bare name of its class
+    message: str  # may have several lines
+    frames: tuple[Frame, ...]  # innermost last
+    number: int  # line of the log with the name of the class
+    # those that it only repeats or that led to it, the root first; they have none of their own
     wrapped: list[Raised] = field(default_factory=list)
-    unix_seconds: float | None = None
+    unix_seconds: float | None = None  # of its line, or None
 
     def take(self, others: list[Raised]) -> None:
         """Put others, and all that led to them, before what led to this; of too many, those in the middle go."""

@@ -34,17 +34,11 @@ _MOST_GUARDS = 64
 
 @dataclass(slots=True, kw_only=True)
 class Recordings:
-    """What a run directory holds.
+    """What a run directory holds."""
 
-    Args:
-        run: The directory.
-        supervised: Whether ``holdfast run`` made it.
-        missing: What cannot be read, one sentence each.
-    """
-
-    run: Path
-    supervised: bool
-    missing: list[str] = field(default_factory=list)
+    run: Path  # the directory
+    supervised: bool  # whether ``holdfast run`` made it
+    missing: list[str] = field(default_factory=list)  # what cannot be read, one sentence each
 
     def events(self, folder: Path) -> list[Event]:
         """Return the events of one ring, oldest first; none, and a word in `missing`, if it cannot be read."""

@@ -1,6 +1,6 @@
 """The catalogue of signatures: every known way to fail, by its id. The entries are the YAML files beside this module.
 
-A file is a list of entries, and an entry holds the fields of `Signature`. Does not: match them (see ``matching``).
+A file is a list of entries, and an entry holds the fields of `Signature`. Does not: match them (see ``weighing``).
 """
 
 from __future__ import annotations
