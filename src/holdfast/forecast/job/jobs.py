@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,25 +134,29 @@ class Job:
                 if error.rule != "H414" or self._device.route == "cpu" or placement is _PLACEMENTS[-1]:
                     raise
         if missed := self.optimizers.keys() - self._stepped:
-            what = f"one call of the step{self._place_of_function} did not step {_named(missed)}"
-            raise _untrained(what)
-        if self._acts and not self._has_own_step:
-            what = "the function runs backward and steps no optimizer: all were stepped after it"
-            self.assumptions.append(Assumption(what=what))
+            raise _untrained(f"one call of the step{self._place_of_function} did not step {_named(missed)}")
         self.casts = own.casts
-        if own.words() and self._device.precision == "fp32":
-            what = f"no autocast was added: the job has {own.words()}, and is forecast as its code has it"
-            self.assumptions.append(Assumption(what=what))
-        if self._has_own_step and self._device.precision != "fp32":
-            what = f"autocast to {self._device.precision} was put around what the step does before backward"
-            self.assumptions.append(Assumption(what=f"{what}: it has to do so itself, since it steps itself"))
-        if self._placement != _AS_BUILT:
-            self.assumptions.append(Assumption(what=f"the step ran only with {self._placement}, where the model is"))
-        if not self.accumulates and self._options.gradient_accumulation_steps > 1:
-            self.assumptions.append(Assumption(what="the step accumulates gradients by itself or not at all"))
+        self.assumptions.extend(Assumption(what=what) for what in self._found_out(own))
         if self.sample is not None:
             self.assumptions.extend(self.sample.assumptions(with_length=length is not None))
         gc.collect()  # what a failed step has left
+
+    def _found_out(self, own: OwnPrecision) -> Iterator[str]:
+        """Yield what has to be said of the first step."""
+        precision = self._device.precision
+        if self._acts and not self._has_own_step:
+            yield "the function runs backward and steps no optimizer: all were stepped after it"
+        if own.words() and precision == "fp32":
+            yield f"no autocast was added: the job has {own.words()}, and is forecast as its code has it"
+        if self._has_own_step and precision != "fp32":
+            yield (
+                f"autocast to {precision} was put around what the step does before backward: it has to do so itself,"
+                " since it steps itself"
+            )
+        if self._placement != _AS_BUILT:
+            yield f"the step ran only with {self._placement}, where the model is"
+        if not self.accumulates and self._options.gradient_accumulation_steps > 1:
+            yield "the step accumulates gradients by itself or not at all"
 
     def _step_past_checks(self, size: int, length: int | None) -> None:
         """Make a step; one that fails after it has asked a tensor is made with the other answer to the last question.
