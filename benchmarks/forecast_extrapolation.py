@@ -5,9 +5,6 @@ autocast. An affine function for each allocation is fitted to the two smallest a
 is compared with the one of the trace, in live bytes and in what the simulated allocator reserves over three steps.
 Beside it: the straight line through the two smallest *peaks*, as batch-size finders and calculators extrapolate.
 
-Jobs on sequences are also fitted to six traces, at two sizes and the three lengths that the planner takes if the
-longest sample has 448, and compared with traces at other lengths.
-
 To reach: an error of at most 0.1 % in live bytes, and never more than 0.5 % too little.
 """
 
@@ -21,14 +18,13 @@ from holdfast.core.errors import HoldfastError
 from holdfast.forecast.allocator.replay import replay
 from holdfast.forecast.job.tracing import trace_job
 from holdfast.forecast.trace.events import Trace, live_peak, played
-from holdfast.forecast.trace.extrapolation import fit, needed_points
+from holdfast.forecast.trace.extrapolation import fit
 
 _FITTED = (2, 4)
 _CHECKED = (8, 32, 128)
 _PRECISIONS = ("fp32", "bf16")
 _MOST_PERCENT, _MOST_UNDER_PERCENT = 0.1, 0.5
 _STEPS = 3
-_LONGEST, _LENGTHS, _SIZE = 448, (256, 352, 432), 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +35,6 @@ class Row:
         model: Its name.
         precision: Of the step.
         micro_batch_size: Samples; 0 if there is no answer at all.
-        length: Of the samples, where lengths were extrapolated.
         traced_mib: Peak of live bytes in the trace at that size.
         error_percent: Of the fit, positive if it says too much.
         reserved_error_percent: The same of the reserved bytes.
@@ -50,7 +45,6 @@ class Row:
     model: str
     precision: str
     micro_batch_size: int = 0
-    length: int | None = None
     traced_mib: float = 0.0
     error_percent: float = 0.0
     reserved_error_percent: float = 0.0
@@ -74,34 +68,21 @@ def rows_of(model: Model, precision: str) -> list[Row]:
     return rows
 
 
-def rows_of_lengths(model: Model) -> list[Row]:
-    """Trace a model at three lengths and compare at others."""
-    points = needed_points(_LONGEST)
-    sizes, lengths = (tuple(dict.fromkeys(values)) for values in zip(*points, strict=True))
-    try:
-        scaled = fit(trace_job(model.request(sizes=sizes, lengths=lengths)).traces)
-        traces = trace_job(model.request(sizes=(_SIZE,), lengths=_LENGTHS)).traces
-    except HoldfastError as error:
-        return [_failed(model, "fp32", error)]
-    return [_row(model, scaled.at(_SIZE, trace.length), trace, None) for trace in traces]
-
-
 def _failed(model: Model, precision: str, error: HoldfastError) -> Row:
     failed = without_paths(f"{type(error).__name__}: {error}".splitlines()[0])
     return Row(model=model.name, precision=precision, failed=failed)
 
 
-def _row(model: Model, fitted: Trace, traced: Trace, secant: float | None) -> Row:
+def _row(model: Model, fitted: Trace, traced: Trace, secant: float) -> Row:
     live = live_peak(traced)
     return Row(
         model=model.name,
         precision=traced.precision,
         micro_batch_size=traced.micro_batch_size,
-        length=None if secant is not None else traced.length,
         traced_mib=round(live / 2**20, 2),
         error_percent=round(100 * (live_peak(fitted) / live - 1), 4),
         reserved_error_percent=round(100 * (_reserved(fitted) / _reserved(traced) - 1), 4),
-        secant_error_percent=0.0 if secant is None else round(100 * (secant / live - 1), 4),
+        secant_error_percent=round(100 * (secant / live - 1), 4),
     )
 
 
@@ -126,16 +107,7 @@ def main() -> None:
             rows += found
             print("\n".join(f"  {asdict(row)}" for row in found), flush=True)
     _add(result, rows, len(models) * len(precisions) * len(_CHECKED))
-    long = [model for model in models if model.takes_length]
-    of_length = [row for model in long for row in rows_of_lengths(model)]
-    answered = [row for row in of_length if not row.failed]
-    exact = sum(abs(row.error_percent) <= _MOST_PERCENT for row in answered)
-    asked = len(long) * len(_LENGTHS)
-    result.add_count(f"by length: live peak within {_MOST_PERCENT} %", exact, asked, expected=asked)
-    under = sum(row.error_percent < -_MOST_UNDER_PERCENT for row in answered)
-    result.add_count(f"by length: more than {_MOST_UNDER_PERCENT} % too low", under, len(answered), expected=0)
-    result.add_samples("by length: signed error of the live peak", "%", [row.error_percent for row in answered])
-    result.samples["cases"] = [asdict(row) for row in (*rows, *of_length)]
+    result.samples["cases"] = [asdict(row) for row in rows]
     result.write()
 
 

@@ -53,11 +53,6 @@ class Model:
         return TraceRequest(factory=f"{self.module}:{self.name}", max_grad_norm=self.max_grad_norm, **asked)
 
     @property
-    def takes_length(self) -> bool:
-        """Return whether its function takes the ``length`` of the samples too."""
-        return "length" in inspect.signature(self.function).parameters
-
-    @property
     def function(self) -> Callable[..., Parts]:
         """Return the function."""
         found: Callable[..., Parts] = getattr(importlib.import_module(self.module), self.name)

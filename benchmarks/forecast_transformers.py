@@ -1,55 +1,22 @@
-"""Models of transformers, built from configs: nothing is downloaded but the package, where it is not installed.
-
-Sizes are small; the code that runs is the one that runs at any size.
-"""
+"""Models of transformers, built from configs: nothing is downloaded. Sizes are small; the code runs at any size."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import importlib.util
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
 Parts = dict[str, Any]
-FOLDER = Path(sys.prefix) / "share" / "holdfast-benchmarks"
-"""Where it is installed by `find_transformers` if the environment has none, apart from what the environment holds."""
-PINNED = (
-    "transformers==5.17.0",
-    "tokenizers==0.23.2",
-    "huggingface-hub==1.33.0",
-    "hf-xet==1.6.0",
-    "regex==2026.9.29",
-    "tqdm==4.70.1",
-    "httpx==0.28.1",
-    "httpcore==1.0.9",
-    "anyio==4.15.1",
-)
-_INSTALL_SECONDS = 300
 # No model is looked up: a config is enough, and a hub that is asked in vain costs seconds.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-if FOLDER.exists() and str(FOLDER) not in sys.path:
-    sys.path.append(str(FOLDER))
 
 
 def find_transformers() -> tuple[str | None, str]:
-    """Return the version of transformers, which is installed beside the environment if need be; or None and why."""
-    if importlib.util.find_spec("transformers") is None:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(FOLDER)]
-        try:
-            subprocess.run([*pip, *PINNED], capture_output=True, timeout=_INSTALL_SECONDS, check=True)
-        except (OSError, subprocess.SubprocessError) as error:
-            return None, f"left out: transformers is not installed and cannot be ({type(error).__name__})"
-        if str(FOLDER) not in sys.path:
-            sys.path.append(str(FOLDER))
-        importlib.invalidate_caches()
+    """Return the version of transformers; or None and why."""
     try:
-        importlib.import_module("transformers")
+        import transformers  # noqa: F401
     except ImportError as error:
         return None, f"left out: {error}"
     return importlib.metadata.version("transformers"), ""

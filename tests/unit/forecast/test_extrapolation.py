@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.forecast.made_steps import LINE, SAVES, Block, Layer, make_step
 
 from holdfast.forecast.trace.events import OWNERS, Trace, live_peak
-from holdfast.forecast.trace.extrapolation import NotAlignedError, fit, needed_points
+from holdfast.forecast.trace.extrapolation import NotAlignedError, fit
 
 layers = st.builds(
     Layer,
@@ -76,66 +75,6 @@ def test_a_peak_that_moves_is_exact_where_the_secant_is_far_too_low() -> None:
     assert secant < 0.6 * truth
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(*[st.integers(0, 5000)] * 6), min_size=1, max_size=6),
-    st.integers(1, 3000),
-    st.integers(12, 8192),
-    st.integers(-7, 3),
-)
-def test_sizes_quadratic_in_the_length_are_exact_from_six_traces(
-    coefficients: list[tuple[int, ...]], batch: int, longest: int, more: int
-) -> None:
-    """Sizes that are quadratic in the length and affine in the batch are exact at all lengths."""
-
-    def sizes(batch: int, length: int) -> list[int]:
-        powers = (1, length, length * length)
-        return [
-            sum(factor * power for factor, power in zip(six, (*powers, *(batch * p for p in powers)), strict=True))
-            for six in coefficients
-        ]
-
-    base = one_storage_each(len(coefficients))
-    scaled = fit([at_length(base, *point, sizes) for point in needed_points(longest)])  # type: ignore[arg-type]
-    got = scaled.at(batch, longest + more)
-    assert got.size_bytes.tolist() == sizes(batch, longest + more)
-    assert got.length == longest + more
-    assert scaled.at(2, longest).assumptions == ()
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(256, 4000), st.sampled_from([2, 4, 8, 16, 32, 64]), st.integers(1, 64))
-def test_lengths_that_operations_round_are_exact_at_the_announced_one(length: int, stride: int, batch: int) -> None:
-    """A length that strides divide and paddings round is exact where it was announced, and bounded elsewhere."""
-
-    def sizes(batch: int, length: int) -> list[int]:
-        steps = math.ceil(length / stride)
-        return [4 * batch * steps * 80, batch * steps * steps, 400 * stride * steps]
-
-    scaled = fit([at_length(one_storage_each(3), *point, sizes) for point in needed_points(length)])  # type: ignore[arg-type]
-    assert scaled.at(batch, length).size_bytes.tolist() == sizes(batch, length)
-    for other in (length - 1, length - 13, length + 5):
-        got = scaled.at(batch, other)
-        said = [one.what for one in got.assumptions if one.what.startswith(f"length {other} ")]
-        assert len(said) == 1
-        margin = float(said[0].rpartition("up to ")[2].split()[0])
-        assert sum(sizes(batch, other)) <= got.size_bytes.sum() * (1 + (margin + 0.05) / 100) + 3
-
-
-@pytest.mark.parametrize("longest", [1, 2, 3, 7, 10, 100, 256, 1000, 4096])
-def test_points_leave_out_the_sizes_that_are_special(longest: int) -> None:
-    """The points are two sizes by three lengths, none of them 1, the last of which is the longest."""
-    points = needed_points(longest)
-    lengths = sorted({length for _, length in points if length is not None})
-    step = lengths[1] - lengths[0]
-    assert [size for size, _ in points] == [2, 2, 2, 4, 4, 4]
-    assert lengths == [lengths[0], lengths[0] + step, lengths[0] + 2 * step]
-    assert lengths[0] >= 2
-    assert longest < 4 or lengths[-1] == longest
-    assert longest < 256 or (step % 64 == 0 and lengths[0] < 0.76 * longest)
-    assert needed_points() == ((2, None), (4, None))
-
-
 def test_sizes_that_grow_unevenly_are_rounded_up_and_said() -> None:
     """A storage that grows by a fraction of a byte per sample is rounded up, and the share of such is told."""
     base = one_storage_each(2)
@@ -145,19 +84,6 @@ def test_sizes_that_grow_unevenly_are_rounded_up_and_said() -> None:
     assert got.size_bytes.tolist() == [102, 2500]  # 101.5 before
     assert any("1 storages (3.9 % of all bytes)" in one.what for one in got.assumptions)
     assert fit([two, four]).at(4).size_bytes.tolist() == [101, 2000]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 2**44), st.integers(0, 2**30), st.integers(2, 200))
-def test_numbers_beyond_64_bits_on_the_way_do_not_spoil_the_result(size: int, growth: int, times: int) -> None:
-    """Intermediate sums that no 64-bit integer holds still give the exact size."""
-
-    def sizes(batch: int, length: int) -> list[int]:
-        return [size + growth * batch * length]
-
-    points = needed_points(256)
-    scaled = fit([at_length(one_storage_each(1), *point, sizes) for point in points])  # type: ignore[arg-type]
-    assert scaled.at(1000, 64 * times).size_bytes.tolist() == sizes(1000, 64 * times)
 
 
 @pytest.mark.parametrize("batch", [10**12, 10**18, 10**30])

@@ -157,7 +157,7 @@ def traced_peak(build: Callable[[], Built], parts: int = 1) -> int:
         options: dict[str, Any] = {"size": SAMPLES, "length": None, "loading": contextlib.nullcontext}
         with device.suspended():
             built = building.call_factory("jobs.py:build", build, **options)
-        traced = Job(built, {None: built.batch}, device, StepOptions(gradient_accumulation_steps=parts))
+        traced = Job(built, device, StepOptions(gradient_accumulation_steps=parts))
         with Tracer(device.device, scratch=scratch_cpu.scratch_of) as tracer:
             tracer.watch(models=traced.models, optimizers=traced.optimizers.values(), blocks=traced.blocks)
             traced.settle(SAMPLES // parts, None)

@@ -63,8 +63,8 @@ def test_a_factory_is_told_what_it_has_parameters_for() -> None:
 
     assert called(build, size=6, length=50).batch_size == 6
     assert seen == {"size": 6, "length": 50}
-    assert building.takes_length(build)
-    assert not building.takes_length(lambda: None)
+    assert called(build, size=6, length=50).knows_length
+    assert not called(lambda: parts(loss_fn=len), length=50).knows_length
 
 
 def test_a_loader_gives_its_first_batch_without_workers() -> None:
@@ -184,7 +184,7 @@ def job_of(returned: Any, length: int | None = None, *, as_cuda: bool = False) -
     """Make a job on the fake CPU, which needs no process of its own."""
     with forecast_device("cpu", as_cuda=as_cuda) as device:
         built = called(returned, length=length)
-        yield Job(built, {length: built.batch} if built.has_batch else {}, device, StepOptions())
+        yield Job(built, device, StepOptions())
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -106,16 +106,18 @@ def test_all_that_a_factory_may_return_is_traced(name: str, size: int | None) ->
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
 def test_lengths_come_from_the_sample_batch_or_from_the_factory() -> None:
-    """Each length is traced at each size; activations of an encoder grow with both."""
-    result = traced("transformer", sizes=(2, 4), lengths=(16, 32, 64))
-    assert [(trace.micro_batch_size, trace.length) for trace in result.traces] == [
-        (2, 16), (4, 16), (2, 32), (4, 32), (2, 64), (4, 64),
-    ]  # fmt: skip
-    peaks = [live_peak(trace) for trace in result.traces]
-    assert peaks[1] < peaks[3] < peaks[5]
-    told = traced("of_length", sizes=(2, 4), lengths=(10, 20))
-    batch = [int(trace.size_bytes[trace.owner == OWNERS.index("batch")].sum()) for trace in told.traces]
-    assert batch == [size * 3 * length * 8 * 4 for length in (10, 20) for size in (2, 4)]
+    """A step is traced with the length that was asked for; activations of an encoder grow with it."""
+    short, long = (traced("transformer", sizes=(2, 4), length=length).traces for length in (16, 64))
+    assert [(trace.micro_batch_size, trace.length) for trace in (*short, *long)] == [
+        (2, 16),
+        (4, 16),
+        (2, 64),
+        (4, 64),
+    ]
+    assert live_peak(short[0]) < live_peak(short[1]) < live_peak(long[1])
+    traces = traced("of_length", sizes=(2, 4), length=20).traces
+    batch = [int(trace.size_bytes[trace.owner == OWNERS.index("batch")].sum()) for trace in traces]
+    assert batch == [size * 3 * 20 * 8 * 4 for size in (2, 4)]
 
 
 @pytest.mark.slow

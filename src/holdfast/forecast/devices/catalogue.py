@@ -148,7 +148,10 @@ def _device_of(facts: Any) -> Device:
     device = Device(**facts)
     if not 0 < device.context_bytes < device.usable_bytes or min(device.bandwidth, device.flops["fp32"]) <= 0:
         raise ValueError("context_bytes, bandwidth and flops must be above 0, and the context below usable_bytes")
-    return device if device.capability is None else replace(device, capability=tuple(device.capability))
+    if device.capability is None:
+        return device
+    major, minor = device.capability
+    return replace(device, capability=(major, minor))
 
 
 def save_device(device: Device, path: Path) -> None:

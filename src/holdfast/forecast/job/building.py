@@ -117,11 +117,6 @@ def call_factory(name: str, factory: Function, *, size: int, length: int | None,
     return dataclasses.replace(built, batch_size=known, knows_length=bool(given.keys() & set(_LENGTH_NAMES)))
 
 
-def takes_length(factory: Function) -> bool:
-    """Return whether a factory has a parameter for the length of its samples."""
-    return bool(_accepted(factory, 1, 1).keys() & set(_LENGTH_NAMES))
-
-
 def _accepted(factory: Function, size: int, length: int | None) -> dict[str, int]:
     parameters = inspect.signature(factory).parameters
     offered = {**dict.fromkeys(_SIZE_NAMES, size), **({} if length is None else dict.fromkeys(_LENGTH_NAMES, length))}

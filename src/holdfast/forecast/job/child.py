@@ -41,7 +41,6 @@ _MOST_QUESTIONS = 3  # of which both answers are traced: each costs two more ste
 _WORTH_TRACING = 0.01  # more of the peak: below that the margin covers it
 _SHARE_OF_GROWTH = 0.01  # of the peak, that a step may leave behind without a word: small histories do
 Say = Callable[[dict[str, Any]], None]
-Points = list[tuple[int, int | None]]
 
 
 def main() -> None:
@@ -88,8 +87,9 @@ class _Tracing:
 
     def __init__(self, request: dict[str, Any], say: Say) -> None:
         self._request, self._say = request, say
-        self._points: Points = [(size, length) for size, length in request["points"]]
-        self._done, self._total = 0, 3 + len(self._points)
+        self._sizes: list[int] = request["sizes"]
+        self._length: int | None = request["length"]
+        self._done, self._total = 0, 3 + len(self._sizes)
         self._job: Job
         self._device: ForecastDevice
         self._tracer: Tracer
@@ -114,9 +114,9 @@ class _Tracing:
                 self._tracer.watch(models=job.models, optimizers=job.optimizers.values(), blocks=job.blocks)
                 self._begin("making a first step")
                 self._settle()
-                traces, seconds = self._trace_points()
-                # A single point is a plan that is checked: what its alternatives need was said before.
-                if len(self._points) > 1:
+                traces, seconds = self._trace_sizes()
+                # A single size is a plan that is checked: what its alternatives need was said before.
+                if len(self._sizes) > 1:
                     traces = self._with_other_answers(traces)
         files = [f"{number}.npz" for number in range(len(traces))]
         for file, traced in zip(files, traces, strict=True):
@@ -133,75 +133,63 @@ class _Tracing:
         )
         self._begin("importing the factory")
         if request["weights"] == "fake":
-            return Job(*self._call_factory(), device, options)
+            return Job(self._call_factory(), device, options)
         _limit_memory()
         try:
             with device.suspended():
-                built, batches = self._call_factory()
+                built = self._call_factory()
         except HoldfastError as error:
             if isinstance(error.__cause__, MemoryError) or "can't allocate memory" in error.what:
                 raise _too_large(error) from error
             raise
-        job = Job(built, batches, device, options)
+        job = Job(built, device, options)
         what = f"build ran with real weights and took up to {_host_bytes() / 2**30:.2f} GiB of host memory"
         job.assumptions.append(Assumption(what=what))
         return job
 
-    def _call_factory(self) -> tuple[Built, dict[int | None, Any]]:
-        """Return what the factory returned, and its sample batches by the length that it was called with.
-
-        A factory that takes a length is called for each, the longest first: that model is kept.
-        """
+    def _call_factory(self) -> Built:
         name = self._request["factory"]
         factory = building.load_factory(name)
         self._begin("building the model")
-        asked = sorted({length for _, length in self._points if length is not None}, reverse=True)
-        lengths: list[int | None] = [*asked] if building.takes_length(factory) and asked else [None]
-        found = [
-            building.call_factory(
-                name, factory, size=self._points[0][0], length=length, loading=self._device.suspended
-            )
-            for length in lengths
-        ]
-        batches = {length: one.batch for length, one in zip(lengths, found, strict=True) if one.has_batch}
-        return found[0], batches
+        given: dict[str, Any] = {"size": self._sizes[0], "length": self._length, "loading": self._device.suspended}
+        return building.call_factory(name, factory, **given)
 
     def _settle(self) -> None:
         """Make the first step; one that takes no small batches is made with the sample batch, and its multiples."""
-        job, (smallest, length) = self._job, self._points[0]
+        job, smallest = self._job, self._sizes[0]
         try:
-            job.settle(smallest, length)
+            job.settle(smallest, self._length)
         except PolicyError as error:
             whole = None if job.sample is None else job.sample.size
-            if error.rule != "H414" or len(self._points) == 1 or whole is None or whole <= smallest:
+            if error.rule != "H414" or len(self._sizes) == 1 or whole is None or whole <= smallest:
                 raise
-            self._points = [(size * whole // smallest, length) for size, length in self._points]
+            self._sizes = [size * whole // smallest for size in self._sizes]
             try:
-                job.settle(*self._points[0])
+                job.settle(self._sizes[0], self._length)
             except HoldfastError:
                 raise error from None
-            sizes = " and ".join(str(size) for size in sorted({size for size, _ in self._points}))
+            sizes = " and ".join(map(str, self._sizes))
             what = f"batches of {sizes} samples were traced, since with {smallest} {' '.join(error.what.split())}"
             job.assumptions.append(Assumption(what=what))
 
-    def _trace_points(self) -> tuple[list[Trace], list[float]]:
-        """Return a trace of each point that is asked for, and how long it took."""
+    def _trace_sizes(self) -> tuple[list[Trace], list[float]]:
+        """Return a trace of each size that is asked for, and how long it took."""
         traces, seconds = [], []
-        for size, length in self._points:
-            self._begin(f"tracing a step of {size} samples" + (f" of length {length}" if length else ""))
+        for size in self._sizes:
+            self._begin(f"tracing a step of {size} samples" + (f" of length {self._length}" if self._length else ""))
             begun = time.perf_counter()
-            traces.append(self._trace(size, length))
+            traces.append(self._trace(size))
             seconds.append(time.perf_counter() - begun)
         traces[-1] = dataclasses.replace(traces[-1], assumptions=(*traces[-1].assumptions, *_growth(traces[-1])))
         return traces, seconds
 
-    def _trace(self, size: int, length: int | None) -> Trace:
-        self._job.step(size, length)  # leaves what such a step leaves; the very first in another order
+    def _trace(self, size: int) -> Trace:
+        self._job.step(size, self._length)  # leaves what such a step leaves; the very first in another order
         with self._tracer.recording():
-            self._job.step(size, length)
+            self._job.step(size, self._length)
         return self._tracer.trace(
             micro_batch_size=size,
-            length=length,
+            length=self._length,
             precision=self._request["precision"],
             route=self._request["route"],
             assumptions=(*self._job.assumptions, *self._device.assumptions),
@@ -220,7 +208,7 @@ class _Tracing:
         for line, answer in [each for each in asked.items() if each[0] not in given][:_MOST_QUESTIONS]:
             guesses.give({**given, line: not answer})
             try:
-                more = live_peak(self._trace(*self._points[-1])) / peak - 1
+                more = live_peak(self._trace(self._sizes[-1])) / peak - 1
                 how = f"needs {abs(more):.2%} {'less' if more < 0 else 'more'}"
                 if more > _WORTH_TRACING:
                     heavier[line] = not answer
@@ -230,7 +218,7 @@ class _Tracing:
         guesses.give({**given, **heavier})
         if heavier:
             try:
-                traces, _ = self._trace_points()
+                traces, _ = self._trace_sizes()
                 for line, answer in heavier.items():
                     said[line] = f"{answer}, the answer that needs more ({said[line]})"
             except HoldfastError:  # alone each of them ran; all of them together need not

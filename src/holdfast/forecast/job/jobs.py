@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,6 @@ class Job:
 
     Args:
         built: What the factory returned; its models are brought to the device.
-        batches: Sample batches by length; empty if the step makes its own.
         device: The fake one.
         options: How its step is made.
 
@@ -75,9 +74,7 @@ class Job:
         BatchError: H413.
     """
 
-    def __init__(
-        self, built: Built, batches: Mapping[int | None, Any], device: ForecastDevice, options: StepOptions
-    ) -> None:
+    def __init__(self, built: Built, device: ForecastDevice, options: StepOptions) -> None:
         if any(hasattr(p, "device_mesh") for model in built.models.values() for p in model.parameters()):
             raise for_several_devices("a model that build() returned has parameters spread over a device mesh")
         device.place(*built.models.values())
@@ -90,10 +87,11 @@ class Job:
         self._device = device
         self._options = options
         self._placement = _AS_BUILT
-        self._samples = {
-            length: SampleBatch(batch, read=self._read, make=self._make, size=built.batch_size, split=built.split)
-            for length, batch in batches.items()
-        }
+        self._knows_length = built.knows_length
+        self.sample: SampleBatch | None = None  # none if the step makes its own
+        if built.has_batch:
+            reading: dict[str, Any] = {"read": self._read, "make": self._make}
+            self.sample = SampleBatch(built.batch, size=built.batch_size, split=built.split, **reading)
         self._recomputed = modules_named(options.recompute, self.models)
         self._place_of_function = building.place_of(built.function)
         self._guard = GuardStandIn(list(self.optimizers), self._step_of_guard)
@@ -110,11 +108,6 @@ class Job:
     def accumulates(self) -> bool:
         """Whether its batch can be cut into micro-batches: known after the first step."""
         return self.sample is not None and not self._acts
-
-    @property
-    def sample(self) -> SampleBatch | None:
-        """The sample batch, the first if there are several; None if the step makes its own."""
-        return next(iter(self._samples.values()), None)
 
     def settle(self, size: int, length: int | None) -> None:
         """Make the first step, and find out what its function does and where its tensors must lie.
@@ -134,25 +127,29 @@ class Job:
                 if error.rule != "H414" or self._device.route == "cpu" or placement is _PLACEMENTS[-1]:
                     raise
         if missed := self.optimizers.keys() - self._stepped:
-            what = f"one call of the step{self._place_of_function} did not step {_named(missed)}"
-            raise _untrained(what)
-        if self._acts and not self._has_own_step:
-            what = "the function runs backward and steps no optimizer: all were stepped after it"
-            self.assumptions.append(Assumption(what=what))
+            raise _untrained(f"one call of the step{self._place_of_function} did not step {_named(missed)}")
         self.casts = own.casts
-        if own.words() and self._device.precision == "fp32":
-            what = f"no autocast was added: the job has {own.words()}, and is forecast as its code has it"
-            self.assumptions.append(Assumption(what=what))
-        if self._has_own_step and self._device.precision != "fp32":
-            what = f"autocast to {self._device.precision} was put around what the step does before backward"
-            self.assumptions.append(Assumption(what=f"{what}: it has to do so itself, since it steps itself"))
-        if self._placement != _AS_BUILT:
-            self.assumptions.append(Assumption(what=f"the step ran only with {self._placement}, where the model is"))
-        if not self.accumulates and self._options.gradient_accumulation_steps > 1:
-            self.assumptions.append(Assumption(what="the step accumulates gradients by itself or not at all"))
+        self.assumptions.extend(Assumption(what=what) for what in self._found_out(own))
         if self.sample is not None:
             self.assumptions.extend(self.sample.assumptions(with_length=length is not None))
         gc.collect()  # what a failed step has left
+
+    def _found_out(self, own: OwnPrecision) -> Iterator[str]:
+        """Yield what has to be said of the first step."""
+        precision = self._device.precision
+        if self._acts and not self._has_own_step:
+            yield "the function runs backward and steps no optimizer: all were stepped after it"
+        if own.words() and precision == "fp32":
+            yield f"no autocast was added: the job has {own.words()}, and is forecast as its code has it"
+        if self._has_own_step and precision != "fp32":
+            yield (
+                f"autocast to {precision} was put around what the step does before backward: it has to do so itself,"
+                " since it steps itself"
+            )
+        if self._placement != _AS_BUILT:
+            yield f"the step ran only with {self._placement}, where the model is"
+        if not self.accumulates and self._options.gradient_accumulation_steps > 1:
+            yield "the step accumulates gradients by itself or not at all"
 
     def _step_past_checks(self, size: int, length: int | None) -> None:
         """Make a step; one that fails after it has asked a tensor is made with the other answer to the last question.
@@ -291,7 +288,7 @@ class Job:
             self._scaler.update()
 
     def _batches(self, size: int, length: int | None) -> list[Any]:
-        sample = self._samples.get(length) or self.sample
+        sample = self.sample
         if sample is None and length is not None and not self._takes_length:
             raise BatchError(
                 f"the step{self._place_of_function} takes no length, and {length} was asked for",
@@ -302,7 +299,7 @@ class Job:
         if sample is None:
             return [(size, length)]
         count = self._options.gradient_accumulation_steps if self.accumulates else 1
-        batch = sample.resized(size * count, None if length in self._samples else length)
+        batch = sample.resized(size * count, None if self._knows_length else length)
         self.claim(leaves_of(batch))
         return [batch] if self._uses_guard or count == 1 else sample.parts(batch, count)
 
@@ -322,7 +319,7 @@ class Job:
 
     def _failed(self, error: Exception, size: int, length: int | None) -> PolicyError:
         line = building.line_of(error)
-        sample = self._samples.get(length) or self.sample
+        sample = self.sample
         taken = "" if sample is None else f"; {next(sample.assumptions(with_length=length is not None)).what}"
         return PolicyError(
             f"the step raised {building.first_line(error)}" + (f", at {line}" if line else self._place_of_function),

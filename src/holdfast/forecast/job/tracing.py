@@ -8,7 +8,6 @@ with real ones, and that is among the assumptions. Torch is not imported here.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import select
@@ -47,7 +46,7 @@ class TraceRequest:
         factory: ``"module:function"`` or ``"file.py:function"``; see ``jobs`` for what it may return.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         sizes: Micro-batch sizes, in samples, at least 1.
-        lengths: Of each sample; empty: as they are in the sample batch. Every length is traced at every size.
+        length: Of each sample; None: as in the sample batch.
         route: The fake device: an accelerator's, or the CPU as it is, without CUDA, to be compared with real runs.
         recompute: Names of the modules whose activations are recomputed, as in `Trace.blocks`.
         gradient_accumulation_steps: Micro-batches of an optimizer step, where a loss function is given.
@@ -58,16 +57,12 @@ class TraceRequest:
     factory: str
     precision: str = "fp32"
     sizes: tuple[int, ...] = (2, 4)
-    lengths: tuple[int, ...] = ()
+    length: int | None = None
     route: Route = "privateuse1"
     recompute: tuple[str, ...] = ()
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
     answers: tuple[tuple[str, bool], ...] = ()
-
-    def points(self) -> list[tuple[int, int | None]]:
-        """Return size and length of each trace, in order."""
-        return [(size, length) for length, size in itertools.product(self.lengths or (None,), self.sizes)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +85,7 @@ class TraceResult:
     """What came back.
 
     Args:
-        traces: One for each of `TraceRequest.points`, in that order.
+        traces: One for each of `TraceRequest.sizes`, in that order.
         route: The fake device, ``"privateuse1"`` or ``"cpu"``.
         weights: ``"real"`` if ``build`` had to be run with real tensors.
         optimizers: Classes of the optimizers by name.
@@ -156,7 +151,7 @@ def _traced(
 ) -> TraceResult:
     with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as name:
         folder = Path(name)
-        asked = {**asdict(request), "weights": weights, "points": request.points(), "folder": name}
+        asked = {**asdict(request), "weights": weights, "folder": name}
         answer = _answer(asked, folder, on_progress, timeout_seconds)
         traces = tuple(Trace.load(folder / file) for file in answer["files"])
     return TraceResult(

@@ -6,7 +6,6 @@ the user's runs in this process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from holdfast.core.errors import HoldfastError
@@ -26,12 +25,12 @@ from holdfast.forecast.plan.planning import (
 from holdfast.forecast.trace.accumulation import with_accumulation
 from holdfast.forecast.trace.events import Assumption, Trace, live_peak
 from holdfast.forecast.trace.extrapolation import (
+    FITTED_SIZES,
     NotAlignedError,
     ScaledTrace,
     TracedSizes,
     fit,
     has_a_tensor_for_each_sample,
-    needed_points,
     sizes_to_trace,
 )
 from holdfast.forecast.trace.recomputation import with_recompute
@@ -41,7 +40,8 @@ _OWN_PRECISION = (
     'this job sets its own precision by an autocast in its code: no other is planned for, and "fp32" means that'
     " nothing is added to it"
 )
-_LARGER = 2  # times that batches are doubled; then 8 and 16 samples are traced
+# The sizes that are traced. Kernels go other ways from some size on: larger batches may be alike where small are not.
+_TIMES = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,15 @@ def _traced(order: Order, precision: str, watcher: Watcher) -> _Traced:
     """Return what tracing found, and the step at any size."""
     whole: ScaledTrace | TracedSizes | None = None
     failed: list[NotAlignedError] = []
-    for request in _requests(order, precision):
+    request = TraceRequest(
+        factory=order.factory,
+        precision=precision,
+        sizes=FITTED_SIZES,
+        length=order.longest,
+        max_grad_norm=order.max_grad_norm,
+    )
+    for times in _TIMES:
+        request = replace(request, sizes=tuple(times * size for size in FITTED_SIZES))
         result = trace_job(request, watcher.traced)
         try:
             whole = fit(result.traces)
@@ -213,14 +221,13 @@ def _traced(order: Order, precision: str, watcher: Watcher) -> _Traced:
             if has_a_tensor_for_each_sample(result.traces):
                 break
     if whole is None:
-        lengths = () if order.longest is None else (order.longest,)
-        request = replace(request, sizes=sizes_to_trace(order.global_batch_size), lengths=lengths)
+        request = replace(request, sizes=sizes_to_trace(order.global_batch_size))
         result = trace_job(request, watcher.traced)
         whole = TracedSizes(traces=result.traces)
         result = replace(result, assumptions=whole.template.assumptions)  # each size says the same of other counts
     if failed:
         traced = sorted({one.micro_batch_size for one in result.traces})  # more than was asked for, if few do not run
-        sizes, at = " and ".join(map(str, traced)), f" of length {order.longest}" if request.lengths else ""
+        sizes, at = " and ".join(map(str, traced)), f" of length {order.longest}" if order.longest else ""
         only = " and planned for no others" if isinstance(whole, TracedSizes) else ""
         said = f"the forecast is made from {sizes} samples{at}{only}, since otherwise {failed[-1].what}"
         result = replace(result, assumptions=(*result.assumptions, Assumption(what=said)))
@@ -233,34 +240,11 @@ def _traced(order: Order, precision: str, watcher: Watcher) -> _Traced:
     return result, Steps(whole=whole, accumulates=result.accumulates, answers=result.answers)
 
 
-def _requests(order: Order, precision: str) -> Iterator[TraceRequest]:
-    """Yield what to trace, and what else if the traces are not alike: one length only, larger batches.
-
-    Kernels go other ways from some size on, so that larger batches may be alike where small ones are not.
-    """
-    points = needed_points(order.longest)
-    request = TraceRequest(
-        factory=order.factory,
-        precision=precision,
-        sizes=tuple(sorted({size for size, _ in points})),
-        lengths=tuple(sorted({length for _, length in points if length is not None})),
-        max_grad_norm=order.max_grad_norm,
-    )
-    yield request
-    if order.longest is not None:
-        request = replace(request, lengths=(order.longest,))
-        yield request
-    for _ in range(_LARGER):
-        request = replace(request, sizes=tuple(2 * size for size in request.sizes))
-        yield request
-
-
 def plan_device(order: Order, device: Device, steps: dict[str, Steps], watcher: Watcher | None = None) -> DevicePlan:
     """Return what fits a device."""
     question = Question(
         device=device,
         global_batch_size=order.global_batch_size,
-        length=order.longest,
         margin_bytes=order.margin_bytes,
     )
     suited = {name: step for name, step in steps.items() if name != "bf16" or has_bf16(device)} or steps
@@ -293,7 +277,7 @@ def without_bf16(device: Device) -> Assumption:
 
 def step_of(row: Row, step: Steps, question: Question, global_batch_size: int | None = None) -> Trace:
     """Return the step of a plan as memory sees it."""
-    trace = step.whole.at(max(1, row.micro_batch_size), question.length)
+    trace = step.whole.at(max(1, row.micro_batch_size))
     trace = with_recompute(trace, row.modules) if row.modules else trace
     total = global_batch_size or question.global_batch_size
     return with_accumulation(trace, total) if step.accumulates and total is not None else trace
@@ -374,7 +358,7 @@ def _verify(order: Order, row: Row, step: Steps, question: Question) -> Verifica
             factory=order.factory,
             precision=row.precision,
             sizes=(row.micro_batch_size,),
-            lengths=() if question.length is None else (question.length,),
+            length=order.longest,
             recompute=row.modules,
             gradient_accumulation_steps=count,
             max_grad_norm=order.max_grad_norm,

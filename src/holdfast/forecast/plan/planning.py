@@ -116,13 +116,11 @@ class Question:
     Args:
         device: Which.
         global_batch_size: Samples of one optimizer step; None: whatever fits at once.
-        length: Of the samples, where traces of several lengths were made.
         margin_bytes: What to keep free; None for `default_margin_bytes`, which counts in what a trace leaves open.
     """
 
     device: Device
     global_batch_size: int | None = None
-    length: int | None = None
     margin_bytes: int | None = None
 
     @property
@@ -213,7 +211,7 @@ class _SizedStep:
 
     def _make(self, samples: int, modules: tuple[str, ...] = ()) -> Trace:
         """Return one micro-batch's step at a size."""
-        trace = self.step.whole.at(samples, self.question.length)
+        trace = self.step.whole.at(samples)
         return with_recompute(trace, modules) if modules else trace
 
     def in_memory(self, trace: Trace) -> Trace:

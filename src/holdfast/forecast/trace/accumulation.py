@@ -1,8 +1,8 @@
 """What a step needs if its batch is cut into micro-batches: the recorded events are edited, nothing is traced again.
 
-The second micro-batch runs while the gradients of the first live, and each of its own gradients is added to the first
+The second micro-batch runs while the gradients of the first are alive, and each of its own is added to the first
 one's as soon as it is known. All later micro-batches are like the second, so two stand for any number. What the first
-one leaves behind beside its gradients is let go when the second one's backward pass is done; the batch stays.
+one leaves behind beside its gradients is dropped when the second one's backward pass is done; the batch stays.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from holdfast.forecast.trace.events import OWNERS, PHASES, Trace
 from holdfast.forecast.trace.extrapolation import most_each
+from holdfast.forecast.trace.recomputation import Moves
 
 _BACKWARD = PHASES.index("backward")
 _GRADIENTS, _BATCH = OWNERS.index("gradients"), OWNERS.index("batch")
@@ -21,15 +22,10 @@ Ids = npt.NDArray[np.int64]
 
 
 def with_accumulation(trace: Trace, global_batch_size: int) -> Trace:
-    """Return the step that accumulates the gradients of several micro-batches.
+    """Return the step that accumulates the gradients of several micro-batches, from a trace with one of them.
 
-    Args:
-        trace: The step with one of them, with or without recomputation.
-        global_batch_size: Samples of the whole batch, which lies on the device while it is worked on.
-
-    Returns:
-        A trace for its memory: its operations are those of one micro-batch. The trace itself if there is nothing to
-        accumulate.
+    The whole batch, in samples, lies on the device while it is worked on. It is a trace for memory: its operations
+    are those of one micro-batch.
     """
     if global_batch_size <= trace.micro_batch_size or not (trace.event_phase == _BACKWARD).any():
         return trace
@@ -37,11 +33,7 @@ def with_accumulation(trace: Trace, global_batch_size: int) -> Trace:
 
 
 class _Doubled:
-    """A step, and what a micro-batch before it does.
-
-    Args:
-        trace: The step.
-    """
+    """A step, and what a micro-batch before it does."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -74,29 +66,29 @@ class _Doubled:
         waits = known + np.flatnonzero((trace.owner[self._others] == _BATCH) & np.isin(self._others, self._left))
         whole = -(-sizes[waits].astype(object) * rest // trace.micro_batch_size)  # Python's integers know no bound
         sizes[waits] = np.minimum(whole, most_each(len(sizes))).astype(np.int64)
-        before = self._first_pass(first)
-        after = self._second_pass(first, own)
+        events = self._events[: self._end]
+        before = (np.sign(events) * (first[self._storage[: self._end]] + 1))[self._in_first]
+        events, at, inserted = self._second_pass(first, own)
+        merged = np.insert(events, at, inserted)
+        kept = merged != 0
+        phases = np.insert(trace.event_phase, at, _BACKWARD)[kept]
+        moves, offset = Moves(at, kept), len(before)
+        spans = [(begin + offset, end + offset) for begin, end in (moves.span(one.events) for one in trace.variants)]
         return replace(
             trace,
-            events=np.concatenate([before, after.events]).astype(np.int32),
-            event_phase=np.concatenate([trace.event_phase[: self._end][self._in_first], after.phases]),
+            events=np.concatenate([before, merged[kept]]).astype(np.int32),
+            event_phase=np.concatenate([trace.event_phase[: self._end][self._in_first], phases]),
             size_bytes=sizes,
             owner=trace.owner[sources],
             module=trace.module[sources],
             line=trace.line[sources],
-            operation_event=(trace.operation_event + len(before)).astype(np.int32),
+            operation_event=(trace.operation_event + offset).astype(np.int32),
             block_runs=(),
-            variants=tuple(replace(one, events=after.moved(one.events, len(before))) for one in trace.variants),
+            variants=tuple(replace(one, events=span) for one, span in zip(trace.variants, spans, strict=True)),
         )
 
-    def _first_pass(self, name: Ids) -> Ids:
-        events = self._events[: self._end]
-        renamed: Ids = np.sign(events) * (name[self._storage[: self._end]] + 1)
-        kept: Ids = renamed[self._in_first]
-        return kept
-
-    def _second_pass(self, first: Ids, own: Ids) -> _Inserted:
-        """Return the events of the step itself, which finds what the first pass left."""
+    def _second_pass(self, first: Ids, own: Ids) -> tuple[Ids, Ids, Ids]:
+        """Return the events of the step itself, which finds what the first pass left, and what to insert where."""
         events = self._events.copy()
         heirs = {found: made for made, found in self._trace.carried}
         left = dict.fromkeys(self._left.tolist())
@@ -112,7 +104,7 @@ class _Doubled:
         born = births[np.isin(self._storage[births], self._gradients)]
         events[born] = own + 1
         at = np.concatenate([self._added(born), gone])
-        return _Inserted(events, self._trace.event_phase, at, np.concatenate([-own - 1, -first[waiting] - 1]))
+        return events, at, np.concatenate([-own - 1, -first[waiting] - 1])
 
     def _added(self, born: Ids) -> Ids:
         """Return the events before which gradients are added to the first ones: the next that makes no gradient.
@@ -125,28 +117,3 @@ class _Doubled:
         others = births[~makes | (births == self._end)]
         added: Ids = others[np.searchsorted(others, born, side="right")]
         return added
-
-
-class _Inserted:
-    """Events with others between them, and without those that are 0.
-
-    Args:
-        events: Shape ``(events,)``.
-        phases: Shape ``(events,)``.
-        at: Shape ``(inserted,)``: the event before which each is inserted.
-        inserted: Shape ``(inserted,)``.
-    """
-
-    def __init__(self, events: Ids, phases: npt.NDArray[np.int8], at: Ids, inserted: Ids) -> None:
-        merged = np.insert(events, at, inserted)
-        kept = merged != 0
-        self.events: Ids = merged[kept]
-        self.phases = np.insert(phases, at, _BACKWARD)[kept]
-        self._at: Ids = np.sort(at)
-        self._places = np.concatenate([[0], np.cumsum(kept)])
-
-    def moved(self, span: tuple[int, int], offset: int) -> tuple[int, int]:
-        """Return where a range of events is now; what is inserted at its borders is not of it."""
-        begin = span[0] + int(np.searchsorted(self._at, span[0], side="right"))
-        end = span[1] + int(np.searchsorted(self._at, span[1], side="left"))
-        return int(self._places[begin]) + offset, int(self._places[end]) + offset

@@ -1,9 +1,8 @@
-"""From traces of a few small batches to a trace at any micro-batch size and length, without running anything again.
+"""From traces of two small batches to a trace at any micro-batch size, without running anything again.
 
-A storage grows by a fixed number of bytes for each sample, so two traces tell its size at any micro-batch; with the
-length of the samples it is at most quadratic (attention's scores), so six traces tell all. The *peak* is the largest
-of many such sums and no line itself: a line through two peaks errs on the low side (up to -52 % was measured, on a
-loop decoder), so every storage is extrapolated and the events are played again.
+A storage grows by a fixed number of bytes for each sample, so two traces say its size at any micro-batch. The *peak*
+is the largest of many such sums and no line itself: a line through two peaks errs on the low side (up to -52 % was
+measured, on a loop decoder), so every storage is extrapolated and the events are played again.
 
 A list of samples, a loop over them or a branch on their number cannot be extrapolated: such a step is another program
 at each size. A few sizes are then traced themselves, and only these are planned with (`TracedSizes`).
@@ -11,11 +10,8 @@ at each size. A few sizes are then traced themselves, and only these are planned
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -25,55 +21,32 @@ from holdfast.forecast.trace.events import OWNERS, Assumption, Trace
 
 # One sample goes other ways (a dimension of 1 is contiguous either way): 3 of the 7 models that were tried did.
 LEAST_MICRO_BATCH_SIZE = 2
-# Strides, paddings and tiles round lengths to powers of two, 64 the largest that is common. Lengths that leave the
-# same remainder are all rounded alike, so that sizes are exact polynomials on them.
-_LENGTH_GRANULE = 64
+FITTED_SIZES = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
 _MOST_TRACED_SAMPLES = 64  # a loop over samples takes as long as all of them one after the other
 _SCRATCH, _BATCH = OWNERS.index("scratch"), OWNERS.index("batch")
 _OF_ANY_SIZE = [OWNERS.index(owner) for owner in ("parameters", "gradients", "optimizer state")]
-_COMPARED = ("blocks", "resident", "carried", "variants", "block_runs", "precision", "route")
+_COMPARED = ("blocks", "resident", "carried", "variants", "block_runs", "precision", "route", "length")
 
 
 class NotAlignedError(BatchError):
     """Two traces of one step do not do the same things in the same order."""
 
 
-def needed_points(longest: int | None = None) -> tuple[tuple[int, int | None], ...]:
-    """Return the micro-batch sizes and lengths to trace for `fit`.
-
-    Args:
-        longest: Of the lengths that will be asked for, if lengths matter. It is traced itself, and others from about
-            half of it on lie between those that are: some kernels work in another way on short samples.
-
-    Returns:
-        Two points without lengths; six with: two micro-batch sizes by three lengths, the smallest first.
-    """
-    sizes = (LEAST_MICRO_BATCH_SIZE, 2 * LEAST_MICRO_BATCH_SIZE)
-    if longest is None:
-        return tuple((size, None) for size in sizes)
-    quarter = longest // 4
-    step = max(1, quarter // _LENGTH_GRANULE * _LENGTH_GRANULE or 1 << max(0, quarter.bit_length() - 1))
-    last = max(longest, 2 * step + LEAST_MICRO_BATCH_SIZE)  # a length of 1 is as special as a batch of 1
-    return tuple(product(sizes, (last - 2 * step, last - step, last)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScaledTrace:
-    """A step at any micro-batch size, and length if it was traced with three.
+    """A step at any micro-batch size.
 
     Args:
-        template: The first trace; everything but sizes and work is the same in all.
+        template: The first trace; everything but sizes and work is the same in both.
         micro_batch_sizes: The two that were traced.
-        lengths: The three that were traced, or one, which is then the only one that can be asked for.
-        size_bytes: Shape ``(points, storages)``, points in the order of sizes by lengths.
-        flops: Shape ``(points, operations)``.
-        moved_bytes: Shape ``(points, operations)``.
-        totals: Shape ``(points, 2)``: the growth of the step and what is not calibrated, in bytes.
+        size_bytes: Shape ``(2, storages)``.
+        flops: Shape ``(2, operations)``.
+        moved_bytes: Shape ``(2, operations)``.
+        totals: Shape ``(2, 2)``: the growth of the step and what is not calibrated, in bytes.
     """
 
     template: Trace
-    micro_batch_sizes: tuple[int, ...]
-    lengths: tuple[int | None, ...]
+    micro_batch_sizes: tuple[int, int]
     size_bytes: npt.NDArray[np.int64]
     flops: npt.NDArray[np.int64]
     moved_bytes: npt.NDArray[np.int64]
@@ -88,67 +61,48 @@ class ScaledTrace:
         """Return the size to plan with for one that is asked for: that one."""
         return micro_batch_size
 
-    def at(self, micro_batch_size: int, length: int | None = None) -> Trace:
-        """Return the step with this many samples of this length.
+    def at(self, micro_batch_size: int) -> Trace:
+        """Return the step with this many samples, at least 1.
 
-        Args:
-            micro_batch_size: At least 1.
-            length: Of the samples; None is the first that was traced.
-
-        Returns:
-            A trace whose sizes are exact where they grow by whole bytes; others are rounded up, and said to be.
+        Sizes are exact where they grow by whole bytes; others are rounded up, and said to be.
         """
         assert micro_batch_size >= 1
-        length = self.lengths[0] if length is None else length
-        weights = self._weights(micro_batch_size, length)
-        sizes = _combined(self.size_bytes, weights)
-        growth, uncalibrated = _combined(self.totals, weights).tolist()
+        sizes = self._line(self.size_bytes, micro_batch_size)
+        growth, uncalibrated = self._line(self.totals, micro_batch_size).tolist()
         return replace(
             self.template,
             size_bytes=sizes,
-            flops=_combined(self.flops, weights),
-            moved_bytes=_combined(self.moved_bytes, weights),
+            flops=self._line(self.flops, micro_batch_size),
+            moved_bytes=self._line(self.moved_bytes, micro_batch_size),
             growth_bytes=growth,
             uncalibrated_bytes=max(uncalibrated, int(self.totals[:, 1].min())),
             micro_batch_size=micro_batch_size,
-            length=length,
-            assumptions=self.template.assumptions + self._assumptions(micro_batch_size, length, sizes),
+            assumptions=self.template.assumptions + self._assumptions(micro_batch_size, sizes),
         )
 
-    def _weights(self, micro_batch_size: int, length: int | None) -> list[Fraction]:
-        by_size = _lagrange(micro_batch_size, self.micro_batch_sizes)
-        known = [one for one in self.lengths if one is not None]
-        if len(known) < 2 or length is None:
-            assert length == self.lengths[0], f"only length {self.lengths[0]} was traced"
-            return by_size
-        return [first * second for first, second in product(by_size, _lagrange(length, known))]
+    def _line(self, values: npt.NDArray[np.int64], at: int) -> npt.NDArray[np.int64]:
+        """Return the values on the lines through two rows, in whole numbers, rounded up, from 0 to `most_each`."""
+        low, high = self.micro_batch_sizes
+        largest = int(np.abs(values).max(initial=1))
+        fits = largest * (high + low + 2 * at) < 1 << 62
+        rows = values if fits else values.astype(object)  # Python's integers know no bound
+        total = (high - at) * rows[0] + (at - low) * rows[1]
+        bounded = np.clip(-(-total // (high - low)), 0, most_each(values.shape[1]))
+        result: npt.NDArray[np.int64] = bounded.astype(np.int64)
+        return result
 
-    def _assumptions(
-        self, micro_batch_size: int, length: int | None, sizes: npt.NDArray[np.int64]
-    ) -> tuple[Assumption, ...]:
+    def _assumptions(self, micro_batch_size: int, sizes: npt.NDArray[np.int64]) -> tuple[Assumption, ...]:
         said = []
         low, high = self.micro_batch_sizes
         if micro_batch_size < LEAST_MICRO_BATCH_SIZE:
             said.append(f"{micro_batch_size} sample is extrapolated from {low} and {high}, and may go another way")
-        per_size = self.size_bytes.reshape(2, len(self.lengths), -1)
-        uneven = ((per_size[1] - per_size[0]) % (high - low)).any(axis=0)
+        uneven = (self.size_bytes[1] - self.size_bytes[0]) % (high - low) != 0
         if uneven.any():
             share = 100 * int(sizes[uneven].sum()) / max(1, int(sizes.sum()))
             said.append(
                 f"{int(uneven.sum())} storages ({share:.1f} % of all bytes) do not grow by whole bytes per sample;"
                 " they were rounded up"
             )
-        known = [one for one in self.lengths if one is not None]
-        if len(known) > 1 and length is not None:
-            step = math.gcd(_LENGTH_GRANULE, *(one - known[0] for one in known[1:]))
-            missing = (known[0] - length) % step
-            if missing:
-                longer = _combined(self.size_bytes, self._weights(micro_batch_size, length + missing))
-                more = 100 * (int(longer.sum()) / max(1, int(sizes.sum())) - 1)
-                said.append(
-                    f"length {length} is not {known[0]} and a multiple of {step}: where operations round lengths"
-                    f" (strides, paddings) up to {more:.1f} % more is needed"
-                )
         return tuple(Assumption(what=what) for what in said)
 
 
@@ -157,7 +111,7 @@ class TracedSizes:
     """A step at some sizes.
 
     Args:
-        traces: One for each, all with the same length, the smallest size first.
+        traces: One for each, the smallest size first.
     """
 
     traces: tuple[Trace, ...]
@@ -174,43 +128,31 @@ class TracedSizes:
 
     def planned_size(self, micro_batch_size: int) -> int:
         """Return the smallest size that was traced and is not below another."""
-        return next(one.micro_batch_size for one in self.traces if one.micro_batch_size >= micro_batch_size)
+        return self.at(micro_batch_size).micro_batch_size
 
-    def at(self, micro_batch_size: int, length: int | None = None) -> Trace:
-        """Return the step with at least this many samples, at most `largest`, of the length that was traced."""
-        assert length in (None, self.template.length), f"only length {self.template.length} was traced"
-        size = self.planned_size(micro_batch_size)
-        return next(one for one in self.traces if one.micro_batch_size == size)
+    def at(self, micro_batch_size: int) -> Trace:
+        """Return the step with at least this many samples, at most `largest`."""
+        return next(one for one in self.traces if one.micro_batch_size >= micro_batch_size)
 
 
 def fit(traces: Sequence[Trace]) -> ScaledTrace:
-    """Return the step at any size, from traces at `needed_points`.
-
-    Args:
-        traces: Of one job, at two micro-batch sizes of at least 2, by one or three lengths, in any order.
+    """Return the step at any size, from traces of one job at two micro-batch sizes of at least 2.
 
     Raises:
         NotAlignedError: They do not do the same; the first difference is named.
     """
-    sizes = tuple(sorted({one.micro_batch_size for one in traces}))
-    lengths = tuple(sorted({one.length for one in traces}, key=lambda length: length or 0))
-    points = {(one.micro_batch_size, one.length): one for one in traces}
-    assert len(sizes) == 2, "two micro-batch sizes are needed"
-    assert sizes[0] >= LEAST_MICRO_BATCH_SIZE
-    assert len(lengths) in (1, 3), "one length is needed, or three"
-    assert len(points) == len(traces) == 2 * len(lengths), "each size is needed at each length"
-    ordered = [points[point] for point in product(sizes, lengths)]
-    for other in ordered[1:]:
-        check_aligned(ordered[0], other)
-    assumptions = dict.fromkeys(said for one in ordered for said in one.assumptions)
+    first, second = sorted(traces, key=lambda trace: trace.micro_batch_size)
+    assert LEAST_MICRO_BATCH_SIZE <= first.micro_batch_size < second.micro_batch_size
+    check_aligned(first, second)
+    both = (first, second)
+    assumptions = dict.fromkeys(said for one in both for said in one.assumptions)
     return ScaledTrace(
-        template=replace(ordered[0], assumptions=tuple(assumptions)),
-        micro_batch_sizes=sizes,
-        lengths=lengths,
-        size_bytes=_with_even_scratch(ordered),
-        flops=np.stack([one.flops for one in ordered]),
-        moved_bytes=np.stack([one.moved_bytes for one in ordered]),
-        totals=np.array([[one.growth_bytes, one.uncalibrated_bytes] for one in ordered], dtype=np.int64),
+        template=replace(first, assumptions=tuple(assumptions)),
+        micro_batch_sizes=(first.micro_batch_size, second.micro_batch_size),
+        size_bytes=_with_even_scratch(both),
+        flops=np.stack([one.flops for one in both]),
+        moved_bytes=np.stack([one.moved_bytes for one in both]),
+        totals=np.array([[one.growth_bytes, one.uncalibrated_bytes] for one in both], dtype=np.int64),
     )
 
 
@@ -226,7 +168,7 @@ def has_a_tensor_for_each_sample(traces: Sequence[Trace]) -> bool:
 
 
 def _with_even_scratch(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
-    """Return the sizes of storages, shape ``(points, storages)``, with scratch in proportion where a trace has none.
+    """Return the sizes of storages, shape ``(2, storages)``, with scratch in proportion where a trace has none.
 
     Kernels may take scratch from a certain size of the batch on only: proportion is rather too much than too little.
     """
@@ -235,27 +177,6 @@ def _with_even_scratch(traces: Sequence[Trace]) -> npt.NDArray[np.int64]:
     missing = (sizes == 0) & (traces[0].owner == _SCRATCH)
     for_each = (-(-sizes // samples)).max(axis=0)
     return np.where(missing, for_each * samples, sizes)
-
-
-def _lagrange(at: int, nodes: Sequence[int]) -> list[Fraction]:
-    """Return how much the value at each node counts in the value of the polynomial through them."""
-    return [
-        math.prod((Fraction(at - other, node - other) for other in nodes if other != node), start=Fraction(1))
-        for node in nodes
-    ]
-
-
-def _combined(values: npt.NDArray[np.int64], weights: Sequence[Fraction]) -> npt.NDArray[np.int64]:
-    """Return the weighted sum of the rows, in whole numbers throughout, rounded up, from 0 to `most_each`."""
-    denominator = math.lcm(*(weight.denominator for weight in weights))
-    factors = [int(weight * denominator) for weight in weights]
-    largest = [int(np.abs(row).max(initial=1)) for row in values]
-    fits = sum(abs(factor) * most for factor, most in zip(factors, largest, strict=True)) < 1 << 62
-    rows = values if fits else values.astype(object)  # Python's integers know no bound
-    total = sum(factor * row for factor, row in zip(factors, rows, strict=True) if factor)
-    bounded = np.clip(-(-total // denominator), 0, most_each(values.shape[1]))
-    result: npt.NDArray[np.int64] = bounded.astype(np.int64)
-    return result
 
 
 def most_each(count: int) -> int:

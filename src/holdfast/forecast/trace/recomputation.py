@@ -242,7 +242,7 @@ class _Edit:
         at = np.repeat([one.at for one in parts], lengths)
         events = np.insert(self._events, at, np.concatenate([one.events for one in parts]))
         phases = np.insert(trace.event_phase, at, np.repeat([one.phase for one in parts], lengths))
-        moves = _Moves(at, events != 0)
+        moves = Moves(at, events != 0)
         starts = moves.inserted[np.cumsum([0, *lengths])[-len(replays) - 1 : -1]]
         sources = np.concatenate(self._sources)
         return replace(
@@ -254,7 +254,7 @@ class _Edit:
         )
 
 
-class _Moves:
+class Moves:
     """Where the events of a step are after others were inserted and some taken out.
 
     Args:
@@ -285,7 +285,7 @@ class _Moves:
         return int(self.after(span[0])), int(self.before(span[1]))
 
 
-def _operations(trace: Trace, replays: Sequence[_Replay], starts: Ids, moves: _Moves) -> dict[str, Any]:
+def _operations(trace: Trace, replays: Sequence[_Replay], starts: Ids, moves: Moves) -> dict[str, Any]:
     """Return the fields of the edited trace that count operations or events."""
     repeated = [np.arange(*one.run.operations) for one in replays]
     at = np.repeat(
@@ -303,7 +303,7 @@ def _operations(trace: Trace, replays: Sequence[_Replay], starts: Ids, moves: _M
     changed["operation_phase"] = np.insert(trace.operation_phase, at, np.full(len(at), _BACKWARD))
     events = np.insert(moves.after(trace.operation_event), at, np.concatenate(begun))
     changed["operation_event"] = events.astype(np.int32)
-    moved = _Moves(at, np.ones(len(trace.operation_name) + len(at), dtype=np.bool_))
+    moved = Moves(at, np.ones(len(trace.operation_name) + len(at), dtype=np.bool_))
     changed["block_runs"] = tuple(_moved_run(run, moves, moved) for run in trace.block_runs)
     changed["variants"] = tuple(
         replace(one, events=moves.span(one.events), operations=moved.span(one.operations)) for one in trace.variants
@@ -311,7 +311,7 @@ def _operations(trace: Trace, replays: Sequence[_Replay], starts: Ids, moves: _M
     return changed
 
 
-def _moved_run(run: BlockRun, events: _Moves, operations: _Moves) -> BlockRun:
+def _moved_run(run: BlockRun, events: Moves, operations: Moves) -> BlockRun:
     """Return where a pass is now; what it drops at its end is a part of it, as of one that contains it."""
     return replace(
         run,
