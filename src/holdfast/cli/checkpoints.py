@@ -13,6 +13,7 @@ from holdfast.checkpoint.seal import read_manifest
 from holdfast.checkpoint.store import Entry, Store
 from holdfast.cli.output import CHECK_FAILED, Json, console, failing_clearly, print_json
 from holdfast.core.errors import CheckpointError, PolicyError, RunDirectoryError
+from holdfast.core.text import size
 from holdfast.guard.directory import RunDirectory
 
 
@@ -30,7 +31,7 @@ def run(
         removed = [] if prune is None else _prune(run_dir, store, prune)
         entries = store.entries()
         described = [_describe(entry, verify=verify) for entry in entries]
-        # A live run may have removed, or moved aside, what was just listed.
+        # A run may have removed, or moved aside, what was just listed.
         rows = [row for entry, row in zip(entries, described, strict=True) if entry.path.exists()]
         rows += [_describe(entry, verify=False, status="damaged, moved aside") for entry in store.damaged()]
     if as_json:
@@ -60,7 +61,7 @@ def store_of(run_dir: Path) -> Store:
 
 def _prune(run_dir: Path, store: Store, keep: int) -> list[Path]:
     directory = RunDirectory(run_dir)
-    directory.acquire()  # never delete under a live run
+    directory.acquire()  # never delete under a run that trains
     try:
         return store.prune(keep)
     finally:
@@ -87,9 +88,9 @@ def _describe(entry: Entry, *, verify: bool, status: str = "complete") -> dict[s
 def _print(rows: list[dict[str, Any]], removed: list[Path]) -> None:
     table = Table("checkpoint", "step", "size", "saved (UTC)", "status")
     for row in rows:
-        size = f"{row['size_bytes'] / 2**20:.2f} MiB" if "size_bytes" in row else "?"
+        written = size(row["size_bytes"]) if "size_bytes" in row else "?"
         saved = row.get("saved", "?").removesuffix("+00:00").replace("T", " ")
-        table.add_row(row["name"], str(row["global_step"]), size, saved, row["status"])
+        table.add_row(row["name"], str(row["global_step"]), written, saved, row["status"])
     if rows:
         console().print(table)
     else:

@@ -46,7 +46,7 @@ class SealedCheckpoints(Framework):  # type: ignore[misc]
         return None if self._refused else found[0]
 
     def delete_checkpoints(self, **kwargs: Any) -> None:
-        """Delete as asked, unless the save that this makes room for came to nothing; of those to keep, two at least.
+        """Delete as asked, unless the newest save came to nothing; of those to keep, two at least.
 
         SpeechBrain keeps one within an epoch: were it damaged, there would be none to go back to.
         """

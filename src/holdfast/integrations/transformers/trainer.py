@@ -209,7 +209,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
     def _clip_grad_norm(self, model: torch.nn.Module) -> float:  # noqa: ARG002 - the Trainer passes it
         return self._holdfast_norm
 
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float:  # noqa: ARG002 - likewise
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> float:  # noqa: ARG002 - this too
         return self._holdfast_norm
 
     def log(self, logs: dict[str, float], *rest: Any, **named: Any) -> None:
@@ -224,7 +224,7 @@ class HoldfastMixin(Framework):  # type: ignore[misc]
         super().log(logs, *rest, **named)
 
     def _finalize_training(self, *rest: Any, **named: Any) -> Any:
-        """Let ``train_loss`` be the mean of the steps that were made, in earlier lives too; NaN where none was."""
+        """Let ``train_loss`` be the mean of the steps that were made, before a resume too; NaN where none was."""
         steps, counted = self.state.global_step, self._holdfast_counted
         if self._holdfast_resumed or counted != steps:  # the Trainer divides the sum of this life by all steps
             self._tr_loss.zero_()
