@@ -136,7 +136,7 @@ def test_the_commands_and_their_flags() -> None:
         ],
         "calibrate": ["--index", "--json", "--out"],
         "presets": ["--json"],
-        "loader": ["--batch-size", "--batches", "--json", "--measure", "--step-seconds"],
+        "loader": ["--batch-size", "--json", "--step-seconds"],
         "quarantine": [
             "--evidence",
             "--json",

@@ -181,6 +181,7 @@ class DataLoader(TorchDataLoader[Any]):
         self._iterable = isinstance(dataset, IterableDataset)
         by_code = sharded is None and self._iterable and shards_itself(dataset, given.get("worker_init_fn"))
         self.sharded = self._iterable and (by_code if sharded is None else sharded)
+        self._sharding_given = sharded is not None
         super().__init__(**without_auto(given, sharded=self.sharded))
         self.seed = int(seed) if self.generator is None else self.generator.initial_seed()
         named = rank is not None
@@ -358,7 +359,7 @@ class DataLoader(TorchDataLoader[Any]):
         plan = StreamPlan(
             dataset=self.dataset, collate=self.collate_fn, seed=self.seed, epoch=self._epoch,
             batch_size=self.batch_size, drop_last=self.drop_last, sharded=self.sharded,
-            rank=rank, world_size=world_size, beginning=self._beginning,
+            certain=self._sharding_given, rank=rank, world_size=world_size, beginning=self._beginning,
         )  # fmt: skip
         if self._at.streamed and not keeps_state(self.dataset):
             self._emit(

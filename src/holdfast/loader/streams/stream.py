@@ -1,7 +1,7 @@
 """Iterable datasets: their batches dealt out to workers and ranks, each item once, in the order of one process.
 
 not sharded by itself    every worker reads the whole stream and makes every so many-th batch of it; there
-                         ``get_worker_info()`` is None, as in one process
+                         ``get_worker_info()`` is None, as in one process, unless you pass ``sharded=False``
 sharded by itself        its code asks ``get_worker_info()``, or you say so: what it yields in a worker is its own
 
 With ``state_dict`` and ``load_state_dict`` the dataset keeps its own position; without, the items before the position
@@ -82,7 +82,7 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan:
-    """What a stream is and how it is cut."""
+    """What a stream is and how it is cut; `certain` is whether the user has said `sharded`."""
 
     dataset: Any
     collate: Callable[[Any], Any]
@@ -91,6 +91,7 @@ class StreamPlan:
     batch_size: int | None
     drop_last: bool
     sharded: bool
+    certain: bool
     rank: int
     world_size: int
     beginning: Beginning
@@ -140,7 +141,7 @@ class Stream(IterableDataset[Any]):
         items = Items(plan.dataset, seed, self._board, keeps_state=keeps_state(plan.dataset))
         cells = None if self._board is None else self._board.of(worker)
         items.show = lambda: _show(cells, items.number, 0)
-        if not plan.sharded and cells is not None:
+        if not plan.sharded and not plan.certain and cells is not None:
             _torch_worker._worker_info = None  # else a dataset that asks which worker it is in would divide as well
         turn, size = 0, (plan.batch_size or 1) * plan.world_size
         try:
