@@ -17,7 +17,7 @@ from holdfast.core.durable import free_bytes
 
 
 class FakeClock:
-    """A clock that stands still until it is told to move.
+    """A clock that stands still until it is advanced.
 
     Example:
         >>> clock = FakeClock(); clock.advance(2.5); clock.monotonic_seconds()

@@ -18,7 +18,7 @@ def run(
     show: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write one page that tells why a run ended and how it went; it needs no network."""
+    """Write one page that says why a run ended and how it went; it needs no network."""
     with failing_clearly(as_json=as_json):
         from holdfast.report.gathering import gather  # here, since numpy takes a tenth of a second to import
         from holdfast.report.page import render

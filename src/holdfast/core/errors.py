@@ -11,7 +11,7 @@
     ├── DivergenceError (ArithmeticError) H503  finite values that run away persist after rolling back
     └── LoaderError (ValueError)          H6xx  the data source cannot be iterated as asked
 
-What each rule means is told by `holdfast explain`; the catalogue lives in ``diagnose.rules``.
+`holdfast explain` says what each rule means, from the catalogue in ``explain.rules``.
 """
 
 from __future__ import annotations

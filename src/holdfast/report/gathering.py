@@ -224,7 +224,7 @@ def _stacks(run: Path, processes: list[ProcessSnapshot]) -> Iterator[tuple[str, 
 
 
 def _tail(path: Path, most: int = _OUTPUT_BYTES) -> str:
-    """Return the end of a file as inert text; a missing file is empty."""
+    """Return the end of a file, sanitised; a missing file is empty."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

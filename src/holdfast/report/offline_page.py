@@ -1,6 +1,6 @@
 """The walls of a page that opens offline: what enters it is escaped, and it runs nothing but its own two scripts.
 
-All text is made inert and escaped where it enters the HTML; data enters a script as JSON in which ``<``, ``>`` and
+All text is sanitised and escaped where it enters the HTML; data enters a script as JSON in which ``<``, ``>`` and
 ``&`` are written as escapes; the page's own policy names the two scripts by their digests and loads nothing.
 
 Does not: know what a page shows (``page``, ``memory_page``).

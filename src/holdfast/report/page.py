@@ -1,4 +1,4 @@
-"""The page: one HTML file that opens offline and tells why a run ended and how it went.
+"""The page: one HTML file that opens offline and says why a run ended and how it went.
 
 Does not: read a run (``gathering``), decide what a curve looks like (``figures``), or keep what a run said from being
 more than data (``offline_page``).
@@ -77,7 +77,7 @@ def _verdict(verdict: Verdict | None) -> str:
     sure = how_sure(verdict)
     parts.append(
         f'<p class="sure">{f"How sure: {as_html(sure)}. " if sure else ""}Rule {as_html(verdict.cause)}; '
-        f"<code>holdfast explain {as_html(verdict.cause)}</code> tells more.</p>"
+        f"<code>holdfast explain {as_html(verdict.cause)}</code> says more.</p>"
     )
     if verdict.fix:
         parts.append(f"<h3>What to change</h3><p>{prose(verdict.fix)}</p>")

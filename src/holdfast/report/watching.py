@@ -212,7 +212,7 @@ def _recent(history: Sequence[StepSample]) -> dict[str, Any]:
 
 
 def _rate(history: list[StepSample], now: float | None) -> float:
-    """Return steps a second; a process that lives and has been silent for longer than two steps slows down."""
+    """Return steps a second; a process that runs and has been silent for longer than two steps slows down."""
     newest = [each for each in history[-_RATE_SAMPLES:] if each.seconds > 0]
     seconds = math.fsum(each.seconds for each in newest)
     if not seconds > 0:
