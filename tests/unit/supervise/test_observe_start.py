@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from typing import Any
 import pytest
 
 from holdfast.core.events import Event
-from holdfast.recorder.progress import Phase, read_board
+from holdfast.recorder.progress import read_board
 from holdfast.recorder.reader import read_events
-from holdfast.recorder.run_files import BOARD_FILE, FAULTHANDLER_FILE, ProcessInfo, read_processes
-from holdfast.supervise.observe.environment import INJECTED, observing
+from holdfast.recorder.run_files import BOARD_FILE, FAULTHANDLER_FILE, read_processes
+from holdfast.supervise.observe.environment import observing
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 _OUTSIDE = sys._base_executable  # type: ignore[attr-defined] # the interpreter without the packages of the environment
@@ -152,37 +151,6 @@ def test_what_follows_an_exception_of_the_script(run: Run, run_directory: Path) 
     assert (cause["type"], cause["message"]) == ("KeyError", "'no such key'")
     assert [frame[1:] for frame in cause["frames"]] == [[5, "<module>"], [3, "inner"]]
     assert exiting.data == {"how": "exception", "status": None}
-
-
-def test_an_excepthook_of_the_script_is_called(run: Run, run_directory: Path) -> None:
-    """A hook that the script sets takes the place of ours, and the exception is recorded on the way out."""
-    script = """
-        import sys
-        before = sys.excepthook
-        def hook(kind, error, traceback):
-            print("mine:", error)
-        sys.excepthook = hook
-        raise RuntimeError("late")
-    """
-    assert same_with_and_without(run, script).stdout == "mine: late\n"
-    assert [event.data.get("message") for event in events(run_directory)] == ["late", None]
-
-
-def test_exceptions_of_threads(run: Run, run_directory: Path) -> None:
-    """An exception that ends a thread is recorded as not fatal, and what it prints stays the same."""
-    script = """
-        import threading
-        def work():
-            raise OSError("in the thread")
-        thread = threading.Thread(target=work, name="worker one")
-        thread.start(); thread.join()
-        threading.excepthook = lambda args: print("mine")
-        thread = threading.Thread(target=work)
-        thread.start(); thread.join()
-    """
-    assert same_with_and_without(run, script).stdout == "mine\n"
-    (exception, _) = events(run_directory)
-    assert (exception.data["thread"], exception.data["fatal"]) == ("worker one", False)
 
 
 @pytest.mark.parametrize(("status", "recorded"), [("3", 3), ("'bad things'", 1), ("", None)])
