@@ -248,37 +248,6 @@ def test_the_phases_of_a_loop(seen: Seen) -> None:
     assert seen.roles == ["trainer"]
 
 
-def test_what_counts_as_a_step(seen: Seen) -> None:
-    """Optimizers that step after one backward make one step; each with a backward of its own makes one each."""
-    steps, one, other = steps_of(seen), Optimizer(0.1), Optimizer(torch.tensor(0.2))
-    backward(steps, 1.0)
-    step(steps, one)
-    step(steps, other)
-    backward(steps, 2.0)
-    backward(steps, 3.0)
-    step(steps, other)
-    samples = read_samples(seen.ring)
-    assert [(each.step, each.micro_steps, each.loss) for each in samples] == [(1, 1, 1.0), (2, 2, 3.0)]
-    assert samples[0].learning_rate == 0.1
-    assert samples[1].learning_rate is None
-    assert samples[0].host_bytes > 0
-    assert samples[1].seconds > 0
-
-
-def test_steps_without_an_optimizer_are_calls_of_backward(seen: Seen) -> None:
-    """Where no optimizer was made each backward is a step, until one is made after all."""
-    steps, late = steps_of(seen, optimizer=False), Optimizer()
-    for _ in range(3):
-        backward(steps)
-    backward(steps)
-    step(steps, late)
-    backward(steps)
-    backward(steps)
-    step(steps, late)
-    assert [each.step for each in read_samples(seen.ring)] == [1, 2, 3, 4, 5]
-    assert [each.micro_steps for each in read_samples(seen.ring)] == [1, 1, 1, 1, 2]
-
-
 def test_a_norm_is_that_of_the_newest_gradients(seen: Seen) -> None:
     """It is recorded with the step whose backward made them, also where that step has ended before it is computed."""
     steps, one, other = steps_of(seen, optimizer=False), Optimizer(), Optimizer()

@@ -153,37 +153,6 @@ def test_what_follows_an_exception_of_the_script(run: Run, run_directory: Path) 
     assert exiting.data == {"how": "exception", "status": None}
 
 
-def test_an_excepthook_of_the_script_is_called(run: Run, run_directory: Path) -> None:
-    """A hook that the script sets takes the place of ours, and the exception is recorded on the way out."""
-    script = """
-        import sys
-        before = sys.excepthook
-        def hook(kind, error, traceback):
-            print("mine:", error)
-        sys.excepthook = hook
-        raise RuntimeError("late")
-    """
-    assert same_with_and_without(run, script).stdout == "mine: late\n"
-    assert [event.data.get("message") for event in events(run_directory)] == ["late", None]
-
-
-def test_exceptions_of_threads(run: Run, run_directory: Path) -> None:
-    """An exception that ends a thread is recorded as not fatal, and what it prints stays the same."""
-    script = """
-        import threading
-        def work():
-            raise OSError("in the thread")
-        thread = threading.Thread(target=work, name="worker one")
-        thread.start(); thread.join()
-        threading.excepthook = lambda args: print("mine")
-        thread = threading.Thread(target=work)
-        thread.start(); thread.join()
-    """
-    assert same_with_and_without(run, script).stdout == "mine\n"
-    (exception, _) = events(run_directory)
-    assert (exception.data["thread"], exception.data["fatal"]) == ("worker one", False)
-
-
 @pytest.mark.parametrize(("status", "recorded"), [("3", 3), ("'bad things'", 1), ("", None)])
 def test_sys_exit(run: Run, run_directory: Path, status: str, recorded: int | None) -> None:
     """What a script leaves with is recorded, unless it is nothing to speak of."""

@@ -61,14 +61,6 @@ def test_too_little_progress_between_two_failures_of_one_cause_stops():
     assert isinstance(decide(verdict(), past(), past(at_step=None, steps=10)), Again)
 
 
-def test_without_counted_steps_only_a_long_attempt_is_progress():
-    """A command that nobody observes is retried once, and again only if it ran for ten minutes."""
-    unseen = past(at_step=None, steps=None)
-    assert isinstance(decide(verdict(), unseen), Again)
-    assert isinstance(decide(verdict(), unseen, unseen), Stop)
-    assert isinstance(decide(verdict(), unseen, past(at_step=None, steps=None, seconds=600)), Again)
-
-
 def test_out_of_memory_is_retried_at_once_and_only_with_something_changed():
     """The change is named, merged with what is set, and not tried twice."""
     short = verdict("remedy", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
@@ -79,15 +71,6 @@ def test_out_of_memory_is_retried_at_once_and_only_with_something_changed():
     changed = decide(short, past(kind="remedy"), past(kind="remedy"), environment=dict(again.changes))
     assert isinstance(changed, Stop)
     assert isinstance(decide(verdict("remedy"), past(kind="remedy")), Stop)
-
-
-def test_preemptions_have_a_budget_of_their_own():
-    """They neither use the restarts nor count as a repetition."""
-    taken = past(kind="preempted", cause="H1605", steps=0)
-    assert isinstance(decide(verdict("preempted"), *[past()] * 4, taken), Again)
-    assert isinstance(decide(verdict("preempted"), taken, taken), Again)
-    assert isinstance(decide(verdict("preempted"), taken, taken, taken), Stop)
-    assert isinstance(decide(verdict(), past(at_step=5), taken, past(at_step=500)), Again)
 
 
 def test_a_value_in_brackets_is_one_entry_of_the_allocators_settings():

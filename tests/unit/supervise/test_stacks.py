@@ -15,13 +15,14 @@ import pytest
 
 from holdfast.explain.hangs.evidence import Examined
 from holdfast.supervise.watch import stacks
-from holdfast.supervise.watch.process_evidence import catches_sigusr1, read_kernel_view
+from holdfast.supervise.watch.process_evidence import read_kernel_view
 from holdfast.supervise.watch.stacks import Stacks, Subject, find_py_spy, read_faulthandler
 
 Start = Callable[..., subprocess.Popen[bytes]]
 HANDLER = (
     "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1, open({file!r}, 'w'), all_threads=True)\n"
 )
+OWN_HANDLER = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))\n"
 STUCK = "import time\ndef stuck():\n    time.sleep(1e6)\nprint(flush=True)\nstuck()\n"
 
 needs_py_spy = pytest.mark.skipif(not find_py_spy(), reason="py-spy is not installed")
@@ -55,22 +56,6 @@ def subject(pid: int, folder: Path | None = None) -> Subject:
     return Subject(about=Examined(pid=pid), folder=folder, observed=True)
 
 
-@needs_py_spy
-def test_py_spy_reads_threads_with_what_they_wait_for(start: Start, tmp_path: Path) -> None:
-    """Frames, names and the interpreter's lock come from py-spy, what is waited for from the kernel."""
-    program = (
-        "import threading\nlock = threading.Lock()\nlock.acquire()\n"
-        "def inner():\n    lock.acquire()\nthreading.Thread(target=inner, name='inner one', daemon=True).start()\n"
-    )
-    child = start(program + STUCK)
-    (found,) = take(tmp_path, subject(child.pid))
-    main, other = found.last.threads
-    assert [look.source for look in found.looks] == ["py-spy", "py-spy"]
-    assert (main.main, main.waits, main.frames[-1].function, main.frames[-1].line) == (True, "sleep", "stuck", 9)
-    assert (other.name, other.waits, other.frames[-1].function) == ("inner one", "futex", "inner")
-    assert main.frames[0].function == "<module>", "innermost last"
-
-
 def test_without_py_spy_the_process_writes_its_own_stacks(start: Start, tmp_path: Path) -> None:
     """The handler of faulthandler answers, and the process goes on as it was."""
     child = start(HANDLER.format(file=str(tmp_path / "stacks.txt")) + STUCK)
@@ -80,21 +65,17 @@ def test_without_py_spy_the_process_writes_its_own_stacks(start: Start, tmp_path
     assert child.poll() is None
 
 
-def test_a_process_without_a_handler_is_not_killed_by_a_question(start: Start, tmp_path: Path) -> None:
-    """SIGUSR1 would end it; then the kernel's view is all there is."""
-    child = start(STUCK)
+@pytest.mark.parametrize(
+    "handler", ["", "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))\n"]
+)
+def test_a_process_that_does_not_answer_is_not_killed_by_a_question(
+    handler: str, start: Start, tmp_path: Path
+) -> None:
+    """SIGUSR1 would end one without a handler, and a handler of its own may mean to save and exit: none is sent."""
+    child = start(handler + STUCK)
     (tmp_path / "stacks.txt").touch()
-    (found,) = take(tmp_path, subject(child.pid, tmp_path), py_spy="")
+    (found,) = take(tmp_path, subject(child.pid, None if handler else tmp_path), py_spy="")
     assert (found.last.source, found.last.main.waits) == ("/proc", "sleep")
-    assert child.poll() is None
-
-
-def test_a_handler_of_the_script_s_own_is_left_alone(start: Start, tmp_path: Path) -> None:
-    """A process whose SIGUSR1 is its own gives no folder, and gets no signal: it may mean to save and exit."""
-    child = start("import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(3))\n" + STUCK)
-    assert catches_sigusr1(child.pid)
-    (found,) = take(tmp_path, subject(child.pid), py_spy="")
-    assert found.last.source == "/proc"
     assert child.poll() is None
 
 
@@ -117,7 +98,7 @@ def test_a_process_that_has_ended_is_left_out(start: Start, tmp_path: Path) -> N
     assert take(tmp_path, subject(child.pid), subject(2**22 - 3)) == ()
 
 
-@pytest.mark.parametrize("program", ["exec sleep 1000", "echo '[{}, 3]'", "echo junk; exit 0", "exit 1"])
+@pytest.mark.parametrize("program", ["exec sleep 1000", "echo '[{}, 3]'", "exit 1"])
 def test_a_py_spy_that_hangs_or_says_nonsense_is_given_up(
     program: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,34 +112,16 @@ def test_a_py_spy_that_hangs_or_says_nonsense_is_given_up(
     assert found.last.source == "faulthandler"
 
 
-@needs_py_spy
-def test_a_process_that_computes_is_looked_at_more_often_and_into_its_native_code(
-    start: Start, tmp_path: Path
-) -> None:
-    """A line that never moves is told from a loop on one line by the functions in C below it."""
-    inside = start("import re\nprint(flush=True)\nre.match(r'(a+)+$', 'a' * 60 + 'b')\n")
-    loop = start("print(flush=True)\nwhile True: pass\n")
-    native, plain = Stacks(tmp_path).take([subject(inside.pid), subject(loop.pid)]).processes
-    assert len(native.looks) == len(plain.looks) == 26
-    assert native.native, "the names of functions in C"
-    assert plain.native == ()
-
-
 LIBC, PYTHON, SPIN = "/usr/lib/x86_64-linux-gnu/libc.so.6", "/opt/lib/libpython3.11.so.1.0", "/opt/spin.so"
 BLAS = "/opt/numpy.libs/libscipy_openblas64_-32a4b2a6.so"
-SPRINTF = [("0x7f0f6266fab0", LIBC), ("0x7f0f6267ae59", LIBC), ("0x7f0f626962f7", LIBC), ("sprintf", LIBC)]
 MATCH = [("sre_ucs1_match", PYTHON), ("_sre_SRE_Pattern_match", PYTHON)]
-CLOCK = [("0x7f451d149b46", "[vdso]"), ("clock_gettime", LIBC)]
 
 
 @pytest.mark.parametrize(
     ("dumps", "native"),
     [
         pytest.param([[("0x7f0f6278b853", LIBC)]], (), id="a loop that copies"),
-        pytest.param([SPRINTF], (), id="a loop that formats"),
-        pytest.param([CLOCK], (), id="a loop that reads the clock"),
         pytest.param([[("unicode_repr", PYTHON)], []], (), id="a function at one look"),
-        pytest.param([[("unicode_repr", PYTHON)], [("unicode_fromformat_write_str", PYTHON)]], (), id="two of them"),
         pytest.param([[("0x7f010dd8b874", LIBC), *MATCH], MATCH], ("sre_ucs1_match", MATCH[1][0]), id="a search"),
         pytest.param([[("0x7f06049b6135", SPIN)], [("0x7f06049b612e", SPIN)]], ("spin.so",), id="without symbols"),
         pytest.param([[("dgemv_kernel_4x4", BLAS)], [("dcopy_k_SKYLAKEX", BLAS)]], ("dcopy_k_SKYLAKEX",), id="BLAS"),

@@ -15,7 +15,7 @@ from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.run_files import ProcessInfo, write_process
 from holdfast.supervise import process_tree
 from holdfast.supervise.launch.commands import CommandError, find_launcher, find_program, make_environment
-from holdfast.supervise.launch.kernel import count_oom_kills, lines_of_death, memory_limits
+from holdfast.supervise.launch.kernel import count_oom_kills, memory_limits
 from holdfast.supervise.launch.run_folder import RunFolder, choose_folder
 from holdfast.supervise.process_tree import MARK_VARIABLE, Tree, kill_all, marked_processes
 
@@ -61,6 +61,18 @@ def test_a_run_is_named_after_its_script_and_never_takes_a_directory_that_exists
     assert named == ["train-19700101-000000", "pkg.train-19700101-000000", "sh-19700101-000000"]
     (tmp_path / "sh-19700101-000000").mkdir()
     assert choose_folder(["sh"], 0.0, tmp_path).name == "sh-19700101-000000-2"
+
+
+def test_one_supervisor_at_a_time_writes_to_a_directory(tmp_path):
+    """The second one, in another process, learns who holds it; after the first is gone it may."""
+    first = RunFolder(tmp_path / "runs" / "a")
+    code = "import sys; from pathlib import Path; from holdfast.supervise.launch.run_folder import RunFolder; "
+    command = [sys.executable, "-c", f"{code}RunFolder(Path(sys.argv[1]))", str(first.path)]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "[H723]" in refused.stderr
+    assert f"process {os.getpid()}" in refused.stderr
+    first.close()
+    assert subprocess.run(command, check=False).returncode == 0
 
 
 def test_the_next_attempt_is_known_although_the_ring_has_wrapped(tmp_path):
@@ -128,20 +140,6 @@ def test_killed_for_memory_is_read_from_the_innermost_group_of_either_version(tm
     (group / "memory.max").write_text("max\n")
     assert count_oom_kills(tmp_path) == 1
     assert memory_limits(tmp_path) == {}
-
-
-def test_only_lines_of_the_kernels_log_that_tell_of_a_death_are_kept():
-    """Kills for memory, faults and hardware; without their priority, cut, and not more than twenty."""
-    log = [
-        "<6>[1.0] usb 1-1: new device",
-        "<3>[2.0] Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB",
-        "<4>[3.0] python[12]: segfault at 0 ip 0 sp 0 error 4",
-        "<3>[4.0] NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus. " + "x" * 1000,
-    ]
-    found = lines_of_death(log)
-    assert [line[:5] for line in found] == ["[2.0]", "[3.0]", "[4.0]"]
-    assert max(map(len, found)) == 400
-    assert len(lines_of_death(log * 50)) == 20
 
 
 def test_children_that_were_there_before_and_processes_of_our_session_are_not_the_commands(tmp_path):

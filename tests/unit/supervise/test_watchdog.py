@@ -114,16 +114,6 @@ def test_a_trainer_that_stands_still_is_told_once_with_its_line(scene: Scene) ->
     assert scene.events[-1] == ("hang", hang.facts())
 
 
-def test_what_moves_is_no_hang_however_long_its_phase_lasts(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long evaluation that hands out batches stays in one phase and moves."""
-    pid = scene.start(phase=Phase.EVALUATION)
-    monkeypatch.setattr(time, "monotonic_ns", lambda: int(scene.now * 1e9))  # the scene's time runs ahead
-    for _ in range(20):
-        scene.look(LIMIT - 1)
-        scene.boards[pid].enter(Phase.EVALUATION)
-    assert scene.events == []
-
-
 def wait_for_state(pid: int, state: str) -> None:
     while (found := read_process(pid)) is not None and found.state != state:
         time.sleep(0.005)
@@ -227,16 +217,6 @@ def test_a_worker_that_is_stopped_is_to_go_on_and_only_then_to_be_ended(scene: S
         ("stopped", worker.pid, "continue"),
         ("stopped", worker.pid, "restart"),
     ]
-
-
-def test_who_trains_is_judged_and_who_started_it_is_not(scene: Scene) -> None:
-    """A script that waits for the processes that it has spawned stands still for as long as they train."""
-    scene.start(role="other", phase=Phase.STARTING, started=1.0)
-    pid = scene.start()
-    scene.start(role="loader worker", phase=Phase.STARTING)
-    scene.start(role="launcher", phase=Phase.STARTING)
-    scene.look(LIMIT + 1)
-    assert [hang.pid for hang in scene.hangs] == [pid]
 
 
 def test_a_rank_may_wait_for_another_that_is_within_its_limit(scene: Scene) -> None:
