@@ -224,7 +224,7 @@ _BEGINS = ("loop", "resumed")
 def how_closed(events: Sequence[Event]) -> dict[str, str] | None:
     """Return how a Guard closed, or None: its newest event does not say so.
 
-    ``how`` is "finished", "stopped" on request for a ``reason`` such as "SIGTERM", or "left" by a loop that broke off.
+    ``how`` is "finished", "stopped" on request (``reason`` is such as "SIGTERM"), or "left" by a loop that broke off.
 
     Args:
         events: By time.
