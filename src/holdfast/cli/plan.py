@@ -18,7 +18,6 @@ from holdfast.cli.plan_text import as_json, as_yaml, print_forecast
 from holdfast.core.durable import replace_file
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.devices.catalogue import Device, bytes_in, find_device
-from holdfast.forecast.job import tracing
 from holdfast.forecast.plan.forecasting import Forecast, Order, Watcher, has_bf16, make_forecast
 from holdfast.forecast.plan.planning import Row
 from holdfast.report.memory_page import render
@@ -196,8 +195,8 @@ class _Progress(Watcher):
         self._status, self._quiet = status, quiet
         self._said: set[str] = set()
 
-    def traced(self, progress: tracing.Progress) -> None:
-        self._say(progress.text)
+    def traced(self, doing: str) -> None:
+        self._say(doing)
 
     def planned(self, row: Row) -> None:
         self._say(f"planning for {row.device}")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from holdfast.core.errors import BatchError, HoldfastError, OutOfMemoryError, PolicyError
-from holdfast.forecast.job.tracing import Progress, TraceRequest, TraceResult, trace_job
+from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
 from holdfast.forecast.trace.events import OWNERS, live_peak
 from holdfast.forecast.trace.extrapolation import fit
 
@@ -51,9 +51,9 @@ def test_values_of_the_sample_batch_answer_questions_about_them(route: str) -> N
 
 def test_a_small_job_is_traced_on_the_fake_accelerator() -> None:
     """Two traces come back whose parameters, state and growth with the batch are those of the job."""
-    told: list[Progress] = []
+    said: list[str] = []
     request = TraceRequest(factory=f"{FACTORIES}:mlp", sizes=(2, 4, 6))
-    result = trace_job(request, told.append)
+    result = trace_job(request, said.append)
     assert (result.route, result.weights, result.optimizers) == ("privateuse1", "fake", {"optimizer": "AdamW"})
     assert result.parameters == result.trainable_parameters == 64 * 256 + 256 + 256 * 10 + 10
     assert (result.sample_size, result.host_bytes < 2**30) == (8, True)
@@ -66,8 +66,8 @@ def test_a_small_job_is_traced_on_the_fake_accelerator() -> None:
         assert (trace.blocks, trace.route, trace.precision) == (("0", "3"), "privateuse1", "fp32")
     assert np.array_equal(small.events, large.events), "the same events at every size"
     assert np.array_equal(middle.size_bytes - small.size_bytes, large.size_bytes - middle.size_bytes)
-    assert [progress.done for progress in told] == [*range(len(told))]
-    assert {progress.total for progress in told} == {len(told)}
+    assert said[0] == "importing the factory (fp32)"
+    assert said[-1] == "tracing a step of 6 samples (fp32)"
 
 
 JOBS = ("mlp", "mlp_on_cuda", "transformer", "conv_net", "lstm", "gan", "gan_by_guard", "frozen")
@@ -261,7 +261,7 @@ def test_the_child_dies_with_its_parent() -> None:
     """A parent that is killed leaves no tracing process behind, even one that is stuck in user code."""
     code = (
         "import sys; from holdfast.forecast.job.tracing import TraceRequest, trace_job\n"
-        "trace_job(TraceRequest(factory=sys.argv[1]), lambda progress: print(progress.text, flush=True))"
+        "trace_job(TraceRequest(factory=sys.argv[1]), lambda doing: print(doing, flush=True))"
     )
     with subprocess.Popen([sys.executable, "-c", code, f"{FACTORIES}:sleeps"], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

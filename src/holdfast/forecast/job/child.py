@@ -89,14 +89,12 @@ class _Tracing:
         self._request, self._say = request, say
         self._sizes: list[int] = request["sizes"]
         self._length: int | None = request["length"]
-        self._done, self._total = 0, 3 + len(self._sizes)
         self._job: Job
         self._device: ForecastDevice
         self._tracer: Tracer
 
     def _begin(self, text: str) -> None:
-        self._say({"text": f"{text} ({self._request['precision']})", "done": self._done, "total": self._total})
-        self._done += 1
+        self._say({"doing": f"{text} ({self._request['precision']})"})
 
     def answer(self) -> dict[str, Any]:
         """Return the fields of a `TraceResult` that are known here, and the files of the traces in the folder."""
@@ -255,7 +253,6 @@ def _facts(job: Job) -> dict[str, Any]:
         "accumulates": job.accumulates,
         "casts": job.casts,
         "sample_size": None if job.sample is None else job.sample.size,
-        "sample_length": None if job.sample is None else job.sample.length,
         "host_bytes": _host_bytes(),
     }
 

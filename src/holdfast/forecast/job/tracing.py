@@ -33,7 +33,7 @@ _TIMEOUT_SECONDS = 600.0
 _LOOK_SECONDS = 0.5  # between looks at a child that says nothing
 _LAST_LINES = 6  # of what the child has written to stderr, in an error
 _FACTS = (
-    "optimizers", "parameters", "trainable_parameters", "accumulates", "sample_size", "sample_length",
+    "optimizers", "parameters", "trainable_parameters", "accumulates", "sample_size",
     "host_bytes", "build_seconds", "casts",
 )  # fmt: skip
 
@@ -66,21 +66,6 @@ class TraceRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a trace is.
-
-    Args:
-        text: What is being done, such as ``"tracing micro-batch 4"``.
-        done: Parts of the work that are done.
-        total: Parts of the work.
-    """
-
-    text: str
-    done: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceResult:
     """What came back.
 
@@ -93,9 +78,6 @@ class TraceResult:
         trainable_parameters: Those with a gradient.
         accumulates: Whether a larger batch can be cut into micro-batches; not where the step runs backward itself.
         sample_size: Samples in the sample batch; None if the step makes its own.
-        sample_length: Their length, None if none was found.
-        uncalibrated_scratch_bytes: For each trace, by how much its peak may be higher, since what some operations
-            allocate while they run is not known.
         host_bytes: Most memory that the child had resident.
         build_seconds: Wall time of ``build``.
         trace_seconds: Wall time of each trace.
@@ -112,8 +94,6 @@ class TraceResult:
     trainable_parameters: int
     accumulates: bool
     sample_size: int | None
-    sample_length: int | None
-    uncalibrated_scratch_bytes: tuple[int, ...]
     host_bytes: int
     build_seconds: float
     trace_seconds: tuple[float, ...]
@@ -124,11 +104,11 @@ class TraceResult:
 
 def trace_job(
     request: TraceRequest,
-    on_progress: Callable[[Progress], object] = lambda _: None,
+    on_progress: Callable[[str], object] = lambda _: None,
     *,
     timeout_seconds: float = _TIMEOUT_SECONDS,
 ) -> TraceResult:
-    """Trace one training step of a user's job at several batch sizes.
+    """Trace one training step of a user's job at several sizes; `on_progress` is called with what is being done.
 
     Raises:
         PolicyError: H410 for a factory that needs CUDA, H411 for one that cannot be imported or run, H412 for one
@@ -147,7 +127,7 @@ def trace_job(
 
 
 def _traced(
-    request: TraceRequest, weights: Weights, on_progress: Callable[[Progress], object], timeout_seconds: float
+    request: TraceRequest, weights: Weights, on_progress: Callable[[str], object], timeout_seconds: float
 ) -> TraceResult:
     with tempfile.TemporaryDirectory(prefix="holdfast-forecast-") as name:
         folder = Path(name)
@@ -159,7 +139,6 @@ def _traced(
         route=request.route,
         weights=weights,
         assumptions=tuple(dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)),
-        uncalibrated_scratch_bytes=tuple(trace.uncalibrated_bytes for trace in traces),
         trace_seconds=tuple(answer["trace_seconds"]),
         answers=tuple(answer["answers"].items()),
         **{name: answer[name] for name in _FACTS},
@@ -167,7 +146,7 @@ def _traced(
 
 
 def _answer(
-    asked: dict[str, Any], folder: Path, on_progress: Callable[[Progress], object], timeout_seconds: float
+    asked: dict[str, Any], folder: Path, on_progress: Callable[[str], object], timeout_seconds: float
 ) -> dict[str, Any]:
     """Run a child and return what it answers; raise what it says, or that it died."""
     doing = "starting"
@@ -181,9 +160,8 @@ def _answer(
                     return dict(message["answer"])
                 if "error" in message:
                     raise _error_of(message["error"])
-                progress = Progress(**message)
-                doing = progress.text
-                on_progress(progress)
+                doing = message["doing"]
+                on_progress(doing)
         except TimeoutError as error:
             raise _died(f"took more than {timeout_seconds:g} s", doing, folder) from error
         status = child.wait()

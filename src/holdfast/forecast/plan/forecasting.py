@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.core.errors import HoldfastError
 from holdfast.forecast.devices.catalogue import GIB, Device, known_devices
-from holdfast.forecast.job.tracing import Progress, TraceRequest, TraceResult, trace_job
+from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
 from holdfast.forecast.plan.planning import (
     GRANULE_BYTES,
     MOST_SAMPLES,
@@ -132,7 +132,7 @@ class Forecast:
 class Watcher:
     """Is told how far a forecast is; this one ignores it."""
 
-    def traced(self, progress: Progress) -> None:
+    def traced(self, doing: str) -> None:
         """A step is being traced."""
 
     def planned(self, row: Row) -> None:
