@@ -609,8 +609,9 @@ def test_a_checkpoint_on_a_disk_that_is_not_mounted_is_no_new_start(tmp_path):
 # --- what cannot be -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")
 def test_what_contradicts_the_trainer_or_cannot_be_guarded_is_said_before_training(tmp_path):
-    """A policy against the trainer's clipping, an overridden backward, no loss: errors with a fix; no step was made."""
+    """A policy against the trainer's clipping, an overridden backward, no loss: errors with a fix, and no step."""
     silent = Small()
     silent.training_step = lambda batch: None
     with pytest.raises(PolicyError, match=r"returned None[^$]*H111"):

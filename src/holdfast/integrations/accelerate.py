@@ -182,7 +182,7 @@ def accelerate_guard(
         ),
         optimizer=_each(optimizer, lambda given: getattr(given, "optimizer", given)),
         scheduler=_each(scheduler, _schedule),
-        loader=None if loader is None else _loader(loader, accelerator),
+        loader=_loader(loader, accelerator) if isinstance(loader, Iterable) else loader,
         state=state,
         policy=found,
         **own,

@@ -140,7 +140,7 @@ def open_guard(
 
 
 def carried_by(guard: HostedGuard, devices: list[torch.device], **trees: Any) -> dict[str, Any]:
-    """Return what a checkpoint of the framework must hold, in types that ``torch.load(weights_only=True)`` takes.
+    """Return what a checkpoint of the framework must hold: tensors under ``"tensors"``, and JSON values.
 
     Args:
         guard: Of this training.

@@ -141,15 +141,18 @@ class TrainerSteps:
                     if attempting:
                         self._result = found
                         self._call_hooks("on_before_backward", self._loss)
-            if self._loss is None:
-                raise excluded(
-                    "training_step returned None",
-                    "a guarded step needs a loss",
-                    "return one, and leave batches out in the loader; steps with NaN are skipped by themselves.",
-                )
-            return divided(self._loss, self._divisor)
+            return self._returned()
         finally:
             self._loss, self._part, self._passing = None, None, False
+
+    def _returned(self) -> torch.Tensor:
+        if self._loss is None:
+            raise excluded(
+                "training_step returned None",
+                "a guarded step needs a loss",
+                "return one, and leave batches out in the loader; steps with NaN are skipped by themselves.",
+            )
+        return divided(self._loss, self._divisor)
 
     @contextlib.contextmanager
     def _logged(self, part: Any) -> Iterator[bool]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from holdfast.core.policy import Policy
@@ -260,17 +263,22 @@ class _Begun:
 
 def _save(brain: HoldfastMixin, path: Any) -> None:
     guard, loader = brain.holdfast_guard, brain._holdfast_loader
-    carried = None
+    carried, tensors = None, {}
     if guard is not None:
         position = None if loader is None else loader.state_dict()
         carried = carried_by(guard, guard.steps.parts.devices(), loader=position)
         carried["in_epoch"] = bool(brain.step) and brain.modules.training
-    torch.save(carried, path)
+        tensors = carried.pop("tensors")
+    save_file(tensors, path, metadata={_RECOVERABLE: json.dumps(carried)})
 
 
 def _load(brain: HoldfastMixin, path: Any, end_of_epoch: Any) -> None:
     del end_of_epoch
-    brain._holdfast_carried = torch.load(path, weights_only=True)
+    with safe_open(path, "pt") as file:
+        carried = json.loads(file.metadata()[_RECOVERABLE])
+        if carried is not None:
+            carried["tensors"] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    brain._holdfast_carried = carried
 
 
 def is_padded(batch: Any) -> bool:
