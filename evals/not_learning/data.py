@@ -6,7 +6,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 Pair = tuple[Tensor, Tensor]
-Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Split(NamedTuple):
+    """A data set with a half to train on and one that is held out."""
+
+    x: Tensor
+    y: Tensor
+    held_x: Tensor
+    held_y: Tensor
 
 
 def batches(data: tuple[Tensor, ...], size: int, steps: int) -> Iterator[Pair]:
@@ -51,7 +59,7 @@ def _rows(data: Tensor | tuple[Tensor, ...], rows: Tensor) -> Any:
 
 
 def _training(data: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return data[:2] if len(data) == 4 else data
+    return data[:2] if isinstance(data, Split) else data
 
 
 def loader(*tensors: Tensor, size: int = 32, shuffle: bool = True, drop_last: bool = False) -> DataLoader[Any]:
@@ -83,12 +91,12 @@ def _digits() -> tuple[Tensor, Tensor]:
     return torch.tensor(bunch.data, dtype=torch.float32) / 16, torch.tensor(bunch.target)
 
 
-def digits(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def digits(seed: int) -> Split:
     """Return 1,400 training and 397 validation digits: pixels in [0, 1] of shape (n, 64), labels of shape (n,)."""
     x, y = _digits()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     train, rest = order[:1400], order[1400:]
-    return x[train], y[train], x[rest], y[rest]
+    return Split(x[train], y[train], x[rest], y[rest])
 
 
 @functools.cache
@@ -150,7 +158,7 @@ def _bundle(name: str) -> tuple[np.ndarray, np.ndarray]:
     return getattr(datasets, f"load_{name}")(return_X_y=True)
 
 
-def table(name: str, seed: int, *, raw: bool = False) -> Four:
+def table(name: str, seed: int, *, raw: bool = False) -> Split:
     """Return a shuffled (train x, train y, test x, test y) of a bundled table, 75 to 25; standardised unless raw."""
     features, targets = _bundle(name)
     order = np.random.default_rng(seed).permutation(len(features))
@@ -160,13 +168,13 @@ def table(name: str, seed: int, *, raw: bool = False) -> Four:
     cut = len(x) * 3 // 4
     if not raw:
         x = (x - x[:cut].mean(0)) / (x[:cut].std(0) + 1e-6)
-    return x[:cut], y[:cut], x[cut:], y[cut:]
+    return Split(x[:cut], y[:cut], x[cut:], y[cut:])
 
 
-def digit_images(seed: int) -> Four:
+def digit_images(seed: int) -> Split:
     """Return digits as images ``(n, 1, 8, 8)`` in [0, 1] with their labels, split 75 to 25."""
     x, y, held_x, held_y = table("digits", seed, raw=True)
-    return x.reshape(-1, 1, 8, 8) / 16, y, held_x.reshape(-1, 1, 8, 8) / 16, held_y
+    return Split(x.reshape(-1, 1, 8, 8) / 16, y, held_x.reshape(-1, 1, 8, 8) / 16, held_y)
 
 
 @functools.cache
@@ -245,10 +253,10 @@ def friedman(count: int, noise: float = 0.3) -> Pair:
     return 2 * x - 1, (y - 14.4) / 4.9 + noise * torch.randn(count)
 
 
-def scaled_diabetes(seed: int) -> Four:
+def scaled_diabetes(seed: int) -> Split:
     """Return the diabetes table with standardised targets."""
     x, y, held_x, held_y = table("diabetes", seed)
-    return x, (y - y.mean()) / y.std(), held_x, (held_y - y.mean()) / y.std()
+    return Split(x, (y - y.mean()) / y.std(), held_x, (held_y - y.mean()) / y.std())
 
 
 def keyword_texts(count: int, length: int = 16, words: int = 40) -> Pair:
