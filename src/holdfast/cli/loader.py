@@ -80,10 +80,9 @@ def _measure(factory: str, given: DataLoader[Any], step_seconds: float) -> dict[
         what["sharded"] = getattr(given, "sharded", None)
     elif given.batch_sampler is None:
         what = {"batch_size": None, "sampler": given.sampler}
-    loader = DataLoader(
-        given.dataset, **what, collate_fn=given.collate_fn, worker_init_fn=given.worker_init_fn, num_workers="auto",
-        multiprocessing_context=given.multiprocessing_context, quarantine=0, repeats=True,
-    )  # fmt: skip
+    for name in ("collate_fn", "worker_init_fn", "multiprocessing_context"):
+        what[name] = getattr(given, name)
+    loader = DataLoader(given.dataset, **what, num_workers="auto", quarantine=0, repeats=True)
     probe = loader.probe
     assert probe is not None
     try:
@@ -96,8 +95,8 @@ def _measure(factory: str, given: DataLoader[Any], step_seconds: float) -> dict[
     if probe.chosen is None:
         raise unusable_factory(factory, "its loader has no batch", _CORRECT)
     machine = Machine.of_this_rank()
-    prefetch_factor = given.prefetch_factor or 2
-    load = dataclasses.replace(probe.load, num_workers=given.num_workers, prefetch_factor=prefetch_factor)
+    depth = given.prefetch_factor or 2
+    load = dataclasses.replace(probe.load, num_workers=given.num_workers, prefetch_factor=depth)
     return {
         "machine": dataclasses.asdict(machine),
         "concerns": [dataclasses.asdict(each) for each in concerns(load, machine)],
@@ -110,24 +109,21 @@ def _measure(factory: str, given: DataLoader[Any], step_seconds: float) -> dict[
 
 def _has_batches(loader: Iterable[Any], probe: WorkerProbe, step_seconds: float) -> bool:
     """Train on an epoch, with a processor that is busy, until workers are chosen; return whether it had a batch."""
-    batches = 0
-    for batches, _ in enumerate(loader, 1):  # noqa: B007
-        end = time.perf_counter() + step_seconds
+    has_any = False
+    for _ in loader:
+        has_any, end = True, time.perf_counter() + step_seconds
         while probe.chosen is None and time.perf_counter() < end:
             pass
         if probe.chosen is not None:
             break
-    return batches > 0
+    return has_any
 
 
 def _print(found: dict[str, Any]) -> None:
     machine = found["machine"]
-    shared = machine["shared_memory_free_bytes"]
-    typer.echo(
-        f"machine: {machine['cpu_quota']:g} processors, {'?' if shared is None else size(shared)} free in /dev/shm, "
-        f"{machine['open_files']} of {machine['open_files_limit'] or 'unlimited'} files open; "
-        f"batches of {size(found['batch_bytes'])}"
-    )
+    shared = size(machine["shared_memory_free_bytes"] or 0)
+    typer.echo(f"machine: {machine['cpu_quota']:g} processors, {shared} free in /dev/shm")
+    typer.echo(f"a batch: {size(found['batch_bytes'])}")
     for concern in found["concerns"]:
         kind = "error" if concern["certain"] else "warning"
         typer.echo(f"{kind} [{concern['rule']}]: {concern['what']}; {concern['limit']}.\n  Fix: {concern['fix']}")

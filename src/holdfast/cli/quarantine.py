@@ -7,12 +7,12 @@ hang or kill whoever reads it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +40,7 @@ def run(
         typer.Option(
             "--retest",
             metavar="FACTORY",
-            help="Read each sample again; module:function or file.py:function, which returns a dataset or a loader.",
+            help="Read each sample again; module:function or file.py:function that returns a dataset or loader.",
         ),
     ] = None,
     timeout: Annotated[
@@ -61,15 +61,16 @@ def run(
     """
     with failing_clearly(as_json=as_json):
         if release_good and retest is None:
-            raise PolicyError(
-                "--release-good without --retest",
-                limit="nothing shows which samples are good",
-                fix="pass --retest module:function, or name samples with --release.",
-                rule="H105",
-            )
+            fix = "pass --retest module:function, or name samples with --release."
+            what, limit = "--release-good without --retest", "nothing shows which samples are good"
+            raise PolicyError(what, limit=limit, fix=fix, rule="H105")
         if not (run_dir / FILE_NAME).exists():
             store_of(run_dir)
-        with _held(run_dir) if release or release_good or release_all else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if release or release_good or release_all:  # a live run would write its own ledger over what is released
+                directory = RunDirectory(run_dir)
+                directory.acquire()
+                stack.callback(directory.release)
             ledger = Ledger(sys.maxsize, None, time.time)  # what the run allows does not matter here
             ledger.keep_in(run_dir / FILE_NAME)
             held = [entry for entry in ledger if not entry.released]
@@ -86,29 +87,15 @@ def run(
         raise typer.Exit(CHECK_FAILED)
 
 
-@contextlib.contextmanager
-def _held(run_dir: Path) -> Iterator[None]:
-    """Hold the lock: a live run would write its own ledger over what is released. H301, if a run holds it."""
-    directory = RunDirectory(run_dir)
-    directory.acquire()
-    try:
-        yield
-    finally:
-        directory.release()
-
-
 def _named(held: list[Quarantined], names: list[str], run_dir: Path) -> list[Any]:
     """Return the dataset indices that these names mean; H710 for a name of none."""
     printed = [str(plain(each.index)) for each in held]
     for name in names:
         if name not in printed:
             there = ", ".join(printed[:10]) + (", ..." if len(printed) > 10 else "")
-            raise PolicyError(
-                f"sample {name!r} is not quarantined in {run_dir}",
-                limit=f"quarantined there: {there or 'none'}",
-                fix=f"pass a name as `holdfast quarantine {run_dir}` prints it.",
-                rule="H710",
-            )
+            what, limit = f"sample {name!r} is not quarantined in {run_dir}", f"quarantined there: {there or 'none'}"
+            fix = f"pass a name as `holdfast quarantine {run_dir}` prints it."
+            raise PolicyError(what, limit=limit, fix=fix, rule="H710")
     return [each.index for each, name in zip(held, printed, strict=True) if name in names]
 
 
@@ -122,8 +109,7 @@ def _retest(factory: str, held: list[Quarantined], timeout_seconds: float) -> di
     from holdfast.loader.seeds import SampleSeeds
 
     if isinstance(made.dataset, IterableDataset) or not hasattr(made.dataset, "__getitem__"):
-        what = f"the samples of a {type(made.dataset).__name__} have no index"
-        raise unusable_factory(factory, what, "return the run's loader or dataset.")
+        raise unusable_factory(factory, "its samples have no index", "return the run's loader or dataset.")
     seed, checks = (made.seed, made._check_finite) if isinstance(made, DataLoader) else (0, False)
     verdicts, seeds = {}, SampleSeeds(seed)
     for entry in held:
@@ -162,14 +148,8 @@ def _read_again(dataset: Any, index: Any, seed: int, *, finite: bool) -> dict[st
 
 
 def _described(entry: Quarantined, verdict: _Verdict | None) -> dict[str, Any]:
-    row = {
-        "index": plain(entry.index),
-        "kind": entry.kind,
-        "epoch": entry.epoch,
-        "found": moment(entry.unix_seconds),
-        "evidence": entry.evidence,
-        "released": entry.released,
-    }
+    row = dataclasses.asdict(entry) | {"index": plain(entry.index), "found": moment(entry.unix_seconds)}
+    del row["unix_seconds"]
     return row if verdict is None else {**row, "now": verdict[0], "why": verdict[1]}
 
 

@@ -124,7 +124,7 @@ def _fetch(source: Iterator[Any], lane: _Lane) -> Callable[[], Any] | None:
     try:
         return lane.begin(item)
     except torch.OutOfMemoryError:
-        # Beside the step that comes first there is no room. After it there may be, and else it is an error.
+        # Beside the step that comes first there is too little. After it there may be enough, else it is an error.
         return lambda: lane.begin(item)()
     except Exception as error:  # noqa: BLE001 - as above
         return functools.partial(_raise, error)

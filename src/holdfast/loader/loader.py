@@ -142,7 +142,7 @@ class DataLoader(TorchDataLoader[Any]):
         sharded: Whether an ``IterableDataset`` divides its items among workers itself; None: as its code shows. Such
             items, and those of a dataset that asks for ranks, are divided among ranks only if you pass ``rank``.
         rank: Which rank this is; None: as ``torch.distributed`` says.
-        world_size: Number of ranks; None likewise.
+        world_size: Number of ranks; None: as ``torch.distributed`` says.
         device: Where batches are copied to, one ahead of the loop on a stream of its own; best with
             ``pin_memory=True``. None leaves them on the host.
         **kwargs: As torch. With ``num_workers="auto"`` the first batches are made with 0, 1, 2, 4 ... workers, for as

@@ -111,7 +111,7 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 def fresh(batch: Any) -> Any:
     """Return the batch in new containers and with arrays copied, so that a loss function may change these.
 
-    Tensors are shared: their version counters tell whether they were changed, which arrays cannot.
+    Tensors are shared: their version counters show whether they were changed; arrays have none.
     """
     if _is_usual(batch):
         return type(batch)(batch)

@@ -246,7 +246,7 @@ def test_nothing_is_released_under_a_live_run(run_dir: Path) -> None:
         (("--release-good",), "H105", "--release-good without --retest"),
         (("--retest", "nowhere"), "H703", "no function after a colon"),
         (("--retest", "{}:raises"), "H703", "KeyError: 'DATA'"),
-        (("--retest", "{}:stream", "--release-all"), "H703", "the samples of a Stream have no index"),
+        (("--retest", "{}:stream", "--release-all"), "H703", "its samples have no index"),
     ],
 )
 def test_wrong_use_changes_nothing(run_dir: Path, arguments: tuple[object, ...], rule: str, what: str) -> None:

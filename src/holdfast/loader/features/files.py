@@ -55,7 +55,7 @@ _FIXES = {
     "H622": "copy the file again from where it came, or pass rebuild=True; if it cannot be opened, remove it first.",
     "H623": "correct the sample or fn and build again: what came before is kept. If fn computes other features now, "
     "pass another version=.",
-    "H624": "make room or give permission, then call FeatureCache.build again: what was computed is kept.",
+    "H624": "free some space or give permission, then call FeatureCache.build again: what was computed is kept.",
 }
 
 

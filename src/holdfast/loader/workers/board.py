@@ -1,4 +1,4 @@
-"""A board in shared memory on which each worker shows what it is doing: a stuck one can be told from a slow one.
+"""A board in shared memory on which each worker shows what it is doing: so a stuck one is known from a slow one.
 
 Three numbers for each worker: batch, place in it, and how many batches it has finished. Written without a lock by its
 worker alone; a reader may see numbers of two moments, which a second look puts right.
