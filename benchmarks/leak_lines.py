@@ -119,9 +119,7 @@ def main() -> None:
     every = {**CASES, **HELD_OUT}
     cases = list(every)[:: _QUICK if options.quick else 1]
     result = Result(options=options, parameters={"cases": len(cases), "steps_before": _STEPS_BEFORE})
-    result.notes.append(
-        "held out: written when the trace was done; those that were wrong at first were fixed then"
-    )
+    result.notes.append("held out: written when the trace was done; those that were wrong at first were fixed then")
     rows = []
     for case in cases:
         rows.append(row_of(case))

@@ -108,8 +108,7 @@ def gone_within_a_second(mark: str, *pids: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("script", "status"),
-    [("exit 0", 0), ("exit 7", 7), ("kill -SEGV $$", 139), ("kill -KILL $$", 137)],
+    ("script", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -SEGV $$", 139), ("kill -KILL $$", 137)]
 )
 def test_the_exit_code_is_that_of_the_command(supervise, script, status):
     """As a shell says it; both streams arrive where they would without us, and three lines of ours follow."""

@@ -42,8 +42,7 @@ _LogBytes = Annotated[
     int, typer.Option(min=1 << 20, help="Size of output.log; of more, the head and the newest part are kept.")
 ]
 _Metrics = Annotated[
-    list[str] | None,
-    typer.Option(metavar="KIND=TARGET", help="Where metrics go while it runs; may be repeated."),
+    list[str] | None, typer.Option(metavar="KIND=TARGET", help="Where metrics go while it runs; may be repeated.")
 ]
 
 

@@ -1,6 +1,6 @@
 """Which command lines are those of a program that starts the ranks of a training.
 
-Does not: import anything heavy, since observed processes ask too; or know what a launcher then does (``launching``).
+It imports nothing heavy, since observed processes ask too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,6 @@ _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 def find_launcher_name(argv: Sequence[str]) -> str | None:
     """Return the launcher that a command line (with the program's own word first) runs, or None."""
-    if not argv:
-        return None
-    if _PYTHON.match(_base(argv[0])):
-        return _of_python(argv[1:])
     for index, word in enumerate(argv[:_LOOKED_AT]):
         name = _base(word)
         if name in _PROGRAMS:

@@ -29,11 +29,7 @@ class _Run:
         clock = FakeClock()
         self.said: list[str] = []
         self.trends = Trends(
-            run,
-            emit=self.emit,
-            clock=clock.unix_seconds,
-            available_bytes=lambda: self.left,
-            say=self.said.append,
+            run, emit=self.emit, clock=clock.unix_seconds, available_bytes=lambda: self.left, say=self.said.append
         )
 
     def emit(self, kind: str, **facts: Any) -> None:

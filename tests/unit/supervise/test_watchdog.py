@@ -205,8 +205,7 @@ def test_a_worker_that_is_stopped_is_to_go_on_and_only_then_to_be_ended(scene: S
     assert worker is not None
     try:
         write_process(
-            scene.run,
-            ProcessInfo(pid=worker.pid, ticks=worker.ticks, ppid=pid, argv=[], role="loader worker"),
+            scene.run, ProcessInfo(pid=worker.pid, ticks=worker.ticks, ppid=pid, argv=[], role="loader worker")
         )
         scene.watchdog = scene.new_watchdog()
         scene.watchdog._stacks._py_spy = ""  # without frames, the phase says that the trainer waits for its workers

@@ -27,7 +27,6 @@ _MOST_PENDING = 1 << 20
 _REST_SECONDS, _REST_SECONDS_ON_A_TERMINAL = 0.1, 0.03  # tqdm draws 10 times a second; typed letters come faster
 _FEW_BYTES = 1024  # in that time: a terminal holds 4 KiB for us
 _FEW_LATELY = 4 * _FEW_BYTES  # who prints more must not find its pipe full: a full one leaves small pieces too
-_TAIL_BYTES = 1 << 16  # a traceback with its causes is a few KiB
 _HEAD_SHARE, _NEWEST_SHARE = 4, 2  # of a full log: its first quarter and its newest half are kept
 _FREE_BYTES = 1 << 16  # that a full disk must have again before it is written to
 _READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
@@ -54,8 +53,6 @@ class OutputLog:
         self._attempt, self._attempt_at = b"", 0
         self._fails = False
         self._at_line_start = True
-        self.tail = bytearray()
-        """The newest 64 KiB."""
         self.lost_bytes = 0
         """What could not be written since something could, such as on a full disk."""
         self.on_loss: Callable[[OSError], None] = lambda _: None
@@ -68,13 +65,10 @@ class OutputLog:
             self.write(b"\n")
         self._attempt_at = self._size
         self.write(self._attempt)
-        self.tail.clear()
 
     def write(self, data: bytes) -> None:
         """Append; a disk that is full loses data and no more, and where it was lost is said once there is space."""
         self._at_line_start = data.endswith(b"\n")
-        self.tail += data
-        del self.tail[:-_TAIL_BYTES]
         if self._size + len(data) > self._most:
             try:
                 self._cut()
@@ -85,12 +79,7 @@ class OutputLog:
         else:
             self.lost_bytes += len(data)
 
-    def end_attempt(self) -> None:
-        """Make up for what was lost as far as it goes: say how much it was, and append the newest part again."""
-        if self.lost_bytes and self._say_what_is_lost(b"; the newest again"):
-            self._append(bytes(self.tail))
-
-    def _say_what_is_lost(self, more: bytes = b"") -> bool:
+    def _say_what_is_lost(self) -> bool:
         """Return whether nothing is lost that is not said in the file by now."""
         lost = self.lost_bytes
         if lost:
@@ -98,7 +87,7 @@ class OutputLog:
                 if free_bytes(self._path.parent) < _FREE_BYTES:
                     return False  # half of a note would say nothing
             self.lost_bytes = 0
-            self._append(b"\n--- holdfast: %d bytes could not be written%b ---\n" % (lost, more))
+            self._append(b"\n--- holdfast: %d bytes could not be written ---\n" % lost)
             if self.lost_bytes:
                 self.lost_bytes = lost
         return self.lost_bytes == 0

@@ -170,7 +170,6 @@ class Supervisor:
                 watched.enter_context(look)
             end = attempt.serve()
         sentinel.guard_session(0)  # its number may be a stranger's from now on
-        self._log.end_attempt()
         after = count_oom_kills()
         killed = None if oom_kills is None or after is None else after - oom_kills
         if lines := kernel.news():
