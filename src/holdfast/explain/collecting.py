@@ -39,11 +39,7 @@ _MOST_LAST = 300
 
 
 def collect_log(path: Path, *, status: int | None = None) -> Facts:
-    """Return what a log file says.
-
-    Args:
-        path: The file.
-        status: With which its command ended, if that is known.
+    """Return what a log file says, and the status with which its command ended, if that is known.
 
     Raises:
         RunDirectoryError: H733 if it cannot be read, or is no log.
@@ -56,18 +52,12 @@ def collect_log(path: Path, *, status: int | None = None) -> Facts:
 
 
 def collect_stream(stream: Readable, *, name: str, status: int | None = None) -> Facts:
-    """Return what a log says.
-
-    Args:
-        stream: Opened for reading bytes.
-        name: For the sources.
-        status: With which its command ended, if that is known.
-    """
+    """Return what a log says; the name is for the sources, the status that of its command, if it is known."""
     log = read_log(stream, name=name)
     missing = [NO_STATUS] if status is None else []
     if not log.complete:
         missing.append(f"of {log.total_lines} lines those in the middle were only searched for words of errors")
-    if log.total_bytes == 0:
+    if log.total_lines == 0:
         missing.append("the log is empty")
     if log.cut_off:
         missing.append(f"the log ends inside a traceback, at {log.cut_off[:300]}")

@@ -177,7 +177,12 @@ def _beats_end(root: Candidate, end: End) -> bool:
     number = end.signal
     if number is None:
         # A last line that no signature knows is a failure only of a command that is known to have failed.
-        return end.status is not None or root.tier <= 1 or not root.is_bare
+        return (
+            end.status is not None
+            or root.tier <= 1
+            or root.signature.id != endings.UNCAUGHT
+            or bool(root.statement.frames)
+        )
     if root.tier <= 1:
         # What ended the process ended it by an exception: a kill from outside came later, or hit something else.
         return not (number in FROM_OUTSIDE and root.generic)

@@ -57,11 +57,6 @@ class Candidate:
         """Return whether nearly everything could look like it."""
         return self.signature.rank >= _GENERIC_RANK
 
-    @property
-    def is_bare(self) -> bool:
-        """Return whether it is an exception that no signature knows, of which only the last line was seen."""
-        return self.signature.id == endings.UNCAUGHT and not self.statement.frames
-
 
 def find_candidates(facts: Facts) -> list[Candidate]:
     """Return every candidate, in the order of the statements."""
@@ -251,9 +246,6 @@ def _fix_of(text: str) -> str:
 
 def _in_one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-# --- which signatures fit a statement ----------------------------------------------------------------------------
 
 
 class Match(NamedTuple):

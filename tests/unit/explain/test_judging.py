@@ -36,15 +36,6 @@ def of_log(text: str, status: int | None = None) -> Verdict:
     return judge(collect_stream(io.BytesIO(text.encode()), name="a.log", status=status))
 
 
-def said(text: str, **more: object) -> Statement:
-    return Statement(text=text, source="a.log:1", **more)  # type: ignore[arg-type]
-
-
-def thrown(text: str, exception: str = "RuntimeError", **more: object) -> Statement:
-    frames = (Frame(file="/home/me/train.py", line=3, function="step"),)
-    return said(text, kind="exception", exception=exception, frames=frames, **more)
-
-
 CASES = yaml.safe_load(Path(__file__).with_name("logs.yaml").read_text(encoding="utf-8"))
 
 
@@ -179,40 +170,16 @@ def test_what_a_rule_says_to_do_is_told_whole_and_in_one_line(rule):
 
 
 TEXTS = st.sampled_from([SHAPES, OOM, TIMEOUT, "Killed", "x", "", "loss nan", "[H501] run `holdfast explain"])
-STATEMENTS = st.builds(
-    Statement,
-    text=TEXTS,
-    kind=st.sampled_from(["exception", "line"]),
-    exception=st.sampled_from([None, "RuntimeError", "OutOfMemoryError", "KeyboardInterrupt"]),
-    source=st.just("a.log:1"),
-    position=st.integers(0, 999),
-    unix_seconds=st.none() | st.floats(0, 1e9),
-    rank=st.none() | st.integers(0, 3),
-    fatal=st.none() | st.booleans(),
-    cause=st.booleans(),
-    logged=st.booleans(),
-)
-ENDINGS = st.builds(
-    Ending,
-    status=st.none() | st.integers(-64, 255),
-    pid=st.none() | st.integers(1, 9),
-    rank=st.none() | st.integers(0, 3),
-    role=st.sampled_from(["trainer", "other", "command"]),
-    oom_kills=st.none() | st.integers(0, 2),
-    sent_by=st.sampled_from([None, "user", "supervisor"]),
-)
-EVENTS = st.builds(
-    Event,
-    kind=st.sampled_from(["hang", "leak", "memory_trend", "stop_requested"]),
-    global_step=st.integers(0, 9),
-    unix_seconds=st.floats(0, 1e9),
-    data=st.dictionaries(
-        st.sampled_from(
-            ["signature", "confidence", "minutes_left", "bytes_per_step", "what", "retained_at", "frame"]
-        ),
-        st.none() | st.text(max_size=5) | st.floats(0, 99),
-    ),
-)
+NAMES = st.sampled_from([None, "RuntimeError", "OutOfMemoryError", "KeyboardInterrupt"])
+ANY_OF_ITS_TYPE = dict.fromkeys(("kind", "position", "unix_seconds", "rank", "fatal", "cause", "logged"), ...)
+STATEMENTS = st.builds(Statement, text=TEXTS, exception=NAMES, source=st.just("a.log:1"), **ANY_OF_ITS_TYPE)
+ROLES, SENDERS = st.sampled_from(["trainer", "other", "command"]), st.sampled_from([None, "user", "supervisor"])
+STATUSES = st.none() | st.integers(-64, 255)
+ENDINGS = st.builds(Ending, status=STATUSES, pid=..., rank=..., role=ROLES, oom_kills=..., sent_by=SENDERS)
+KINDS = st.sampled_from(["hang", "leak", "memory_trend", "stop_requested"])
+KEYS = ["signature", "confidence", "minutes_left", "bytes_per_step", "what", "retained_at", "frame"]
+DATA = st.dictionaries(st.sampled_from(KEYS), st.none() | st.text(max_size=5) | st.floats(0, 99))
+EVENTS = st.builds(Event, kind=KINDS, global_step=st.just(1), unix_seconds=st.floats(0, 1e9), data=DATA)
 
 
 @settings(max_examples=150, deadline=None)

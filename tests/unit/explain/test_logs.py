@@ -146,29 +146,12 @@ def test_a_dump_of_faulthandler_is_fatal_and_has_frames():
     assert statement.frames[-1].function == "crash"
 
 
-def test_the_table_of_torchrun_tells_which_rank_failed_first():
-    """Rank, pid, exit code and time of the root cause become an ending."""
-    table = (
-        "============\ntrain.py FAILED\n------------\nRoot Cause (first observed failure):\n[0]:\n"
-        "  time      : 2024-01-01_00:00:05\n  host      : a\n  rank      : 1 (local_rank: 1)\n"
-        "  exitcode  : -9 (pid: 4711)\n  error_file: <N/A>\n  traceback : Signal 9 (SIGKILL) received by PID 4711\n"
-    )
-    (ending,) = read(table).endings
-    assert (ending.rank, ending.pid, ending.status) == (1, 4711, -9)
-
-
 def test_what_was_caught_is_told_from_what_ended_the_run():
     """Progress after an exception shows that it was caught; a logger's message shows it too."""
     assert raised(PLAIN + "step 2 loss 0.4\nstep 3 loss 0.3\n")[0].fatal is False
     assert raised("ERROR:root:could not load\n" + PLAIN.partition("\n")[2])[0].logged
     assert raised("Exception ignored in: <function f>\n" + PLAIN.partition("\n")[2])[0].fatal is False
     assert not raised(PLAIN)[0].logged
-
-
-def test_warnings_and_information_end_nothing():
-    """A line of a lower level, and a warning, are statements that did not end the run."""
-    log = read("a.py:3: UserWarning: invalid value\n2024-05-01 12:00:00,000 - t - INFO - killed 3 processes\n")
-    assert [statement.fatal for statement in log.statements] == [False, False]
 
 
 class Endless(io.RawIOBase):

@@ -22,7 +22,7 @@ from holdfast.explain.hangs.blame import KINDS as HANG_KINDS
 from holdfast.explain.hangs.blame import SIGNATURES_OF
 from holdfast.explain.judging import judge
 from holdfast.explain.logs.keeping import is_relevant
-from holdfast.explain.rules import all_rules, catalogue, find_rule
+from holdfast.explain.rules import all_rules, catalogue
 from holdfast.explain.signature import FAMILIES, Restart, Role, Signature
 from holdfast.explain.signatures import all_signatures, endings, leaks
 from holdfast.explain.weighing import match_all
@@ -109,14 +109,6 @@ def test_what_code_chooses_by_id_is_there() -> None:
         assert CATALOGUE[leaks.signature_of(kind, on_host=True)].family == "host out of memory"
         on_device = CATALOGUE[leaks.signature_of(kind, on_host=False)]
         assert (on_device.family, on_device.title[-13:]) == ("out of memory", ", on a device")
-
-
-def test_the_page_of_a_signature_is_found_like_a_rule() -> None:
-    """`find_rule` knows signatures in any case, and shows all that is known."""
-    rule = find_rule("h965")
-    assert rule.title == CATALOGUE["H965"].title
-    for part in (CATALOGUE["H965"].means, "**Fix.**", "**Example.**", "**Class of causes.** Shape or type."):
-        assert part in rule.text
 
 
 @pytest.mark.parametrize(("signature", "text"), TEXTS)

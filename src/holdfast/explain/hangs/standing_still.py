@@ -160,9 +160,6 @@ def how_it_stands(process: Examined, *, group: int) -> How:
     return slow if slow is not None else _blocked(process, thread, group)
 
 
-# --- it uses a processor ----------------------------------------------------------------------------------------
-
-
 def _at_each_look(process: Examined, thread: ThreadLook) -> list[ThreadLook]:
     """Return how a thread was at each look, as far as it was there."""
     return [
@@ -237,9 +234,6 @@ def _merely_slow(process: Examined, thread: ThreadLook) -> How | None:
         return None
     frame = _common_user_frame(stacks) if stacks else None
     return How("merely slow", 0.6, frame, "works, mostly waiting,", moving=True)
-
-
-# --- it waits ---------------------------------------------------------------------------------------------------
 
 
 def _thread_to_blame(process: Examined) -> ThreadLook:

@@ -55,7 +55,6 @@ class KeptLog:
 
     lines: tuple[LogLine, ...]  # in order
     total_lines: int  # of the whole log
-    total_bytes: int  # likewise
     complete: bool  # whether nothing was left out
 
 
@@ -69,10 +68,9 @@ def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
     head: list[LogLine] = []
     hits = _Hits()
     tail: deque[tuple[int, bytes, int]] = deque()
-    head_bytes = tail_bytes = total_bytes = 0
+    head_bytes = tail_bytes = 0
     number = first_number  # of the first line of the block
-    for block, read_bytes in _blocks(stream):
-        total_bytes += read_bytes
+    for block in _blocks(stream):
         count = block.count(b"\n")
         weight = len(block) + _OF_A_LINE * count
         if head_bytes < _HEAD_BYTES:
@@ -91,22 +89,21 @@ def keep_lines(stream: Readable, *, first_number: int = 1) -> KeptLog:
         lines |= {line.number: line for line in _split(block, first)}
     ordered = tuple(lines[key] for key in sorted(lines))
     total = ordered[-1].number - first_number + 1 if ordered else 0
-    return KeptLog(lines=ordered, total_lines=total, total_bytes=total_bytes, complete=len(ordered) == total)
+    return KeptLog(lines=ordered, total_lines=total, complete=len(ordered) == total)
 
 
-def _blocks(stream: Readable) -> Iterator[tuple[bytes, int]]:
-    """Yield whole lines in blocks, each with the bytes read for it; an endless line is cut in its middle."""
+def _blocks(stream: Readable) -> Iterator[bytes]:
+    """Yield whole lines in blocks; an endless line is cut in its middle."""
     rest = b""
     while chunk := stream.read(_CHUNK_BYTES):
         whole, newline, after = chunk.rpartition(b"\n")
         if newline:
-            yield rest + whole + newline, len(chunk)
+            yield rest + whole + newline
             rest = after
         else:
             rest = _cut(rest + chunk)
-            yield b"", len(chunk)
     if rest:
-        yield rest, 0
+        yield rest
 
 
 def _split(block: bytes, first: int) -> list[LogLine]:

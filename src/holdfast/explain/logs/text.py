@@ -54,7 +54,6 @@ class LogText:
     endings: tuple[Ending, ...]  # of ranks, as a table or a line of a launcher says
     ended_well: bool  # whether its end says that the training is done
     total_lines: int  # of the whole log
-    total_bytes: int  # likewise
     complete: bool  # whether all of it was looked at closely
     losses: tuple[tuple[int, float], ...] = ()  # line and value of each training loss that was printed
     norms: tuple[tuple[int, float], ...] = ()  # the same of norms of gradients
@@ -89,7 +88,6 @@ def read_log(stream: Readable, *, name: str, first_number: int = 1) -> LogText:
         endings=tuple(endings),
         ended_well=done,
         total_lines=kept.total_lines,
-        total_bytes=kept.total_bytes,
         complete=kept.complete,
         losses=printed_losses(numbered),
         norms=printed_norms(numbered),

@@ -199,8 +199,6 @@ def same(one: Statement, other: Statement) -> bool:
     return first == second
 
 
-# --- how guards end -------------------------------------------------------------------------------------------------
-
 # What a Guard writes after the error that ends it, and while it closes. Any other event says that it went on.
 _OF_AN_END = frozenset(
     {
