@@ -98,7 +98,7 @@ def test_a_new_run_that_could_save_nothing_is_an_error_before_any_work(put, tmp_
     with pytest.raises(holdfast.CheckpointError, match="H312"):
         guard_in(tmp_path / "a")
     (tmp_path / "a" / "recorder").mkdir()
-    told = CliRunner().invoke(make_app(), ["checkpoints", str(tmp_path / "a")])
+    said = CliRunner().invoke(make_app(), ["checkpoints", str(tmp_path / "a")])
     assert said.exit_code != 0
     assert "H312" in said.output
 
@@ -166,8 +166,8 @@ def test_a_run_whose_saves_failed_does_not_end_as_if_all_were_well(newest, tmp_p
     assert (said.kind, closed.kind) == ("not_saved", "closed")
     assert said.data["newest_checkpoint"] == newest
     assert "not_saved" in caplog.text
-    told = CliRunner().invoke(make_app(), ["explain", str(run_dir)])
-    assert (f"its newest checkpoint is of step {newest}" if newest else "nothing of it was saved") in told.output
+    said = CliRunner().invoke(make_app(), ["explain", str(run_dir)])
+    assert (f"its newest checkpoint is of step {newest}" if newest else "nothing of it was saved") in said.output
 
 
 def test_a_folder_that_may_not_be_written_is_an_error_before_any_work(tmp_path):
