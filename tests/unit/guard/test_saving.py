@@ -76,6 +76,15 @@ def step(guard: holdfast.Guard, parts: dict[str, Any]) -> None:
     guard.step(torch.randn(4, 4), lambda x: parts["model"](x).square().mean())
 
 
+def after(steps: int, run_dir: Path, **settings: Any) -> tuple[holdfast.Guard, dict[str, Any]]:
+    """Return a guard that has made some steps in a loop that is not its own."""
+    parts = make_parts()
+    guard = holdfast.Guard(run_dir, **settings, **parts)
+    for _ in range(steps):
+        step(guard, parts)
+    return guard, parts
+
+
 def saved_steps(guard: holdfast.Guard) -> list[int]:
     return [event.global_step for event in events(guard, "checkpoint_saved")]
 
@@ -98,7 +107,7 @@ def test_what_changes_after_the_boundary_is_saved_as_it_was(tmp_path, disk):
     tensors = list(found["model"].values())
     for state in found["optimizer"]["state"].values():
         tensors += state.values()
-    assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+    assert_same(tensors, expected)
     assert found["state.state"]["average"].tolist() == [0, 0, 0]
     assert found["state.state"]["history"] == [0]
     guard.close()
@@ -106,10 +115,7 @@ def test_what_changes_after_the_boundary_is_saved_as_it_was(tmp_path, disk):
 
 def test_one_save_at_a_time_and_the_next_one_waits_for_a_boundary(tmp_path, disk):
     """What is due meanwhile is put off, said once, and made at the first boundary after; training never waits."""
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, save_interval_steps=2, **parts)
-    for _ in range(8):
-        step(guard, parts)
+    guard, parts = after(8, tmp_path, save_interval_steps=2)
     assert guard.global_step == 8, "nothing was waited for"
     assert len(events(guard, "save_put_off")) == 1
     assert guard.statistics().checkpoints_saved == 1
@@ -127,10 +133,7 @@ def test_one_save_at_a_time_and_the_next_one_waits_for_a_boundary(tmp_path, disk
 
 def test_a_save_that_fails_is_an_event_of_its_step_and_training_goes_on(tmp_path, disk):
     """The system refuses the bytes: an event at once, with the step of the save, and later saves succeed."""
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, save_interval_steps=1, **parts)
-    step(guard, parts)
-    step(guard, parts)
+    guard, parts = after(2, tmp_path, save_interval_steps=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
@@ -195,10 +198,7 @@ def test_without_memory_for_the_copies_the_loop_waits_for_its_saves(tmp_path, mo
     else:
         monkeypatch.setattr(saving, "_SPARE", 2.0**38)
         monkeypatch.setattr(saving, "available_bytes", lambda: None)
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, save_interval_steps=2, **parts)
-    for _ in range(7):
-        step(guard, parts)
+    guard, parts = after(7, tmp_path, save_interval_steps=2)
     assert saved_steps(guard) == [0, 2, 4, 6]
     assert all(event.data["stall_seconds"] == event.data["seconds"] for event in events(guard, "checkpoint_saved"))
     assert len(events(guard, "saves_synchronous")) == 1
@@ -207,10 +207,7 @@ def test_without_memory_for_the_copies_the_loop_waits_for_its_saves(tmp_path, mo
 
 def test_out_of_memory_takes_the_copies_back(tmp_path, disk):
     """The writer is waited for, the memory of the copies goes back for good, and the run goes on saving."""
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, save_interval_steps=2, **parts)
-    for _ in range(4):
-        step(guard, parts)
+    guard, parts = after(4, tmp_path, save_interval_steps=2)
     disk.free_soon()
     guard._engine.spare_memory()
     assert saved_steps(guard) == [0, 2]
@@ -244,27 +241,20 @@ def test_a_larger_state_gets_larger_buffers(tmp_path):
 
 def test_closing_waits_for_the_writer_and_saves_what_it_lacks(tmp_path, disk):
     """After `close` the save under way is finished, the last step is saved, and the numbers say so."""
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, save_interval_steps=2, **parts)
-    for _ in range(4):
-        step(guard, parts)
+    guard, parts = after(4, tmp_path, save_interval_steps=2)
     disk.free_soon()
     guard.close()
     assert saved_steps(guard) == [0, 2, 4]
     assert guard.statistics().checkpoints_saved == 3
-    again_parts = make_parts()
-    again = holdfast.Guard(tmp_path, **again_parts)
+    again, again_parts = after(0, tmp_path)
     assert again.global_step == 4
-    assert all(torch.equal(a, b) for a, b in zip(tensors_of(**parts), tensors_of(**again_parts), strict=True))
+    assert_same(tensors_of(**parts), tensors_of(**again_parts))
     again.close()
 
 
 def test_a_rollback_waits_for_the_writer(tmp_path, disk):
     """The newest good checkpoint is the one that was being written when the way back was asked for."""
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, save_interval_steps=2, snapshot_interval_steps=None, **parts)
-    for _ in range(4):
-        step(guard, parts)
+    guard, parts = after(4, tmp_path, save_interval_steps=2, snapshot_interval_steps=None)
     disk.free_soon()
     assert guard._session.roll_back(rewind_data=False) is not None
     assert guard.global_step == 2
@@ -273,10 +263,7 @@ def test_a_rollback_waits_for_the_writer(tmp_path, disk):
 
 def test_a_guard_that_was_given_up_finishes_its_save_first(tmp_path, disk):
     """Without `close`, as in a notebook: the next guard waits for the writer, and goes on from what it wrote."""
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, save_interval_steps=2, **parts)
-    for _ in range(3):
-        step(guard, parts)
+    guard, parts = after(3, tmp_path, save_interval_steps=2)
     del guard
     disk.free_soon()
     again = holdfast.Guard(tmp_path, **make_parts())
@@ -286,10 +273,7 @@ def test_a_guard_that_was_given_up_finishes_its_save_first(tmp_path, disk):
 
 def test_workers_that_are_forked_while_a_save_is_written_do_their_work(tmp_path, disk):
     """A loader starts its workers while the writer is in the middle of a save, and all samples come."""
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, save_interval_steps=1, **parts)
-    for _ in range(2):
-        step(guard, parts)
+    guard, parts = after(2, tmp_path, save_interval_steps=1)
     assert guard._session.saving._job is not None
     loader = torch.utils.data.DataLoader(list(range(20)), batch_size=2, num_workers=2, timeout=60)
     assert sorted(int(each) for batch in loader for each in batch) == list(range(20))
@@ -329,10 +313,7 @@ def test_the_interval_is_chosen_from_what_saves_and_steps_cost(tmp_path, disk):
     """Steps of 0.1 s, saves of 4 s and a day between failures give 835 s, in an event; one comes sooner, early on."""
     clock = disk.clock = FakeClock()
     disk.seconds = 4.0
-    parts = make_parts()
-    guard = holdfast.Guard(tmp_path, clock=clock, async_save=False, diagnose=False, **parts)
-    for _ in range(600):
-        step(guard, parts)
+    guard, parts = after(600, tmp_path, clock=clock, async_save=False, diagnose=False)
         clock.advance(0.1)
     decision = the_event(guard, "save_interval")
     assert decision.data["seconds"] == pytest.approx(4 + (2 * 86_400 * 4 + 16) ** 0.5, rel=1e-3)
@@ -344,16 +325,15 @@ def test_the_interval_is_chosen_from_what_saves_and_steps_cost(tmp_path, disk):
     guard.close()
 
 
-def test_a_state_that_cannot_be_told_later_is_an_event(tmp_path):
-    """A part of the caller's that fails in the middle of a run costs a checkpoint, not the run."""
-    parts, memory = make_parts(), Memory()
-    guard = holdfast.Guard(tmp_path, state=memory, save_interval_steps=2, **parts)
-    step(guard, parts)
-    memory.history.append(object())
+def test_a_state_that_cannot_be_given_later_is_an_event(tmp_path):
+    """A part of the caller's that fails in the middle of a run costs a checkpoint or a snapshot, not the run."""
+    memory = Memory()
+    guard, parts = after(1, tmp_path, state=memory, save_interval_steps=2, snapshot_interval_steps=3)
+    memory.state_dict, whole = lambda: {"bad": object(), 1j: len(None)}, memory.state_dict
     for _ in range(4):
         step(guard, parts)
     assert [event.global_step for event in events(guard, "save_failed")] == [2, 4]
-    del memory.history[1:]
+    assert [event.global_step for event in events(guard, "snapshot_failed")] == [3]
+    memory.state_dict = whole
     guard.close()
-    assert Path(tmp_path, "checkpoints").is_dir()
     assert saved_steps(guard)[-1] == 5
