@@ -77,7 +77,7 @@ def every_module_for_users_is_in_the_reference(site: Path) -> None:
         "holdfast.integrations.transformers.last_good_checkpoint",
         "holdfast.integrations.accelerate.accelerate_guard",
         "holdfast.integrations.lightning.HoldfastStrategy",
-        "holdfast.integrations.lightning.callback.HoldfastCallback",
+        "holdfast.integrations.lightning.HoldfastCallback",
         "holdfast.integrations.speechbrain.HoldfastMixin",
         "holdfast.chaos.digits.train",
     ):

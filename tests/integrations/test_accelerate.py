@@ -230,13 +230,12 @@ def test_a_schedule_that_ends_before_the_windows_do_stays_at_its_end(tmp_path: P
                 guard.step(batch, loss_of(model))
             assert guard.global_step == 6
         else:
-            for _ in range(3):
-                for batch in loader:
-                    with accelerator.accumulate(model):
-                        accelerator.backward(loss_of(model)(batch))
-                        optimizer.step()
-                        schedule.step()
-                        optimizer.zero_grad()
+            for batch in (each for _ in range(3) for each in loader):
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_of(model)(batch))
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
         rates[guarded_by] = optimizer.param_groups[0]["lr"]
         forget_settings()
     assert rates[True] == rates[False]

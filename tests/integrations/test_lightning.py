@@ -438,37 +438,6 @@ def loader() -> Any:
     return holdfast.DataLoader(Samples(), batch_size=8, shuffle=True, seed=4)
 
 
-class Order(Callback):
-    """Notes the targets of each batch, which are of other samples, otherwise augmented, in each."""
-
-    def __init__(self) -> None:
-        self.batches: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batches.append(float(batch[1].sum()))
-
-
-@pytest.mark.parametrize("strategy", ["auto", "holdfast"])
-@pytest.mark.parametrize(
-    "saves", [{"every_n_train_steps": 5}, {"every_n_epochs": 1}], ids=["last batch", "epoch end"]
-)
-def test_no_epoch_is_left_out_or_repeated_after_a_checkpoint_at_the_end_of_one(tmp_path, strategy, saves):
-    """Plain Lightning too goes on with the next epoch of a holdfast loader, in its order."""
-    whole, rest = Order(), Order()
-    fit(Small(), tmp_path / "whole", loader(), strategy=strategy, max_epochs=3, callbacks=[whole])
-    keeps = ModelCheckpoint(dirpath=tmp_path / "saved", save_top_k=-1, **saves)
-    fit(
-        Small(), tmp_path / "cut", loader(), strategy=strategy, max_epochs=1, callbacks=[keeps],
-        enable_checkpointing=True,
-    )  # fmt: skip
-    (saved,) = (tmp_path / "saved").glob("*.ckpt")
-    trainer, _ = fit(
-        Small(), tmp_path / "cut", loader(), strategy=strategy, max_epochs=3, callbacks=[rest], ckpt_path=str(saved)
-    )
-    assert trainer.global_step == 15
-    assert rest.batches == whole.batches[5:]
-
-
 class SavesAt(Callback):
     """Saves after one batch, whatever that is in the middle of."""
 

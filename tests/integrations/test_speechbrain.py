@@ -5,6 +5,7 @@ Memory is really refused: 1 PiB is beyond the address space. NaN comes from the 
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import multiprocessing
@@ -19,7 +20,7 @@ import torch
 from tests.integrations.out_of_memory import FailsAbove
 from torch import nn
 
-from holdfast.core.errors import CheckpointError, NonFiniteError
+from holdfast.core.errors import CheckpointError, NonFiniteError, RunDirectoryError
 from holdfast.recorder.reader import read_events
 from holdfast.testing import flip_bit
 
@@ -313,6 +314,27 @@ def test_a_checkpoint_that_is_damaged_or_unfinished_is_passed_over(tmp_path):
         flip_bit(path / "model.ckpt", 8 * 1500)
     with pytest.raises(CheckpointError, match="H312"):
         saving(GuardedSaves, tmp_path, 4)
+
+
+def test_a_checkpoint_that_cannot_be_read_now_or_reached_is_kept(tmp_path, monkeypatch):
+    """Neither an older one nor a new start takes its place: H307 for a fault that passes, H312 for a dead link."""
+    saving(GuardedSaves, tmp_path, 2)
+    newest = max((tmp_path / "save").glob("CKPT*"), key=lambda path: (path / "CKPT.yaml").stat().st_mtime_ns)
+    really_open = Path.open
+
+    def refuses(path: Path, *given: Any, **named: Any) -> Any:
+        if path.name == "model.ckpt" and newest in path.parents:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return really_open(path, *given, **named)
+
+    with monkeypatch.context() as patch, pytest.raises(RunDirectoryError, match="H307"):
+        patch.setattr(Path, "open", refuses)
+        saving(GuardedSaves, tmp_path, 3)
+    newest.rename(tmp_path / "moved")
+    newest.symlink_to(tmp_path / "not mounted")
+    with pytest.raises(CheckpointError, match="H312"):
+        saving(GuardedSaves, tmp_path, 3)
+    assert newest.is_symlink()
 
 
 def dies_in_its_first_save(folder: Path, meta_is_flushed: bool) -> None:

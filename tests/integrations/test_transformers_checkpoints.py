@@ -16,7 +16,6 @@ from tests.integrations.hugging_face import digest, make_gpt2, make_trainer, sam
 
 from holdfast import CheckpointError, NonFiniteError, OutOfMemoryError, RunDirectoryError
 from holdfast.checkpoint.seal import verify
-from holdfast.recorder.reader import read_events
 from holdfast.testing import flip_bit
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
@@ -180,17 +179,6 @@ def _mixed() -> type:
 
     found: type = HoldfastTrainer
     return found
-
-
-def test_a_training_that_could_save_nothing_says_so_at_its_end(tmp_path: Path) -> None:
-    """With every save refused by the disk the recording says as it closes that nothing was saved."""
-    for step in (2, 4, 6, 8):
-        (tmp_path / f"checkpoint-{step}").write_text("in the way")  # a folder cannot be made here
-    trainer = guarded(tmp_path)
-    trainer.train()
-    found = read_events(tmp_path / "holdfast" / "recorder" / "rank0")
-    (said,) = [event for event in found if event.kind == "not_saved"]
-    assert (said.data["newest_checkpoint"], found[-1].kind) == (None, "closed")
 
 
 def test_a_save_that_fails_does_not_end_training(tmp_path: Path, undisturbed: str) -> None:

@@ -141,7 +141,6 @@ def accelerate_guard(
     loader: Iterable[Any] | None = None,
     scheduler: Any = None,
     run_dir: str | os.PathLike[str] | None = None,
-    state: Any = None,
     policy: Any = None,
     **overrides: Any,
 ) -> AcceleratedGuard:
@@ -156,15 +155,14 @@ def accelerate_guard(
         scheduler: One, or a dict of named ones; advanced once for each optimizer step, or by you, where the
             accelerator has ``step_scheduler_with_optimizer=False``.
         run_dir: None: ``holdfast`` in the accelerator's ``project_dir``.
-        state: As for `Guard`.
         policy: As for `Guard`; the precision is the accelerator's.
-        **overrides: Fields of the policy, such as ``max_grad_norm``, and ``split`` or ``clock`` of `Guard`.
+        **overrides: Fields of the policy, such as ``max_grad_norm``; ``state``, ``split`` and ``clock`` of `Guard`.
 
     Raises:
         PolicyError: H105 for an object of the wrong kind, H108 for several processes, H111 for an engine or a setting
             that cannot be guarded, H109 for a policy with another precision; H1xx as `Guard`.
     """
-    own = {name: overrides.pop(name) for name in ("split", "clock") if name in overrides}
+    own = {name: overrides.pop(name) for name in ("state", "split", "clock") if name in overrides}
     found = agreed(Policy.of(policy, **overrides), "Accelerator", {"precision": check_accelerator(accelerator)})
     if run_dir is None and accelerator.project_dir is None:
         raise PolicyError(
@@ -183,7 +181,6 @@ def accelerate_guard(
         optimizer=_each(optimizer, lambda given: getattr(given, "optimizer", given)),
         scheduler=_each(scheduler, _schedule),
         loader=_loader(loader, accelerator) if isinstance(loader, Iterable) else loader,
-        state=state,
         policy=found,
         **own,
     )

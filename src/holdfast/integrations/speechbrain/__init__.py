@@ -19,14 +19,7 @@ were made. Checkpoints within an epoch wait for the end of a window. After SIGTE
 A Brain with a ``fit_batch`` of its own (a GAN) calls `HoldfastMixin.guarded_step` there; what goes past it is not
 guarded.
 
-SpeechBrain needs torchaudio, whose compiled part fits one version of torch, and which it does not use for a Brain.
-Where ``import torchaudio`` fails with "Could not load this library", as beside a CPU build of torch, take that part
-out; torchaudio then imports without it.
-
-    pip install --no-deps --target audio torchaudio==2.11.0 && rm audio/torchaudio/lib/*.so
-    PYTHONPATH=audio python train.py
-
-``make speechbrain`` does so, and runs the tests of this package. One process; several are refused.
+One process; several are refused.
 """
 
 from holdfast.integrations.speechbrain.brain import HoldfastMixin
