@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -105,14 +104,6 @@ def test_batches_are_those_of_torch(options: dict[str, Any]) -> None:
     found, expected = list(ours), list(theirs)
     assert [type(batch) for batch in found] == [type(batch) for batch in expected]
     assert [torch.as_tensor(batch).tolist() for batch in found] == [torch.as_tensor(b).tolist() for b in expected]
-
-
-def test_it_is_a_loader_of_torch() -> None:
-    """Code that checks for torch's loader, or reads its attributes, finds what was given."""
-    loader = DataLoader(list(range(10)), 4, True, drop_last=True)
-    assert isinstance(loader, TorchDataLoader)
-    assert (loader.batch_size, loader.drop_last, loader.num_workers, len(loader)) == (4, True, 0, 2)
-    assert isinstance(loader.sampler, RandomSampler)
 
 
 @pytest.mark.parametrize(
@@ -226,13 +217,6 @@ def test_an_epoch_that_was_left_is_over() -> None:
     whole = DataLoader(list(range(20)), batch_size=5, shuffle=True)
     list(whole)
     assert second == [batch.tolist() for batch in whole]
-
-
-def test_the_position_is_plain_json_and_starts_at_zero() -> None:
-    """The state is numbers and text, so it can be read in a checkpoint and written by any tool."""
-    state = DataLoader(list(range(3)), batch_size=2, seed=5).state_dict()
-    assert json.loads(json.dumps(state)) == state
-    assert (state["epoch"], state["consumed"]) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -212,30 +212,3 @@ def test_a_start_method_may_be_set_after_a_loader_was_made(tmp_path: Any) -> Non
     program.write_text(_LATE)
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[1, 1]", done.stderr
-
-
-class Growing:
-    """A dataset that has another length for a while."""
-
-    length = 8
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def test_what_is_refused_before_the_first_batch_loses_no_position() -> None:
-    """Once it is repaired, the loader goes on where it stood, not with the next epoch."""
-    dataset = Growing()
-    loader = DataLoader(dataset, batch_size=2, shuffle=True)
-    batches = iter(loader)
-    head = [next(batches).tolist()]
-    resumed = DataLoader(dataset, batch_size=2, shuffle=True)
-    resumed.load_state_dict(loader.state_dict())
-    dataset.length = 9
-    with pytest.raises(LoaderError, match="H608"):
-        next(iter(resumed))
-    dataset.length = 8
-    assert sorted(index for batch in (*head, *resumed) for index in torch.as_tensor(batch).tolist()) == [*range(8)]
