@@ -74,8 +74,8 @@ class PegasusOptions(RunOptions):
     """Where the docstrings are kept, for other runs too."""
 
     quarantine: float = 0.001
-    """Most records that may be quarantined because they cannot be used: a share below 1, of which at least 1 may, or a
-    number."""
+    """Most records that may be quarantined because they cannot be used: a share below 1, of which at least 1 may, or
+    a number."""
 
     vocab_size: int = 4000
     """Most pieces of words that the tokenizer knows."""
