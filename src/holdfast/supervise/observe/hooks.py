@@ -13,11 +13,13 @@ from _thread import get_ident
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.recorder.progress import Phase
-from holdfast.supervise.observe.observer import Observer
 from holdfast.supervise.observe.steps import Steps
+
+if TYPE_CHECKING:
+    from holdfast.supervise.observe.observer import Observer
 
 Function = Callable[..., Any]
 # Who saves in the thread that trains; `torch.save` besides. Each is wrapped when the script imports its module.
