@@ -22,7 +22,7 @@ from holdfast.explain.weighing import CAUGHT, Candidate
 _MOST_EXHIBITS = 10
 _MOST_CASCADES = 3
 _MOST_QUOTED = 160  # characters of a message inside the paragraph
-_MOST_WHOLE = 500  # likewise, where the message is all that is known, or is of holdfast: it says what was found
+_MOST_WHOLE = 500  # the same where the message is all that is known, or is of holdfast: it says what was found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_events_of_all_processes_are_merged_by_time(run):
-    """Supervisor, processes and guards are told in one list, each with who recorded it."""
+    """Supervisor, processes and guards are in one list, each with who recorded it."""
     found = json.loads(call(run, "--json").output)["events"]
     assert [(each["kind"], each["who"]) for each in found] == [
         ("attempt_started", "supervisor"),
@@ -80,7 +80,7 @@ _HOLDER = (
 
 
 def test_following_a_continued_run_prints_what_comes_and_ends_with_it(run):
-    """That an earlier supervisor stopped ends nothing: --follow tells each event once, until nobody supervises."""
+    """That an earlier supervisor stopped ends nothing: --follow prints each event once, until nobody supervises."""
     write(run / SUPERVISOR_FOLDER, (4.5, "stopped", 9, {"why": "before"}))
     holding = [sys.executable, "-c", _HOLDER, str(run / SUPERVISOR_FOLDER / "lock")]
     with subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -93,18 +93,18 @@ def test_following_a_continued_run_prints_what_comes_and_ends_with_it(run):
 
         writer = threading.Thread(target=later)
         writer.start()
-        told = [json.loads(line) for line in call(run, "--follow", "--json").output.splitlines()]
+        found = [json.loads(line) for line in call(run, "--follow", "--json").output.splitlines()]
         writer.join()
-    assert [(each["kind"], each["who"]) for each in told][2:4] == [
+    assert [(each["kind"], each["who"]) for each in found][2:4] == [
         ("skip_step", "guard rank0"), ("exception", "trainer 7 rank 1"),
     ]  # fmt: skip
-    assert [each["kind"] for each in told][-3:] == ["stopped", "restart", "stopped"]
-    assert len(told) == 8
+    assert [each["kind"] for each in found][-3:] == ["stopped", "restart", "stopped"]
+    assert len(found) == 8
 
 
 @pytest.mark.parametrize("what", ["a guard", "a killed supervisor"])
 def test_following_ends_where_nobody_says_that_it_stopped(run, what):
-    """A plain guard never does, nor a supervisor that was killed: what is there is told once, and that is all."""
+    """A plain guard never does, nor a supervisor that was killed: what is there is printed once, and that is all."""
     if what == "a guard":
         assert len(call(run / "g", "--follow").output.splitlines()) == 1
     else:
@@ -128,7 +128,7 @@ def test_events_that_make_no_sense_are_passed_over(run, options):
     assert options or found["unread"] == ["2 events of guard rank0 without a time or a step"]
 
 
-def test_damaged_rings_are_named_and_the_rest_is_told(run):
+def test_damaged_rings_are_named_and_the_rest_is_found(run):
     """A ring of junk or of a newer holdfast is said on the standard error."""
     (run / SUPERVISOR_FOLDER / EVENTS_FILE).write_bytes(os.urandom(9_000))
     listed = call(run)

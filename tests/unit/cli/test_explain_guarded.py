@@ -29,8 +29,8 @@ def explain(run: Path, *options: str) -> Result:
 
 
 def verdict_of(run: Path) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads(explain(run, "--json").output)
-    return told
+    verdict: dict[str, Any] = json.loads(explain(run, "--json").output)
+    return verdict
 
 
 def said_of(run: Path) -> tuple[str, int]:
@@ -72,7 +72,7 @@ def train(guard: holdfast.Guard, loss_fn: Callable[[Any], Any], *, max_steps: in
 
 
 @pytest.mark.parametrize("what", ["batch norm", "coupled loss", "one sample"])
-def test_out_of_memory_is_told_as_such_whatever_was_refused(tmp_path, what):
+def test_out_of_memory_is_said_as_such_whatever_was_refused(tmp_path, what):
     """H401 with its class, the line of the user's step, the whole fix and the reason; never a divergence."""
     guard, model = guard_of(tmp_path, *([nn.BatchNorm1d(8)] if what == "batch norm" else []))
     least = 0 if what == "one sample" else 4
@@ -106,7 +106,7 @@ class FailsHalfWay(torch.optim.SGD):
 
 @pytest.mark.parametrize("saves", [5, None])
 def test_an_optimizer_that_runs_out_of_memory_half_way_is_h402(tmp_path, saves):
-    """A torn step that cannot be made good is told by its own rule, with or without a checkpoint."""
+    """An optimizer step that is only partly done has its own rule, with or without a checkpoint."""
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
     guard = holdfast.Guard(
@@ -164,7 +164,7 @@ def test_an_error_that_was_caught_is_no_verdict_on_a_run_that_went_on(tmp_path):
 
 
 def test_persistent_nan_is_h501(tmp_path):
-    """A Guard that stops for NaN is told by that rule, with its fix."""
+    """A Guard that stops for NaN has that rule, with its fix."""
     guard, model = guard_of(tmp_path, nonfinite_patience=1, max_rollbacks=1)
     with pytest.raises(holdfast.NonFiniteError) as caught:
         train(guard, lambda batch: mean_of(model)(batch) * math.nan)
@@ -173,7 +173,7 @@ def test_persistent_nan_is_h501(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_divergence_is_h503_told_once_and_whole(tmp_path):
+def test_a_divergence_is_h503_said_once_and_whole(tmp_path):
     """The reason stands once in what happened, without the rule's own words for it, and the fix is whole."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
@@ -211,10 +211,10 @@ def test_what_was_traced_of_a_nan_is_what_a_finding_points_to(tmp_path, where, r
 
     for batch in guard.batches(max_epochs=1):
         guard.step(batch, loss_fn)
-    told = {event.data["rule"]: event.data["fix"] for event in guard.events() if event.kind in ("finding", "note")}
-    assert known in told[rule]
-    assert known in told["H801"]
-    assert "learning rate" not in told["H801"]
+    fixes = {event.data["rule"]: event.data["fix"] for event in guard.events() if event.kind in ("finding", "note")}
+    assert known in fixes[rule]
+    assert known in fixes["H801"]
+    assert "learning rate" not in fixes["H801"]
     assert said_of(tmp_path) == ENDED_WELL
     assert known in verdict_of(tmp_path)["fix"]
 
@@ -224,7 +224,7 @@ def test_what_was_traced_of_a_nan_is_what_a_finding_points_to(tmp_path, where, r
 
 @pytest.mark.parametrize("steps", [6, 100, 101])
 def test_a_run_that_came_to_its_end_ended_well(tmp_path, steps):
-    """Whatever the Guard last saved, summed up or was told before it closed; also where nothing was left to do."""
+    """Whatever the Guard last saved, summed up or was asked before it closed; also where nothing was left to do."""
     for _ in range(2):
         guard, model = guard_of(tmp_path, save_interval_steps=10)
         for batch in guard.batches(max_steps=steps):
@@ -251,7 +251,7 @@ def test_a_loop_of_ones_own_that_closes_its_guard_ended_well(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["in the loss", "while data are waited for", "in an evaluation"])
-def test_ctrl_c_is_told_as_an_interruption_by_the_user(tmp_path, where):
+def test_ctrl_c_is_said_as_an_interruption_by_the_user(tmp_path, where):
     """SIGINT inside anything that the Guard runs is H1604, not an unknown end."""
 
     class Dataset(TensorDataset):
@@ -295,7 +295,7 @@ def test_a_loop_that_was_left_early_is_said_to_be(tmp_path):
     assert "left before its end" in verdict_of(tmp_path / "bare")["summary"]
 
 
-def test_an_error_on_its_way_out_while_a_guard_is_closed_is_told(tmp_path):
+def test_an_error_on_its_way_out_while_a_guard_is_closed_is_said(tmp_path):
     """`finally: guard.close()` is no good end where an error of the user's passes by."""
     guard, model = guard_of(tmp_path)
 
@@ -312,7 +312,7 @@ def test_an_error_on_its_way_out_while_a_guard_is_closed_is_told(tmp_path):
     assert "of the body" in verdict_of(tmp_path)["summary"]
 
 
-def test_a_stop_by_signal_is_told_as_before(tmp_path):
+def test_a_stop_by_signal_is_said_as_before(tmp_path):
     """SIGTERM that a Guard honours is a preemption, with the reason."""
     guard, model = guard_of(tmp_path)
     for batch in guard.batches(max_steps=6):

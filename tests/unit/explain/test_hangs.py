@@ -1,4 +1,4 @@
-"""From stacks and facts, kind and blame are found; what cannot be told is said to be unknown."""
+"""From stacks and facts, kind and blame are found; what cannot be known is said to be unknown."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_idle_workers_mean_that_a_batch_was_lost() -> None:
     assert (found.kind, describe_frame(found.frame)) == ("loader", "/home/me/train.py:40 in main")
 
 
-def test_a_loader_that_heals_itself_is_told_from_one_that_does_not() -> None:
+def test_a_loader_that_heals_itself_is_said_from_one_that_does_not() -> None:
     """A loader of holdfast replaces a stuck worker, so nothing need be ended; a hang elsewhere is not healed."""
     import holdfast
 
@@ -152,7 +152,7 @@ def test_a_rank_that_has_ended_is_named() -> None:
 
 
 def test_of_ranks_that_all_wait_the_one_behind_or_elsewhere_is_the_odd_one() -> None:
-    """A lower step tells; else another line of the script than that of most."""
+    """A lower step decides; else another line of the script than that of most."""
     behind = process(thread([TRAIN, ALL_REDUCE]), pid=11, rank=1, step=4)
     assert judged(rank(0, TRAIN, ALL_REDUCE), behind, suspect=10).odd_one_out == 1
     assert judged(rank(0, TRAIN, BACKWARD), rank(1, DATA, ALL_REDUCE), suspect=10).odd_one_out == 1
@@ -179,7 +179,7 @@ def test_who_waits_for_a_process_that_works_is_slow() -> None:
 
 
 def test_without_any_stack_the_kernel_alone_is_asked() -> None:
-    """No py-spy, no handler: a state and a system call still tell something, and less surely where less is known."""
+    """No py-spy, no handler: a state and a system call still say something, and less surely where less is known."""
     blind = process(ThreadLook(tid=1, main=True, waits="socket"))
     assert (judged(blind).kind, judged(blind).frame) == ("socket", None)
     assert judged(process(ThreadLook(main=True), state="D")).kind == "I/O"
@@ -197,12 +197,7 @@ def test_user_code_is_neither_a_library_nor_ours() -> None:
     """The blamed line is one that its reader can change, as far as there is one."""
     frames = [Frame(file=file, line=1, function="f") for file in ("/home/me/a.py", "<string>", "/srv/lib/mine/b.py")]
     assert all(map(is_own_code, frames))
-    others = [
-        PYTHON + "json/decoder.py",
-        TORCH + "nn/x.py",
-        "<frozen importlib._bootstrap>",
-        "/x/holdfast/guard/guard.py",
-    ]
+    others = [PYTHON + "json/decoder.py", TORCH + "nn/x.py", "<frozen importlib>", "/x/holdfast/guard/guard.py"]
     assert not any(is_own_code(Frame(file=file, line=1, function="f")) for file in others)
     installed = Frame(file=PYTHON + "site-packages/fairseq/data.py", line=7, function="get")
     inside = Frame(file=TORCH + "utils/data/dataset.py", line=7, function="get")

@@ -150,7 +150,7 @@ def test_unknown_says_what_is_missing_and_the_best_guess():
 
 
 def test_our_own_errors_keep_their_rule_and_their_fix():
-    """An error of holdfast is told by its own rule; an id that does not exist is not believed."""
+    """An error of holdfast gets its own rule; an id that does not exist is not believed."""
     text = "loss is NaN; after 2 rollbacks.\nFix: lower the learning rate.\n[H501] run `holdfast explain H501`"
     verdict = of_log(f"{TRACE}holdfast.core.errors.NonFiniteError: {text}\n", status=1)
     assert (verdict.cause, verdict.family, verdict.fix) == ("H501", "numerics", "lower the learning rate.")
@@ -158,7 +158,7 @@ def test_our_own_errors_keep_their_rule_and_their_fix():
 
 
 @pytest.mark.parametrize("rule", sorted(all_rules()))
-def test_what_a_rule_says_to_do_is_told_whole_and_in_one_line(rule):
+def test_what_a_rule_says_to_do_is_said_whole_and_in_one_line(rule):
     """Of a stop with a rule, the fix is the paragraph of its page to the last word, however the page is wrapped."""
     stop = Statement(text="x", source="guard", fatal=True, rule=rule)
     verdict = judge(Facts(statements=(stop,)))

@@ -146,7 +146,7 @@ def test_a_dump_of_faulthandler_is_fatal_and_has_frames():
     assert statement.frames[-1].function == "crash"
 
 
-def test_what_was_caught_is_told_from_what_ended_the_run():
+def test_what_was_caught_is_said_from_what_ended_the_run():
     """Progress after an exception shows that it was caught; a logger's message shows it too."""
     assert raised(PLAIN + "step 2 loss 0.4\nstep 3 loss 0.3\n")[0].fatal is False
     assert raised("ERROR:root:could not load\n" + PLAIN.partition("\n")[2])[0].logged

@@ -54,7 +54,7 @@ class SupervisedRun:
         )
         self._clock = START
 
-    def tell(self, folder: Path, *events: tuple[str, dict[str, Any]]) -> None:
+    def write(self, folder: Path, *events: tuple[str, dict[str, Any]]) -> None:
         box = BlackBox(folder)
         for kind, facts in events:
             self._clock += 1
@@ -62,7 +62,7 @@ class SupervisedRun:
         box.close()
 
     def supervisor(self, *events: tuple[str, dict[str, Any]]) -> None:
-        self.tell(self.path / SUPERVISOR_FOLDER, *events)
+        self.write(self.path / SUPERVISOR_FOLDER, *events)
 
     def process(
         self, pid: int, *events: tuple[str, dict[str, Any]], steps: int = 12, losses: Any = (), **more: Any
@@ -77,7 +77,7 @@ class SupervisedRun:
         for step, loss in enumerate(losses, start=1):
             ring.append(replace(SAMPLE, step=step, loss=loss))
         ring.close()
-        self.tell(folder, *events)
+        self.write(folder, *events)
         return folder
 
     def output(self, *attempts: str) -> None:
@@ -150,7 +150,7 @@ def test_an_exception_that_was_never_printed_is_known_from_the_recording(run):
     assert found[0].text == SHAPES
 
 
-def test_only_the_attempt_that_is_asked_for_is_told(run):
+def test_only_the_attempt_that_is_asked_for_is_said(run):
     """Each attempt has its own output with true line numbers, endings and processes; the newest is the default."""
     run.output("a\n" + traceback_of("Address already in use", "OSError"), "b\n" + traceback_of(SHAPES))
     run.process(7, attempt=0, steps=3)
@@ -177,28 +177,28 @@ def test_an_attempt_that_never_was_is_refused(run):
         collect(run.path, 7)
 
 
-def test_a_guard_of_the_next_attempt_is_not_told_of_this_one(run, tmp_path):
+def test_a_guard_of_the_next_attempt_is_not_said_of_this_one(run, tmp_path):
     """What a Guard stopped for counts for the attempt in which it did."""
     guard = tmp_path / "elsewhere"
     run.process(7, ("guard", {"path": str(guard)}), attempt=0)
     run.process(8, ("guard", {"path": str(guard)}), attempt=1)
     run.output("Address already in use\n", "b\n")
     run.supervisor(("attempt_started", {"attempt": 0}), ended(1), ("attempt_started", {"attempt": 1}))
-    run.tell(guard / "recorder" / "rank0", ("stop", {"reason": "loss is NaN", "promise": "changes training"}))
+    run.write(guard / "recorder" / "rank0", ("stop", {"reason": "loss is NaN", "promise": "changes training"}))
     run.supervisor(ended(1, attempt=1))
     assert [each.text for each in collect(run.path, 0).statements if each.source == "guard"] == []
     assert [each.text for each in collect(run.path, 1).statements if each.source == "guard"] == ["loss is NaN"]
 
 
-def test_an_error_that_the_process_and_its_guard_recorded_is_told_once(run, tmp_path):
-    """What left the Guard and then the process is one statement; what the Guard alone saw is told too."""
+def test_an_error_that_the_process_and_its_guard_recorded_is_said_once(run, tmp_path):
+    """What left the Guard and then the process is one statement; what the Guard alone saw is one too."""
     text = "a batch does not fit; may not split.\nFix: a smaller one.\n[H401] run `holdfast explain H401`"
     raised = {"type": "holdfast.core.errors.OutOfMemoryError", "message": text, "frames": [["train.py", 9, "step"]]}
     guard = tmp_path / "elsewhere"
     run.process(7, ("guard", {"path": str(guard)}), ("exception", {**raised, "fatal": True}))
     run.supervisor(("attempt_started", {"attempt": 0}))
     left = ("left_by_exception", {"exception": "OutOfMemoryError", "rule": "H401", **raised})
-    run.tell(guard / "recorder" / "rank0", ("stop", {"reason": "may not split", "rule": "H401"}), left)
+    run.write(guard / "recorder" / "rank0", ("stop", {"reason": "may not split", "rule": "H401"}), left)
     run.supervisor(ended(1))
     facts = collect(run.path)
     assert [each.source for each in facts.statements] == ["process 7"]
@@ -209,14 +209,14 @@ def test_an_error_that_the_process_and_its_guard_recorded_is_told_once(run, tmp_
 
 
 def test_a_run_that_goes_on_is_still_running(run):
-    """A process that lives and no end: still running, exit code 0."""
+    """A process that is alive and no end: still running, exit code 0."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     write_process(run.path, ProcessInfo(pid=os.getpid(), ticks=ticks, ppid=1, argv=[], role="trainer"))
     run.supervisor(("attempt_started", {"attempt": 0}))
     assert judge(collect(run.path)).cause == "H1611"
 
 
-def test_a_supervisor_that_was_killed_is_told(run):
+def test_a_supervisor_that_was_killed_is_said(run):
     """The note of the sentinel says that the supervisor is gone; without it nothing is claimed."""
     run.process(7)
     run.supervisor(("attempt_started", {"attempt": 0}))
@@ -323,7 +323,7 @@ FINDING = {
 }  # fmt: skip
 
 
-def test_a_fault_of_the_training_is_told_of_a_run_that_ended_well():
+def test_a_fault_of_the_training_is_said_of_a_run_that_ended_well():
     """What a Guard found stands in title, summary, evidence and fix, a cause before a symptom however severe."""
     symptom = {**FINDING, "rule": "H804", "severity": "error", "about": "symptom", "what": "NaN in w"}
     warning = event("preflight", rule="H630", what="num_workers=64 on 2 processors", fix="pass 2.")
@@ -343,7 +343,7 @@ def test_a_fault_of_the_training_is_told_of_a_run_that_ended_well():
     assert judge(Facts(events=broken, endings=(Ending(status=0),))).exit_code == 0, "damaged events cost no verdict"
 
 
-def test_what_a_guard_did_is_told_with_the_newest_reason():
+def test_what_a_guard_did_is_said_with_the_newest_reason():
     """The last line of why stands behind what was done, whatever key an event keeps it under."""
     events = [
         event("skip_step", reason="first"),
@@ -369,12 +369,12 @@ def test_lines_of_the_kernel_about_other_processes_are_no_evidence():
         "python[6023]: segfault at 0 ip 0000",
         "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",
     ]
-    told = [event("kernel_log", lines=lines)]
-    assert [each.text for each in of_kernel(told, {5})] == [lines[-1]]
-    assert [each.text for each in of_kernel(told, {6023})] == lines
+    events = [event("kernel_log", lines=lines)]
+    assert [each.text for each in of_kernel(events, {5})] == [lines[-1]]
+    assert [each.text for each in of_kernel(events, {6023})] == lines
 
 
-def test_how_a_process_left_is_told_as_it_was_recorded(tmp_path):
+def test_how_a_process_left_is_said_as_it_was_recorded(tmp_path):
     """The message of sys.exit is quoted, past progress bars; one that never ended in order left as by os._exit."""
     text = "step 1\n\x1b[31mno more data\x1b[0m\n\repoch 1:  34%|###   | 10/29 [00:00<00:00, 282.50it/s]"
     exiting = ("exiting", {"how": "sys.exit", "status": 1})

@@ -1,6 +1,6 @@
 """The catalogue: every entry explains itself, finds its own texts and no others, and no pattern can take for ever.
 
-An entry that breaks a rule fails here with its id. `wordings.yaml` holds statements that neighbours must tell apart.
+An entry that breaks a rule fails here with its id. `wordings.yaml` holds statements that neighbours must keep apart.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_every_signature_explains_itself(signature: Signature) -> None:
 
 
 def test_an_unknown_field_names_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A typing error in a file is told with the id of the entry."""
+    """A typing error in a file is an error with the id of the entry."""
     monkeypatch.setattr(signatures, "_entries", lambda: [{"id": "H999", "titel": "x"}])
     with pytest.raises(ValueError, match=r"H999.*titel"):
         all_signatures.__wrapped__()
@@ -146,7 +146,7 @@ def test_no_entry_restates_an_exception(exception: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("known", WORDINGS["known"], ids=lambda known: known["text"][:40])
-def test_neighbouring_texts_are_told_apart(known: dict[str, Any]) -> None:
+def test_neighbouring_texts_are_kept_apart(known: dict[str, Any]) -> None:
     """Texts that share most of their words have each their own cause, or none."""
     found = fits(known["text"], exception=known.get("exception"), frames=known.get("frames", ()))
     assert next(iter(found), None) == known["cause"]

@@ -30,7 +30,7 @@ Waits = Literal[
     "device",
     "signal",
 ]
-"""What a thread waits for, as far as the kernel tells; empty if it does not."""
+"""What a thread waits for, as far as the kernel says; empty if it does not."""
 
 _LONGEST_NAME = 300
 
