@@ -131,32 +131,6 @@ def gan() -> dict[str, Any]:
     return {"model": models, "optimizer": optimizers, "step": step, "batch": torch.randn(8, 32)}
 
 
-def gan_beside_a_guard() -> dict[str, Any]:
-    """Take a guard and never ask it."""
-    job = gan()
-    own = job["step"]
-
-    def step(guard: Any, batch: torch.Tensor) -> None:
-        own(batch)
-
-    return {**job, "step": step}
-
-
-def cuts_by_itself() -> dict[str, Any]:
-    """Accumulate over the four parts of a batch, which one of two samples does not have."""
-    model = nn.Linear(64, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(batch: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        parts = batch.chunk(4)
-        for number in range(4):
-            (model(parts[number]).square().mean() / 4).backward()
-        optimizer.step()
-
-    return {"model": model, "optimizer": optimizer, "step": step, "batch": torch.randn(16, 64)}
-
-
 def gan_by_guard() -> dict[str, Any]:
     """Make the same by a guard."""
     models, optimizers = _gan()
@@ -222,32 +196,6 @@ def real_weights_on_cuda() -> dict[str, Any]:
     made = real_weights()
     model = made["model"].cuda()
     return _job(model, made["batch"].to("cuda"), lambda batch: model(batch.to("cuda")).square().mean())
-
-
-def branches() -> dict[str, Any]:
-    """Take a way that depends on values, of which one needs more."""
-    model = nn.Linear(64, 64)
-
-    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
-        out = model(batch)
-        if out.mean() > 0.5:
-            out = torch.cat([out] * 64, dim=1).sigmoid().exp()
-        return out.square().mean()
-
-    return _job(model, torch.randn(256, 64), loss_fn)
-
-
-def branches_to_less() -> dict[str, Any]:
-    """Take the way that needs more only where a condition does not hold."""
-    model = nn.Linear(64, 64)
-
-    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
-        out = model(batch)
-        if out.mean() > 0.5:
-            return out.square().mean()
-        return torch.cat([out] * 64, dim=1).sigmoid().exp().square().mean()
-
-    return _job(model, torch.randn(256, 64), loss_fn)
 
 
 def listed() -> dict[str, Any]:

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.forecast.running import run_emulation
+from tests.unit.forecast.emulated import leaf, seen
+from tests.unit.memory.allocations import FakeAllocations
+from torch import nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
+from holdfast.forecast.fake.device import forecast_device
 from holdfast.forecast.kernels import attention
 from holdfast.forecast.kernels.attention import (
     AttentionCall,
@@ -18,6 +23,7 @@ from holdfast.forecast.kernels.attention import (
     describe,
 )
 
+RUNS_IN_CHILD = True
 HALF, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
@@ -116,42 +122,58 @@ def test_a_call_is_described_from_its_tensors() -> None:
         assert not describe(query, query, query).training
 
 
-@pytest.fixture(scope="module")
-def emulated() -> dict[str, Any]:
-    """What the program of the emulation saw on a fake device in a process of its own."""
-    return run_emulation()
-
-
+SHAPE = (2, 4, 128, 64)
 OUT_BF16, OUT_FP32, ROW_SUMS = 2 * 4 * 128 * 64 * 2, 2 * 4 * 128 * 64 * 4, 2 * 4 * 128 * 4
+attend = functional.scaled_dot_product_attention
 
 
-@pytest.mark.slow
-def test_kernels_keep_what_cudas_keep(emulated: dict[str, Any]) -> None:
+def test_kernels_keep_what_cudas_keep() -> None:
     """A fused kernel keeps its output and one number for each row; only the math path keeps the scores."""
-    seen = {name: emulated[name] for name in ("flash", "masked", "grouped", "padded", "single", "bias", "math")}
-    assert seen["flash"]["node"].startswith("ScaledDotProductFlash")
-    assert seen["grouped"]["node"].startswith("ScaledDotProductFlash")
-    assert seen["masked"]["node"].startswith("ScaledDotProductEfficient")
-    assert seen["single"]["node"].startswith("ScaledDotProductEfficient")
-    for name, out in (("flash", OUT_BF16), ("grouped", OUT_BF16), ("single", OUT_FP32)):
-        assert out + ROW_SUMS <= seen[name]["kept"] < out + ROW_SUMS + 64  # and the generator's state
+    with forecast_device():
+        q, narrow, single = leaf(*SHAPE, dtype=BF16), leaf(2, 2, 128, 64, dtype=BF16), leaf(*SHAPE)
+        kernels = {
+            "Flash": [(OUT_BF16, seen(lambda: attend(q, q, q)))],
+            "Efficient": [(OUT_FP32, efficient := seen(lambda: attend(single, single, single)))],
+        }
+        kernels["Flash"].append((OUT_BF16, seen(lambda: attend(q, narrow, narrow, enable_gqa=True))))
+        with sdpa_kernel(SDPBackend.MATH):
+            math = seen(lambda: attend(single, single, single))
+    for kernel, runs in kernels.items():
+        for out, run in runs:
+            assert run.node.startswith(f"ScaledDotProduct{kernel}")
+            assert out + ROW_SUMS <= run.kept < out + ROW_SUMS + 64  # and the generator's state
     scores = 2 * 4 * 128 * 128 * 4
-    assert seen["math"]["forward"].count(scores) == 2
-    assert scores not in seen["single"]["forward"]
+    assert math.forward.count(scores) == 2
+    assert scores not in efficient.forward
 
 
-@pytest.mark.slow
-def test_masks_and_head_sizes_are_prepared_as_torch_does(emulated: dict[str, Any]) -> None:
+def test_masks_and_head_sizes_are_prepared_as_torch_does() -> None:
     """A boolean mask becomes one of the query's type that is kept; a head size of 60 is padded to 64."""
-    assert 2 * 128 * 128 * 2 in emulated["masked"]["forward"]
-    assert emulated["masked"]["kept"] >= OUT_BF16 + ROW_SUMS + 2 * 128 * 128 * 2
-    assert emulated["padded"]["forward"].count(OUT_BF16) == 4  # query, key, value, output
-    assert emulated["padded"]["shape"] == [2, 4, 128, 60]
-    assert emulated["bias gradient"] == [2, 4, 128, 128]
+    with forecast_device():
+        q, single, bias = leaf(*SHAPE, dtype=BF16), leaf(*SHAPE), leaf(2, 4, 128, 128)
+        mask = torch.ones(2, 1, 128, 128, dtype=torch.bool, device="cuda")
+        masked = seen(lambda: attend(q, q, q, attn_mask=mask))
+        padded = seen(lambda: attend(*[leaf(2, 4, 128, 60, dtype=BF16)] * 3))
+        seen(lambda: attend(single, single, single, attn_mask=bias))
+    assert masked.node.startswith("ScaledDotProductEfficient")
+    assert 2 * 128 * 128 * 2 in masked.forward
+    assert masked.kept >= OUT_BF16 + ROW_SUMS + 2 * 128 * 128 * 2
+    assert padded.forward.count(OUT_BF16) == 4  # query, key, value, output
+    assert padded.shape == (2, 4, 128, 60)
+    assert bias.grad.shape == (2, 4, 128, 128)
 
 
-@pytest.mark.slow
-def test_every_caller_gets_the_kernel(emulated: dict[str, Any]) -> None:
+def test_every_caller_gets_the_kernel() -> None:
     """nn.MultiheadAttention and the recomputation of a checkpoint get it too."""
-    assert emulated["largest in nn.MultiheadAttention"] < 2 * 4 * 128 * 128 * 4
-    assert emulated["row sums with recomputation"] == 2
+    with forecast_device():
+        layer, x, q = (
+            nn.MultiheadAttention(64, 4, batch_first=True).cuda(),
+            leaf(2, 128, 64),
+            leaf(*SHAPE, dtype=BF16),
+        )
+        with FakeAllocations("privateuse1") as watch:
+            layer(x, x, x, need_weights=False)
+        assert max(watch.sizes) < 2 * 4 * 128 * 128 * 4
+        with FakeAllocations("privateuse1") as watch:
+            checkpoint(lambda a: attend(a, a, a), q, use_reentrant=False).sum().backward()
+        assert watch.sizes.count(2 * 4 * 128 * 4) == 2

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.forecast.in_child import answer, case, results_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from holdfast.forecast.fake.device import forecast_device
 from holdfast.forecast.kernels import autocast_policy as policy
 
+RUNS_IN_CHILD = True
 _HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
 
@@ -59,40 +59,35 @@ ROWS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 }
 
 
-@case
-def dtypes() -> Any:
+@pytest.mark.parametrize(("compute", "dtype"), ROWS.values(), ids=ROWS)
+def test_each_class_of_operators_computes_in_its_type(compute: Callable[[], torch.Tensor], dtype: str) -> None:
+    """Products run in bf16, sums and losses in fp32, mixed inputs are promoted, everything else is left alone."""
     with forecast_device(), torch.autocast("cuda", dtype=torch.bfloat16):
-        return {name: str(compute().dtype).removeprefix("torch.") for name, (compute, _) in ROWS.items()}
+        assert compute().dtype is getattr(torch, dtype)
 
 
-@case
-def outside_and_banned() -> Any:
+def test_regions_and_the_refused_loss() -> None:
+    """Casting happens in enabled regions only, fp16 is the default there, and BCELoss is refused as on CUDA."""
     with forecast_device():
-        outside = str(torch.mm(_full(4, 4), _full(4, 4)).dtype)
+        assert torch.mm(_full(4, 4), _full(4, 4)).dtype is torch.float32
         with torch.autocast("cuda"):
-            default = str(torch.mm(_full(4, 4), _full(4, 4)).dtype)
+            assert torch.mm(_full(4, 4), _full(4, 4)).dtype is torch.float16
             with torch.autocast("cuda", enabled=False):
-                switched_off = str(torch.mm(_full(4, 4), _full(4, 4)).dtype)
-            try:
+                assert torch.mm(_full(4, 4), _full(4, 4)).dtype is torch.float32
+            with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
                 F.binary_cross_entropy(_full(4), _full(4))
-            except RuntimeError as error:
-                return [outside, default, switched_off, str(error)]
-    return None
 
 
-@case
-def lists() -> Any:
+def test_every_operator_that_torch_registers_for_cuda_has_a_class() -> None:
+    """The lists are complete for this torch: all that is registered for CUDA is installed, and nothing is assumed."""
+    registered = policy.registered_for_cuda()
+    assert registered <= set(policy.classified())
+    assert len(registered) > 100
     with forecast_device() as device:
-        return {
-            "unknown": sorted(policy.registered_for_cuda() - set(policy.classified())),
-            "assumed": [a.what for a in device.assumptions if "autocast" in a.what],
-            "installed": sorted(
-                name
-                for name in policy.registered_for_cuda()
-                if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastPrivateUse1")
-            ),
-            "registered": sorted(policy.registered_for_cuda() - policy.ELSEWHERE),
-        }
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        installed = {name for name in registered if has_kernel(f"aten::{name}", "AutocastPrivateUse1")}
+        assert installed == registered - policy.ELSEWHERE
+        assert not any("autocast" in one.what for one in device.assumptions)
 
 
 class _Casts(TorchDispatchMode):
@@ -112,72 +107,6 @@ class _Casts(TorchDispatchMode):
     def alive(self) -> int:
         gc.collect()
         return sum(result() is not None for result in self.results)
-
-
-@case
-def weight_cache() -> Any:
-    found: dict[str, Any] = {}
-    with forecast_device():
-        layer = nn.Linear(7, 7, bias=False).cuda()
-        x = _full(2, 7)
-        with _Casts(49) as casts, torch.no_grad():
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                with torch.autocast("cuda", dtype=torch.bfloat16):
-                    layer(layer(x))
-                layer(x)
-                found["three uses"] = [len(casts.results), casts.alive()]
-            found["after the outermost"] = casts.alive()
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                layer(x)
-            found["next region"] = len(casts.results)
-            with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
-                layer(layer(x))
-            found["cache switched off"] = len(casts.results)
-            layer.requires_grad_(requires_grad=False)
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                layer(layer(x))
-                found["frozen"] = [len(casts.results), casts.alive()]
-    return found
-
-
-@case
-def weight_cache_in_recomputation() -> Any:
-    with forecast_device():
-        layer, x = nn.Linear(7, 7, bias=False).cuda(), _full(2, 7).requires_grad_()
-        with _Casts(49) as casts:
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                y = checkpoint(lambda z: layer(layer(z)), x, use_reentrant=False)
-                y = checkpoint(lambda z: layer(layer(z)), y, use_reentrant=False)
-                in_forward = len(casts.results)
-                loss = y.sum()
-            loss.backward()
-            return [in_forward, len(casts.results) - in_forward, casts.alive(), str(layer.weight.grad.dtype)]
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    """What the cases gave."""
-    return results_of(__file__)
-
-
-def test_each_class_of_operators_computes_in_its_type(results: dict[str, Any]) -> None:
-    """Products run in bf16, sums and losses in fp32, mixed inputs are promoted, everything else is left alone."""
-    assert results["dtypes"] == {name: dtype for name, (_, dtype) in ROWS.items()}
-
-
-def test_regions_and_the_refused_loss(results: dict[str, Any]) -> None:
-    """Casting happens in enabled regions only, fp16 is the default there, and BCELoss is refused as on CUDA."""
-    outside, default, switched_off, refusal = results["outside_and_banned"]
-    assert (outside, default, switched_off) == ("torch.float32", "torch.float16", "torch.float32")
-    assert "binary_cross_entropy_with_logits" in refusal
-
-
-def test_every_operator_that_torch_registers_for_cuda_has_a_class(results: dict[str, Any]) -> None:
-    """The lists are complete for this torch: all that is registered for CUDA is installed, and nothing is assumed."""
-    lists = results["lists"]
-    assert lists["unknown"] == lists["assumed"] == []
-    assert lists["installed"] == lists["registered"]
-    assert len(lists["installed"]) > 100
 
 
 @pytest.mark.skipif(not _HEADER.exists(), reason="this torch comes without its headers")
@@ -203,21 +132,39 @@ def test_the_classes_are_those_of_torch(macro: str, ours: tuple[str, ...]) -> No
     assert listed == (set(ours) & policy.registered_for_cuda()) - beside  # others are of another version
 
 
-def test_a_weight_is_cast_once_until_the_outermost_region_ends(results: dict[str, Any]) -> None:
+def test_a_weight_is_cast_once_until_the_outermost_region_ends() -> None:
     """The cache holds one cast for all uses in nested regions, and is dropped at the outermost end; frozen: none."""
-    assert results["weight_cache"] == {
-        "three uses": [1, 1],
-        "after the outermost": 0,
-        "next region": 2,
-        "cache switched off": 4,
-        "frozen": [6, 0],
-    }
+    with forecast_device():
+        layer, x = nn.Linear(7, 7, bias=False).cuda(), _full(2, 7)
+        with _Casts(49) as casts, torch.no_grad():
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    layer(layer(x))
+                layer(x)
+                assert (len(casts.results), casts.alive()) == (1, 1)
+            assert casts.alive() == 0
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                layer(x)
+            assert len(casts.results) == 2
+            with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):
+                layer(layer(x))
+            assert len(casts.results) == 4
+            layer.requires_grad_(requires_grad=False)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                layer(layer(x))
+                assert (len(casts.results), casts.alive()) == (6, 0)
 
 
-def test_recomputation_casts_weights_anew(results: dict[str, Any]) -> None:
+def test_recomputation_casts_weights_anew() -> None:
     """Two recomputed regions of two uses each cast the weight once together forward and once each in backward."""
-    assert results["weight_cache_in_recomputation"] == [1, 2, 0, "torch.float32"]
-
-
-if __name__ == "__main__":
-    answer()
+    with forecast_device():
+        layer, x = nn.Linear(7, 7, bias=False).cuda(), _full(2, 7).requires_grad_()
+        with _Casts(49) as casts:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                y = checkpoint(lambda z: layer(layer(z)), x, use_reentrant=False)
+                loss = checkpoint(lambda z: layer(layer(z)), y, use_reentrant=False).sum()
+            assert len(casts.results) == 1
+            loss.backward()
+            assert len(casts.results) == 3
+            assert casts.alive() == 0
+            assert layer.weight.grad.dtype is torch.float32

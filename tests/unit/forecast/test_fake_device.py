@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.unit.forecast.in_child import answer, case, results_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from holdfast.core.errors import PolicyError
-from holdfast.forecast.fake.device import forecast_device
+from holdfast.forecast.fake.device import ForecastDevice, forecast_device
+
+RUNS_IN_CHILD = True
 
 
-def _actual(tensor: torch.Tensor) -> str:
+def place_of(tensor: torch.Tensor) -> str:
     assert isinstance(tensor, FakeTensor)
     return str(tensor.fake_device)
 
 
-class _Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -54,52 +56,43 @@ FACTORIES: dict[str, Any] = {
 }
 
 
-@case
-def factories() -> Any:
+@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+def test_whatever_is_asked_for_on_cuda_comes_to_the_device(make: Callable[[Any], torch.Tensor]) -> None:
+    """Every way to make or move a tensor to CUDA leads to the fake device."""
     with forecast_device():
-        found = {
-            f"{name} on {place!r}": _actual(make(place))
-            for name, make in FACTORIES.items()
-            for place in ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0))
-        }
-        found["cuda()"] = _actual(torch.empty(2).cuda())
-        found["cuda(0)"] = _actual(torch.empty(2).cuda(0, non_blocking=True))
+        for place in ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0)):
+            assert place_of(make(place)) == "forecast:0"
+
+
+def test_tensors_go_to_the_device_and_back() -> None:
+    """``cuda()``, a default device and another tensor's device lead to it, ``cpu()`` to the host."""
+    with forecast_device():
+        assert place_of(torch.empty(2).cuda()) == place_of(torch.empty(2).cuda(0, non_blocking=True)) == "forecast:0"
         with torch.device("cuda"):
-            found["default"] = _actual(torch.zeros(2))
-        found["to the host"] = _actual(torch.zeros(2, device="cuda").cpu())
-        found["as another is"] = _actual(torch.zeros(2, device=torch.zeros(1, device="cuda").device))
-        return found
+            assert place_of(torch.zeros(2)) == "forecast:0"
+        there = torch.zeros(2, device="cuda")
+        assert place_of(torch.zeros(2, device=there.device)) == "forecast:0"
+        assert place_of(there.cpu()) == "cpu"
 
 
-def _step(device: str) -> list[str]:
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(144, 5)
-    ).to(device)
-    x = torch.zeros(2, 3, 8, 8, device=device)
-    checkpoint(model, x, use_reentrant=False)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with _Operators() as operators:
-        loss = checkpoint(model, x, use_reentrant=False).square().mean()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    return operators.names
-
-
-@case
-def a_step() -> Any:
+def test_a_step_takes_the_way_of_cuda() -> None:
+    """Checkpointing, BatchNorm, clipping and AdamW run, with native dropout and foreach kernels, without memory."""
     with forecast_device():
-        names = _step("cuda")
-        big = torch.zeros(2**40, device="cuda")  # 4 TiB
-        return {
-            "dropout": "aten.native_dropout.default" in names,
-            "foreach": sum("_foreach_" in name for name in names) > 5,
-            "for_loop": sum(name == "aten.addcdiv_.default" for name in names),
-            "big": big.untyped_storage().nbytes(),
-        }
+        layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(144, 5)]
+        model = nn.Sequential(*layers).to("cuda")
+        x = torch.zeros(2, 3, 8, 8, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Operators() as operators:
+            checkpoint(model, x, use_reentrant=False).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        assert torch.zeros(2**40, device="cuda").untyped_storage().nbytes() == 2**42
+    assert "aten.native_dropout.default" in operators.names
+    assert sum("_foreach_" in name for name in operators.names) > 5
+    assert "aten.addcdiv_.default" not in operators.names
 
 
-def _tied() -> nn.ModuleDict:
+def tied() -> nn.ModuleDict:
     model = nn.ModuleDict(
         {"embedding": nn.Embedding(11, 4), "rnn": nn.GRU(4, 4), "head": nn.Linear(4, 11, bias=False)}
     )
@@ -108,85 +101,61 @@ def _tied() -> nn.ModuleDict:
     return model
 
 
-def _look_after(model: Any, before: list[torch.Tensor], optimizer: Any) -> dict[str, Any]:
-    head = model["head"](model["embedding"](torch.zeros(2, 3, dtype=torch.long, device="cuda")))
-    head.sum().backward()
-    optimizer.step()
-    return {
-        "same objects": [id(p) for p in model.parameters()] == [id(p) for p in before],
-        "parameters": all(isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf for p in model.parameters()),
-        "there": sorted({_actual(t) for t in (*model.parameters(), *model.buffers())}),
-        "tied": model["head"].weight is model["embedding"].weight and model["head"].weight.grad is not None,
-        "flat": all(a is b for a, b in zip(model["rnn"]._flat_weights, model["rnn"].parameters(), strict=True)),
-        "stepped": len(optimizer.state),
-    }
+WAYS: dict[str, Callable[[nn.Module, ForecastDevice], object]] = {
+    "to": lambda module, _: module.to("cuda"),
+    "cuda": lambda module, _: module.cuda(),
+    "to_type": lambda module, _: module.to("cuda", torch.float64),
+    "place": lambda module, device: device.place(module),
+    "place_real": lambda module, device: device.place(module),
+}
 
 
-@case
-def moves() -> Any:
-    found: dict[str, Any] = {}
-    real = _tied()
-    for name, move in {
-        "to": lambda m, d: m.to("cuda"),
-        "cuda": lambda m, d: m.cuda(),
-        "to_type": lambda m, d: m.to("cuda", torch.float64),
-        "place": lambda m, d: d.place(m),
-        "place_real": lambda m, d: d.place(m),
-    }.items():
-        with forecast_device() as device:
-            model = real if name == "place_real" else _tied()
-            before, optimizer = list(model.parameters()), torch.optim.Adam(model.parameters())
-            move(model, device)
-            found[name] = _look_after(model, before, optimizer)
-            found[name]["type"] = str(model["head"].weight.dtype)
-    return found
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_is_moved_as_the_same_object(way: str) -> None:
+    """Parameters keep their identity and their ties, buffers come along, and an older optimizer steps them."""
+    real = tied()
+    with forecast_device() as device:
+        model: Any = real if way == "place_real" else tied()
+        before, optimizer = list(model.parameters()), torch.optim.Adam(model.parameters())
+        WAYS[way](model, device)
+        model["head"](model["embedding"](torch.zeros(2, 3, dtype=torch.long, device="cuda"))).sum().backward()
+        optimizer.step()
+        assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+        assert all(isinstance(p, nn.Parameter) and p.requires_grad and p.is_leaf for p in before)
+        assert {place_of(t) for t in (*model.parameters(), *model.buffers())} == {"forecast:0"}
+        assert model["head"].weight is model["embedding"].weight
+        assert model["head"].weight.grad is not None
+        assert all(a is b for a, b in zip(model["rnn"]._flat_weights, model["rnn"].parameters(), strict=True))
+        assert len(optimizer.state) == 1
+        assert model["head"].weight.dtype is (torch.float64 if way == "to_type" else torch.float32)
 
 
-@case
-def real_tensors() -> Any:
+def test_real_tensors_become_fake_with_known_values() -> None:
+    """A real batch is given one fake twin, whose integers are still known on the device."""
     with forecast_device() as device:
         with device.suspended():
             batch = torch.arange(6).reshape(2, 3)
-        twin = batch.to("cuda")
+        assert type(batch) is torch.Tensor
+        assert place_of(batch.to("cuda")) == "forecast:0"
+        assert int(batch.to("cuda").max()) == 5
+        assert device.mode.adopted(batch) is device.mode.adopted(batch)
+        assert type(batch + 1) is FakeTensor
+
+
+def test_a_real_model_is_built_while_the_mode_is_suspended() -> None:
+    """CUDA means the CPU there, tensors are real, and come to the device by ``place`` or when they are used."""
+    with forecast_device() as device:
         with device.suspended():
             pretrained = nn.Linear(2, 2).to("cuda")
             pretrained(torch.ones(1, 2, device="cuda")).sum().backward()
-            is_real = type(pretrained.weight.grad) is torch.Tensor and pretrained.cuda().weight.device.type == "cpu"
+            assert type(pretrained.weight.grad) is torch.Tensor
+            assert pretrained.cuda().weight.device.type == "cpu"
             weights = torch.ones(3)
             moved = (weights.to("cuda") * 2)[:2]
-        of_class = [_actual(moved + 1), _actual(weights + 1), _actual(torch.zeros(2, device="cuda") * moved)]
+        assert [place_of(moved + 1), place_of(weights + 1)] == ["forecast:0", "cpu"]
+        assert place_of(torch.zeros(2, device="cuda") * moved) == "forecast:0"
         device.place(pretrained)
-        placed = [_actual(pretrained.weight), _actual(pretrained.weight.grad), is_real]
-        again = device.mode.adopted(batch) is device.mode.adopted(batch)
-        return [
-            type(batch) is torch.Tensor,
-            _actual(twin),
-            again,
-            int(twin.max()),
-            type(batch + 1) is FakeTensor,
-            *placed,
-            *of_class,
-        ]
-
-
-@case
-def operators_without_a_rule() -> Any:
-    library = torch.library.Library("holdfast_test", "DEF")
-    library.define("fold(Tensor x) -> Tensor")
-    found: list[str] = []
-    with forecast_device():
-        x = torch.zeros(4, 3, device="cuda")
-        try:
-            torch.ops.holdfast_test.fold(x)
-        except PolicyError as error:
-            found += [error.rule, str(error)]
-        torch.library.register_fake("holdfast_test::fold", lambda x: torch.empty(2, 3, device=x.device))
-        found.append(str(list(torch.ops.holdfast_test.fold(x).shape)))
-        try:
-            doubled(x)
-        except PolicyError as error:
-            found += [error.rule, error.what]
-    return found
+        assert place_of(pretrained.weight) == place_of(pretrained.weight.grad) == "forecast:0"
 
 
 @torch.library.custom_op("holdfast_test::doubled", mutates_args=())
@@ -194,94 +163,41 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-@case
-def the_host_as_the_device() -> Any:
+def test_an_operator_without_a_rule_is_named_with_the_line() -> None:
+    """H422 says operator, line and the call that helps; after ``register_fake`` the operator runs."""
+    library = torch.library.Library("holdfast_test", "FRAGMENT")
+    library.define("fold(Tensor x) -> Tensor")
+    with forecast_device():
+        x = torch.zeros(4, 3, device="cuda")
+        with pytest.raises(PolicyError, match=r"holdfast_test::fold.*test_fake_device\.py:\d+ in test_an") as caught:
+            torch.ops.holdfast_test.fold(x)
+        assert caught.value.rule == "H422"
+        assert 'torch.library.register_fake("holdfast_test::fold")' in str(caught.value)
+        torch.library.register_fake("holdfast_test::fold", lambda x: torch.empty(2, 3, device=x.device))
+        assert torch.ops.holdfast_test.fold(x).shape == (2, 3)
+        with pytest.raises(PolicyError, match="operator holdfast_test::doubled has no rule") as caught:
+            doubled(x)
+        assert caught.value.rule == "H422"
+
+
+def test_the_host_can_be_the_device() -> None:
+    """Route "cpu" traces the host, and code finds there what the host has."""
+    available = torch.cuda.is_available()
     with forecast_device("cpu") as device:
-        as_cuda = [torch.cuda.is_available(), _actual(nn.Linear(2, 2).cuda().weight), str(device.device)]
-    with forecast_device("cpu", as_cuda=False):
-        return [*as_cuda, torch.cuda.is_available()]
+        assert str(device.device) == place_of(torch.zeros(1)) == "cpu"
+        assert torch.cuda.is_available() == available
 
 
-@case
-def afterwards() -> Any:
-    before = [torch.cuda.is_available, nn.Module._apply, torch.compile, torch.clear_autocast_cache, torch.Generator]
-    names = [set(vars(torch.Tensor)), set(vars(torch.cuda))]
+def test_everything_is_put_back() -> None:
+    """After the context torch is as it was, down to the attributes of its classes."""
+
+    def found() -> list[Any]:
+        functions = [torch.cuda.is_available, nn.Module._apply, torch.compile, torch.clear_autocast_cache]
+        return [*functions, torch.Generator, set(vars(torch.Tensor)), set(vars(torch.cuda))]
+
+    before = found()
     with forecast_device(), torch.autocast("cuda"):
         torch.zeros(2, 2, device="cuda") @ torch.zeros(2, 2, device="cuda")
-    after = [torch.cuda.is_available, nn.Module._apply, torch.compile, torch.clear_autocast_cache, torch.Generator]
-    real = nn.Linear(2, 2).double()
-    return [
-        all(a is b for a, b in zip(before, after, strict=True)),
-        names == [set(vars(torch.Tensor)), set(vars(torch.cuda))],
-        type(torch.zeros(1)) is torch.Tensor and str(real.weight.dtype) == "torch.float64",
-    ]
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    """What the cases gave."""
-    return results_of(__file__)
-
-
-def test_whatever_is_asked_for_on_cuda_comes_to_the_device(results: dict[str, Any]) -> None:
-    """Every way to make or move a tensor to CUDA leads to the fake device, and host tensors stay on the host."""
-    found = results["factories"]
-    assert found.pop("to the host") == "cpu"
-    assert len(found) == 4 * len(FACTORIES) + 4
-    assert {name: place for name, place in found.items() if place != "forecast:0"} == {}
-
-
-def test_a_step_takes_the_way_of_cuda(results: dict[str, Any]) -> None:
-    """Checkpointing, BatchNorm, clipping and AdamW run, with native dropout and foreach kernels, without memory."""
-    assert results["a_step"] == {"dropout": True, "foreach": True, "for_loop": 0, "big": 2**42}
-
-
-@pytest.mark.parametrize("way", ["to", "cuda", "to_type", "place", "place_real"])
-def test_a_module_is_moved_as_the_same_object(results: dict[str, Any], way: str) -> None:
-    """Parameters keep their identity and their ties, buffers come along, and an older optimizer steps them."""
-    assert results["moves"][way] == {
-        "same objects": True,
-        "parameters": True,
-        "there": ["forecast:0"],
-        "tied": True,
-        "flat": True,
-        "stepped": 1,
-        "type": "torch.float64" if way == "to_type" else "torch.float32",
-    }
-
-
-def test_real_tensors_become_fake_with_known_values(results: dict[str, Any]) -> None:
-    """A real batch is given one fake twin, whose integers are still known on the device."""
-    assert results["real_tensors"][:5] == [True, "forecast:0", True, 5, True]
-
-
-def test_a_real_model_is_built_while_the_mode_is_suspended(results: dict[str, Any]) -> None:
-    """CUDA means the CPU there, tensors are real, and come to the device by ``place`` or when they are used."""
-    assert results["real_tensors"][5:] == ["forecast:0", "forecast:0", True, "forecast:0", "cpu", "forecast:0"]
-
-
-def test_an_operator_without_a_rule_is_named_with_the_line(results: dict[str, Any]) -> None:
-    """H422 says operator, line and the call that helps; after ``register_fake`` the operator runs."""
-    rule, text, shape, *of_a_function = results["operators_without_a_rule"]
-    assert of_a_function[0] == "H422"
-    assert of_a_function[1].startswith("operator holdfast_test::doubled has no rule")
-    assert rule == "H422"
-    assert "holdfast_test::fold" in text
-    assert "test_fake_device.py:" in text
-    assert "in operators_without_a_rule" in text
-    assert 'torch.library.register_fake("holdfast_test::fold")' in text
-    assert shape == "[2, 3]"
-
-
-def test_the_host_can_be_the_device(results: dict[str, Any]) -> None:
-    """Route "cpu" answers for CUDA if it is asked to, and not in a comparison with a real run."""
-    assert results["the_host_as_the_device"] == [True, "cpu", "cpu", torch.cuda.is_available()]
-
-
-def test_everything_is_put_back(results: dict[str, Any]) -> None:
-    """After the context torch is as it was, down to the attributes of its classes."""
-    assert results["afterwards"] == [True, True, True]
-
-
-if __name__ == "__main__":
-    answer()
+    assert found() == before
+    assert type(torch.zeros(1)) is torch.Tensor
+    assert nn.Linear(2, 2).double().weight.dtype is torch.float64

@@ -7,15 +7,12 @@ weights, as where build() needs values, and was moved to the fake device afterwa
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.prepared import run_prepared
 from tests.unit.forecast.allocations import real_allocations
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +27,6 @@ from holdfast.forecast.plan.fit import UNMEASURED_MARGIN_SHARE
 from holdfast.forecast.trace.events import live_peak
 from holdfast.forecast.trace.tracer import Tracer
 
-ROOT = Path(__file__).parents[3]
 WIDTH, DEPTH, SAMPLES = 192, 6, 16
 Built = dict[str, Any]
 JOBS: dict[str, Callable[[], Built]] = {}
@@ -153,7 +149,7 @@ def real_peak(build: Callable[[], Built]) -> int:
 
 def traced_peak(build: Callable[[], Built], parts: int = 1) -> int:
     """Return the peak of a trace, as the child process makes it where build() ran with real weights."""
-    with forecast_device("cpu", as_cuda=False) as device:
+    with forecast_device("cpu") as device:
         options: dict[str, Any] = {"size": SAMPLES, "length": None, "loading": contextlib.nullcontext}
         with device.suspended():
             built = building.call_factory("jobs.py:build", build, **options)
@@ -167,38 +163,28 @@ def traced_peak(build: Callable[[], Built], parts: int = 1) -> int:
     return live_peak(tracer.trace(micro_batch_size=SAMPLES // parts))
 
 
-def in_process(name: str, parts: int = 1) -> tuple[int, int]:
-    """Return the real peak and that of the trace, from a process of their own."""
-    done = run_prepared(["-m", __name__, name, parts], cwd=ROOT, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    real, traced = json.loads(done.stdout.splitlines()[-1])
-    return real, traced
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_hooks_of_backward_are_traced_as_they_run(name: str) -> None:
     """Gradients that hooks free are free in the trace, and what they allocate is counted: within 1 % of the real."""
-    real, traced = in_process(name)
+    real, traced = real_peak(JOBS[name]), traced_peak(JOBS[name])
     assert abs(traced / real - 1) < 0.01, (traced, real)
 
 
 @pytest.mark.slow
 def test_each_part_of_a_batch_runs_backward_if_hooks_step() -> None:
     """That a hook stepped an optimizer in the first part is no reason to take the function for a whole step."""
-    _, whole = in_process("half_in_backward")
-    _, parts = in_process("half_in_backward", 2)
+    whole, parts = (traced_peak(half_in_backward, count) for count in (1, 2))
     assert abs(parts / whole - 1) < 0.02, "only the activations of half a batch are missing"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
-@pytest.mark.parametrize("name", ["adamw_in_backward", "averaged_weights"])
+@pytest.mark.parametrize("name", ["adamw_in_backward", "hooks_on_what_is_no_leaf"])
 def test_hooks_come_with_a_model_to_the_fake_accelerator(name: str) -> None:
     """A model that names no device is moved there after build(), and its peak is that of the host."""
     (trace,) = trace_job(TraceRequest(factory=f"{__file__}:{name}", sizes=(SAMPLES,))).traces
-    real, _ = in_process(name)
-    assert abs(live_peak(trace) / real - 1) < 0.01
+    assert abs(live_peak(trace) / real_peak(JOBS[name]) - 1) < 0.01
 
 
 # Live bytes that torch's tutorial "How to save memory by fusing the optimizer step into the backward pass" reads from
@@ -264,9 +250,3 @@ def of_another_model() -> Built:
     optimizer = torch.optim.Adam(net().parameters())
     batch = torch.randn(SAMPLES, WIDTH)
     return {"model": model, "optimizer": optimizer, "loss_fn": lambda x: model(x).square().mean(), "batch": batch}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    build, count = JOBS[sys.argv[1]], int(sys.argv[2])
-    print("\n" + json.dumps((real_peak(build), traced_peak(build, count))))  # noqa: T201

@@ -20,6 +20,7 @@ from holdfast.forecast.job import building
 from holdfast.forecast.job.jobs import Job, StepOptions
 from holdfast.forecast.job.tracing import TraceRequest, trace_job
 from holdfast.forecast.job.user_functions import find_loss
+from holdfast.forecast.trace.attribution import line_of
 from holdfast.forecast.trace.block_runs import find_blocks
 from holdfast.numerics.loss import Loss
 
@@ -146,7 +147,7 @@ def test_the_line_of_an_error_is_the_users_own() -> None:
     """An error deep in torch is told by the innermost line outside torch and holdfast."""
     with pytest.raises(RuntimeError) as caught:
         nn.Linear(3, 2)(torch.zeros(4, 5))
-    assert building.line_of(caught.value).endswith("in test_the_line_of_an_error_is_the_users_own")
+    assert line_of(caught.value).endswith("in test_the_line_of_an_error_is_the_users_own")
 
 
 def test_a_loss_is_found_in_whatever_guard_takes() -> None:
@@ -180,9 +181,9 @@ def test_blocks_are_repeated_modules_or_else_the_children() -> None:
 
 
 @contextlib.contextmanager
-def job_of(returned: Any, length: int | None = None, *, as_cuda: bool = False) -> Iterator[Job]:
+def job_of(returned: Any, length: int | None = None) -> Iterator[Job]:
     """Make a job on the fake CPU, which needs no process of its own."""
-    with forecast_device("cpu", as_cuda=as_cuda) as device:
+    with forecast_device("cpu") as device:
         built = called(returned, length=length)
         yield Job(built, device, StepOptions())
 
@@ -236,12 +237,12 @@ def test_half_precision_of_the_jobs_own_is_said(half: bool, said: str) -> None:
         model = model.to(torch.bfloat16) if half else model
 
         def loss_fn(batch: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cuda", dtype=torch.float16, enabled=not half):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not half):
                 return model(batch.to(model.weight.dtype)).float().mean()
 
         return {"model": model, "optimizer": optimizer, "loss_fn": loss_fn, "batch": torch.zeros(4, 2)}
 
-    with job_of(build, as_cuda=True) as job:
+    with job_of(build) as job:
         job.settle(2, None)
     assert said in said_of(job)
 

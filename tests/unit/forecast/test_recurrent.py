@@ -6,9 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.unit.forecast.running import run_emulation
+import torch
+from tests.unit.forecast.emulated import leaf, seen
+from tests.unit.memory.allocations import FakeAllocations
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
 
+from holdfast.forecast.fake.device import forecast_device
 from holdfast.forecast.kernels.recurrent import RecurrentSize
+
+RUNS_IN_CHILD = True
 
 # pytorch issue 2895: four layers, hidden size 320, input size 123, fp32; 250 steps of 100 sequences fit its figures.
 PER_GATE = 123 * 320 + 7 * 320 * 320
@@ -42,14 +51,8 @@ def test_the_published_sizes_come_out(mode: str, gates: int, reserve: int, works
     assert size.workspace_bytes == workspace
 
 
-@pytest.fixture(scope="module")
-def emulated() -> dict[str, Any]:
-    """What the program of the emulation saw on a fake device in a process of its own."""
-    return run_emulation()
-
-
 def small(mode: str, gates: int, **others: Any) -> RecurrentSize:
-    """The layers of the program: 5 steps of 4 sequences, 16 features, hidden size 32."""
+    """The layers of these tests: 5 steps of 4 sequences, 16 features, hidden size 32."""
     sizes: dict[str, Any] = {"layers": 1, "directions": 1, "projection": 0, "element_bytes": 4, "dropout": 0.0}
     sizes |= others
     biases = sizes.pop("biases", 2 * gates * 32)
@@ -57,91 +60,103 @@ def small(mode: str, gates: int, **others: Any) -> RecurrentSize:
     return RecurrentSize(mode=mode, hidden=32, batch=4, rows=20, weights=weights, biases=biases, **sizes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "gates"), [("lstm", 4), ("gru", 3), ("rnn", 1)])
-def test_layers_keep_output_states_and_reserve(emulated: dict[str, Any], mode: str, gates: int) -> None:
-    """A layer keeps its reserve until the backward pass and needs a workspace in both, as cuDNN's does."""
-    seen, size = emulated[mode], small(mode, gates)
-    assert seen["forward"].count(size.reserve_bytes) >= 1
-    assert seen["forward"].count(size.workspace_bytes) == 1
-    assert seen["backward"].count(size.workspace_bytes) == 2  # for the input's gradient, then for the weights'
+@pytest.mark.parametrize(("mode", "kind", "gates"), [("lstm", nn.LSTM, 4), ("gru", nn.GRU, 3), ("rnn", nn.RNN, 1)])
+def test_layers_keep_output_states_and_reserve(mode: str, kind: type[nn.RNNBase], gates: int) -> None:
+    """A layer keeps its reserve until backward and needs a workspace in both; its gradients share a buffer."""
+    with forecast_device() as device:
+        x, layer, size = leaf(5, 4, 16), kind(16, 32).cuda(), small(mode, gates)
+        run = seen(lambda: layer(x)[0])
+        assert set(device.uncalibrated.calls) == {f"cuDNN {mode}"}
+        assert len({p.grad.untyped_storage()._cdata for p in layer.parameters()}) == 1
+    assert run.forward.count(size.reserve_bytes) >= 1
+    assert run.forward.count(size.workspace_bytes) == 1
+    assert run.backward.count(size.workspace_bytes) == 2  # for the input's gradient, then for the weights'
+    assert gates * 32 * (16 + 32 + 2) * 4 in run.backward
     output, state = 20 * 32 * 4, 4 * 32 * 4
     states = (4 if mode == "lstm" else 2) if mode != "rnn" else 1
-    assert output + size.reserve_bytes <= seen["kept"] <= output + size.reserve_bytes + (states + 1) * state
+    assert output + size.reserve_bytes <= run.kept <= output + size.reserve_bytes + (states + 1) * state
 
 
-@pytest.mark.slow
-def test_gradients_of_the_weights_share_a_buffer(emulated: dict[str, Any]) -> None:
-    """The gradients of all weights are views of one buffer, as cuDNN's are."""
-    for mode, gates in (("lstm", 4), ("gru", 3), ("rnn", 1)):
-        assert emulated[f"{mode} gradients share"] == 1
-        assert gates * 32 * (16 + 32 + 2) * 4 in emulated[mode]["backward"]
-
-
-@pytest.mark.slow
-def test_autocast_runs_in_half_precision_with_flat_weights(emulated: dict[str, Any]) -> None:
+def test_autocast_runs_in_half_precision_with_flat_weights() -> None:
     """Under autocast to bf16 the layer runs in fp16 on one flat copy of its weights; the gradients are fp32."""
-    seen = emulated["autocast"]
-    assert seen["dtype"] == "torch.float16"
-    assert 4 * 32 * (16 + 32 + 2) * 2 in seen["forward"]
-    assert emulated["autocast gradient"] == "torch.float32"
+    with forecast_device():
+        layer = nn.LSTM(16, 32).cuda()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            run = seen(lambda: layer(leaf(5, 4, 16))[0])
+        assert layer.weight_ih_l0.grad.dtype is torch.float32
+    assert run.dtype is torch.float16
+    assert 4 * 32 * (16 + 32 + 2) * 2 in run.forward
 
 
-@pytest.mark.slow
-def test_stacked_and_projected_layers(emulated: dict[str, Any]) -> None:
+def test_stacked_and_projected_layers() -> None:
     """Layers, directions, batch first, projections and dropout between layers are all counted."""
-    assert emulated["stacked"]["shape"] == [5, 4, 64]
-    layer = 4 * 32 * (16 + 32)
-    deeper = 4 * 32 * (64 + 32)
+    with forecast_device():
+        layers: Any = nn.LSTM(16, 32, num_layers=2, bidirectional=True, dropout=0.1, batch_first=True).cuda()
+        stacked = seen(lambda: layers(leaf(5, 4, 16))[0])
+        projected = seen(lambda: nn.LSTM(16, 32, proj_size=8).cuda()(leaf(5, 4, 16))[0])
+    weights = 2 * 4 * 32 * ((16 + 32) + (64 + 32))
     # 4 samples of 5 steps here, batch first: 5 sequences of 4 steps
-    stacked = replace(
-        small("lstm", 4, weights=2 * (layer + deeper), biases=4 * 2 * 4 * 32), layers=2, directions=2, batch=5
-    )
-    assert stacked.reserve_bytes in emulated["stacked"]["forward"]
-    assert stacked.workspace_bytes in emulated["stacked"]["forward"]
-    assert emulated["stacked"]["kept"] > 2 * 2**20  # the generators' states
-    assert emulated["projected"]["shape"] == [5, 4, 8]
-    assert small("lstm", 4, projection=8).reserve_bytes in emulated["projected"]["forward"]
+    size = replace(small("lstm", 4, weights=weights, biases=4 * 2 * 4 * 32), layers=2, directions=2, batch=5)
+    assert stacked.shape == (5, 4, 64)
+    assert {size.reserve_bytes, size.workspace_bytes} <= set(stacked.forward)
+    assert stacked.kept > 2 * 2**20  # the generators' states
+    assert projected.shape == (5, 4, 8)
+    assert small("lstm", 4, projection=8).reserve_bytes in projected.forward
 
 
-@pytest.mark.slow
-def test_recomputation_meets_the_layer_again(emulated: dict[str, Any]) -> None:
+def test_recomputation_meets_the_layer_again() -> None:
     """A checkpoint's recomputation makes a second reserve."""
-    assert emulated["reserves with recomputation"] == 2
+    with forecast_device():
+        layer = nn.LSTM(16, 32).cuda()
+        with FakeAllocations("privateuse1") as watch:
+            checkpoint(lambda x: layer(x)[0], leaf(5, 4, 16), use_reentrant=False).sum().backward()
+    assert watch.sizes.count(5 * 5 * 4 * 32 * 4) == 2
 
 
-@pytest.mark.slow
-def test_cells_and_native_steps(emulated: dict[str, Any]) -> None:
+def test_cells_and_native_steps() -> None:
     """Cells take torch's fused kernels, and without cuDNN the layer runs step by step."""
-    assert emulated["gru cell"]["forward"].count(4 * 32 * 5 * 4) == 1
-    assert emulated["lstm cell"]["node"] == "ThnnFusedLstmCellBackward0"
-    assert len(emulated["without cuDNN"]["forward"]) > 5 * 5
+    with forecast_device():
+        gru = seen(lambda: nn.GRUCell(16, 32).cuda()(leaf(4, 16)))
+        lstm = seen(lambda: nn.LSTMCell(16, 32).cuda()(leaf(4, 16))[0])
+        with torch.backends.cudnn.flags(enabled=False):
+            native = seen(lambda: nn.LSTM(16, 32).cuda()(leaf(5, 4, 16))[0])
+    assert gru.forward.count(4 * 32 * 5 * 4) == 1
+    assert lstm.node == "ThnnFusedLstmCellBackward0"
+    assert len(native.forward) > 5 * 5
 
 
-@pytest.mark.slow
-def test_known_lengths_are_used_and_unknown_ones_assumed_long(emulated: dict[str, Any]) -> None:
+def test_known_lengths_are_used_and_unknown_ones_assumed_long() -> None:
     """Packing known lengths keeps their rows only; unknown ones count as the longest, and that is said."""
-    assert emulated["rows"] == [7 + 3 + 2 + 1, 4 * 7]
-    assert emulated["known lengths"]["shape"] == [4, 7, 32]
-    assert emulated["assumed"] == ["all sequences given to pack_padded_sequence were taken as 7 long"]
+    rows = []
+    with forecast_device() as device:
+        layer = nn.LSTM(16, 32, batch_first=True).cuda()
+
+        def packed(lengths: Any) -> torch.Tensor:
+            data = pack_padded_sequence(leaf(4, 7, 16), lengths, batch_first=True, enforce_sorted=False)
+            rows.append(data.data.shape[0])
+            return pad_packed_sequence(layer(data)[0], batch_first=True)[0]
+
+        assert seen(lambda: packed([7, 3, 2, 1])).shape == (4, 7, 32)
+        seen(lambda: packed(torch.randint(1, 7, (4,))))
+        said = [one.what for one in device.assumptions]
+    assert rows == [7 + 3 + 2 + 1, 4 * 7]
+    assert said == ["all sequences given to pack_padded_sequence were taken as 7 long"]
 
 
-@pytest.mark.slow
-def test_the_ctc_loss_keeps_its_forward_variables(emulated: dict[str, Any]) -> None:
+def test_the_ctc_loss_keeps_its_forward_variables() -> None:
     """The CTC loss keeps a number for each step and twice the labels, and its backward pass needs another."""
+    with forecast_device():
+        scores, targets = leaf(50, 4, 20), torch.zeros(4, 10, dtype=torch.long, device="cuda")
+        lengths = torch.full((4,), 50), torch.full((4,), 10)
+        run = seen(lambda: functional.ctc_loss(scores.log_softmax(-1), targets, *lengths))
     variables = 4 * 50 * (2 * 10 + 1) * 4
-    assert emulated["ctc"]["forward"].count(variables) == 1
-    assert emulated["ctc"]["backward"].count(variables) == 1
+    assert run.forward.count(variables) == run.backward.count(variables) == 1
 
 
-@pytest.mark.slow
-def test_sizes_of_cudnn_count_as_uncalibrated(emulated: dict[str, Any]) -> None:
-    """Every fused layer is taken down as uncertain."""
-    assert set(emulated["uncertain"]) == {"cuDNN lstm", "cuDNN gru", "cuDNN rnn"}
-
-
-@pytest.mark.slow
-def test_rms_norm_keeps_one_number_for_each_row(emulated: dict[str, Any]) -> None:
+def test_rms_norm_keeps_one_number_for_each_row() -> None:
     """RMS norm keeps its output and a number for each row, as CUDA's fused kernel does."""
-    assert emulated["rms norm"]["kept"] == 8 * 128 * 256 * 2 + 8 * 128 * 4
-    assert emulated["rms norm gradients"] == [[8, 128, 256], [256]]
+    with forecast_device():
+        x, weight = leaf(8, 128, 256, dtype=torch.bfloat16), leaf(256, dtype=torch.bfloat16)
+        run = seen(lambda: functional.rms_norm(x, (256,), weight))
+        assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
+    assert run.kept == 8 * 128 * 256 * 2 + 8 * 128 * 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import pytest
 from holdfast.core.errors import BatchError, HoldfastError, OutOfMemoryError, PolicyError
 from holdfast.forecast.job.tracing import TraceRequest, TraceResult, trace_job
 from holdfast.forecast.trace.events import OWNERS, live_peak
-from holdfast.forecast.trace.extrapolation import fit
 
 FACTORIES = Path(__file__).with_name("forecast_factories.py")
 
@@ -122,17 +120,6 @@ def test_lengths_come_from_the_sample_batch_or_from_the_factory() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("prepared_forecasts")
-def test_a_step_that_takes_no_small_batch_is_traced_with_the_sample_batch() -> None:
-    """The sizes are its own and twice that, and why is said; an error at that size too is that of the small one."""
-    found = traced("cuts_by_itself")
-    assert [trace.micro_batch_size for trace in found.traces] == [16, 32]
-    (said,) = [said.what for said in found.assumptions if said.what.startswith("batches of 16 and 32 samples")]
-    assert "since with 2 the step raised IndexError" in said
-    assert live_peak(fit(found.traces).at(64)) == live_peak(traced("cuts_by_itself", sizes=(64,)).traces[0])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
 def test_accumulation_keeps_gradients_while_the_next_part_runs() -> None:
     """Two micro-batches take two forward passes, and a peak that is not lower than that of one."""
     one, two = (traced("transformer", gradient_accumulation_steps=steps).traces[1] for steps in (1, 2))
@@ -159,31 +146,6 @@ def test_a_build_that_needs_values_runs_with_real_weights(name: str) -> None:
     said = " ".join(assumption.what for assumption in result.assumptions)
     assert "ValueError: these are no weights, at forecast_factories.py:" in said
     assert "GiB of host memory" in said
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
-def test_both_answers_of_a_branch_are_traced() -> None:
-    """Where the way depends on values, the other way is traced too, and how much less or more it needs is said."""
-    (assumption,) = [one for one in traced("branches").assumptions if "bool(tensor)" in one.what]
-    assert re.fullmatch(r"bool\(tensor\) was taken as True; False needs \d+\.\d\d% less", assumption.what)
-    assert re.fullmatch(r"forecast_factories\.py:\d+ in loss_fn", assumption.line)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("prepared_forecasts")
-def test_the_answer_that_needs_more_is_planned_for() -> None:
-    """Where it is not the one that was given, all is traced with it, and another process can be told to give it."""
-    found = traced("branches_to_less")
-    (assumption,) = [one for one in found.assumptions if "bool(tensor)" in one.what]
-    assert re.fullmatch(
-        r"bool\(tensor\) was taken as False, the answer that needs more \(True; False needs \d+\.\d\d% more\)",
-        assumption.what,
-    )
-    assert found.answers == ((assumption.line, False),)
-    again = traced("branches_to_less", sizes=(6,), answers=found.answers)
-    lighter = traced("branches_to_less", sizes=(6,))
-    assert live_peak(again.traces[0]) == live_peak(fit(found.traces).at(6)) > 2 * live_peak(lighter.traces[0])
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from holdfast.core.errors import PolicyError
 from holdfast.forecast.fake.facts import on_host, tensors_of
-from holdfast.forecast.fake.guesses import asking_line
+from holdfast.forecast.trace.attribution import running_line
 
 aten = torch.ops.aten
 _BUILT_IN = ("aten", "prims", "prim")
@@ -162,7 +162,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
 def undecidable(func: Any) -> PolicyError:
     """Return the error for an operator whose result depends on values in a way that no rule here knows."""
     return PolicyError(
-        f"the result of {func.name()} depends on values{_at(asking_line())}",
+        f"the result of {func.name()} depends on values{_at(running_line())}",
         limit="a forecast has shapes only, and holdfast has no worst case for it",
         fix="compute it from host tensors of integers (their values are known), or use a form with a fixed size",
         rule="H424",
@@ -173,7 +173,7 @@ def missing_rule(func: Any) -> PolicyError:
     """Return the error for an operator of whose results nobody has said the shapes."""
     name = func.name().rsplit(".default", 1)[0]
     return PolicyError(
-        f"operator {name} has no rule for the shapes of its results{_at(asking_line())}",
+        f"operator {name} has no rule for the shapes of its results{_at(running_line())}",
         limit="without one its memory cannot be known unless it is run",
         fix="register a rule where the operator is defined, one that returns empty tensors of the right shapes: "
         f'torch.library.register_fake("{name}")(lambda x: torch.empty_like(x))',

@@ -190,16 +190,13 @@ class ForecastDevice:
 
 
 @contextlib.contextmanager
-def forecast_device(
-    route: str = "privateuse1", precision: str = "fp32", *, as_cuda: bool = True
-) -> Iterator[ForecastDevice]:
+def forecast_device(route: str = "privateuse1", precision: str = "fp32") -> Iterator[ForecastDevice]:
     """Run code in shapes only, on a device that stands for CUDA's.
 
     Args:
-        route: ``"privateuse1"``, or ``"cpu"`` for the host.
+        route: ``"privateuse1"``, for which ``"cuda"`` means this device and ``torch.cuda`` answers; or ``"cpu"`` for
+            the host, to be compared with real runs: code finds what the host has.
         precision: What `ForecastDevice.autocast` is to be.
-        as_cuda: Whether ``"cuda"`` means this device and ``torch.cuda`` answers. Without it code finds what the host
-            has: for comparisons with real runs on the CPU.
 
     Raises:
         PolicyError: [H423] this torch has no slot for the device.
@@ -226,7 +223,7 @@ def forecast_device(
                 uncalibrated=uncalibrated,
             )
         )
-        stack.enter_context(stand_ins.installed(device, guesses, as_cuda=as_cuda))
+        stack.enter_context(stand_ins.installed(device, guesses, as_cuda=on_slot))
         stack.enter_context(mode)
         if on_slot:
             _probe(device)

@@ -72,7 +72,7 @@ def was_on_cuda(tensor: Any) -> bool:
 
 
 @contextlib.contextmanager
-def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool = True) -> Iterator[None]:
+def installed(fake: torch.device, guesses: Guesses, *, as_cuda: bool) -> Iterator[None]:
     """Put the stand-ins in place while the context lasts: ``"cuda"`` leads to the fake device.
 
     Without `as_cuda` CUDA is not there at all; values of fake tensors can be read in any case.
@@ -170,8 +170,6 @@ def _generator_class(fake: torch.device) -> Any:
 
 def _devices_as_seen(patches: Patches, fake: torch.device) -> None:
     """Say ``cuda:0`` to code outside torch and holdfast."""
-    if fake.type == "cpu":
-        return
     shown = torch.device("cuda", 0)
     device_of: Any = vars(FakeTensor)["device"]
 

@@ -19,11 +19,9 @@ import dataclasses
 import inspect
 import re
 import sys
-import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -33,10 +31,8 @@ from torch.utils.data import DataLoader
 
 from holdfast.core.errors import HoldfastError, PolicyError
 from holdfast.core.user_modules import import_user_module
+from holdfast.forecast.trace.attribution import line_of
 
-_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-_LIBRARIES = (*_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<")
-_INSTALLED = ("site-packages", "dist-packages")
 _NEEDS_CUDA = re.compile(
     r"cuda|nvidia|cudnn|libc10_hip|flash[_-]attn|triton|apex|xformers|bitsandbytes", re.IGNORECASE
 )
@@ -199,27 +195,6 @@ def _parameters(function: Function | None) -> Mapping[str, inspect.Parameter]:
         return {} if function is None else inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
-
-
-def line_of(error: BaseException) -> str:
-    """Return the user's own line that led to an error, ``"model.py:31 in forward"``; empty if none did.
-
-    Where that called into an installed package, the innermost line of that is said first.
-    """
-    own = installed = ""
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(_OURS) and any(part in code.co_filename for part in _INSTALLED):
-            installed = _place(code, trace.tb_lineno)
-        elif not code.co_filename.startswith(_LIBRARIES):
-            own, installed = _place(code, trace.tb_lineno), ""
-        trace = trace.tb_next
-    return f"{installed}, from {own}" if own and installed else own or installed
-
-
-def _place(code: CodeType, line: int) -> str:
-    return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
 
 
 def place_of(function: Any) -> str:

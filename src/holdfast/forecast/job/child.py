@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,9 +23,8 @@ from typing import Any, NoReturn
 import torch
 
 from holdfast.core.control_groups import fields_of
-from holdfast.core.errors import HoldfastError, OutOfMemoryError, PolicyError
+from holdfast.core.errors import HoldfastError, OutOfMemoryError
 from holdfast.forecast.fake.device import ForecastDevice, forecast_device
-from holdfast.forecast.fake.guesses import TAKEN
 from holdfast.forecast.job import building
 from holdfast.forecast.job.building import Built
 from holdfast.forecast.job.jobs import Job, StepOptions
@@ -37,8 +36,6 @@ from holdfast.memory.host_memory import available_bytes
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # That real weights may take of what is available, so that it is this process that gets an error.
 _SHARE_OF_MEMORY = 0.9
-_MOST_QUESTIONS = 3  # of which both answers are traced: each costs two more steps
-_WORTH_TRACING = 0.01  # more of the peak: below that the margin covers it
 _SHARE_OF_GROWTH = 0.01  # of the peak, that a step may leave behind without a word: small histories do
 Say = Callable[[dict[str, Any]], None]
 
@@ -99,28 +96,22 @@ class _Tracing:
     def answer(self) -> dict[str, Any]:
         """Return the fields of a `TraceResult` that are known here, and the files of the traces in the folder."""
         request = self._request
-        is_host = request["route"] == "cpu"
-        with forecast_device(request["route"], request["precision"], as_cuda=not is_host) as device:
+        with forecast_device(request["route"], request["precision"]) as device:
             self._device = device
-            device.guesses.give(dict(request["answers"]))
             begun = time.perf_counter()
             self._job = job = self._build()
             build_seconds = time.perf_counter() - begun
-            scratch_of = scratch_cpu.scratch_of if is_host else scratch.scratch_of
+            scratch_of = (scratch_cpu if request["route"] == "cpu" else scratch).scratch_of
             with Tracer(device.device, scratch=scratch_of, uncalibrated=device.uncalibrated) as self._tracer:
                 job.claim = self._tracer.claim
                 self._tracer.watch(models=job.models, optimizers=job.optimizers.values(), blocks=job.blocks)
                 self._begin("making a first step")
-                self._settle()
+                job.settle(self._sizes[0], self._length)
                 traces, seconds = self._trace_sizes()
-                # A single size is a plan that is checked: what its alternatives need was said before.
-                if len(self._sizes) > 1:
-                    traces = self._with_other_answers(traces)
         files = [f"{number}.npz" for number in range(len(traces))]
         for file, traced in zip(files, traces, strict=True):
             traced.save(Path(request["folder"]) / file)
-        given = {"answers": device.guesses.given, "trace_seconds": seconds, "build_seconds": build_seconds}
-        return {"files": files, **given, **_facts(job)}
+        return {"files": files, "trace_seconds": seconds, "build_seconds": build_seconds, **_facts(job)}
 
     def _build(self) -> Job:
         request, device = self._request, self._device
@@ -152,24 +143,6 @@ class _Tracing:
         given: dict[str, Any] = {"size": self._sizes[0], "length": self._length, "loading": self._device.suspended}
         return building.call_factory(name, factory, **given)
 
-    def _settle(self) -> None:
-        """Make the first step; one that takes no small batches is made with the sample batch, and its multiples."""
-        job, smallest = self._job, self._sizes[0]
-        try:
-            job.settle(smallest, self._length)
-        except PolicyError as error:
-            whole = None if job.sample is None else job.sample.size
-            if error.rule != "H414" or len(self._sizes) == 1 or whole is None or whole <= smallest:
-                raise
-            self._sizes = [size * whole // smallest for size in self._sizes]
-            try:
-                job.settle(self._sizes[0], self._length)
-            except HoldfastError:
-                raise error from None
-            sizes = " and ".join(map(str, self._sizes))
-            what = f"batches of {sizes} samples were traced, since with {smallest} {' '.join(error.what.split())}"
-            job.assumptions.append(Assumption(what=what))
-
     def _trace_sizes(self) -> tuple[list[Trace], list[float]]:
         """Return a trace of each size that is asked for, and how long it took."""
         traces, seconds = [], []
@@ -192,46 +165,6 @@ class _Tracing:
             route=self._request["route"],
             assumptions=(*self._job.assumptions, *self._device.assumptions),
         )
-
-    def _with_other_answers(self, traces: list[Trace]) -> list[Trace]:
-        """Return the traces to plan with: a plan is to hold whichever way a step goes that depends on values.
-
-        The other answer to each ``bool(tensor)`` is tried, and those that need more are given to all traces.
-        """
-        guesses = self._device.guesses
-        given, asked = dict(guesses.given), dict(guesses.asked)
-        peak = live_peak(traces[-1])
-        said: dict[str, str] = {}
-        heavier: dict[str, bool] = {}
-        for line, answer in [each for each in asked.items() if each[0] not in given][:_MOST_QUESTIONS]:
-            guesses.give({**given, line: not answer})
-            try:
-                more = live_peak(self._trace(self._sizes[-1])) / peak - 1
-                how = f"needs {abs(more):.2%} {'less' if more < 0 else 'more'}"
-                if more > _WORTH_TRACING:
-                    heavier[line] = not answer
-            except HoldfastError as error:
-                how = f"does not run ({' '.join(error.what.split())})"
-            said[line] = f"{answer}; {not answer} {how}"
-        guesses.give({**given, **heavier})
-        if heavier:
-            try:
-                traces, _ = self._trace_sizes()
-                for line, answer in heavier.items():
-                    said[line] = f"{answer}, the answer that needs more ({said[line]})"
-            except HoldfastError:  # alone each of them ran; all of them together need not
-                guesses.give(given)
-        return [dataclasses.replace(each, assumptions=_worded(each.assumptions, said)) for each in traces]
-
-
-def _worded(assumptions: Iterable[Assumption], said: Mapping[str, str]) -> tuple[Assumption, ...]:
-    """Return assumptions with what is known of the other answers."""
-    return tuple(
-        Assumption(what=TAKEN + said[each.line], line=each.line)
-        if each.line in said and each.what.startswith(TAKEN)
-        else each
-        for each in assumptions
-    )
 
 
 def _growth(traced: Trace) -> tuple[Assumption, ...]:

@@ -36,6 +36,7 @@ from holdfast.forecast.job.user_functions import (
     is_hooked,
     loss_of,
 )
+from holdfast.forecast.trace.attribution import line_of
 from holdfast.forecast.trace.block_runs import find_blocks, modules_named
 from holdfast.forecast.trace.events import Assumption
 from holdfast.memory.recompute import recomputing
@@ -156,19 +157,18 @@ class Job:
 
         Most of what raises after a question is a check, which is to pass.
         """
-        guesses = self._device.guesses
-        given, first = dict(guesses.given), None
+        guesses, first = self._device.guesses, None
         while True:
             guesses.asked.clear()
             try:
                 return self.step(size, length)
             except PolicyError as error:
                 first = first or error
-                open_lines = [line for line in guesses.asked if line not in guesses.given]
-                if error.rule not in ("H414", "H424") or not open_lines:
-                    guesses.give(given)
+                may_turn = [line for line in guesses.asked if line not in guesses.turned]
+                if error.rule not in ("H414", "H424") or not may_turn:
+                    guesses.turned.clear()
                     raise first from first.__cause__
-                guesses.give({**guesses.given, open_lines[-1]: not guesses.asked[open_lines[-1]]})
+                guesses.turn(may_turn[-1])
 
     def step(self, size: int, length: int | None = None) -> None:
         """Make one training step.
@@ -318,7 +318,7 @@ class Job:
         return made
 
     def _failed(self, error: Exception, size: int, length: int | None) -> PolicyError:
-        line = building.line_of(error)
+        line = line_of(error)
         sample = self.sample
         taken = "" if sample is None else f"; {next(sample.assumptions(with_length=length is not None)).what}"
         return PolicyError(

@@ -51,7 +51,6 @@ class TraceRequest:
         recompute: Names of the modules whose activations are recomputed, as in `Trace.blocks`.
         gradient_accumulation_steps: Micro-batches of an optimizer step, where a loss function is given.
         max_grad_norm: Norm to which gradients are clipped; None: they are not.
-        answers: To ``bool(tensor)``, by line, as `TraceResult.answers` has them.
     """
 
     factory: str
@@ -62,7 +61,6 @@ class TraceRequest:
     recompute: tuple[str, ...] = ()
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
-    answers: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +79,6 @@ class TraceResult:
         host_bytes: Most memory that the child had resident.
         build_seconds: Wall time of ``build``.
         trace_seconds: Wall time of each trace.
-        answers: To ``bool(tensor)``, by line, where the one that needs more is not the one that a rule gives.
         assumptions: What had to be taken for granted, in all traces.
         casts: Whether the job has an autocast of its own, which overrides the precision that was asked for.
     """
@@ -97,7 +94,6 @@ class TraceResult:
     host_bytes: int
     build_seconds: float
     trace_seconds: tuple[float, ...]
-    answers: tuple[tuple[str, bool], ...]
     assumptions: tuple[Assumption, ...]
     casts: bool = False
 
@@ -140,7 +136,6 @@ def _traced(
         weights=weights,
         assumptions=tuple(dict.fromkeys(assumption for trace in traces for assumption in trace.assumptions)),
         trace_seconds=tuple(answer["trace_seconds"]),
-        answers=tuple(answer["answers"].items()),
         **{name: answer[name] for name in _FACTS},
     )
 

@@ -92,9 +92,6 @@ class WeightCache:
 
 
 _cache = WeightCache()
-
-
-_cache = WeightCache()
 _installed: list[torch.library.Library] = []
 _assume: Assume = lambda _: None  # noqa: E731 - of the forecast that is under way
 
@@ -127,11 +124,9 @@ def installed(device_name: str, assume: Assume) -> Iterator[None]:
 def registered_for_cuda() -> frozenset[str]:
     """Return the aten operators for which the running torch has an autocast kernel on CUDA, such as ``"mm"``.
 
-    They are registered in builds without CUDA too. Empty if this torch cannot tell.
+    They are registered in builds without CUDA too.
     """
-    listing = getattr(torch._C, "_dispatch_get_registrations_for_dispatch_key", None)
-    if listing is None:
-        return frozenset()
+    listing = torch._C._dispatch_get_registrations_for_dispatch_key
     names = {name.removeprefix("aten::") for name in listing(_CUDA_KEY) if name.startswith("aten::")}
     return frozenset(name for name in names if not _NAMED.search(name))
 
@@ -159,7 +154,7 @@ def _register(device_name: str) -> None:
     on_cuda = registered_for_cuda()
     policies = _Policies(device_name)
     known = classified()
-    for name in sorted(on_cuda or known):
+    for name in sorted(on_cuda):
         base, _, overload = name.partition(".")
         operator = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
         if operator is not None and name not in ELSEWHERE:

@@ -237,7 +237,7 @@ def _traced(order: Order, precision: str, watcher: Watcher) -> _Traced:
             " for it: gradients of earlier micro-batches were not counted"
         )
         result = replace(result, assumptions=(*result.assumptions, Assumption(what=said)))
-    return result, Steps(whole=whole, accumulates=result.accumulates, answers=result.answers)
+    return result, Steps(whole=whole, accumulates=result.accumulates)
 
 
 def plan_device(order: Order, device: Device, steps: dict[str, Steps], watcher: Watcher | None = None) -> DevicePlan:
@@ -362,7 +362,6 @@ def _verify(order: Order, row: Row, step: Steps, question: Question) -> Verifica
             recompute=row.modules,
             gradient_accumulation_steps=count,
             max_grad_norm=order.max_grad_norm,
-            answers=step.answers,
         )
     )
     fits, live_bytes = check_row(row, result.traces[0], question)

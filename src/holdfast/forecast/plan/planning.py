@@ -101,12 +101,10 @@ class Steps:
         whole: With one forward and backward pass, at any size or at those that were traced.
         accumulates: Whether a global batch is cut into micro-batches whose gradients are added up, as a guard does;
             a step that calls backward itself is made with whole batches of the micro-batch's size.
-        answers: To ``bool(tensor)``, by line, with which it was traced.
     """
 
     whole: ScaledTrace | TracedSizes
     accumulates: bool = False
-    answers: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,20 +6,67 @@ found by the sequence number that autograd gave that node; a recomputation has a
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 import sysconfig
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 from torch import nn
 
-_SKIPPED, _USERS, _ENGINE = range(3)
+_SKIPPED, _USERS, _INSTALLED, _ENGINE = range(4)
 _OURS = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[2]) + os.sep)
 _STANDARD = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
-_GENERATED = ("<frozen ", "<eval_with_key>")
-_next_sequence_number = getattr(torch.autograd, "_get_sequence_nr", None)
+_PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+_MODES = ("__torch_dispatch__", "__torch_function__")  # anybody's, around what is running
+
+
+@functools.cache
+def _kind_of(code: CodeType) -> int:
+    file = code.co_filename
+    if code.co_name == "_engine_run_backward":
+        return _ENGINE
+    if file.startswith((*_OURS, "<frozen ", "<eval_with_key>")) or code.co_name in _MODES:
+        return _SKIPPED
+    if any(part in file for part in _PACKAGES):
+        return _INSTALLED
+    return _SKIPPED if file.startswith(_STANDARD) else _USERS
+
+
+def _place(code: CodeType, line: int) -> str:
+    return f"{Path(code.co_filename).name}:{line} in {code.co_name}"
+
+
+def _line_among(frames: Iterable[tuple[CodeType, int]]) -> str:
+    """Return the user's own line among frames, the innermost first, and where in a package it led; maybe empty."""
+    installed = ""
+    for code, line in frames:
+        kind = _kind_of(code)
+        if kind == _INSTALLED:
+            installed = installed or _place(code, line)
+        elif kind == _USERS:
+            return f"{installed}, from {_place(code, line)}" if installed else _place(code, line)
+    return installed
+
+
+def running_line() -> str:
+    """Return the user's line that is running, ``"model.py:31 in forward"``, and where in a package it led; or ""."""
+    frame: FrameType | None = sys._getframe(1)
+    frames = []
+    while frame is not None:
+        frames.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return _line_among(frames)
+
+
+def line_of(error: BaseException) -> str:
+    """Return the user's line that led to an error, and where in a package it led; or an empty string."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return _line_among(reversed(frames))
 
 
 class UserLines:
@@ -27,20 +74,15 @@ class UserLines:
 
     def __init__(self) -> None:
         self.texts = [""]
-        self._kinds: dict[CodeType, int] = {}
         self._numbers: dict[tuple[CodeType, int], int] = {}
         self._by_text = {"": 0}
 
     def find(self, frame: FrameType | None) -> int:
         """Return the number of the line that led here; 0 if none did on this side of autograd's engine."""
-        kinds = self._kinds
         while frame is not None:
-            code = frame.f_code
-            kind = kinds.get(code)
-            if kind is None:
-                kind = kinds[code] = _kind_of(code)
-            if kind == _USERS:
-                place = (code, frame.f_lineno)
+            kind = _kind_of(frame.f_code)
+            if kind in (_USERS, _INSTALLED):
+                place = (frame.f_code, frame.f_lineno)
                 number = self._numbers.get(place)
                 return self._add(*place) if number is None else number
             if kind == _ENGINE:
@@ -49,22 +91,12 @@ class UserLines:
         return 0
 
     def _add(self, code: CodeType, line: int) -> int:
-        text = f"{Path(code.co_filename).name}:{line} in {code.co_name}"
+        text = _place(code, line)
         number = self._by_text.setdefault(text, len(self.texts))
         if number == len(self.texts):
             self.texts.append(text)
         self._numbers[code, line] = number
         return number
-
-
-def _kind_of(code: CodeType) -> int:
-    file = code.co_filename
-    if code.co_name == "_engine_run_backward":
-        return _ENGINE
-    if file.startswith((*_OURS, *_GENERATED)):
-        return _SKIPPED
-    packages = os.sep + "site-packages" + os.sep in file or os.sep + "dist-packages" + os.sep in file
-    return _SKIPPED if file.startswith(_STANDARD) and not packages else _USERS
 
 
 class Places:
@@ -121,9 +153,8 @@ class Places:
         line = self.lines.find(frame)
         module = self._running[-1][1] if self._running else 0
         if not in_backward or (records and self._running):
-            if _next_sequence_number is not None:
-                # The node is made right before its operation is dispatched, so the first to see a number is its own.
-                self._by_sequence.setdefault(_next_sequence_number() - 1, (module, line))
+            # The node is made right before its operation is dispatched, so the first to see a number is its own.
+            self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, (module, line))
             return module, line
         node = torch._C._current_autograd_node()
         self._last = self._last if node is None else self._by_sequence.get(node._sequence_nr(), self._last)
