@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+import timeit
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +46,6 @@ _WORKERS = (0, 1, 2, 4, 8)
 Figures = dict[str, dict[str, Any]]
 
 
-# Halving the learning rate when accumulation doubles
 _RULES = {"rate / 4": 1 / _K, "same rate": 1.0, "rate x 2": _K**0.5, "rate x 4": float(_K)}
 _OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
     "SGD": lambda parameters, factor: torch.optim.SGD(parameters, lr=0.05 * factor),
@@ -85,9 +85,6 @@ def measure_rates(result: Result, seeds: int) -> None:
             after = [final_loss(name, factor, _K, seed) for seed in range(seeds)]
             ratios = [new / old for new, old in zip(after, before, strict=True)]
             result.add_samples(f"{name}, 4 x the accumulation, {rule}: final loss, before = 1", "ratio", ratios)
-
-
-# One checkpoint around the whole loss
 
 
 def _plain(model: nn.Sequential, inputs: torch.Tensor) -> torch.Tensor:
@@ -137,9 +134,6 @@ def measure_checkpoints(result: Result, repeats: int) -> None:
             result.add_samples(f"{kind} checkpoint: CPU time, without = 1", "ratio", times)
 
 
-# Accumulating by running the same batch N times
-
-
 def measure_same_batch(result: Result, seeds: int) -> None:
     same_noise, true_noise, difference, cost = [], [], [], []
     for seed in range(seeds):
@@ -170,13 +164,7 @@ def _gradient(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _cpu_seconds(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    started = time.process_time()
-    for _ in range(20):
-        _gradient(model, batches)
-    return time.process_time() - started
-
-
-# As many workers as threads
+    return timeit.timeit(lambda: _gradient(model, batches), timer=time.process_time, number=20)
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -194,21 +182,15 @@ class Samples(Dataset[torch.Tensor]):
         return torch.full((16,), float(index))
 
 
-def _threads_in_worker(_: list[torch.Tensor]) -> int:
-    return torch.get_num_threads()
-
-
 def _epoch_seconds(kind: str, workers: int) -> float:
-    loader = DataLoader(Samples(kind, 512), batch_size=16, num_workers=workers)
     started = time.perf_counter()
-    for _ in loader:
-        pass
+    sum(1 for _ in DataLoader(Samples(kind, 512), batch_size=16, num_workers=workers))
     return time.perf_counter() - started
 
 
 def measure_workers(result: Result, repeats: int) -> None:
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
-    (inside,) = DataLoader(Samples("in memory", 1), num_workers=1, collate_fn=_threads_in_worker)
+    (inside,) = DataLoader(Samples("in memory", 1), num_workers=1, collate_fn=lambda _: torch.get_num_threads())
     code = "import torch; print(torch.get_num_threads())"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as torchrun starts its own
     run = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
@@ -225,9 +207,6 @@ def measure_workers(result: Result, repeats: int) -> None:
         result.add_samples(f"{kind} data: best num_workers of {_WORKERS}", "workers", [best])
         asked = [one / least for one, least in zip(seconds[1], seconds[best], strict=True)]
         result.add_samples(f"{kind} data: time with num_workers=1, best = 1", "ratio", asked)
-
-
-# Clipping
 
 
 def loss_after_clipping(limit: float | None, seed: int) -> float:
@@ -258,9 +237,6 @@ def measure_clipping(result: Result, seeds: int) -> None:
         ratios = [loss_after_clipping(limit, seed) for seed in range(seeds)]
         shown = "off" if limit is None else f"limit {limit:g}"
         result.add_samples(f"{shown}: loss after 30 steps, start = 1", "ratio", ratios)
-
-
-# The table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,9 +352,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _shown(figure: dict[str, Any]) -> str:
-    if figure["unit"] == "count":
-        return f"{figure['value']:g} of {figure['samples']}"
-    return f"{figure['value']:g}" if figure["unit"] == "workers" else f"{figure['value']:#.3g}"
+    forms = {"count": "{value:g} of {samples}", "workers": "{value:g}"}
+    return forms.get(figure["unit"], "{value:#.3g}").format(**figure)
 
 
 def main() -> None:

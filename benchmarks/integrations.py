@@ -38,13 +38,11 @@ from holdfast.memory.host_memory import set_malloc_threshold
 from holdfast.testing import flip_bit
 
 MODULES = ("integrations_transformers", "integrations_accelerate", "integrations_lightning")
-"""Each has a ``FRAMEWORK``; one that cannot be imported is left out, and that is said."""
 _LIVES = 3
 _ROUNDING = 1e-5
 
 
 def frameworks(result: Result) -> list[Framework]:
-    """Return those that are here."""
     found = []
     for name in MODULES:
         try:
@@ -62,26 +60,19 @@ def run(framework: Framework, life: Life) -> tuple[list[float] | None, int, str]
         if fate.value is not None:
             return fate.value, number, "its end"
         if number == 1 and life.fault == "flipped bit":
-            flip_bit(framework.newest(life.folder, life.how), _bit_of(framework.newest(life.folder, life.how)))
+            path = framework.newest(life.folder, life.how)
+            flip_bit(path, 8 * (path.stat().st_size // 8 * 4 + 3) + 6)  # in the exponent of a weight
     return None, _LIVES, fate.error or fate.how
 
 
-def _bit_of(path: Path) -> int:
-    """Return the highest bit of an exponent in the middle of the weights."""
-    return 8 * (path.stat().st_size // 8 * 4 + 3) + 6
-
-
 def compared(found: list[float] | None, expected: list[float]) -> str:
-    """Say how the weights at the end differ from those that should be."""
     if found is None:
         return "no result"
     mine, theirs = torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
     if torch.equal(mine, theirs):
         return "bit-identical"
-    if not mine.isfinite().all():
-        return "NaN"
     off = float((mine - theirs).norm() / theirs.norm())
-    return "equal up to rounding" if off < _ROUNDING else f"differs by {off:.2g}"
+    return "NaN" if math.isnan(off) else "equal up to rounding" if off < _ROUNDING else f"differs by {off:.2g}"
 
 
 def measure_faults(framework: Framework, result: Result, faults: tuple[Fault, ...]) -> list[dict[str, Any]]:

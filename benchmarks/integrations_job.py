@@ -62,10 +62,6 @@ class Life:
             tokens = torch.cat([tokens[: AT * per_step], tokens[(AT + 1) * per_step :]])
         return [{"input_ids": row, "labels": row.clone()} for row in tokens]
 
-    def strikes_at(self, step: int) -> bool:
-        """Say whether a fault that comes once comes now."""
-        return self.first and step == (AT + 2 if self.fault == "flipped bit" else AT)  # after two checkpoints
-
 
 class Decoder(nn.Module):
     """A recurrent decoder with dropout and the faults of a life; its loss is that of the next token."""
@@ -98,23 +94,15 @@ def step_was_made(life: Life, step: int) -> None:
     """Count a step, and bring the fault where it is time."""
     life.made.set(life.made.get() + 1)
     if life.fault == "refused save" and life.first and step in (AT, AT + 2):
-        _let_files_grow(step != AT)
-    if life.strikes_at(step):
-        _strike(life)
-
-
-def _let_files_grow(may: bool) -> None:
-    """Let the system refuse to write more than a KiB to any file of this process, as a full disk would, or not."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if may else 1024, hard))
-
-
-def _strike(life: Life) -> None:
-    if life.fault in ("SIGKILL", "flipped bit"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if life.fault == "SIGTERM":
-        os.kill(os.getpid(), signal.SIGTERM)
+        # For two steps the system refuses to write more than a KiB to any file of this process, as a full disk would.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024 if step == AT else hard, hard))
+    if life.first and step == (AT + 2 if life.fault == "flipped bit" else AT):  # after two checkpoints
+        if life.fault in ("SIGKILL", "flipped bit"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if life.fault == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def die_in(module: Any, name: str, at_call: int) -> None:
@@ -133,7 +121,6 @@ def die_in(module: Any, name: str, at_call: int) -> None:
 
 
 def ended(model: nn.Module) -> list[float]:
-    """Return the weights with which a life has ended, for the parent."""
     values: list[float] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
     return values
 

@@ -29,12 +29,9 @@ _QUIET: dict[str, Any] = {
 
 
 class _Module(pl.LightningModule):
-    """A model that returns its loss, as a LightningModule."""
-
     def __init__(self, model: torch.nn.Module, rate: float) -> None:
         super().__init__()
-        self.model = model
-        self.rate = rate
+        self.model, self.rate = model, rate
 
     def training_step(self, batch: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:  # noqa: ARG002
         loss: torch.Tensor = self.model(**batch)["loss"]
