@@ -148,9 +148,8 @@ class DataLoader(TorchDataLoader[Any]):
         **kwargs: As torch. With ``num_workers="auto"`` the first batches are made with 0, 1, 2, 4 ... workers, for as
             long as the loop waits less by it, and the best number stays. ``timeout`` is how long the loop waits for a
             batch before workers are replaced; also without it a worker that is stuck is found, after a minute or
-            eight times the longest sample so far; while it starts, only if it does not compute, and in
-            ``worker_init_fn`` after ten minutes of that, or ten times ``timeout``. Batches always come in order,
-            since a position is one number: ``in_order=False`` is taken as True.
+            eight times the longest sample so far. Its start and ``worker_init_fn`` may take ten times as long.
+            Batches always come in order, since a position is one number: ``in_order=False`` is taken as True.
 
     Raises:
         LoaderError: H603 for a sampler without a length, H607 for arguments that cannot be used, H610 for a dataset
