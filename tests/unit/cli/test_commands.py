@@ -118,14 +118,6 @@ def test_wrong_use_is_a_message_and_exit_code_2(arguments):
     assert {"rule", "what", "limit", "fix"} == set(error)
 
 
-def test_explain_tells_one_rule_and_lists_all():
-    """Every rule id can be explained, in lower case too, and without an id all are listed."""
-    assert "H101" in call("explain", "h101").output
-    listed = json.loads(call("explain", "--json").output)
-    assert len(listed) == len(call("explain").output.splitlines()) > 30
-    assert all(json.loads(call("explain", rule["id"], "--json").output) == rule for rule in listed[:3])
-
-
 def test_the_version_is_printed():
     """--version prints the version of the package."""
     assert call("--version").output == f"holdfast {holdfast.__version__}\n"

@@ -42,11 +42,6 @@ def test_json_is_the_same_picture_for_machines(tmp_path):
     assert facts["verdict"]["cause"] == "H970"
 
 
-def test_what_is_no_run_is_exit_code_2(tmp_path):
-    """The error is the same as for a report."""
-    assert json.loads(call(tmp_path, "--json").output)["error"]["rule"] == "H741"
-
-
 @pytest.mark.slow
 def test_in_a_terminal_it_ends_with_the_run(tmp_path: Path) -> None:
     """A real process on a real terminal redraws the picture, and leaves it when the process that trains is gone."""

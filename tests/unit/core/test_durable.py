@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.durable import free_bytes, fsync_path, rename_directory, replace_file, write_file
+from holdfast.core.durable import free_bytes, rename_directory, replace_file, write_file
 
 
 @contextmanager
@@ -59,25 +59,6 @@ def test_the_target_survives_a_rename_that_fails(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["state.json"]
 
 
-def test_a_reader_that_has_the_old_file_open_is_not_disturbed(tmp_path: Path) -> None:
-    """A replacement is a new file: who reads the old one sees it to its end."""
-    path = tmp_path / "state.json"
-    replace_file(path, b"old content")
-    with path.open("rb") as reader:
-        before = os.fstat(reader.fileno()).st_ino
-        replace_file(path, b"new")
-        assert reader.read() == b"old content"
-    assert path.stat().st_ino != before
-
-
-def test_write_file_truncates_what_was_there(tmp_path: Path) -> None:
-    """A shorter content does not keep the tail of a longer one."""
-    path = tmp_path / "data"
-    write_file(path, b"a long content")
-    write_file(path, b"short")
-    assert path.read_bytes() == b"short"
-
-
 def test_a_directory_moves_with_its_files(tmp_path: Path) -> None:
     """A rename moves the whole directory, and the old name is gone."""
     source, target = tmp_path / "draft", tmp_path / "final"
@@ -98,13 +79,6 @@ def test_a_directory_never_replaces_another_one(tmp_path: Path) -> None:
         rename_directory(source, target)
     assert (source / "data").read_bytes() == b"draft"
     assert (target / "data").read_bytes() == b"final"
-
-
-def test_flushing_something_that_is_not_there_is_said(tmp_path: Path) -> None:
-    """A missing path is an OSError and never a silent success."""
-    with pytest.raises(FileNotFoundError):
-        fsync_path(tmp_path / "absent")
-    fsync_path(tmp_path)
 
 
 def test_free_bytes_are_those_for_users(tmp_path: Path) -> None:

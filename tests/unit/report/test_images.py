@@ -88,8 +88,3 @@ def test_a_hostile_tag_does_nothing(tmp_path):
     assert sum(tag == "script" for tag, _ in found.elements) == sum(
         tag == "script" for tag, _ in parsed(render(gather(make_run(tmp_path / "plain")))).elements
     )
-
-
-def test_a_run_without_images_has_no_such_section(tmp_path):
-    """Nothing is said where there is nothing."""
-    assert "<h2>Images</h2>" not in render(gather(make_run(tmp_path)))

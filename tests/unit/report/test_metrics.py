@@ -97,18 +97,6 @@ def test_json_lines_hold_every_step_and_event_also_nan(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 7
 
 
-def test_a_loss_that_was_never_read_is_no_point(tmp_path):
-    """What nobody read is absent; NaN is there, also at the first step."""
-    run = tmp_path / "run"
-    losses = [math.nan, None, 0.5, math.nan]
-    add_process(run, [sample(step, loss=loss) for step, loss in enumerate(losses, start=1)])
-    found = kept(run)
-    assert [("loss" in point.values, point.step) for point in found.points] == [
-        (True, 1), (False, 2), (True, 3), (True, 4),
-    ]  # fmt: skip
-    assert math.isnan(found.points[3].values["loss"])
-
-
 def test_of_a_run_that_is_continued_only_what_is_new_is_copied(tmp_path):
     """Processes of earlier attempts, and what the supervisor and a guard recorded before, were copied then."""
     run = tmp_path / "run"

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.report.made_runs import sample, write_samples
+from tests.unit.report.made_runs import sample
 
 from holdfast.core.errors import RunDirectoryError
 from holdfast.recorder.progress import SampleRing, read_samples
 from holdfast.recorder.ring import HEADER_BYTES, RingWriter
-from holdfast.report.series import columns_of_samples, read_sample_array, series, thin, wait_share
+from holdfast.report.series import read_sample_array, series, thin, wait_share
 
 
 @settings(max_examples=80, deadline=None)
@@ -74,15 +74,6 @@ def test_what_is_no_ring_of_samples_has_none(tmp_path):
     (tmp_path / "r").write_bytes(b"HOLDRING" + b"\xff" * 5000)
     with pytest.raises(RunDirectoryError):
         read_sample_array(tmp_path / "r")
-
-
-def test_a_loss_that_was_nan_from_the_first_step_is_shown_and_an_unread_norm_is_not(tmp_path):
-    """NaN from the start is the failure itself; an optional value that nobody read has no curve."""
-    write_samples(tmp_path / "r", [sample(1, loss=math.nan, grad_norm=None)])
-    columns = columns_of_samples(read_sample_array(tmp_path / "r"))
-    assert len(columns["loss"].nonfinite) == 1
-    assert "grad_norm" not in columns
-    assert "device_allocated_bytes" not in columns
 
 
 def test_the_line_breaks_where_steps_go_back():
