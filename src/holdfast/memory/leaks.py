@@ -3,7 +3,7 @@
 Other growth has another shape: a warm-up comes to rest, a cache fills ever more slowly,
 garbage and evaluation go up and down, and a buffer is bought once. A leak grows on, at the same pace.
 
-Does not: find what holds the memory (``supervise.observe.retention``), read or act.
+Does not: find what holds the memory (``supervise.leaks``), read or act.
 """
 
 from __future__ import annotations

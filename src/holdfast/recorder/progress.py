@@ -49,7 +49,7 @@ class Phase(IntEnum):
     FORWARD_BACKWARD = 4
     OPTIMIZER = 5
     EVALUATION = 6
-    """A batch was handed out while gradients are off, or a module was told to evaluate."""
+    """A batch was handed out while gradients are off, or a module was asked to evaluate."""
     SAVING = 7
     END_OF_EPOCH = 8
     """A loader is exhausted and nothing else has begun."""

@@ -36,7 +36,7 @@ from holdfast.supervise.watch.process_evidence import (
     uses_gpu,
 )  # fmt: skip
 
-_APART_SECONDS = 1.0  # runtime facts: 1 s tells what is blocked (no CPU time, same frames) from what is slow
+_APART_SECONDS = 1.0  # runtime facts: after 1 s what is blocked (no CPU time, same frames) differs from what is slow
 _PY_SPY_SECONDS = 3.0  # it takes 0.02 s, on a busy machine 0.1 s
 _NATIVE_SECONDS = 10.0  # it reads the symbols of every library
 _ANSWER_SECONDS = 0.5  # faulthandler takes 0.003 s
