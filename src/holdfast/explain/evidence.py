@@ -78,12 +78,15 @@ class Lost:
     what: Literal["loss", "gradients"]  # which values say so
     since: int  # step of the first bad value; in a log its line
     always: bool = False  # whether no value before was good
+    rose: tuple[float, float] | None = None  # of a finite loss that exploded: its best level, its newest value
     log: str = ""  # name of the log that says so; empty: what was recorded of the steps
 
     def sentence(self) -> str:
         """Return this as a sentence without capital and full stop."""
-        subject = "the loss is" if self.what == "loss" else "the gradients are"
         since = f"since line {self.since} of {self.log}" if self.log else f"since step {self.since}"
+        if self.rose is not None:
+            return f"the loss rose from {self.rose[0]:.3g} to {self.rose[1]:.3g}, {since}"
+        subject = "the loss is" if self.what == "loss" else "the gradients are"
         return f"{subject} not finite {'from the beginning' if self.always else since}"
 
 

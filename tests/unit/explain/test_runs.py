@@ -285,14 +285,23 @@ def test_events_of_another_shape_are_survived(run, data):
         ((1.0, 0.9, *[NAN] * 5), 3),
         ((1.0, 0.9, 0.8, INFINITE, NAN), 4),
         ((*[1.0] * 20, *[INFINITE, NAN] * 4), 21),
+        ((2.3, 1e9, 1e18, 1e27, 1e36), 2),  # the first is all that is left of its level
+        ((*[0.5] * 300, *[10.0**power for power in range(37)]), 307),
+        ((3e5, *[0.01] * 60, *[4e7] * 10), 62),
+        ((*[1.0] * 20, *[1e9, NAN] * 4), 21),
+        ([value for step in range(100) for value in (0.7 + 0.01 * step, -30.0 * step)], None),  # of a GAN
         ((1.0, 0.9, NAN), None),  # one batch
         ((1.0, NAN, 0.9, 0.8), None),  # it came back
+        ((1e-12, 0.1, *[1.0] * 30), None),  # a loss that begins at 0
+        ((*[0.002] * 50, *[2000.0] * 50), None),  # a part of it was switched on
+        ((-1.0, -20.0, *[-1e9] * 50), None),  # a return that grows
         ((*[1.0] * 50, 1e12, 1.0), None),  # a spike
+        ([1e10 * (number % 7 / 7) ** 8 for number in range(200)], None),  # of single samples, not scaled
         ((), None),
     ],
 )
-def test_a_training_is_lost_if_nothing_good_comes_after_losses_that_are_not_finite(losses, since):
-    """The end decides; one bad batch is not the end."""
+def test_a_training_is_lost_if_nothing_good_comes_after_losses_that_are_not_finite_or_exploded(losses, since):
+    """The end decides; what is legitimate, such as a GAN's losses or a curriculum's, is not lost."""
     lost = find_lost(list(enumerate(losses, start=1)))
     assert (None if lost is None else lost.since) == since
 
@@ -306,10 +315,30 @@ def test_a_run_whose_training_was_lost_did_not_end_well(tmp_path):
     assert "holdfast.watch" in verdict.fix
     assert any("since step 4" in each.text for each in verdict.evidence)
     assert "from the beginning" in of_run(tmp_path / "first", 0, losses=[NAN] * 3).title
+    assert "rose from 1 to 1e+36, since step 3" in of_run(tmp_path / "up", 0, losses=(1.0, 1.0, *[1e36] * 9)).title
     for name, losses in {"well": (1.0, 0.8, 0.7), "unread": [None] * 30}.items():
         well = of_run(tmp_path / name, 0, losses=losses)
         assert (well.title, well.fix) == ("ended well", "Nothing is to be done.")
         assert "caught" not in well.summary
+
+
+@pytest.mark.parametrize(
+    ("output", "lost"),
+    [
+        ("step 1 loss 0.5\nstep 2 loss nan\nstep 3 loss nan\ndone\n", "the loss is not finite since line 3"),
+        ("epoch 1: loss=inf\n", "the loss is not finite from the beginning"),
+        ("{'loss': 0.0, 'grad_norm': nan, 'epoch': 1.0}\n" * 3, "the gradients are not finite from the beginning"),
+        ("loss 2.0\nloss 1e9\nloss 3e36\n", "the loss rose from 2 to 3e+36, since line 3"),
+        ("loss 0.5\nValidation: loss nan\nval_loss=nan\n{'eval_loss': nan}\nTest set: loss: nan\n", ""),
+        ("loss 0.5, aux_loss nan\nloss 0.4, aux_loss nan\n", ""),
+        ("loss scale 65536\nloss_scale: inf\nloss 0.5\nloss nan, step skipped\nloss 0.4\n", ""),
+    ],
+)
+def test_a_loss_that_is_only_printed_says_that_a_training_was_lost(tmp_path, output, lost):
+    """Where nobody saw a loss the lines of the log count, but not those of an evaluation."""
+    verdict = of_run(tmp_path / "run", 0, output=output)
+    assert verdict.cause == ("H1617" if lost else "H1601"), verdict.title
+    assert lost in verdict.title
 
 
 def test_what_was_recorded_of_a_loss_is_surer_than_what_was_printed(tmp_path):

@@ -1,4 +1,4 @@
-"""How the losses of a run ended: whether they were not finite any more.
+"""How the losses of a run ended: not finite any more, or many orders of magnitude above their best.
 
 Does not: judge (see ``runtime_causes``), or fit trends (see ``supervise.watch.trends``).
 """
@@ -6,7 +6,8 @@ Does not: judge (see ``runtime_causes``), or fit trends (see ``supervise.watch.t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -25,6 +26,13 @@ _FEWEST = 2
 """Lost losses at the end that count where there were good ones: a single one may be a batch that was left out."""
 _FEWEST_NORMS = 3
 """The same for norms of gradients, of which a loss scale that is being found makes some infinite at first."""
+_EXPLODED = 1e6
+"""Rise of a loss that is no training any more. Manual loss scales reach 2**16, rewards that are not scaled 1e4."""
+_LEAST_LEVEL = 1.0
+"""Losses below count as this: one that begins at 0 has no scale of its own."""
+_BLOCK = 10
+_SHARE_AT_END = 20
+"""An exploded loss has stayed there for one twentieth of the run."""
 
 
 def lost_of_run(
@@ -79,13 +87,34 @@ def find_lost(losses: Sequence[Point], norms: Sequence[Point] = (), *, log: str 
         norms: Norms of gradients, in the same way.
         log: Name of the log whose lines they are from; empty for steps.
     """
-    found = _not_finite(losses, "loss", _FEWEST) or _not_finite(norms, "gradients", _FEWEST_NORMS)
+    found = _not_finite(losses, "loss", _FEWEST) or _exploded(losses)
+    found = found or _not_finite(norms, "gradients", _FEWEST_NORMS)
     return replace(found, log=log) if found is not None else None
 
 
 def _not_finite(points: Sequence[Point], what: Literal["loss", "gradients"], fewest: int) -> Lost | None:
-    count = next((at for at, (_, value) in enumerate(reversed(points)) if math.isfinite(value)), len(points))
+    count = _at_end(points, lambda value: not math.isfinite(value))
     always = 0 < count == len(points)
     if count < fewest and not (always and what == "loss"):
         return None
     return Lost(what=what, since=points[-count][0], always=always)
+
+
+def _exploded(points: Sequence[Point]) -> Lost | None:
+    """Return a loss that rose by orders of magnitude above its best level and stayed there."""
+    finite = [abs(value) for _, value in points if math.isfinite(value)]
+    if len(points) < _FEWEST + 1 or not finite:
+        return None
+    # Medians of blocks, since single losses are small by chance; and how it began, where it exploded at once.
+    blocks = [statistics.median(finite[start : start + _BLOCK]) for start in range(0, len(finite), _BLOCK)]
+    level = min(finite[0], sorted(finite[:5])[min(1, len(finite) - 1)], *blocks)
+    limit = _EXPLODED * max(level, _LEAST_LEVEL)
+    count = _at_end(points, lambda value: not value < limit)
+    if count < max(_FEWEST, len(points) // _SHARE_AT_END):
+        return None
+    return Lost(what="loss", since=points[-count][0], rose=(level, points[-1][1]))
+
+
+def _at_end(points: Sequence[Point], is_lost: Callable[[float], bool]) -> int:
+    """Return how many of the newest points are lost, without a good one after them."""
+    return next((at for at, (_, value) in enumerate(reversed(points)) if not is_lost(value)), len(points))
